@@ -50,6 +50,7 @@ Checkpointing = Literal["auto", "none", "products", "mlp", "layer"]
 TopK = Annotated[int, Rule(lambda k: k >= 0, "must not be negative (0 is off)")]
 TopP = Annotated[float, Rule(lambda p: 0 < p <= 1, "must be in (0, 1]")]
 RepetitionPenalty = Annotated[float, Rule(lambda x: x > 0, "must be positive (1 is off)")]
+PromptTemplate = Annotated[str, Rule(lambda text: "{prompt}" in text, 'must contain "{prompt}"')]
 # Whether drafts are made.
 Drafts = Literal["auto", "off"]
 # Dual clip's bound for negative advantages (arXiv 1912.09729); the value is verl's default.
@@ -269,9 +270,7 @@ class DataConfig(Checked, section="data."):
         | None
     ) = None
     system_prompt: str | None = None
-    prompt_template: (
-        Annotated[str, Rule(lambda text: "{prompt}" in text, 'must contain "{prompt}"')] | None
-    ) = None
+    prompt_template: PromptTemplate | None = None
     max_prompt_characters: Count | None = None
     max_prompt_length: Count = 512
     overlong_prompts: Literal["error", "drop"] = "error"

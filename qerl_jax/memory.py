@@ -47,7 +47,7 @@ _CHUNK = 1.5
 # was 2 % above what an H200 took, that of "none" 5 %.
 _CHOSEN_SHARE = 0.8
 _CHUNK_ROWS = 1024
-_UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_UNITS = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,15 +320,16 @@ def device_memory() -> int | None:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "80GB", "74.5GiB" or a plain number, which must be a million at least.
+    """Bytes of "80GB", "74.5 gib" or a plain number, which must be a million at least.
 
     Raises:
         ValueError: For anything else.
     """
-    match = re.fullmatch(r"([\d.]+)\s*([KMG]i?B)?", text)
-    size = round(float(match[1]) * _UNITS.get(match[2], 1)) if match else 0
-    hint = f"; for gigabytes write {text}GB" if match else ""
-    holds = match is not None and (match[2] is not None or size >= 1e6)
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]*)", text.strip().lower())
+    number, unit = match.groups() if match else ("", "")
+    size = round(float(number or 0) * _UNITS.get(unit, 1))
+    holds = unit in _UNITS or (match is not None and not unit and size >= 1e6)
+    hint = f"; for gigabytes write {number}GB" if match else ""
     require(holds, "device-memory", text, f"must be a size such as 80GB or 74.5GiB{hint}")
     return size
 

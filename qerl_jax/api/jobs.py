@@ -96,6 +96,8 @@ def evaluate(
     _check_sets(sets, path)
     require(max_concurrent >= 1, "max_concurrent", max_concurrent, "must be at least 1")
     require(drafts in typing.get_args(Drafts), "drafts", drafts, 'must be "auto" or "off"')
+    has_some = num_problems is None or num_problems >= 1
+    require(has_some, "num_problems", num_problems, "must be at least 1")
     runtime.use_compilation_cache()
     loaded = policy if isinstance(policy, Policy) else None
     source = _source(policy)

@@ -165,6 +165,7 @@ def filter_problems(
     """
     cfg = load(config)
     if num_problems is not None:
+        require(num_problems >= 1, "num_problems", num_problems, "must be at least 1")
         cfg = dataclasses.replace(
             cfg, data=dataclasses.replace(cfg.data, num_problems=num_problems)
         )

@@ -7,6 +7,7 @@ that a run can resume at any batch without having read the ones before.
 
 import dataclasses
 import functools
+import json
 import os
 import pathlib
 import re
@@ -352,9 +353,33 @@ def load_rows(name: str, path: str | None, config: str | None, split: str):
         which = f"split {split!r}" + (f" of {config!r}" if config else "")
         is_far = isinstance(error, ConnectionError)
         remedy = "; without a network, give a copy on disk by `path`" if is_far else ""
+        reason = (is_file and _json_fault(folder)) or error.__cause__ or error
         raise ValueError(
-            f"could not load the data set {place!r} ({which}): {error.__cause__ or error}{remedy}"
+            f"could not load the data set {place!r} ({which}): {reason}{remedy}"
         ) from error
+
+
+def _json_fault(path: pathlib.Path) -> str | None:
+    """Where a file is no JSON, or holds something else than rows, and what is wrong there; None if nowhere."""
+    if path.suffix not in (".json", ".jsonl"):
+        return None
+    with path.open(encoding="utf-8", errors="surrogateescape") as file:
+        is_list = path.suffix == ".json" and file.read(1) == "["
+        file.seek(0)
+        # A file of lines may be large.
+        for number, text in enumerate([file.read()] if is_list else file, 1):
+            if not text.strip():
+                continue
+            try:
+                found = json.loads(text)
+            except json.JSONDecodeError as error:
+                line = number + error.lineno - 1
+                return f"line {line}, column {error.colno}: not JSON: {error.msg}"
+            for index, row in enumerate(found if is_list else [found]):
+                if not isinstance(row, dict):
+                    where = f"row {index}" if is_list else f"line {number}"
+                    return f"{where}: got {reprlib.repr(row)}; must be an object {{...}}"
+    return None
 
 
 def _column(

@@ -183,7 +183,8 @@ def _judged(
     )
     if protocol.tools is not None and toolboxes is None:
         toolboxes = Toolboxes(protocol.tools)
-    reward = reward_of(protocol.reward, None if run is None else run.rewards.options, toolboxes)
+    options = None if run is None else run.rewards.options
+    reward = reward_of(protocol.reward, options, toolboxes, field="reward")
     try_reward(reward, problems, toolboxes)
     return problems, reward, toolboxes
 

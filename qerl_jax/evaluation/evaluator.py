@@ -257,10 +257,15 @@ def reward_of(
     name: str,
     options: Mapping[str, Mapping[str, Any]] | None,
     toolboxes: Toolboxes | None = None,
+    *,
+    field: str = "eval.reward",
 ) -> scoring.Named:
-    """The reward function of a name: one that `scoring.resolve` finds, or an environment's own by its class."""
+    """The reward function of a name: one that `scoring.resolve` finds, or an environment's own by its class.
+
+    `field` is what errors call the name.
+    """
     own = {} if toolboxes is None else dict(toolboxes.own_rewards())
-    return (name, own[name]) if name in own else scoring.resolve([name], options)[0]
+    return (name, own[name]) if name in own else scoring.resolve([name], options, field)[0]
 
 
 def try_reward(

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from qerl_jax import memory
-from qerl_jax.checked import to_table
+from qerl_jax.checked import require, to_table
 from qerl_jax.checkpoint.policy import LoadedPolicy, PolicySource, load_policy
 from qerl_jax.config import RunConfig
 from qerl_jax.data import datasets
@@ -64,18 +64,18 @@ def select(
         ValueError: For an impossible argument, or a measurement of something else under that name.
     """
     out = pathlib.Path(out)
-    if out.suffix != ".jsonl" or not 0 <= low <= high <= 1 or samples < 1 or batch_size < 1:
-        raise ValueError(
-            "needs a .jsonl file, 0 <= low <= high <= 1, samples >= 1 and batch_size >= 1; "
-            f"got {os.fspath(out)!r}, {low=}, {high=}, {samples=}, {batch_size=}"
-        )
+    require(out.suffix == ".jsonl", "out", os.fspath(out), "must be a .jsonl file")
+    require(0 <= low <= high <= 1, "low, high", (low, high), "must be in order, between 0 and 1")
+    require(samples >= 1, "samples", samples, "must be at least 1")
+    require(batch_size >= 1, "batch_size", batch_size, "must be at least 1")
     toolboxes = None if cfg.tools is None else Toolboxes(cfg.tools)
     own = [] if toolboxes is None else [name for name, _ in toolboxes.own_rewards()]
+    field = "reward" if reward else "rewards.functions"
     reward = reward or (*cfg.rewards.functions, *own)[0]
+    function = reward_of(reward, cfg.rewards.options, toolboxes, field=field)
     measured = Progress(
         out.with_name(out.name + ".measured"), _identity(cfg, samples, reward, adapter)
     )
-    function = reward_of(reward, cfg.rewards.options, toolboxes)
     memory.require_context(cfg)
     # Nothing trains here, so a base for full training is read like any other.
     base = dataclasses.replace(cfg.model, trainable="lora")

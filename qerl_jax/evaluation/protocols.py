@@ -7,7 +7,7 @@ sampling, and what counts as right. Scores under different protocols are not com
 import dataclasses
 
 from qerl_jax.checked import Checked, Closed01, Count, NotNegative
-from qerl_jax.config import ToolsConfig, TopK, TopP
+from qerl_jax.config import PromptTemplate, ToolsConfig, TopK, TopP
 
 # Where the names of `datasets.SETS` hold problems to report on: the split that the hub calls so.
 SPLITS = {
@@ -59,7 +59,7 @@ class Protocol(
     min_p: Closed01 = 0.0
     max_completion_length: Count = 4096
     system_prompt: str | None = None
-    prompt_template: str | None = None
+    prompt_template: PromptTemplate | None = None
     stop: tuple[str, ...] | None = None
     tools: ToolsConfig | None = None
 

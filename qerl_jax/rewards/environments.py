@@ -416,6 +416,7 @@ def _imported(path: str, stock: Mapping[str, Callable]) -> Any:
         f"must be one of {sorted(stock)}, or an import path such as 'package.module:name' or "
         "'folder/file.py:name'",
     )
+    imports.require_file(path.rpartition(":")[0], "tools", path)
     try:
         return imports.attribute(path)
     except ValueError as error:

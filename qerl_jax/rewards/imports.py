@@ -3,15 +3,24 @@
 import functools
 import importlib
 import importlib.util
+import os
 import pathlib
 import sysconfig
 import traceback
 from types import ModuleType
 from typing import Any
 
+from qerl_jax.checked import require
+
 # Frames in these packages are not the user's own code.
 _OURS = str(pathlib.Path(__file__).parents[1])
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
+
+
+def require_file(path: str, field: str, value: str) -> None:
+    """Raises the error about a field whose value names a file, "folder/file.py", that does not exist."""
+    is_there = not path.endswith(".py") or os.path.isfile(path)
+    require(is_there, field, value, f"there is no file {os.path.abspath(path)}")
 
 
 def module(path: str) -> ModuleType:

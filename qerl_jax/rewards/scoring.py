@@ -84,7 +84,9 @@ def as_completion(
 
 
 def resolve(
-    names: Sequence[str | RewardFunction], options: Mapping[str, Mapping[str, Any]] | None = None
+    names: Sequence[str | RewardFunction],
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    field: str = "reward function",
 ) -> list[Named]:
     """Finds reward functions, each with the name that its metrics carry.
 
@@ -93,15 +95,16 @@ def resolve(
             "package.module:function" or "folder/file.py:function", or functions themselves.
         options: Arguments of factories (functions that make reward functions), by name. Stock factories need none;
             an imported name is a factory if it has options here. Options of other names are ignored.
+        field: What errors call the names: where they were given.
 
     Raises:
         ValueError: For an unknown name, a module that cannot be imported, an object that cannot be called, options
             that a factory refuses, or two functions with the same name.
     """
-    functions = [_resolve_one(name, options or {}) for name in names]
+    functions = [_resolve_one(name, options or {}, field) for name in names]
     resolved = [(getattr(f, "__name__", type(f).__name__), f) for f in functions]
     repeated = {name for name, _ in resolved if [n for n, _ in resolved].count(name) > 1}
-    require(not repeated, "reward functions", sorted(repeated), "must differ in name")
+    require(not repeated, field, sorted(repeated), "must differ in name")
     return resolved
 
 
@@ -271,10 +274,10 @@ def check(
 
 
 def _resolve_one(
-    name: str | RewardFunction, options: Mapping[str, Mapping[str, Any]]
+    name: str | RewardFunction, options: Mapping[str, Mapping[str, Any]], field: str
 ) -> RewardFunction:
-    found = _find(name) if isinstance(name, str) else name
-    require(callable(found), "reward function", name, f"cannot be called: {type(found).__name__}")
+    found = _find(name, field) if isinstance(name, str) else name
+    require(callable(found), field, name, f"cannot be called: {type(found).__name__}")
     makes = isinstance(name, str) and (name in FACTORIES or name in options)
     return _make(name, found, options.get(name, {})) if makes else found
 
@@ -290,20 +293,21 @@ def _make(name: str, factory: Any, options: Mapping[str, Any]) -> RewardFunction
     return function
 
 
-def _find(name: str) -> Any:
+def _find(name: str, field: str) -> Any:
     known = STOCK | FACTORIES
     if name in known:
         return known[name]
     require(
         ":" in name,
-        "reward function",
+        field,
         name,
         f"must be one of {', '.join(sorted(known))}, or an import path such as 'package.module:function' or "
         f"'file.py:function'{meant(name, known)}",
     )
     path, _, attribute = name.rpartition(":")
+    imports.require_file(path, field, name)
     module = _import(path)
-    require(hasattr(module, attribute), "reward function", name, f"{path} has no {attribute!r}")
+    require(hasattr(module, attribute), field, name, f"{path} has no {attribute!r}")
     return getattr(module, attribute)
 
 

@@ -172,7 +172,9 @@ def _rewards(
 ) -> tuple[list[scoring.Named], list[float]]:
     """The reward functions and their weights; the penalty for long completions comes last."""
     functions = scoring.resolve(
-        cfg.rewards.functions if given is None else given, cfg.rewards.options
+        cfg.rewards.functions if given is None else given,
+        cfg.rewards.options,
+        "rewards.functions" if given is None else "reward_funcs",
     )
     weights = list(cfg.rewards.weights or [1.0] * len(functions))
     require(

@@ -454,13 +454,21 @@ def test_the_table_ends_with_the_comparison():
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("80GB", 80e9), ("1.5 GiB", 1.5 * 2**30), ("80000000000", 80e9), ("2MiB", 2**21)],
+    [
+        ("80GB", 80e9),
+        ("1.5 GiB", 1.5 * 2**30),
+        ("80000000000", 80e9),
+        ("2MiB", 2**21),
+        ("80gib", 80 * 2**30),
+        ("24 Gb", 24e9),
+        (".5KB", 500),
+    ],
 )
 def test_sizes_are_read(text, size):
     assert memory.parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "80 gigs", "-1GB", "GB"])
+@pytest.mark.parametrize("text", ["", "80 gigs", "-1GB", "GB", "1.2.3GB", "80", "80G"])
 def test_a_size_that_is_none_is_an_error(text):
     with pytest.raises(ValueError, match="device-memory: got"):
         memory.parse_size(text)

@@ -184,6 +184,12 @@ def test_a_library_that_writes_its_messages_itself_leaves_them_from_the_root_log
             "--columns: got 'prompt'; must be pairs of a name and a value",
         ),
         ("eval gsm8k --base=true", "--base: got 'true'; this option has no value"),
+        ("eval gsm8k --num-problems 0", "num_problems: got 0; must be at least 1"),
+        (
+            "eval gsm8k --prompt-template x",
+            "prompt_template: got 'x'; must contain \"{prompt}\"",
+        ),
+        ("filter quickstart x.jsonl --num-problems 0", "num_problems: got 0; must be at least 1"),
         ("generate hi --adapter", "--adapter: needs a value"),
         ("export", "missing RUN, OUT, --to; qerl export --help explains"),
         ("export runs/mine --to peft", "missing OUT; qerl export --help explains"),

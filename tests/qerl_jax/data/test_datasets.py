@@ -305,6 +305,26 @@ def test_two_system_messages_are_refused(rows):
         load(path, system_prompt="c")
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        (
+            "rows.jsonl",
+            '{"question": "a"}\n\n{"question": "b" "answer": 1}\n',
+            "line 3, column 18: not JSON: Expecting ',' delimiter$",
+        ),
+        ("rows.json", '[{"question": "a"},\n {"question": }]\n', "line 2, column 15: not JSON"),
+        ("rows.jsonl", '{"question": "a"}\n[1, 2]\n', r"line 2: got \[1, 2\]; must be an object"),
+        ("rows.json", '[{"question": "a"}, 3]', "row 1: got 3; must be an object"),
+    ],
+)
+def test_broken_json_is_an_error_that_names_file_and_line(name, text, said, tmp_path):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"{path}.*: {said}"):
+        load(str(path))
+
+
 def test_missing_sources_are_named(tmp_path, rows):
     with pytest.raises(ValueError, match="absent'; no such file or folder"):
         load(str(tmp_path / "absent"))

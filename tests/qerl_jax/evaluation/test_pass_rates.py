@@ -101,11 +101,18 @@ def test_the_command_reports_what_it_kept(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"low": 0.7, "high": 0.6}, {"high": 1.5}, {"samples": 0}, {"batch_size": 0}]
+    ("changes", "said"),
+    [
+        ({"low": 0.7, "high": 0.6}, r"low, high: got \(0.7, 0.6\); must be in order"),
+        ({"high": 1.5}, r"low, high: got \(.*, 1.5\); must be in order, between 0 and 1"),
+        ({"samples": 0}, "samples: got 0; must be at least 1"),
+        ({"batch_size": 0}, "batch_size: got 0; must be at least 1"),
+        ({"reward": "absent.py:f"}, "reward: got 'absent.py:f'; there is no file .*/absent.py"),
+    ],
 )
-def test_impossible_arguments_are_refused_before_anything_is_loaded(tmp_path, changes):
-    with pytest.raises(ValueError, match="needs a .jsonl file, 0 <= low <= high <= 1"):
+def test_impossible_arguments_are_refused_before_anything_is_loaded(tmp_path, changes, said):
+    with pytest.raises(ValueError, match=said):
         select(tmp_path / "out.jsonl", **changes)
-    with pytest.raises(ValueError, match="got .*out.txt"):
+    with pytest.raises(ValueError, match="out: got .*out.txt'; must be a .jsonl file"):
         select(tmp_path / "out.txt")
     assert list(tmp_path.iterdir()) == []

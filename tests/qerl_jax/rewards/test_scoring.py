@@ -42,7 +42,10 @@ def test_functions_are_found_by_name_path_file_and_as_they_are(tmp_path):
             r"reward function: got 'acuracy_reward'; must be one of accuracy_reward, .*; did you mean accuracy_reward\?",
         ),
         ("no_such_module:f", "could not import rewards from 'no_such_module': ModuleNotFoundError"),
-        ("no_such_file.py:f", "could not import rewards from 'no_such_file.py': FileNotFoundError"),
+        (
+            "no_such_file.py:f",
+            "^reward function: got 'no_such_file.py:f'; there is no file /.*/no_such_file.py$",
+        ),
         ("math:f", "math has no 'f'"),
         ("math:pi", "'math:pi'; cannot be called: float"),
     ],
