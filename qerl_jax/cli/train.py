@@ -83,6 +83,10 @@ def plan(argv: list[str]) -> None:
         gigabytes = memory.compiled_update(cfg, limit=made.limit).temp_size_in_bytes / 1e9
         log(f"compiled  temporaries of one micro-batch {gigabytes:.2f} GB")
     made.require()
+    if made.limit is None:
+        log("fits?       this device does not say how much memory it has: --device NAME compares")
+    else:
+        log(f"it fits     {(made.limit - made.peak) / 1e9:.2f} GB are left")
 
 
 def replay(argv: list[str]) -> None:

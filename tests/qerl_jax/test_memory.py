@@ -484,15 +484,18 @@ def test_a_bare_number_that_can_be_no_device_needs_a_unit(capsys):
 def test_the_command_prints_the_table_and_refuses_with_one_line(capsys):
     path = str(CONFIGS / "bench_7b.toml")
     assert main.main(["plan", path, "--device-memory", "80GB", "--lora.rank", "16"]) == 0
-    assert "peak" in capsys.readouterr().out
+    *_, peak, device, left = capsys.readouterr().out.splitlines()
+    assert peak.startswith("peak ") and device.endswith(" 80.00 GB")
+    assert left == f"it fits     {80 - float(peak.split()[-2]):.2f} GB are left"
     assert main.main(["plan", path, "--device-memory", "8GB"]) == 2
     out, error = capsys.readouterr()
-    assert "keys and values" in out
+    assert "keys and values" in out and "it fits" not in out
     assert error.startswith("qerl plan: memory: this run needs") and error.count("\n") == 1
     assert main.main(["plan"]) == 2
     assert "missing the config file: qerl plan CONFIG.toml" in capsys.readouterr().err
     assert main.main(["plan", str(CONFIGS / "bench_7b.toml"), "--eval.num-problems", "3"]) == 0
-    assert "evaluation" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "evaluation" in out and out.splitlines()[-1].startswith("fits?  ")
 
 
 def test_noise_of_each_rows_own_is_planned():
