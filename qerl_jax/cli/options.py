@@ -62,22 +62,26 @@ def of_class(cls: type, prefix: str = "--") -> dict[str, Any]:
 
 
 def of_function(function: Callable) -> Options:
-    """The options of a command that are the parameters of a function."""
+    """The options of a command that are the parameters of a function, or the fields of one that is a dataclass."""
     kinds, flags, arguments, needed = {}, set(), [], []
     for name, each in inspect.signature(function, eval_str=True).parameters.items():
-        option = "--" + name.replace("_", "-")
         if each.kind is each.POSITIONAL_ONLY:
             is_repeated = typing.get_origin(each.annotation) is tuple
-            option = name.upper() + " ..." * is_repeated
-            arguments.append(option)
-        elif each.annotation is bool:
-            option = option.replace("--", "--no-", 1) if each.default else option
-            flags.add(option)
-        is_repeated = option.endswith("...")
-        if each.default is each.empty and not is_repeated:
-            needed.append(option)
-        if option.startswith("--"):
-            kinds[option] = each.annotation
+            arguments.append(name.upper() + " ..." * is_repeated)
+            needed += [name.upper()] * (each.default is each.empty and not is_repeated)
+            continue
+        fields = [(name, each.annotation, each.default)]
+        (kind, *_), notes = _members(each.annotation), getattr(each.annotation, "__metadata__", ())
+        if dataclasses.is_dataclass(kind):
+            hints = typing.get_type_hints(kind)
+            fields = [(f.name, hints[f.name], f.default) for f in dataclasses.fields(kind)]
+        elif notes:  # the name of the option, if it is not that of the parameter
+            fields = [(notes[0].name or name, each.annotation, each.default)]
+        for field, hint, default in fields:
+            option = f"--{'no-' if default is True else ''}{field}".replace("_", "-")
+            kinds[option] = hint
+            flags |= {option} if hint is bool else set()
+            needed += [option] * (default is each.empty)
     return Options(kinds, frozenset(flags), tuple(arguments), tuple(needed))
 
 
@@ -184,6 +188,8 @@ def _rule(kind: Any, values: Sequence[str]) -> str | None:
         return None
     if origin is tuple:
         return next((rule for each in values if (rule := _rule(args[0], [each]))), None)
+    if origin is dict and args[1] not in (str, *_READERS):
+        return "must be given in a config file or from Python: its values may have any type"
     if origin is dict:
         wrong = len(values) % 2 or any(_rule(args[1], [each]) for each in values[1::2])
         return f"must be pairs of a name and {_WORDS.get(args[1], 'a value')}" if wrong else None
@@ -213,5 +219,5 @@ def _members(hint: Any) -> tuple[Any, ...]:
 
 
 def _plain(text: str) -> str:
-    """tyro's own text without the lines of its box."""
-    return " ".join(re.sub(r"[\u2500-\u257f|]|(?m:^\+-.*)", " ", text).split())
+    """tyro's own text without the lines of its box, which are dashes where the output takes no others."""
+    return " ".join(re.sub(r"[\u2500-\u257f]|-{3,}", " ", text).split())

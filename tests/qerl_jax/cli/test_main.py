@@ -6,6 +6,7 @@ import importlib.metadata
 import inspect
 import logging
 import pathlib
+import re
 import subprocess
 import types
 
@@ -170,6 +171,11 @@ def test_a_library_that_writes_its_messages_itself_leaves_them_from_the_root_log
             "train quickstart --noise off",
             "--noise: got 'off'; must be None, which switches it off; its fields are --noise.FIELD",
         ),
+        (
+            "train quickstart --model.chat-template-kwargs enable_thinking false",
+            "--model.chat-template-kwargs: got 'enable_thinking false'; must be given in a config "
+            "file or from Python: its values may have any type",
+        ),
         ("train quickstart fast", "got 'fast'; each option begins with --, as in --seed 1"),
         ("plan quickstart --devic T4", "--devic: no such option; did you mean --device?"),
         ("plan --device", "--device: expected one argument"),
@@ -191,6 +197,15 @@ def test_a_library_that_writes_its_messages_itself_leaves_them_from_the_root_log
         ),
         ("filter quickstart x.jsonl --num-problems 0", "num_problems: got 0; must be at least 1"),
         ("generate hi --adapter", "--adapter: needs a value"),
+        (
+            "generate hi --n 2 --temprature 0",
+            "--temprature: no such option; did you mean --temperature?",
+        ),
+        ("generate hi --n two", "--n: got 'two'; must be a whole number"),
+        (
+            "export a b --to merged --from here",
+            "--from: got 'here'; must be one of 'original', 'packed'",
+        ),
         ("export", "missing RUN, OUT, --to; qerl export --help explains"),
         ("export runs/mine --to peft", "missing OUT; qerl export --help explains"),
         ("export a b c --to peft", "got 'c'; takes RUN OUT and options"),
@@ -202,13 +217,39 @@ def test_an_option_that_cannot_be_read_is_an_error_of_one_line(command, said, ca
     assert capsys.readouterr() == ("", f"qerl {name}: {said}\n")
 
 
+def in_help(shown):
+    """Returns the options that a help lists in its boxes."""
+    return set(re.findall(r"(?m)^(?:│ |  )(--[a-z][a-z0-9.-]*)", shown))
+
+
+@pytest.mark.parametrize("command", ["generate", "filter", "export", "quantize", "eval", "report"])
+def test_the_options_that_are_checked_are_those_of_the_help(command, capsys):
+    with pytest.raises(SystemExit):
+        main.main([command, "--help"])
+    listed = in_help(capsys.readouterr().out)
+    assert set(options.of_function(main.COMMANDS[command]).kinds) == listed
+
+
+def test_the_fields_that_are_checked_are_those_of_the_help(capsys):
+    given = ["--tools.functions", "calculator"]
+    with pytest.raises(SystemExit):
+        changed(*given, "--help")
+    only_in_files = {
+        "--model.chat-template-kwargs",
+        "--rewards.options",
+        "--tools.environment-options",
+    }
+    listed = in_help(capsys.readouterr().out)
+    assert set(options.of_class(config.RunConfig)) == listed | only_in_files
+
+
 def test_what_only_the_parser_finds_wrong_comes_without_its_box():
     def born(day: datetime.date) -> None: ...
 
     known = options.Options({"--day": datetime.date})
     with pytest.raises(ConfigError, match="someday") as error:
         options.parse(born, ["--day", "someday"], known, prog="qerl x")
-    assert "\u2500" not in str(error.value) and "\n" not in str(error.value)
+    assert not re.search(r"[\u2500-\u257f]|---|\n", str(error.value))
 
 
 def test_a_text_that_reads_true_stays_that_text():
