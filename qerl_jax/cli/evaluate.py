@@ -80,6 +80,9 @@ def evaluate(
     require(max_concurrent >= 1, "max_concurrent", max_concurrent, "must be at least 1")
     if path is not None and len(sets) > 1:
         raise ValueError(f"--path is where one set lies; got {len(sets)} sets")
+    for each in sets:
+        rule = f"is a run folder, not a set: qerl eval SET --adapter {each}"
+        require(not pathlib.Path(each, "config.toml").is_file(), "sets", each, rule)
     from qerl_jax.api.jobs import results_folder
     from qerl_jax.checkpoint.policy import find_policy
     from qerl_jax.evaluation import summary

@@ -18,16 +18,13 @@ from qerl_jax.generation.sampling_params import SamplingParams
 
 @dataclasses.dataclass(frozen=True)
 class _Sampling(SamplingParams):
-    """The sampling options. They are checked later: tyro would show an error as a box of several lines.
+    """The sampling options.
 
     Attributes:
         seed: Random seed for sampling.
     """
 
     seed: int = 0
-
-    def __post_init__(self):
-        pass
 
 
 def generate(

@@ -201,6 +201,7 @@ def test_a_library_that_writes_its_messages_itself_leaves_them_from_the_root_log
             "generate hi --n 2 --temprature 0",
             "--temprature: no such option; did you mean --temperature?",
         ),
+        ("generate hi --max-tokens 0", "max_tokens: got 0; must be at least 1 and below 2**31"),
         ("generate hi --n two", "--n: got 'two'; must be a whole number"),
         (
             "export a b --to merged --from here",
@@ -215,6 +216,15 @@ def test_an_option_that_cannot_be_read_is_an_error_of_one_line(command, said, ca
     name, *rest = command.split()
     assert main.main([name, *rest]) == 2
     assert capsys.readouterr() == ("", f"qerl {name}: {said}\n")
+
+
+def test_a_run_folder_in_the_place_of_a_set_is_an_error_that_says_where_it_belongs(
+    tmp_path, capsys
+):
+    (tmp_path / "config.toml").write_text(config.dump(changed()))
+    assert main.main(["eval", str(tmp_path)]) == 2
+    rule = f"is a run folder, not a set: qerl eval SET --adapter {tmp_path}"
+    assert capsys.readouterr().err == f"qerl eval: sets: got {str(tmp_path)!r}; {rule}\n"
 
 
 def in_help(shown):
