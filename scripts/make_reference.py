@@ -75,6 +75,24 @@ In Python, `qerl_jax.train(config, optim={"learning_rate": 2e-5})` does the same
 
 The run folder gets `config.toml`, with all defaults written out. An unknown field, a wrong type or an impossible value is
 one line that names the field, the value and the rule, before anything is loaded.
+
+## Fields that are changed most
+
+| you want | fields |
+| --- | --- |
+| another model, or a base of another precision | `model.model_name_or_path`, `model.weights` |
+| other problems, another instruction | `data.dataset`, `data.columns`, `data.system_prompt` |
+| another reward | `rewards.functions`, `rewards.weights` |
+| longer answers | `rollout.max_completion_length` |
+| more completions of a problem | `rollout.num_generations` |
+| more completions in an update | `optim.per_device_train_batch_size`, `optim.gradient_accumulation_steps` |
+| several updates for each rollout | `rollout.generation_batch_size` or `rollout.steps_per_generation`, `grpo.num_iterations` |
+| faster or more careful learning | `optim.learning_rate`, `lora.rank` |
+| another loss, a KL term | `grpo.loss_type`, `grpo.epsilon_high`, `grpo.beta` |
+| no noise, or stronger noise | `--noise None`, `noise.sigma_start` |
+| to measure accuracy during the run | `eval.eval_steps`, `eval.num_problems`, `eval.reward` |
+| a longer run | `max_steps` or `num_train_epochs` |
+| a run that fits into less memory | `qerl plan` names the field that helps most ([memory](performance.md#memory)) |
 """
 CLI_HEAD = """\
 # Command line
