@@ -63,8 +63,10 @@ def named(name: str) -> Card:
     plain = lambda text: "".join(text.lower().replace("nvidia", "").replace("rtx", "").split())
     found = [card for card in CARDS if plain(card.name) == plain(name)]
     known = ", ".join(card.name for card in CARDS)
-    hint = meant(name, [card.name for card in CARDS])
-    require(bool(found), "device", name, f"must be one of {known}{hint}")
+    # V100 means no H100.
+    hint = meant(name, [card.name for card in CARDS], 0.8)
+    rule = f"must be one of {known}{hint or '; for another card give its --device-memory'}"
+    require(bool(found), "device", name, rule)
     return found[0]
 
 

@@ -67,9 +67,12 @@ def require(
         raise error(f"{name}: got {value!r}; {rule}")
 
 
-def meant(name: str, known: Iterable[str]) -> str:
-    """The end of an error about an unknown name: the known one that is most like it; empty if none is."""
-    near = difflib.get_close_matches(name, [*known], 1)
+def meant(name: str, known: Iterable[str], least: float = 0.6) -> str:
+    """The end of an error about an unknown name: the known one that is most like it; empty if none is.
+
+    `least` is how like it that must be, from 0 to 1.
+    """
+    near = difflib.get_close_matches(name, [*known], 1, least)
     return f"; did you mean {near[0]}?" if near else ""
 
 

@@ -1,7 +1,7 @@
 """GGUF files (llama.cpp's format) as a source of 16-bit weights, under Hugging Face's names.
 
 The header is read here. Every length is checked against the file, because such files come from anywhere. The
-package `gguf` unpacks quantized tensors (Q4_0 ... Q8_0, Q2_K ... Q6_K, IQ types): `pip install 'qerl-jax[gguf]'`.
+package `gguf` unpacks quantized tensors (Q4_0 ... Q8_0, Q2_K ... Q6_K, IQ types): `pip install gguf`.
 Weights become bfloat16, as in a 16-bit checkpoint.
 
     general.architecture    llama (and Mistral), qwen2, qwen3
@@ -230,7 +230,7 @@ def _package(name: str):
         import gguf
     except ImportError:
         raise GGUFError(
-            f"{name}: is quantized, and the package that unpacks it is missing: pip install 'qerl-jax[gguf]'"
+            f"{name}: is quantized, and the package that unpacks it is missing: pip install gguf"
         ) from None
     return gguf
 

@@ -37,7 +37,7 @@ def local_folder(name_or_path: str, *, weights: bool = True) -> pathlib.Path:
     if folder.suffix == ".gguf" and folder.is_file():
         return gguf.as_folder(folder)
     if folder.is_absolute() or name_or_path.startswith("."):
-        raise FileNotFoundError(f"no such folder: {name_or_path}")
+        raise FileNotFoundError(f"model or adapter: got {name_or_path!r}; no such folder")
     import huggingface_hub
 
     patterns = ["*.json", "*.txt", "*.jinja", "tokenizer*"] + (["*.safetensors"] if weights else [])

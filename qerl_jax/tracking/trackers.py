@@ -36,8 +36,7 @@ def require(names: Sequence[str]) -> None:
     for name in names:
         if importlib.util.find_spec(_PACKAGES[name]) is None:
             raise ValueError(
-                f"report_to: got {name!r}; needs the package {_PACKAGES[name]}: "
-                f"pip install 'qerl-jax[{name}]'"
+                f"report_to: got {name!r}; needs a package: pip install {_PACKAGES[name]}"
             )
 
 

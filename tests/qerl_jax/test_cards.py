@@ -21,6 +21,8 @@ def test_a_card_is_found_by_what_people_call_it(asked, found):
 def test_an_unknown_card_is_an_error_that_lists_the_known_ones():
     with pytest.raises(ValueError, match=r"got 'RTX 409'; must be one of T4, L4.*mean RTX 4090\?"):
         cards.named("RTX 409")
+    with pytest.raises(ValueError, match="B200; for another card give its --device-memory$"):
+        cards.named("V100")
 
 
 @pytest.mark.slow

@@ -331,7 +331,7 @@ def test_a_folder_without_config_is_refused(tmp_path):
 
 def test_a_folder_that_does_not_exist_is_not_looked_for_elsewhere(tmp_path):
     for name in (str(tmp_path / "nowhere"), "./nowhere"):
-        with pytest.raises(FileNotFoundError, match=f"no such folder: {name}"):
+        with pytest.raises(FileNotFoundError, match=f"got '{name}'; no such folder"):
             hf_folder.local_folder(name)
 
 
