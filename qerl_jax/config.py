@@ -1072,14 +1072,15 @@ def _find(path: str | pathlib.Path) -> pathlib.Path:
     path = pathlib.Path(path)
     if path.is_file():
         return path
+    known = {file.stem: file for file in sorted(PACKAGED.glob("*.toml"))}
     if len(path.parts) == 1 and path.suffix != ".toml":
-        known = {file.stem: file for file in sorted(PACKAGED.glob("*.toml"))}
         if path.name in known:
             return known[path.name]
         hint = meant(path.name, known) or f"; these are {', '.join(known)}"
         rule = f"no such file, nor a config of the package{hint}"
         require(path.is_dir(), "config file", str(path), rule)
     rule = "no such file: it is a folder; name a file in it" if path.is_dir() else "no such file"
+    rule += f"; the package has it as {path.stem}" if path.stem in known else ""
     raise ConfigError(f"config file: got {str(path)!r}; {rule}")
 
 

@@ -974,7 +974,8 @@ def test_a_config_of_the_package_can_be_named_from_any_folder(tmp_path, monkeypa
     for name, words in (
         ("gsm8k_qwen2.5_7", "nor a config of the package; did you mean gsm8k_qwen2.5_7b?"),
         ("unlike", "nor a config of the package; these are bench_7b, bigmath_hard_qwen2.5_32b, "),
-        ("quickstart.toml", "got 'quickstart.toml'; no such file"),
+        ("configs/quickstart.toml", "no such file; the package has it as quickstart"),
+        ("quickstart.toml", "got 'quickstart.toml'; no such file; the package has it as"),
         ("elsewhere/quickstart", "got 'elsewhere/quickstart'; no such file"),
     ):
         with pytest.raises(ConfigError, match=re.escape(words)):
