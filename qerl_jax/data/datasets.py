@@ -20,6 +20,7 @@ import numpy as np
 from qerl_jax.checked import ConfigError, require
 from qerl_jax.config import DataConfig
 from qerl_jax.data import answers, arithmetic, tokenizer
+from qerl_jax.files import parse_json
 
 # Short on purpose: with it every prompt of GSM8K fits in 256 tokens of Qwen2.5's chat (252 at
 # most).
@@ -371,10 +372,12 @@ def _json_fault(path: pathlib.Path) -> str | None:
             if not text.strip():
                 continue
             try:
-                found = json.loads(text)
+                found = parse_json(text)
             except json.JSONDecodeError as error:
                 line = number + error.lineno - 1
                 return f"line {line}, column {error.colno}: not JSON: {error.msg}"
+            except ValueError as error:  # nested too deep
+                return f"line {number}: {error}"
             for index, row in enumerate(found if is_list else [found]):
                 if not isinstance(row, dict):
                     where = f"row {index}" if is_list else f"line {number}"

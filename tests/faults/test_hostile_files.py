@@ -110,7 +110,7 @@ def test_a_prompt_file_that_is_no_such_is_named(content, said, tmp_path, capsys)
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b'{"prompt": "a"}\n{"prompt": ' + 100_000 * b"[", "could not load the data set"),
+        (b'{"prompt": "a"}\n{"prompt": ' + 100_000 * b"[", "line 2: lists and tables nest more"),
         (b'{"prompt": "\xff", "answer": "1"}', "row 0: not UTF-8 text: "),
     ],
 )
