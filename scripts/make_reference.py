@@ -68,6 +68,8 @@ On the command line a field is an option, with `-` or `_` in its name: `qerl tra
 
 - A list is given as words: `--rewards.functions my_rewards.py:right format_reward`.
 - A table is given as pairs of words: `--data.columns prompt problem answer gold`.
+- Tables whose values may have any type (`model.chat_template_kwargs`, `rewards.options`, `tools.environment_options`) can
+  only be given in a file or in Python.
 - True and false are words too: `--grpo.dynamic-sampling true`.
 - `--noise None`, `--eval None` and `--tools None` switch a section off.
 
