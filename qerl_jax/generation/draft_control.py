@@ -21,10 +21,11 @@ _STEPS = (8, 16, 32, 64)
 MOST_ENDED = 1 << 15
 # What a step must gain over another one before it takes its place, and the tokens that must have been compared before.
 _GAIN, _EVIDENCE = 1.05, 32
-# Where drafts do not pay, they are compared in one of so many chunks: comparing takes a millisecond or two.
-_SELDOM = 8
-# How much of what earlier chunks have taught is left after another one; and what is believed before any: one right
-# token of so many.
+# Where drafts do not pay, they are compared in one of so many chunks: comparing takes a millisecond or two. So they are,
+# too, where so many chunks have not been evidence enough.
+_SELDOM, _MOST_AT_FIRST = 8, 16
+# How much of what earlier chunks have taught is left after another one that compares `_EVIDENCE` tokens or more; and
+# what is believed before any: one right token of so many.
 _KEPT, _BELIEF = 0.75, 4.0
 
 
@@ -138,31 +139,36 @@ class Auto:
 
     def positions(self, slots: int, live: int) -> int | None:
         """See `Control`."""
-        if not live or self._tried.sum() < _EVIDENCE:
-            self._positions = 0
-            return 0
-        rates = {n: self._expected(live, n) / price(n, drafts=True) for n in _STEPS if n >= slots}
-        rates[0] = live / price(slots)
-        best = max(rates, key=rates.get)
-        if rates[best] > _GAIN * rates.get(self._positions, 0):
-            self._positions = best
+        is_known = self._tried.sum() >= _EVIDENCE
+        self._positions = self._best(slots, live) if live and is_known else 0
         if self._positions:
             return self._positions
         self._chunks_without += 1
-        return None if self._chunks_without % _SELDOM else 0
+        is_begin = not is_known and self._chunks_without <= _MOST_AT_FIRST
+        return 0 if is_begin or self._chunks_without % _SELDOM == 0 else None
 
     def learn(self, slots: int, positions: int | None, outcome: Outcome, tokens: int) -> None:
         """See `Control`."""
         self.record.add(slots, positions, outcome, tokens)
         if positions is None:
             return
+        # A chunk of one row compares few tokens: what was known before stays for longer.
+        kept = _KEPT ** min(1.0, outcome.tried.sum() / _EVIDENCE)
         for held, new in (
             (self._tried, outcome.tried),
             (self._right, outcome.right),
             (self._matches, outcome.matches),
         ):
-            held *= _KEPT
+            held *= kept
             held += new
+
+    def _best(self, slots: int, live: int) -> int:
+        """The tokens of a step that bring most for their price: those of the last chunk if no others are much better."""
+        rates = {n: self._expected(live, n) / price(n, drafts=True) for n in _STEPS if n >= slots}
+        rates[0] = live / price(slots)
+        best = max(rates, key=rates.get)
+        is_better = rates[best] > _GAIN * rates.get(self._positions, 0)
+        return best if is_better else self._positions
 
     def _expected(self, live: int, positions: int) -> float:
         """Tokens that so many rows are expected to get from a step that runs so many tokens."""

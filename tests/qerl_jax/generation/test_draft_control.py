@@ -97,6 +97,28 @@ def test_where_drafts_do_not_pay_they_are_compared_seldom():
     assert control.positions(8, 8) > 0
 
 
+def test_drafts_begin_also_where_one_row_compares_a_few_tokens_at_a_time():
+    control = Auto()
+    said = []
+    for _ in range(8 * draft_control._SELDOM):
+        said.append(control.positions(8, 1))
+        if said[-1]:
+            break
+        compared = outcome(0.9, rows=1, tried=1) if said[-1] == 0 else Outcome.start()
+        control.learn(8, said[-1], compared, 32)
+    assert said[-1] == 8 and len(said) <= draft_control._MOST_AT_FIRST
+
+
+def test_where_nothing_matches_drafts_are_looked_for_seldom():
+    control = Auto()
+    said = []
+    for _ in range(4 * draft_control._SELDOM):
+        said.append(control.positions(8, 8))
+        control.learn(8, said[-1], outcome(0.0, match=0, tried=0), 256)
+    often = draft_control._MOST_AT_FIRST
+    assert said[:often] == [0] * often and said[often:].count(0) == 2
+
+
 def test_what_was_learned_is_forgotten_by_and_by():
     control = taught(*[outcome(0.9)] * 3)
     before = control.odds()
