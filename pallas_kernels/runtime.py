@@ -173,7 +173,7 @@ def unless_portable() -> str | None:
         return f"needs compute capability {least} or more; this is {device_kind()}, {found}"
     missing = [name for name in ("jax_triton", "triton") if not _is_installed(name)]
     if missing:
-        return "needs jax-triton: pip install 'qerl-jax[triton]'"
+        return "needs jax-triton: pip install jax-triton==0.3.1 triton==3.6.0"
     return None
 
 

@@ -6,6 +6,7 @@ import functools
 import os
 import pathlib
 import re
+import tomllib
 import types
 from typing import get_args
 
@@ -191,10 +192,20 @@ def test_a_card_gets_the_best_kernels_there_are_for_it(on, name, capability, has
     assert lines[0] == f"kernels: {chosen}"
     if chosen == "reference":
         reason = (
-            "pip install 'qerl-jax[triton]'" if not has_triton else "7.5 or more; this is Tesla"
+            "pip install jax-triton==0.3.1 triton==3.6.0"
+            if not has_triton
+            else "7.5 or more; this is Tesla"
         )
         assert reason in lines[2]
     assert runtime.tensor_core_type() == ("float16" if capability < "8" else "bfloat16")
+
+
+def test_what_is_missing_is_named_with_the_versions_of_the_project(on):
+    on("NVIDIA A100-SXM4-80GB", "8.0", has_triton=False)
+    (said,) = [line for line in runtime.describe_kernels() if "pip install" in line]
+    project = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]
+    wanted = [each.partition(";")[0] for each in project["optional-dependencies"]["triton"]]
+    assert said.endswith(f"pip install {' '.join(wanted)}")
 
 
 def test_kernels_can_be_chosen_by_name(on):
