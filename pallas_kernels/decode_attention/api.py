@@ -34,8 +34,6 @@ class _Hopper:
         *arguments: jax.Array, together: bool
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         *arguments, shared = arguments
-        if together:
-            arguments[3:5] = append.append(*arguments[:-1])
         return decode.decode_attention(*arguments, shared=shared, appends=not together)
 
     @staticmethod

@@ -1,11 +1,13 @@
 """Writes the keys and values of new tokens into the cache, in jnp.
 
 Attention's kernels do that themselves, each row for its own token. This comes before them where one row reads what
-another one writes.
+another one writes; `append_kernel.py` does the same on Hopper.
 """
 
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels.decode_attention import plans
 
 
 def append(
@@ -26,20 +28,12 @@ def append(
       The new keys and the new values.
     """
     layers, pages, key_heads, slots, _ = keys.shape
-    rows, width = tables.shape
-    heads = qkv.shape[1] - 2 * key_heads
-    layer = jnp.clip(layer, 0, layers - 1)
-    ends = jnp.clip(ends, 0, width * slots - 1)
-    page, slot = jnp.clip(tables[jnp.arange(rows), ends // slots], 0, pages - 1), ends % slots
-    # XLA writes 16-bit values to places that may be equal by compare-and-swap, which is slower than to store them. So
-    # no two rows write to the same place: what is behind the last page is dropped.
-    place = page * slots + slot
-    is_overwritten = jnp.any(jnp.triu(place == place[:, None], 1), axis=1)
-    page = jnp.where(is_overwritten, pages + jnp.arange(rows), page)
-    put = lambda cache, new: cache.at[layer, page, :, slot].set(
+    # Without equal places XLA need not write 16-bit values by compare-and-swap, which is slower than to store them.
+    page, slot = plans.places(tables, ends, pages, slots)
+    put = lambda cache, new: cache.at[jnp.clip(layer, 0, layers - 1), page, :, slot].set(
         new.astype(cache.dtype), mode="drop", unique_indices=True
     )
-    key, value = jnp.split(qkv[:, heads:], 2, axis=1)
+    key, value = jnp.split(qkv[:, -2 * key_heads :], 2, axis=1)
     return put(keys, rotated(key, cos, sin)), put(values, value)
 
 

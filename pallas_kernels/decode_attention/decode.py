@@ -64,19 +64,24 @@ def plan(
       ends: int32 [B], the slot of each row's new token.
       config: by default that of `pick_config`.
       shared: int32 [B], as for `plans.make`; None if rows share no pages.
-      appends: as for `plans.make`.
+      appends: as in `plans.Cut`.
 
     Returns:
       int32 [size], as described by `plans.Cut`.
     """
     _, pages, key_heads, _, head_size = shape
     config = config or pick_config(len(tables), key_heads, head_size)
-    cut = _cut(tables.shape, shape, config, shares=shared is not None)
-    return plans.make(tables, ends, pages, cut, shared, appends=appends)
+    cut = _cut(tables.shape, shape, config, shares=shared is not None, appends=appends)
+    return plans.make(tables, ends, pages, cut, shared)
 
 
 def _cut(
-    of_tables: tuple[int, ...], shape: tuple[int, ...], config: Config, *, shares: bool = False
+    of_tables: tuple[int, ...],
+    shape: tuple[int, ...],
+    config: Config,
+    *,
+    shares: bool = False,
+    appends: bool = True,
 ) -> plans.Cut:
     rows, width = of_tables
     return plans.Cut(
@@ -87,6 +92,7 @@ def _cut(
         config.parts,
         config.blocks * config.teams,
         SIBLINGS if shares else 0,
+        appends,
     )
 
 
@@ -109,8 +115,8 @@ def decode_attention(
     """Computes `api.decode_attention` for queries and a cache in bfloat16.
 
     `plan` defaults to one made from `tables`, `ends` and `shared`, `config` to that of `pick_config`. Where
-    `appends` is False, the caches hold the new tokens already (`append.append`), and the kernel only reads them; a plan
-    must be made so, too. `interpret` runs on a CPU and reports data races; pieces are then summed outside the kernel.
+    `appends` is False, a kernel of its own writes all rows' new tokens before (`append_kernel`), and rows may
+    read each other's; a plan must be made so, too. `interpret` runs on a CPU and reports data races; pieces are then summed outside the kernel.
 
     Raises:
       ValueError: a plan for another problem.
@@ -124,22 +130,24 @@ def decode_attention(
     heads = group * key_heads
     if shared is not None and (reason := supports_sharing(heads, key_heads)):
         raise NotImplementedError(reason)
-    cut = _cut(tables.shape, keys.shape, config, shares=shared is not None)
+    cut = _cut(tables.shape, keys.shape, config, shares=shared is not None, appends=appends)
     if plan is not None and (plan.shape, plan.dtype) != ((cut.size,), jnp.int32):
         raise ValueError(
             f"plan must be int32 [{cut.size}], of these tables; got {plan.dtype} {list(plan.shape)}"
         )
     if plan is None:
-        plan = plans.make(tables, ends, keys.shape[1], cut, shared, appends=appends)
+        plan = plans.make(tables, ends, keys.shape[1], cut, shared)
     if runtime.checks_kernels():
         qkv = _after_check(qkv, plan, cut)
     # Imported here because it takes half a second.
-    from pallas_kernels.decode_attention import decode_kernel
+    from pallas_kernels.decode_attention import append_kernel, decode_kernel
 
+    layer = layer.reshape(1)
+    if not appends:
+        tokens = qkv, cos, sin, layer, plan
+        keys, values = append_kernel.launch(*tokens, keys, values, cut, interpret=interpret)
     problem = decode_kernel.Problem(config, cut, group, keys.shape, interpret)
-    outs, keys, values = decode_kernel.launch(
-        qkv, cos, sin, layer.reshape(1), plan, keys, values, problem
-    )
+    outs, keys, values = decode_kernel.launch(qkv, cos, sin, layer, plan, keys, values, problem)
     if interpret:
         parts = plans.totals_of(ends, cut, shared)
         return _merge(*outs[1:], parts, qkv), keys, values

@@ -37,7 +37,8 @@ class Cut:
     A plan holds, in this order: a counter per unit, all 0; pieces [blocks, rounds, fields]; pages
     [blocks, length + 1], each page * J + head, and -1 after the last; the number of pieces of each team [blocks].
     If rows may share pages, these follow: the rows of each tile [B, siblings], where row r of tile t that is absent is
-    -1 - t; the number of pieces of each row's units [B].
+    -1 - t; the number of pieces of each row's units [B]. If the kernel does not append, the page and the slot of each
+    row's new token follow, [2, B], as `places` gives them.
 
     Attributes:
       rows: B, rows of the batch.
@@ -47,6 +48,7 @@ class Cut:
       parts: most pieces of a unit.
       blocks: number of teams in all blocks of the kernel.
       siblings: most rows of a tile; 0 if rows share no pages.
+      appends: whether attention's kernel writes each row's new token to the cache; if not, it is there already.
     """
 
     rows: int
@@ -56,6 +58,7 @@ class Cut:
     parts: int
     blocks: int
     siblings: int = 0
+    appends: bool = True
 
     @property
     def longest_run(self) -> int:
@@ -110,9 +113,14 @@ class Cut:
         return self.tiles_at + self.rows * self.siblings
 
     @property
+    def places_at(self) -> int:
+        """Index of the first row's page."""
+        return self.totals_at + (self.rows if self.siblings else 0)
+
+    @property
     def size(self) -> int:
         """Length of a plan, in int32 words."""
-        return self.totals_at + (self.rows if self.siblings else 0)
+        return self.places_at + (0 if self.appends else 2 * self.rows)
 
 
 def parts_of(live: jax.Array, cut: Cut) -> jax.Array:
@@ -144,8 +152,6 @@ def make(
     pages: int,
     cut: Cut,
     shared: jax.Array | None = None,
-    *,
-    appends: bool = True,
 ) -> jax.Array:
     """Lists the work of every team.
 
@@ -159,7 +165,6 @@ def make(
       cut: how units are cut.
       shared: int32 [B], the number of each row's first pages that other rows may share; None if `cut.siblings` is 0.
         Rows with the same number and the same page at its place must have all of these pages in common.
-      appends: whether the kernel writes each row's new token to the cache; if not, it is there already.
 
     Returns:
       int32 [cut.size], laid out as `Cut` describes.
@@ -213,7 +218,7 @@ def make(
     earlier = jnp.arange(rounds) < jnp.arange(rounds)[:, None]
     starts = jnp.sum(jnp.where(earlier, lengths[:, None], 0), axis=-1)
     home = tables[each_row, ends // PAGE][row] * key_heads + head
-    is_last = (part == parts[run] - 1) & (run < rows) & appends
+    is_last = (part == parts[run] - 1) & (run < rows) & cut.appends
     home = jnp.where(is_last, home, -1)
     # A row's own pieces come after those of its tile.
     before = totals - parts[:rows] if shared is not None else jnp.zeros_like(totals)
@@ -231,8 +236,32 @@ def make(
     lists = [pieces, page, jnp.sum(is_piece, axis=1)]
     if shared is not None:
         lists += [tiles, totals]
+    if not cut.appends:
+        lists += places(tables, ends, pages)
     counters = jnp.zeros(cut.pieces_at, jnp.int32)
     return jnp.concatenate([counters, *(part.reshape(-1).astype(jnp.int32) for part in lists)])
+
+
+def places(
+    tables: jax.Array, ends: jax.Array, pages: int, slots: int = PAGE
+) -> tuple[jax.Array, jax.Array]:
+    """Page and slot of each row's new token, int32 [B] each.
+
+    No two rows have the same place: where a later row has it, too, the page is one that there is not, behind the last.
+
+    Args:
+      tables: int32 [B, W], each row's pages.
+      ends: int32 [B], the slot of each row's new token.
+      pages: N, pages of the cache in one layer.
+      slots: S, slots of a page.
+    """
+    rows, width = tables.shape
+    ends = jnp.clip(ends, 0, width * slots - 1)
+    page = jnp.clip(tables[jnp.arange(rows), ends // slots], 0, pages - 1)
+    slot = ends % slots
+    place = page * slots + slot
+    is_overwritten = jnp.any(jnp.triu(place == place[:, None], 1), axis=1)
+    return jnp.where(is_overwritten, pages + jnp.arange(rows), page), slot
 
 
 def _tiles(last_pages: jax.Array, shared: jax.Array, siblings: int) -> tuple[jax.Array, jax.Array]:

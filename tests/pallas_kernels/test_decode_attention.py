@@ -13,6 +13,7 @@ from pallas_kernels import runtime
 from pallas_kernels.decode_attention import (
     api,
     append,
+    append_kernel,
     decode,
     decode_attention,
     decode_kernel,
@@ -397,40 +398,72 @@ def test_tokens_of_a_row_at_once_meet_the_reference_without_a_race(
     capfd, heads, key_heads, head_size, rows, width, config, shares
 ):
     arguments, shared = tokens_of(1, heads, key_heads, head_size, rows, width)
-    written = (*arguments[:3], *append.append(*arguments), *arguments[5:])
     subject = functools.partial(
         decode.decode_attention, config=config, appends=False, interpret=True
     )
-    found = jax.jit(subject)(*written, shared=shared if shares else None)
+    found = jax.jit(subject)(*arguments, shared=shared if shares else None)
     assert_meets_reference(found, arguments)
     assert "RACE" not in capfd.readouterr().out
 
 
 def test_new_keys_and_values_go_to_the_slots_at_the_rows_ends():
     """Two rows end at the same slot, as rows out of use do: the last one's stay."""
-    draw = np.random.default_rng(0)
-    rows, heads, key_heads, channels = 5, 4, 2, 8
-    qkv = draw.normal(size=(rows, heads + 2 * key_heads, channels)).astype(np.float32)
-    angles = draw.normal(size=(rows, channels // 2))
-    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-    keys, values = draw.normal(size=(2, 3, 6, key_heads, 4, channels)).astype(np.float32)[:, :3]
-    tables, ends = np.array([[1, 2], [0, 0], [3, 4], [0, 0], [5, 0]]), np.array([7, 0, 2, 0, 3])
-    found = append.append(*map(jnp.asarray, (qkv, cos, sin, keys, values)), 1, tables, ends)
-    for row in range(rows):
+    arguments = new_tokens(key_heads=2, head_size=8, slots=4, dtype=np.float32)
+    qkv, cos, sin, keys, values, layer, tables, ends = map(np.array, arguments)
+    found = append.append(*arguments)
+    for row in range(len(ends)):
         page, slot = tables[row, ends[row] // 4], ends[row] % 4
-        new = qkv[row : row + 1, heads:]
-        keys[1, page, :, slot] = append.rotated(new[:, :key_heads], cos[[row]], sin[[row]])[0]
-        values[1, page, :, slot] = new[0, key_heads:]
+        new = qkv[row : row + 1, -4:]
+        keys[layer, page, :, slot] = append.rotated(new[:, :2], cos[[row]], sin[[row]])[0]
+        values[layer, page, :, slot] = new[0, 2:]
     for actual, expected in zip(found, (keys, values), strict=True):
         np.testing.assert_allclose(actual, expected, atol=1e-6)
+
+
+@on_cpu
+@pytest.mark.parametrize(("key_heads", "head_size"), [(3, 64), (2, 128)])
+def test_one_kernel_writes_what_the_definition_does_without_a_race(capfd, key_heads, head_size):
+    arguments = new_tokens(key_heads, head_size, plans.PAGE, jnp.bfloat16)
+    assert_the_kernel_appends(arguments, interpret=True)
+    assert "RACE" not in capfd.readouterr().out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("key_heads", "head_size"), [(3, 64), (4, 128), (8, 128)])
+def test_on_its_device_one_kernel_writes_what_the_definition_does(key_heads, head_size):
+    assert_the_kernel_appends(new_tokens(key_heads, head_size, plans.PAGE, jnp.bfloat16), ulps=1)
+
+
+def new_tokens(key_heads, head_size, slots, dtype):
+    """Arguments of `append.append` for 5 rows, of which two end at the same slot."""
+    draw = np.random.default_rng(0)
+    made = lambda *shape: jnp.asarray(draw.normal(size=shape), dtype)
+    angles = draw.normal(size=(5, head_size // 2))
+    turns = (jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
+    caches = (made(2, 7, key_heads, slots, head_size) for _ in range(2))
+    tables = jnp.array([[1, 2], [0, 0], [3, 4], [0, 0], [5, 6]], jnp.int32)
+    ends = jnp.array([slots + 3, 0, 2, 0, 2 * slots - 1], jnp.int32)
+    qkv = made(5, 4 + 2 * key_heads, head_size)
+    return qkv, *turns, *caches, jnp.int32(1), tables, ends
+
+
+def assert_the_kernel_appends(arguments, *, interpret=False, ulps=0):
+    *new, keys, values, layer, tables, ends = arguments
+    cut = plans.Cut(*tables.shape, keys.shape[2], 2, 2, 4, appends=False)
+    plan = plans.make(tables, ends, keys.shape[1], cut)
+    run = functools.partial(append_kernel.launch, cut=cut, interpret=interpret)
+    found = jax.jit(run)(*new, layer.reshape(1), plan, keys, values)
+    for actual, expected in zip(found, append.append(*arguments), strict=True):
+        bits = [np.asarray(x).view(np.int16).astype(int) for x in (actual, expected)]
+        assert np.abs(bits[0] - bits[1]).max() <= ulps
 
 
 def test_rows_of_one_prompt_are_one_tile_only_as_far_as_they_have_the_same_pages():
     """Two completions of one prompt have the same first page, and may have as many pages."""
     tables = np.array([[1, 2, 3], [1, 2, 3], [1, 4, 5], [1, 4, 5]])
-    cut = plans.Cut(4, 3, 1, 4, 4, 3, siblings=8)
+    cut = plans.Cut(4, 3, 1, 4, 4, 3, siblings=8, appends=False)
     ends, shared = np.array([130, 131, 130, 132]), np.full(4, 2)
-    plan = plans.make(tables, ends, 6, cut, shared, appends=False)
+    plan = plans.make(tables, ends, 6, cut, shared)
     found, tiles, _ = lists_of(plan, cut)
     assert [[m for m in tile if m >= 0] for tile in tiles.tolist()] == [[0, 1], [1], [2, 3], [3]]
     of_tiles = {unit - cut.units: own for (unit, *_), own in found if unit >= cut.units}
