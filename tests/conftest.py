@@ -28,6 +28,8 @@ def pytest_configure(config):
         quick = (
             "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
             f"--xla_backend_optimization_level={int(is_long)}",
+            # In pieces, a program is compiled by several threads, with more work in all: workers take all cores already.
+            "--xla_cpu_parallel_codegen_split_count=1",
         )
         os.environ.setdefault("XLA_FLAGS", " ".join(quick))
     else:
@@ -35,10 +37,11 @@ def pytest_configure(config):
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     # What is traced lives on: looking for garbage so often finds little.
     gc.set_threshold(100_000)
-    # Workers, and runs that tests start, compile the same programs: one of them is enough.
+    # Workers, runs that tests start, and the tests' next run compile the same programs: once is enough. Most are single
+    # operations; to read one takes a fraction of what its compilation takes, and to write it nothing to speak of.
     cache = config.rootpath / ".pytest_cache" / "xla"
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 
 def pytest_collection_modifyitems(config, items):
