@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import nvfp4, runtime
+from pallas_kernels import runtime
 from pallas_kernels.finished_linear import decode as fused
 from pallas_kernels.finished_linear import epilogue, few_rows, lora
 from pallas_kernels.finished_linear.few_rows import Config
@@ -23,6 +23,10 @@ from tests.pallas_kernels.test_finished_linear_decode import (
     f32,
     normal,
     on_cpu,
+    pack_branch,
+    prepare,
+    random,
+    stream_of,
 )
 
 H200 = runtime.H200
@@ -31,17 +35,17 @@ H200 = runtime.H200
 def operands(m, sizes, k, rank, *, is_stream, has_own_scales=False, x=None):
     """x, weight and options of a linear that follows a norm and has a bias, or that adds to a stream."""
     n = sum(sizes)
-    t = nvfp4.random(jax.random.key(7), (n, k), std=k**-0.5)
+    t = random(jax.random.key(7), (n, k), std=k**-0.5)
     scales = jnp.geomspace(0.5, 8, n) if has_own_scales else 1.0
     t = dataclasses.replace(t, global_scale=t.global_scale * scales)
     parts = branches(k, rank, sizes) if rank else []
-    branch = lora.pack_branch(parts, 0.5, is_packed=True) if rank else None
+    branch = pack_branch(parts, 0.5, is_packed=True) if rank else None
     x = normal(8, (m, k), 3.0) if x is None else x
     scale = lambda size: 1 + 0.1 * normal(3, (size,), 1.0, jnp.float32)
     if is_stream:
-        options = {"residual": (epilogue.stream(normal(4, (m, n)), scale(n)), scale(n))}
+        options = {"residual": (stream_of(normal(4, (m, n)), scale(n)), scale(n))}
     else:
-        x, options = epilogue.stream(x, scale(k)), {"bias": normal(5, (n,)), "eps": EPS}
+        x, options = stream_of(x, scale(k)), {"bias": normal(5, (n,)), "eps": EPS}
     return x, t, parts, {"branch": branch, **options}
 
 
@@ -83,7 +87,7 @@ def assert_meets_plain_arithmetic(y, x, t, parts, options, share=0.01):
 )
 def test_one_kernel_gives_the_bits_of_two(capfd, m, sizes, k, config, is_stream):
     x, t, _, options = operands(m, sizes, k, 0, is_stream=is_stream, has_own_scales=k == 640)
-    w = layout.prepare(t)
+    w = prepare(t)
     y = few_rows.linear(x, w, config=config, device=H200, interpret=True, **options)
     assert "RACE" not in capfd.readouterr().out
     blocks = layout.tiles(sum(sizes)) * min(config.warpgroups, k // config.step)
@@ -110,7 +114,7 @@ def test_one_kernel_gives_the_bits_of_two(capfd, m, sizes, k, config, is_stream)
 )
 def test_a_linear_with_lora_meets_plain_arithmetic(capfd, m, sizes, k, rank, config, is_stream):
     x, t, parts, options = operands(m, sizes, k, rank, is_stream=is_stream)
-    w = layout.prepare(t)
+    w = prepare(t)
     y = few_rows.linear(x, w, config=config, device=H200, interpret=True, **options)
     assert "RACE" not in capfd.readouterr().out
     assert_meets_plain_arithmetic(y, x, t, parts, options)
@@ -121,7 +125,7 @@ def test_a_linear_with_lora_meets_plain_arithmetic(capfd, m, sizes, k, rank, con
 def test_a_linear_of_decoding_finds_the_kernel_by_its_configuration(monkeypatch, h200):  # noqa: F811
     monkeypatch.setenv("PALLAS_FEW_ROWS", "1")
     x, t, _, options = operands(8, (128,), 256, 0, is_stream=True)
-    w, after = layout.prepare(t), layout.prepare(operands(8, (64,), 128, 0, is_stream=True)[1])
+    w, after = prepare(t), prepare(operands(8, (64,), 128, 0, is_stream=True)[1])
     config = fused._few_rows(8, (128,), 256, 0)
     assert config == few_rows.pick_config(8, (128,), 256, rank=0)
     run = lambda **more: bits(fused.linear(x, w, interpret=True, **options, **more))
@@ -150,7 +154,7 @@ def test_a_linear_of_decoding_finds_the_kernel_by_its_configuration(monkeypatch,
 def test_on_its_device_a_linear_meets_plain_arithmetic(m, rank, shape):
     sizes, k, is_stream = shape
     x, t, parts, options = operands(m, sizes, k, rank, is_stream=is_stream)
-    w, ranks = layout.prepare(t), lora.filled_rank(rank) if rank else 0
+    w, ranks = prepare(t), lora.filled_rank(rank) if rank else 0
     config = few_rows.pick_config(m, sizes, k, rank=ranks)
     run = lambda: few_rows.linear(x, w, config=config, **options)
     first = run()
@@ -167,7 +171,7 @@ def test_on_its_device_a_row_does_not_depend_on_the_others(m):
     for x in (rows, rows.at[1:].multiply(-3)):
         x, t, _, options = operands(m, (3584,), 3584, 32, is_stream=True, x=x)
         config = few_rows.pick_config(m, (3584,), 3584, rank=32)
-        results.append(bits(few_rows.linear(x, layout.prepare(t), config=config, **options)))
+        results.append(bits(few_rows.linear(x, prepare(t), config=config, **options)))
     np.testing.assert_array_equal(results[0][0][:, 0], results[1][0][:, 0])
     np.testing.assert_array_equal(results[0][1][0], results[1][1][0])
 
@@ -226,7 +230,7 @@ def test_what_it_cannot_do_is_refused_with_its_reason():
     assert "bytes of shared memory of 231424" in refused(16, (64,), 8192, Config(4, 256, 4))
     x, t, _, options = operands(8, (64,), 192, 0, is_stream=True)
     with pytest.raises(NotImplementedError, match="whole steps of 128"):
-        few_rows.linear(x, layout.prepare(t), config=config, device=H200, **options)
+        few_rows.linear(x, prepare(t), config=config, device=H200, **options)
 
 
 def test_one_kernel_is_used_only_where_it_is_asked_for(monkeypatch, h200):  # noqa: F811

@@ -1,6 +1,7 @@
 """Tests product, LoRA and epilogue of a decoding step against plain arithmetic, interpreted and on a GPU."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,15 @@ from tests.combinations import spread
 on_cpu = pytest.mark.skipif(runtime.is_hopper(), reason="interprets the kernel, on a CPU")
 EPS = 1e-6
 
+# One program each: operation by operation, compilation takes longer than all kernels.
+random = jax.jit(nvfp4.random, static_argnums=1, static_argnames="std")
+scaled_codes = jax.jit(nvfp4.scaled_codes, static_argnums=1)
+prepare = jax.jit(layout.prepare, static_argnames="is_paired")
+pack_branch = jax.jit(lora.pack_branch, static_argnames=("is_packed", "is_paired"))
+stream_of = jax.jit(epilogue.stream)
 
+
+@functools.partial(jax.jit, static_argnums=(1, 3))
 def normal(seed, shape, scale=1.0, dtype=jnp.bfloat16):
     return (scale * jax.random.normal(jax.random.key(seed), shape)).astype(dtype)
 
@@ -37,12 +46,12 @@ def branches(k, rank, sizes):
 
 
 def rounded(x):
-    return f32(jnp.asarray(x, jnp.bfloat16))
+    return f32(np.asarray(x).astype(jnp.bfloat16))
 
 
 def expected(h, t, parts, bias, unit=1.0):
     """Computes the linear in float32, and rounds where the kernels round."""
-    y = rounded(h @ f32(nvfp4.scaled_codes(t, jnp.float32)).T) * f32(t.multiplier)
+    y = rounded(h @ f32(scaled_codes(t, jnp.float32)).T) * f32(t.multiplier)
     if parts:
         y += np.concatenate(
             [rounded(rounded(h @ rounded(a)) @ rounded(0.5 * b)) for a, b in parts], axis=1
@@ -60,13 +69,13 @@ def assert_rounded(actual, wanted, *, share=0.01):
 
 
 def run(m, n, k, config, *, rank, sizes, x=None, bias=None, interpret=True, **options):
-    t = nvfp4.random(jax.random.key(7), (n, k), std=k**-0.5)
+    t = random(jax.random.key(7), (n, k), std=k**-0.5)
     parts = branches(k, rank, sizes) if rank else []
-    branch = lora.pack_branch(parts, 0.5, is_packed=True) if rank else None
+    branch = pack_branch(parts, 0.5, is_packed=True) if rank else None
     x = normal(8, (m, k)) if x is None else x
     y = fused.linear(
         x,
-        layout.prepare(t),
+        prepare(t),
         bias=bias,
         branch=branch,
         config=config,
@@ -105,7 +114,7 @@ def test_a_piece_is_in_the_order_of_a_warpgroups_registers():
 @pytest.mark.parametrize("rank", [8, 24, 32, 64, 128])
 def test_a_row_of_b_meets_the_ranks_of_its_own_part_alone(rank, sizes):
     parts = [(jnp.ones((64, rank)), jnp.full((rank, n), i + 1.0)) for i, n in enumerate(sizes)]
-    branch = lora.pack_branch(parts, 1.0, is_packed=False)
+    branch = pack_branch(parts, 1.0, is_packed=False)
     # Column j of a row of b meets row first + j of u: count what each row of the base picks up.
     filled = [layout.whole(size) for size in sizes]
     ranks = np.zeros((sum(filled), branch.a.shape[0]))
@@ -190,11 +199,11 @@ def test_a_linear_of_any_size_meets_plain_arithmetic(
     capfd, m, n, k, rank, sizes, config, is_packed
 ):
     bias, scales = normal(1, (n,)), jnp.geomspace(0.5, 8, n)
-    t = nvfp4.random(jax.random.key(7), (n, k), std=k**-0.5)
+    t = random(jax.random.key(7), (n, k), std=k**-0.5)
     t = dataclasses.replace(t, global_scale=t.global_scale * scales)
     parts, x = branches(k, rank, sizes) if rank else [], normal(8, (m, k))
-    branch = lora.pack_branch(parts, 0.5, is_packed=is_packed) if rank else None
-    w = layout.prepare(t) if is_packed else nvfp4.dequantize(t, jnp.bfloat16)
+    branch = pack_branch(parts, 0.5, is_packed=is_packed) if rank else None
+    w = prepare(t) if is_packed else nvfp4.dequantize(t, jnp.bfloat16)
     y = fused.linear(x, w, bias=bias, branch=branch, config=config, interpret=True)
     if not is_packed:
         h, w = f32(x), f32(w)
@@ -210,7 +219,7 @@ def test_a_linear_of_any_size_meets_plain_arithmetic(
 @pytest.mark.parametrize("rank", [0, pytest.param(16, marks=pytest.mark.slow)])
 def test_what_fills_up_n_and_k_changes_no_bit(rank):
     m, n, k, config = 8, 104, 80, Config(2, 64, 2, 2)
-    t = nvfp4.random(jax.random.key(7), (n, k), std=k**-0.5)
+    t = random(jax.random.key(7), (n, k), std=k**-0.5)
     codes = jnp.pad(nvfp4.unpack_codes(t.codes), ((0, 24), (0, 48)))
     scales = jnp.pad(t.scales.view(jnp.uint8), ((0, 24), (0, 3))).view(t.scales.dtype)
     full = nvfp4.NVFP4Tensor(nvfp4.pack_codes(codes), scales, t.global_scale, (128, 128))
@@ -219,8 +228,8 @@ def test_what_fills_up_n_and_k_changes_no_bit(rank):
     whole_parts = [(more(a, 128, rank or 1), more(b, rank or 1, 128)) for a, b in parts]
 
     def run(x, t, bias, parts):
-        branch = lora.pack_branch(parts, 0.5, is_packed=True) if rank else None
-        w = layout.prepare(t)
+        branch = pack_branch(parts, 0.5, is_packed=True) if rank else None
+        w = prepare(t)
         return fused.linear(x, w, bias=bias, branch=branch, config=config, interpret=True)
 
     wanted = run(more(x, m, 128), full, more(bias, 128), whole_parts)
@@ -232,7 +241,7 @@ def test_what_fills_up_n_and_k_changes_no_bit(rank):
 def test_a_norm_and_a_gate_of_any_width_meet_plain_arithmetic(capfd):
     m, width, inner, config = 8, 80, 112, Config(1, 64, 2, 4)
     values, scale = normal(2, (m, width), 3.0), 1 + 0.1 * normal(3, (width,), 1.0, jnp.float32)
-    stream = epilogue.stream(values, scale)
+    stream = stream_of(values, scale)
     unit = 1 / np.sqrt(np.mean(f32(values) ** 2, axis=1, keepdims=True) + EPS)
     np.testing.assert_allclose(stream.unit(EPS)[:, None], unit, rtol=1e-6)
     real = f32(stream.scaled)[:, :width]
@@ -257,7 +266,7 @@ def test_a_norm_and_a_gate_of_any_width_meet_plain_arithmetic(capfd):
 @on_cpu
 def test_what_the_next_product_reads_first_is_asked_for_as_that_cuts_it_up(capfd):
     m, k, config, next_config = 8, 512, Config(1, 256, 2, 4), Config(2, 128, 2, 3)
-    w, after = (layout.prepare(nvfp4.random(jax.random.key(n), (n, k))) for n in (192, 256))
+    w, after = (prepare(random(jax.random.key(n), (n, k))) for n in (192, 256))
     a = dense_tile.pack(normal(1, (k, 64)))
     x = normal(2, (m, k))
     plain = decode.product(x, w, config, interpret=True)
@@ -272,7 +281,7 @@ def test_what_the_next_product_reads_first_is_asked_for_as_that_cuts_it_up(capfd
 @pytest.mark.slow
 def test_a_norm_spread_over_two_kernels_meets_the_whole_one(capfd):
     values, scale = normal(2, (8, 256), 3.0), 1 + 0.1 * normal(3, (256,), 1.0, jnp.float32)
-    stream = epilogue.stream(values, scale)
+    stream = stream_of(values, scale)
     _, t, parts, new = run(
         *(8, 256, 256, Config(1, 256, 2, 4)),
         rank=32,
@@ -334,7 +343,7 @@ def test_on_its_device_a_linear_with_lora_meets_plain_arithmetic(m, shape):
 @pytest.mark.parametrize("rank", [32, 128])
 @pytest.mark.parametrize(("n", "k"), [(37888, 3584), (3072, 576), (2000, 1008)])
 def test_on_its_device_a_norm_and_a_gate_meet_plain_arithmetic(m, rank, n, k):
-    stream = epilogue.stream(normal(2, (m, k), 3.0), 1 + 0.1 * normal(3, (k,), 1.0, jnp.float32))
+    stream = stream_of(normal(2, (m, k), 3.0), 1 + 0.1 * normal(3, (k,), 1.0, jnp.float32))
     _, t, parts, y = run(
         *(m, n, k, None),
         rank=rank,
@@ -364,7 +373,7 @@ def test_on_its_device_a_slot_is_made_larger_for_lora(m, config):
 @pytest.mark.parametrize("width", [576, 1008])
 def test_on_its_device_a_residual_stream_of_any_width_meets_plain_arithmetic(m, width):
     values, scale = normal(2, (m, width), 3.0), 1 + 0.1 * normal(3, (width,), 1.0, jnp.float32)
-    stream = epilogue.stream(values, scale)
+    stream = stream_of(values, scale)
     traits = {"rank": 32, "sizes": (width,), "x": stream, "eps": EPS, "residual": (stream, scale)}
     _, t, parts, new = run(m, width, width, None, interpret=False, **traits)
     unit = 1 / np.sqrt(np.mean(f32(values) ** 2, axis=1, keepdims=True) + EPS)

@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import nvfp4, nvfp4_matmul, runtime, unprepare
+from pallas_kernels import nvfp4_matmul, runtime, unprepare
 from pallas_kernels.finished_linear import decode as fused
 from pallas_kernels.finished_linear import (
-    epilogue,
     finished_linear,
     gated,
     lora,
@@ -27,12 +26,16 @@ from tests.pallas_kernels.test_finished_linear_decode import (
     f32,
     normal,
     on_cpu,
+    pack_branch,
+    prepare,
+    random,
     rounded,
+    stream_of,
 )
 
 
 def weight(n, k, *, has_own_scales=False):
-    t = nvfp4.random(jax.random.key(7), (n, k), std=k**-0.5)
+    t = random(jax.random.key(7), (n, k), std=k**-0.5)
     scales = jnp.geomspace(0.5, 8, n) if has_own_scales else 1.0
     return dataclasses.replace(t, global_scale=t.global_scale * scales)
 
@@ -41,16 +44,16 @@ def run(m, inner, k, rank, config=None, *, has_own_scales=False, interpret=True,
     """Returns the result of the kernel for a stream, and that of plain arithmetic."""
     t = weight(2 * inner, k, has_own_scales=has_own_scales)
     parts = branches(k, rank, (inner, inner)) if rank else []
-    branch = lora.pack_branch(parts, 0.5, is_packed=True, is_paired=True) if rank else None
+    branch = pack_branch(parts, 0.5, is_packed=True, is_paired=True) if rank else None
     scale = 1 + 0.1 * normal(3, (k,), 1.0, jnp.float32)
-    stream = epilogue.stream(normal(2, (m, k), 3.0) if x is None else x, scale)
+    stream = stream_of(normal(2, (m, k), 3.0) if x is None else x, scale)
     device = None
     if interpret:
         of_a = 2 * max(1, layout.tiles(2 * lora.filled_rank(rank)))
         device = dataclasses.replace(runtime.H200, processors=config.blocks + of_a)
     y = gated.linear(
         stream,
-        layout.prepare(t, is_paired=True),
+        prepare(t, is_paired=True),
         branch=branch,
         eps=EPS,
         config=config,
@@ -69,8 +72,8 @@ def run(m, inner, k, rank, config=None, *, has_own_scales=False, interpret=True,
 @pytest.mark.parametrize("has_own_scales", [False, True])
 def test_a_weight_in_pairs_comes_back_as_it_was(has_own_scales):
     t = weight(192, 128, has_own_scales=has_own_scales)
-    wanted = unprepare(layout.prepare(t))
-    actual = unprepare(layout.prepare(t, is_paired=True))
+    wanted = unprepare(prepare(t))
+    actual = unprepare(prepare(t, is_paired=True))
     bits = lambda t: [np.asarray(leaf).view(np.uint8) for leaf in jax.tree.leaves(t)]
     jax.tree.map(np.testing.assert_array_equal, bits(actual), bits(wanted))
 
@@ -109,7 +112,7 @@ def test_b_in_pairs_has_no_zeros_and_comes_back_with_them(rank):
 def test_products_of_many_rows_do_not_see_the_order_of_rows(has_own_scales):
     m, n, k = 24, 192, 128
     t = weight(n, k, has_own_scales=has_own_scales)
-    joined, paired = layout.prepare(t), layout.prepare(t, is_paired=True)
+    joined, paired = prepare(t), prepare(t, is_paired=True)
     x, dy = normal(1, (m, k)), normal(2, (m, n))
     forward = lambda w: jax.vjp(lambda x: nvfp4_matmul(x, w), x)
     (y, back), (wanted, wanted_back) = forward(paired), forward(joined)
@@ -231,11 +234,11 @@ def test_on_its_device_a_row_does_not_depend_on_the_others(m, rank):
 def test_a_linear_of_decoding_finds_the_kernel_by_its_weight():
     config = Config(1, 64, 2, 2)
     t, x = weight(128, 128), normal(2, (8, 128), 3.0)
-    stream = epilogue.stream(x, jnp.ones(128))
-    w = layout.prepare(t, is_paired=True)
+    stream = stream_of(x, jnp.ones(128))
+    w = prepare(t, is_paired=True)
     options = {"eps": EPS, "config": config, "interpret": True}
     y = fused.linear(stream, w, is_swiglu=True, **options)
     np.testing.assert_array_equal(y, gated.linear(stream, w, **options))
-    branch = lora.pack_branch(branches(128, 8, (64, 64)), 0.5, is_packed=True)
+    branch = pack_branch(branches(128, 8, (64, 64)), 0.5, is_packed=True)
     with pytest.raises(NotImplementedError, match="those of LoRA's B are not"):
         fused.linear(stream, w, is_swiglu=True, branch=branch, **options)
