@@ -180,7 +180,7 @@ def test_what_it_cannot_do_is_refused_with_its_reason():
 @pytest.mark.parametrize(
     ("m", "inner", "k", "rank", "config"),
     [
-        (8, 64, 128, 32, Config(1, 64, 2, 2)),
+        pytest.param(*(8, 64, 128, 32, Config(1, 64, 2, 2)), marks=pytest.mark.slow),
         # Blocks whose last tiles are not there; three windows of x A, in two of which nothing is done.
         pytest.param(*(16, 96, 256, 8, Config(2, 128, 2, 1)), marks=pytest.mark.slow),
         # Two turns, and windows of unlike rows.

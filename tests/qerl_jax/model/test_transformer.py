@@ -296,8 +296,17 @@ def test_a_linear_rounds_products_and_its_result_and_nothing_between():
     np.testing.assert_array_equal(np.float32(actual), once(y))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("weights", ["nvfp4", "nf4", "bfloat16"])
+@pytest.mark.parametrize(
+    ("weights", "dtype"),
+    [
+        ("nvfp4", jnp.float32),
+        ("nf4", jnp.bfloat16),
+        ("bfloat16", jnp.bfloat16),
+        pytest.param("nvfp4", jnp.bfloat16, marks=pytest.mark.slow),
+        pytest.param("nf4", jnp.float32, marks=pytest.mark.slow),
+        pytest.param("bfloat16", jnp.float32, marks=pytest.mark.slow),
+    ],
+)
 def test_an_adapter_prepared_for_decoding_gives_the_same_bits(weights, dtype):
     model = dataclasses.replace(tiny(), weights=weights, dtype=dtype)
     frozen = random_base(model, jax.random.key(0))

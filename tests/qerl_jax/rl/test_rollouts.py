@@ -348,7 +348,7 @@ def trainers_logps(rollout, variables, numbers, share_prompts):
     return [row[:n] for row, n in zip(np.asarray(logps), rollout.lengths, strict=True)]
 
 
-@pytest.mark.parametrize("per", ["group", "sequence"])
+@pytest.mark.parametrize("per", ["group", pytest.param("sequence", marks=pytest.mark.slow)])
 def test_the_trainer_draws_the_noise_under_which_rows_were_sampled(per):
     """It needs only (seed, step, number). A prompt is shared where its completions share their noise."""
     rollout, (_, variables) = collect_noisy(per), noisy(per)

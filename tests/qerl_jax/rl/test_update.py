@@ -257,10 +257,10 @@ def direct_loss_and_gradient(grpo, optim=PLAIN, weights=None):
     ("grpo", "optim"),
     [
         (DAPO, geometry(8, 1)),
-        (DAPO, geometry(1, 8)),
+        pytest.param(DAPO, geometry(1, 8), marks=pytest.mark.slow),
         pytest.param(GRPO, geometry(8, 1), marks=pytest.mark.slow),
         pytest.param(GRPO, geometry(1, 8), marks=pytest.mark.slow),
-        (DR_GRPO, geometry(8, 1)),
+        pytest.param(DR_GRPO, geometry(8, 1), marks=pytest.mark.slow),
         pytest.param(DR_GRPO, geometry(1, 8), marks=pytest.mark.slow),
         (EVERY_OPTION, geometry(4, 2)),
     ],
@@ -299,7 +299,7 @@ def test_the_example_clips_on_both_sides():
 
 @pytest.mark.parametrize(
     "grpo",
-    [GRPO, pytest.param(DR_GRPO, marks=pytest.mark.slow), DAPO],
+    [*(pytest.param(g, marks=pytest.mark.slow) for g in (GRPO, DR_GRPO)), DAPO],
     ids=lambda cfg: cfg.loss_type,
 )
 def test_micro_batches_of_1_and_of_8_rows_give_the_same_parameters(grpo):
@@ -813,7 +813,7 @@ def relative_distance(actual, expected):
     [
         DAPO,
         dataclasses.replace(GRPO, beta=0.0),
-        DR_GRPO,
+        pytest.param(DR_GRPO, marks=pytest.mark.slow),
         RECOMPUTE,
         SEQUENCE_MASKED,
     ],
