@@ -71,4 +71,4 @@ def test_no_answer_keeps_the_rewriting_busy(piece):
     began = time.thread_time()
     latex_form(piece * (LONGEST // len(piece)))
     latex_form(piece * 100_000)
-    assert time.thread_time() - began < 10
+    assert time.thread_time() - began < 3
