@@ -14,15 +14,16 @@ from pallas_kernels.portable.tuning import Config
 from tests.pallas_kernels.devices import like, portable  # noqa: F401
 
 RANDOM = {
-    "nvfp4": nvfp4.random,
-    "mxfp4": mxfp4.random,
-    "nf4": lambda key, shape: nf4.random(key, shape, double=True),
+    "nvfp4": jax.jit(nvfp4.random, static_argnums=1),
+    "mxfp4": jax.jit(mxfp4.random, static_argnums=1),
+    "nf4": jax.jit(functools.partial(nf4.random, double=True), static_argnums=1),
 }
+to_portable = jax.jit(layout.prepare)
 TINY = Config(block_n=64, units=1, split=1, warps=2, stages=3)
 
 
 def weight(kind, shape, seed=0):
-    return layout.prepare(RANDOM[kind](jax.random.key(seed), shape))
+    return to_portable(RANDOM[kind](jax.random.key(seed), shape))
 
 
 def normal(seed, *shape):
@@ -221,8 +222,8 @@ def test_every_row_of_a_table_can_be_run():
 def test_on_its_device_every_problem_meets_the_reference(monkeypatch, m):
     monkeypatch.setattr(runtime, "_CHOSEN", "portable")
     for problem in shapes.PROBLEMS[:5]:
-        t = jax.jit(nvfp4.random, static_argnums=1)(jax.random.key(m), (problem.n, problem.k))
-        w, x = jax.jit(layout.prepare)(t), normal(m, m, problem.k)
+        t = RANDOM["nvfp4"](jax.random.key(m), (problem.n, problem.k))
+        w, x = to_portable(t), normal(m, m, problem.k)
         expected = jax.jit(functools.partial(nvfp4_matmul, implementation="reference"))(x, t)
         actual = jax.jit(functools.partial(nvfp4_matmul, implementation="portable"))(x, w)
         assert_close(actual, np.asarray(expected, np.float64), ulps=2)
