@@ -55,6 +55,13 @@ def records(folder):
 
 
 @pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Returns the folder of an evaluation of the base, its summary, and what it said."""
+    folder = tmp_path_factory.mktemp("finished")
+    return folder, *run(folder)
+
+
+@pytest.fixture(scope="module")
 def adapter(tmp_path_factory):
     """Makes a PEFT adapter that changes nothing: its B is zero."""
     folder = tmp_path_factory.mktemp("peft") / "adapter"
@@ -102,10 +109,10 @@ def test_rows_that_carry_dapos_instruction_are_asked_without_another():
     assert (protocol.reward, protocol.prompt_template) == ("dapo_reward", None)
 
 
-def test_every_record_says_what_was_answered_and_how_it_was_judged(tmp_path):
-    summary, said = run(tmp_path)
+def test_every_record_says_what_was_answered_and_how_it_was_judged(finished):
+    folder, summary, said = finished
     assert said[0].startswith("arithmetic: 2/6 problems, ") and len(said) == 3
-    rows = records(tmp_path)
+    rows = records(folder)
     assert [row["problem"] for row in rows] == list(range(6))
     for row in rows:
         for right, answer, text in zip(
@@ -121,7 +128,7 @@ def test_every_record_says_what_was_answered_and_how_it_was_judged(tmp_path):
     assert mean["value"] == right.mean() and pass_4["value"] == right.any(axis=1).mean()
     assert mean["over_problems"][0] < mean["value"] < mean["over_problems"][1]
     assert mean["over_samples"] and pass_2["over_samples"] and not pass_4["over_samples"]
-    stored = json.loads((tmp_path / "arithmetic" / "summary.json").read_text())
+    stored = json.loads((folder / "arithmetic" / "summary.json").read_text())
     assert stored == summary
 
 
@@ -152,16 +159,16 @@ def test_an_evaluation_that_failed_before_its_first_answer_may_be_asked_otherwis
     assert said
 
 
-def test_a_stopped_evaluation_goes_on_in_other_batches_to_the_same_end(tmp_path):
-    whole, _ = run(tmp_path / "whole")
-    run(tmp_path / "stopped")
+def test_a_stopped_evaluation_goes_on_in_other_batches_to_the_same_end(finished, tmp_path):
+    folder, whole, _ = finished
+    shutil.copytree(folder, tmp_path / "stopped")
     path = tmp_path / "stopped" / "arithmetic" / "problems.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     # Killed in the middle of a line, and of a character.
     path.write_bytes("".join(lines[:3]).encode() + lines[3][:20].encode() + "ü".encode()[:1])
     stopped, said = run(tmp_path / "stopped")  # problems 3 and 4, where 2 and 3 were a batch
     assert len(said) == 2 and stopped == whole
-    assert records(tmp_path / "stopped") == records(tmp_path / "whole")
+    assert records(tmp_path / "stopped") == records(folder)
     again, said = run(tmp_path / "stopped")
     assert again == whole and said == []
     with pytest.raises(ValueError, match="other settings .protocol.temperature.: choose another"):
@@ -184,15 +191,15 @@ def test_an_adapter_that_changes_nothing_scores_what_its_base_scores(adapter, tm
     assert wide.high == pytest.approx(4 * difference.high)
 
 
-def test_a_comparison_needs_the_same_problems(tmp_path):
-    run(tmp_path / "six")
-    shutil.copytree(tmp_path / "six", tmp_path / "five")
+def test_a_comparison_needs_the_same_problems(finished, tmp_path):
+    six, _, _ = finished
+    shutil.copytree(six, tmp_path / "five")
     path = tmp_path / "five" / "arithmetic" / "problems.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:5]))
     with pytest.raises(ValueError, match="not of the same problems"):
-        compare(tmp_path / "six", tmp_path / "five")
+        compare(six, tmp_path / "five")
     with pytest.raises(FileNotFoundError, match="no finished evaluation"):
-        compare(tmp_path / "six", tmp_path)
+        compare(six, tmp_path)
 
 
 @pytest.fixture
