@@ -28,8 +28,9 @@ def pytest_configure(config):
         quick = (
             "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
             f"--xla_backend_optimization_level={int(is_long)}",
-            # In pieces, a program is compiled by several threads, with more work in all: workers take all cores already.
+            # Workers take all cores already: a program that is compiled or run in pieces, by several threads, is more work.
             "--xla_cpu_parallel_codegen_split_count=1",
+            "--xla_cpu_multi_thread_eigen=false",
         )
         os.environ.setdefault("XLA_FLAGS", " ".join(quick))
     else:
