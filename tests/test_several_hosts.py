@@ -52,8 +52,8 @@ def start(*paths, devices=1):
         found.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{found.getsockname()[1]}"
     names = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": f"{len(paths)}"}
-    flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
-    before = os.environ | {"JAX_PLATFORMS": "cpu"} | flags
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
+    before = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     return [
         subprocess.Popen(
             [sys.executable, "-m", "qerl_jax", "train", str(path)],
