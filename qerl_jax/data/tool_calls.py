@@ -143,7 +143,7 @@ def parse_pattern(
 
 def _call(body: str) -> Call:
     try:
-        made = parse_json(body)
+        made = _parsed(body)
     except ValueError as error:
         return Call("", {}, f"the call is not valid JSON: {error}")
     name = made.get("name") if isinstance(made, dict) else None
@@ -152,12 +152,23 @@ def _call(body: str) -> Call:
     arguments = made.get("arguments", made.get("parameters", {}))
     if isinstance(arguments, str):  # some write JSON within JSON
         try:
-            arguments = parse_json(arguments)
+            arguments = _parsed(arguments)
         except ValueError:
             arguments = None
     if not isinstance(arguments, dict):
         return Call(name, {}, f'the "arguments" of {name} must be an object')
     return Call(name, arguments)
+
+
+def _parsed(text: str) -> Any:
+    """The value of a JSON text that a policy has written.
+
+    Raises:
+        ValueError: When it is no JSON, or escapes half a character, which no tool, log or tokenizer takes.
+    """
+    value = parse_json(text)
+    json.dumps(value, ensure_ascii=False).encode()
+    return value
 
 
 def answer(

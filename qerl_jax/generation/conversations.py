@@ -293,6 +293,8 @@ class Conversations:
     def _cut(self, text: str) -> str:
         """A result within its limit of tokens."""
         limit = self._tools.cfg.max_reply_tokens
+        # What a tool takes from outside may hold half a character, which no tokenizer takes.
+        text = text.encode(errors="replace").decode()
         with self._lock:
             ids = self._tokenizer.hf([text], add_special_tokens=False)["input_ids"][0]
             return text if len(ids) <= limit else self._tokenizer.decode(ids[:limit]) + _CUT

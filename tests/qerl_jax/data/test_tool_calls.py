@@ -53,6 +53,10 @@ def test_hermes_calls_are_json_between_tags(text, said, calls):
         ('{"arguments": {}}', "", 'must be an object with a "name"'),
         ('{"name": "f", "arguments": [1]}', "f", 'the "arguments" of f must be an object'),
         ('{"name": "f", "arguments": "x"}', "f", 'the "arguments" of f must be an object'),
+        # Half a character, which a log cannot be written with.
+        (r'{"name": "\ud800", "arguments": {}}', "", "the call is not valid JSON"),
+        (r'{"name": "f", "arguments": {"x": ["\ud83d"]}}', "", "the call is not valid JSON"),
+        (r'{"name": "f", "arguments": "{\"x\": \"\\ud800\"}"}', "f", 'the "arguments" of f must'),
     ],
 )
 def test_a_call_that_cannot_be_read_says_why(body, name, error):

@@ -245,6 +245,17 @@ def test_an_answer_that_does_not_fit_was_never_given(tokens, tools):
     assert (row.calls, row.failures) == (0, 0)
 
 
+def test_half_a_character_of_a_tool_is_told_as_a_whole_one(tokens):
+    """Neither the tokenizer nor the log of completions takes half a one."""
+    cfg = ToolsConfig((f"{HERE}:halve",), seconds=5.0)
+    scripts = [[call("halve", fails=fails), "Done."] for fails in (False, True)]
+    with contextlib.closing(Toolboxes(cfg)) as toolboxes:
+        made = conversations.Tools(cfg, toolboxes, "hermes")
+        rows = collect(tokens, made, scripts, columns=({},)).conversations
+    said = [row.messages[1]["content"] for row in rows]
+    assert said == ["?", json.dumps({"error": "ValueError: ?"})]
+
+
 def test_rewards_see_messages_and_environments(rollout):
     seen = {}
 

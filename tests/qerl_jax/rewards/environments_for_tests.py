@@ -25,6 +25,17 @@ async def later(x: int) -> int:
     return x
 
 
+def halve(fails: bool) -> str:
+    """Gives half a character back.
+
+    Args:
+        fails: Whether it raises it.
+    """
+    if fails:
+        raise ValueError("\ud83d")
+    return "\ud83d"
+
+
 def hang() -> str:
     """Never ends."""
     while True:
