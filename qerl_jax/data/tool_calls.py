@@ -129,10 +129,11 @@ def parse_pattern(
                 name, {}, f"{name} is no tool of one argument; there are {', '.join(tools)}"
             )
         ((argument, shape),) = properties.items()
-        value: Any = found["argument"].strip()
+        # A group may take no part in a match.
+        value: Any = (found["argument"] or "").strip()
         if shape.get("type") in ("integer", "number"):
             try:
-                value = json.loads(value)
+                value = _parsed(value)
             except ValueError:
                 return Call(name, {}, f"{argument}: got {value!r}; must be a number")
         return Call(name, {argument: value})

@@ -93,6 +93,10 @@ def test_a_pattern_reads_calls_of_one_argument_in_any_form():
     assert read("Thought. Action: lone[ 12 ]") == ("Thought.", [Call("lone", {"x": 12})])
     assert read("No action.") == ("No action.", [])
     assert "must be a number" in read("Action: lone[a]")[1][0].error
+    deep = tool_calls.parse_pattern(5000 * "[", "(?P<argument>.+)", schemas[1:])
+    assert "must be a number" in deep[1][0].error
+    none = tool_calls.parse_pattern("Go.", r"Go(?P<argument>\d)?\.", schemas[1:])
+    assert none[1][0].error == "x: got ''; must be a number"
     for name in ("add", "other"):
         assert f"{name} is no tool of one argument" in read(f"Action: {name}[1]")[1][0].error
     only = tool_calls.parse_pattern("What is 3?", r"What is (?P<argument>.*)\?", schemas[1:])
