@@ -343,6 +343,8 @@ class Session:
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Reply:
         """The result of a tool, or the error, as the policy sees it."""
+        if self._lost:
+            return error("the environment has ended: an earlier call was stopped")
         if self.toolbox.environment is None:
             runner = self.toolbox.take()
             try:
@@ -354,8 +356,6 @@ class Session:
             if isinstance(failure, Failure):
                 self._lost = True
                 return error(f"the environment could not begin: it {_told(failure)}")
-        if self._lost:
-            return error("the environment has ended: an earlier call was stopped")
         return _reply(name, self._noted(self._runner.call("call", name, dict(arguments))))
 
     def finish(self) -> Snapshot:
@@ -379,7 +379,8 @@ class Session:
             self.toolbox.give_back(runner)
 
     def abandon(self) -> None:
-        """Ends its process, in which a call may still be running."""
+        """Ends its process, in which a call may still be running; later calls start nothing."""
+        self._begun = self._lost = True
         # First taken away: the call's thread must not give a stopped process to another row.
         runner, self._runner = self._runner, None
         if runner is not None:

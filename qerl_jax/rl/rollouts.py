@@ -313,7 +313,8 @@ def collect(
         return heard(completion.row, said.result().text)
 
     done, texts, said, talks = [], {}, {}, {}
-    with contextlib.ExitStack() as failed, concurrent.futures.ThreadPoolExecutor(1) as thread:
+    # Where sampling fails, rows are abandoned first: the thread waits for the ends of rows.
+    with concurrent.futures.ThreadPoolExecutor(1) as thread, contextlib.ExitStack() as failed:
         if talk is not None:
             failed.callback(talk.abandon)
         for each in sampled:

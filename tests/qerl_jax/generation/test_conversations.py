@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import json
+import time
 import types
 
 import jax
@@ -254,6 +255,38 @@ def test_half_a_character_of_a_tool_is_told_as_a_whole_one(tokens):
         rows = collect(tokens, made, scripts, columns=({},)).conversations
     said = [row.messages[1]["content"] for row in rows]
     assert said == ["?", json.dumps({"error": "ValueError: ?"})]
+
+
+def test_rows_that_wait_for_a_call_make_none_once_sampling_has_failed(tokens):
+    """Neither is their end waited for: one call hangs, and the others stand in line behind it."""
+    cfg = ToolsConfig((), f"{HERE}:Counter", seconds=2.0, workers=1)
+    with contextlib.closing(Toolboxes(cfg)) as toolboxes:
+        toolbox = toolboxes.of({})
+
+        class Failing(Scripted):
+            def completions(self, *arguments, turns, **_):
+                (hangs,) = tokens.hf([call("stall")], add_special_tokens=False)["input_ids"]
+                for row in (1, 2, 3):
+                    turns(row, [*hangs, tokens.stop_tokens[0]])
+                yield from super().completions(*arguments, turns=lambda *_: None)
+                while not toolbox._all:
+                    time.sleep(0.01)
+                raise KeyboardInterrupt
+
+        sampler = rollouts.Sampler(
+            Failing(tokens, [["Done."]]),
+            tokens,
+            4,
+            WIDTH,
+            LIMIT,
+            1.0,
+            tools=conversations.Tools(cfg, toolboxes, "hermes"),
+        )
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            rollouts.collect(sampler, {}, [Problem(CHAT, {})], jax.random.key(0))
+        toolboxes.executor.submit(len, "").result()
+        assert time.monotonic() < began + 10 and len(toolbox._all) <= 2
 
 
 def test_rewards_see_messages_and_environments(rollout):
