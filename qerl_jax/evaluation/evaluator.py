@@ -235,18 +235,19 @@ class Evaluator:
     def __call__(self, variables: dict[str, Any]) -> dict[str, float]:
         """Measures accuracy (the mean over samples and problems) as metrics under `eval/`.
 
-        Beside it are its standard error and 95 % interval over problems, mean length, the share of
-        truncated completions, and where there are N > 1 samples pass@N and maj@N.
+        Beside it are its standard error and, of several problems, its 95 % interval over these, mean length,
+        the share of truncated completions, and where there are N > 1 samples pass@N and maj@N.
         """
         records = [record for batch in self.records(variables) for record in batch]
         summary = summarize(records, (self.sampler.num_generations,))
         (mean, *others) = summary["estimates"]
         right = np.array([record["right"] for record in records])
+        # One problem alone says nothing of others.
+        ends = zip(("low", "high"), mean["over_problems"] or (), strict=False)
         return {
             "eval/accuracy": mean["value"],
             "eval/accuracy_stderr": float(right.mean(axis=1).std() / len(right) ** 0.5),
-            "eval/accuracy_low": mean["over_problems"][0],
-            "eval/accuracy_high": mean["over_problems"][1],
+            **{f"eval/accuracy_{name}": end for name, end in ends},
             "eval/mean_length": summary["mean_length"],
             "eval/clipped_ratio": summary["clipped_ratio"],
             **{f"eval/{each['name']}": each["value"] for each in others},

@@ -202,6 +202,26 @@ def test_a_comparison_needs_the_same_problems(finished, tmp_path):
         compare(six, tmp_path)
 
 
+@pytest.mark.parametrize("problems", [1, 2])
+def test_an_accuracy_has_an_interval_where_there_are_several_problems(problems):
+    policy = benchmark.load_policy(BASE, 0)
+    subject = evaluator.Evaluator.of_protocol(
+        policy.model,
+        policy.tokenizer,
+        datasets.from_config(arithmetic(problems), split="test", seed=0),
+        scoring.resolve(["accuracy_reward"])[0],
+        sums(max_completion_length=2),
+        batch_size=1,
+        max_prompt_length=64,
+        key=jax.random.key(0),
+        max_concurrent=None,
+    )
+    found = subject(policy.variables)
+    assert found["eval/accuracy"] == 0
+    ends = {"eval/accuracy_low", "eval/accuracy_high"} & found.keys()
+    assert len(ends) == (2 if problems > 1 else 0)
+
+
 @pytest.fixture
 def run_folder(adapter, tmp_path):
     """Makes what a finished run leaves for an evaluation."""
