@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Self
 
 import jax
@@ -354,7 +354,7 @@ class Engine:
                     for move in schedule.leaving():
                         move.contents = device_pool.taken(pool, move.pages, self._model)
                     while (fresh := schedule.next_prefill()) is not None:
-                        with compiles(device, self._model, pool[0].shape, fresh[0].shape):
+                        with compiles(device, self._model, _form(variables, pool, fresh)):
                             pool = prefill(variables, pool, *fresh, model=self._model)
                     for move in schedule.returning():
                         pool = device_pool.returned(pool, move, self._model)
@@ -372,8 +372,8 @@ class Engine:
                 if slots.texts is not None:
                     positions = control.positions(len(slots.live), schedule.live)
                     odds = control.odds()
-                shapes = pool[0].shape, slots.tables.shape, positions
-                with compiles(device, self._model, self._spec, *shapes):
+                form = _form(variables, pool, slots)
+                with compiles(device, self._model, self._spec, positions, form):
                     pool, brought, moved = decode(
                         variables,
                         pool,
@@ -446,6 +446,12 @@ class Engine:
         return kv_capacity.capacity(
             self._model.own_part.arch, free, fraction, beside, self._itemsize
         )
+
+
+def _form(*arrays: Any) -> Hashable:
+    """What tells a program from others with the same static arguments: which arrays there are, and their shapes."""
+    leaves, structure = jax.tree.flatten(arrays)
+    return structure, tuple(map(np.shape, leaves))
 
 
 def whole(chunks: Iterator[list[RowTokens]]) -> Iterator[RowTokens]:

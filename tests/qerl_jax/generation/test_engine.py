@@ -1,5 +1,6 @@
 """Tests continuous batching: under any schedule, a row gets the tokens that it would get alone."""
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -135,6 +136,27 @@ def test_rows_that_wait_for_pages_are_those_sampled_at_once():
     """There is room for hardly more than one row of the longest prompt."""
     tight = {"stop_tokens": stops(), "max_concurrent": 4, "kv_cache_tokens": 90}
     assert_same(run(prompts(), **tight), whole())
+
+
+def test_calls_that_may_compile_are_told_apart_wherever_programs_differ():
+    """Devices enter a call by its key: one by one where the program is new to them, else at once."""
+    model, variables = policy()
+    silent = jax.tree.map(lambda s: jnp.zeros(s.shape), noise_shapes(model.arch))
+
+    def programs_of(variables, turns=None):
+        subject, keys = make(), set()
+        (schedule,) = subject.schedules(
+            variables, prompts(limit=4), max_prompt_length=WIDTH, turns=turns
+        )
+        note = lambda device, *key: keys.add(key) or contextlib.nullcontext()
+        list(subject.run(variables, schedule, 1.0, compiles=note))
+        return keys
+
+    plain = programs_of(variables)
+    assert plain == programs_of(variables)
+    assert not plain & programs_of(variables | {"noise": silent})
+    # Prefills are the same.
+    assert plain != programs_of(variables, turns=lambda row, tokens: None)
 
 
 def test_each_prompt_has_its_own_limit():
