@@ -343,61 +343,65 @@ class Engine:
         chunks = collections.deque()
         # Where drafts are found, as the schedule has it and on the device: it is large, and seldom changes.
         known, known_here = None, None
-        while schedule.unfinished():
-            poll()
-            if not chunks and (over := schedule.take_replies()):
-                yield over
-                continue
-            # Where no row waits, the device goes on while the host reads what it brought.
-            while not chunks or (len(chunks) == 1 and schedule.goes_on()):
+        try:
+            while schedule.unfinished():
+                poll()
+                if not chunks and (over := schedule.take_replies()):
+                    yield over
+                    continue
+                # Where no row waits, the device goes on while the host reads what it brought.
+                while not chunks or (len(chunks) == 1 and schedule.goes_on()):
+                    if not chunks:
+                        for move in schedule.leaving():
+                            move.contents = device_pool.taken(pool, move.pages, self._model)
+                        while (fresh := schedule.next_prefill()) is not None:
+                            with compiles(device, self._model, _form(variables, pool, fresh)):
+                                pool = prefill(variables, pool, *fresh, model=self._model)
+                        for move in schedule.returning():
+                            pool = device_pool.returned(pool, move, self._model)
+                        if (copies := schedule.copies()) is not None:
+                            pool = device_pool.copied(pool, *copies, model=self._model)
+                        if not schedule.live:
+                            break
+                        with_history = self._spec.repetition_penalty != 1
+                        slots = schedule.slots(with_history)
+                        if slots.texts is not known:
+                            known, known_here = slots.texts, jax.device_put(slots.texts, where)
+                        slots = jax.device_put(dataclasses.replace(slots, texts=None), where)
+                        slots = dataclasses.replace(slots, texts=known_here)
+                    positions = odds = None
+                    if slots.texts is not None:
+                        positions = control.positions(len(slots.live), schedule.live)
+                        odds = control.odds()
+                    form = _form(variables, pool, slots)
+                    with compiles(device, self._model, self._spec, positions, form):
+                        pool, brought, moved = decode(
+                            variables,
+                            pool,
+                            slots,
+                            temperature,
+                            self._stop_tokens,
+                            odds,
+                            **traits,
+                            positions=positions,
+                        )
+                    chunks.append((positions, brought))
+                    # The rows as the next chunk finds them.
+                    slots = dataclasses.replace(slots, **moved)
                 if not chunks:
-                    for move in schedule.leaving():
-                        move.contents = device_pool.taken(pool, move.pages, self._model)
-                    while (fresh := schedule.next_prefill()) is not None:
-                        with compiles(device, self._model, _form(variables, pool, fresh)):
-                            pool = prefill(variables, pool, *fresh, model=self._model)
-                    for move in schedule.returning():
-                        pool = device_pool.returned(pool, move, self._model)
-                    if (copies := schedule.copies()) is not None:
-                        pool = device_pool.copied(pool, *copies, model=self._model)
-                    if not schedule.live:
-                        break
-                    with_history = self._spec.repetition_penalty != 1
-                    slots = schedule.slots(with_history)
-                    if slots.texts is not known:
-                        known, known_here = slots.texts, jax.device_put(slots.texts, where)
-                    slots = jax.device_put(dataclasses.replace(slots, texts=None), where)
-                    slots = dataclasses.replace(slots, texts=known_here)
-                positions = odds = None
-                if slots.texts is not None:
-                    positions = control.positions(len(slots.live), schedule.live)
-                    odds = control.odds()
-                form = _form(variables, pool, slots)
-                with compiles(device, self._model, self._spec, positions, form):
-                    pool, brought, moved = decode(
-                        variables,
-                        pool,
-                        slots,
-                        temperature,
-                        self._stop_tokens,
-                        odds,
-                        **traits,
-                        positions=positions,
-                    )
-                chunks.append((positions, brought))
-                # The rows as the next chunk finds them.
-                slots = dataclasses.replace(slots, **moved)
-            if not chunks:
-                schedule.wait(_REPLY_SECONDS)
-                continue
-            with_positions, brought = chunks.popleft()
-            *brought, entropies, outcome = jax.device_get(brought)
-            if outcome is not None:
-                _, _, lengths, live = brought
-                control.learn(len(live), with_positions, outcome, int(lengths.sum()))
-            yield schedule.harvest(
-                *brought, self._stop_tokens, self._stop_strings, entropies=entropies
-            )
+                    schedule.wait(_REPLY_SECONDS)
+                    continue
+                with_positions, brought = chunks.popleft()
+                *brought, entropies, outcome = jax.device_get(brought)
+                if outcome is not None:
+                    _, _, lengths, live = brought
+                    control.learn(len(live), with_positions, outcome, int(lengths.sum()))
+                yield schedule.harvest(
+                    *brought, self._stop_tokens, self._stop_strings, entropies=entropies
+                )
+        finally:
+            # The traceback of an error keeps what this frame holds, in a notebook until the next error.
+            del pool
         self._parked.append(schedule.times_parked)
 
     def _control(self, schedule: Schedule) -> draft_control.Control | None:

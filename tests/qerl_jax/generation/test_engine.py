@@ -138,6 +138,22 @@ def test_rows_that_wait_for_pages_are_those_sampled_at_once():
     assert_same(run(prompts(), **tight), whole())
 
 
+def test_an_error_whose_traceback_is_kept_keeps_no_cache_on_the_device():
+    """As in a notebook after Ctrl-C: the next call has to find room."""
+
+    def pools():
+        return sum(array.ndim == 5 for array in jax.live_arrays())
+
+    def interrupt():
+        if pools() > before:
+            raise KeyboardInterrupt
+
+    before = pools()
+    with pytest.raises(KeyboardInterrupt) as kept:
+        run(prompts(), poll=interrupt, chunk=2)
+    assert kept.tb is not None and pools() == before
+
+
 def test_calls_that_may_compile_are_told_apart_wherever_programs_differ():
     """Devices enter a call by its key: one by one where the program is new to them, else at once."""
     model, variables = policy()
