@@ -182,6 +182,8 @@ class _Row:
     failures: int = 0
     # What is undone where an answer does not fit into the row: messages, calls and failures before it.
     before: tuple[int, int, int] = (0, 0, 0)
+    # Whether the last turn's call came after as many as are answered.
+    is_limited: bool = False
 
 
 class Conversations:
@@ -214,7 +216,8 @@ class Conversations:
         """Answers a turn that has ended, or ends the row: where the turn calls nothing, or was the last."""
         state, limit = self._rows[row], self._tools.cfg.max_tool_calling_iterations
         message, calls = self._read(tokens[state.begun :], state)
-        if not calls or (limit is not None and state.answered >= limit):
+        state.is_limited = bool(calls) and limit is not None and state.answered >= limit
+        if not calls or state.is_limited:
             return None
         after_stop = tokens[-1] in self._tokenizer.stop_tokens
         return self._tools.toolboxes.executor.submit(
@@ -252,13 +255,12 @@ class Conversations:
         return self._tools.toolboxes.executor.submit(self._finish, self._rows[row], list(tokens))
 
     def _finish(self, row: _Row, tokens: list[int]) -> Conversation:
-        is_limited = len(tokens) < row.begun
-        if is_limited:  # the last answer did not fit
+        if len(tokens) < row.begun:  # the last answer did not fit
+            row.is_limited = True
             kept, row.calls, row.failures = row.before
             row.messages = row.messages[: kept + 1]
         else:
-            message, calls = self._read(tokens[row.begun :], row)
-            is_limited = bool(calls) and tokens[-1] in self._tokenizer.stop_tokens
+            message, _ = self._read(tokens[row.begun :], row)
             row.messages.append(message)
         try:
             snapshot = row.session.finish()
@@ -270,7 +272,7 @@ class Conversations:
             tuple(row.messages),
             row.calls,
             row.failures,
-            is_limited,
+            row.is_limited,
             snapshot.get_reward(),
             None if environment is None else public,
             environment,

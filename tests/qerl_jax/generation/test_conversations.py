@@ -257,6 +257,18 @@ def test_half_a_character_of_a_tool_is_told_as_a_whole_one(tokens):
     assert said == ["?", json.dumps({"error": "ValueError: ?"})]
 
 
+def test_a_call_past_the_limit_counts_as_such_however_its_turn_has_ended(tokens, tools):
+    """By the stop token, or by a stop string, behind which there is none."""
+    talk = conversations.Conversations(tools, tokens, [Problem(CHAT, {})], group=2)
+    (said,) = tokens.hf([ADD], add_special_tokens=False)["input_ids"]
+    for row, end in enumerate(([tokens.stop_tokens[0]], [])):
+        made = [*said, *end]
+        while (reply := talk(row, made)) is not None:
+            made += [*reply.result(), *said, *end]
+        found = talk.ended(row, made).result()
+        assert (found.calls, found.is_limited) == (2, True)
+
+
 def test_rows_that_wait_for_a_call_make_none_once_sampling_has_failed(tokens):
     """Neither is their end waited for: one call hangs, and the others stand in line behind it."""
     cfg = ToolsConfig((), f"{HERE}:Counter", seconds=2.0, workers=1)
