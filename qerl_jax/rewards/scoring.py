@@ -15,12 +15,15 @@ when it is called with all rows.
 """
 
 import asyncio
+import atexit
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import inspect
 import itertools
 import reprlib
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
@@ -333,15 +336,41 @@ def _run(calls: Sequence[Coroutine]) -> list:
         return []
 
     async def gather() -> list:
-        return await asyncio.gather(*calls)
+        tasks = [asyncio.ensure_future(call) for call in calls]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def run() -> list:
+        if not _is_running.acquire(blocking=False):  # the search for the row that a function fails on
+            return asyncio.run(gather())
+        try:
+            return _loop().run_until_complete(gather())
+        finally:
+            _is_running.release()
 
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(gather())
-    # A notebook's thread already runs an event loop, and asyncio.run refuses to run beside it.
+        return run()
+    # A notebook's thread already runs an event loop, and no other can run beside it.
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
-        return thread.submit(asyncio.run, gather()).result()
+        return thread.submit(run).result()
+
+
+_is_running = threading.Lock()
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """One event loop for all steps: clients, locks and semaphores that functions keep stay with that of their first
+    use."""
+    loop = asyncio.new_event_loop()
+    atexit.register(loop.close)
+    return loop
 
 
 def _checked_values(name: str, values: Any, rows: int) -> list[float]:

@@ -158,6 +158,40 @@ def test_async_functions_run_inside_a_running_loop():
     assert asyncio.run(notebook()).tolist() == [[1.0], [1.0]]
 
 
+def test_async_functions_may_keep_what_belongs_to_an_event_loop():
+    turns = asyncio.Semaphore(1)
+
+    async def one_by_one(completions, **_):
+        async def judge(completion):
+            async with turns:
+                await asyncio.sleep(0)
+                return 1.0
+
+        return await asyncio.gather(*map(judge, completions))
+
+    async def notebook():
+        return evaluate(one_by_one)
+
+    assert evaluate(one_by_one).tolist() == [[1.0], [1.0]]
+    assert evaluate(one_by_one).tolist() == [[1.0], [1.0]]
+    assert asyncio.run(notebook()).tolist() == [[1.0], [1.0]]
+
+
+def test_an_async_function_that_raises_ends_the_others():
+    ended = []
+
+    async def waits(**_):
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(True)
+
+    named = [("waits", waits), ("raises_late", raises_late)]
+    with pytest.raises(scoring.RewardError, match="'raises_late' raised KeyError"):
+        scoring.evaluate(named, ["p"], ["c"], [[0]], {})
+    assert ended == [True]
+
+
 class AsyncCallable:
     async def __call__(self, completions, **_):
         return [2] * len(completions)
