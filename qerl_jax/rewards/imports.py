@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import os
 import pathlib
+import sys
 import sysconfig
 import traceback
 from types import ModuleType
@@ -31,8 +32,9 @@ def module(path: str) -> ModuleType:
     """
     if not path.endswith(".py"):
         return importlib.import_module(path)
-    spec = importlib.util.spec_from_file_location(pathlib.Path(path).stem, path)
-    made = importlib.util.module_from_spec(spec)
+    # Under its path, so that a file called math.py does not hide another module of that name; a dot would mean a package.
+    spec = importlib.util.spec_from_file_location(os.path.abspath(path).replace(".", "_"), path)
+    made = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(made)
     return made
 
@@ -53,7 +55,8 @@ def attribute(path: str) -> Any:
 def path_of(thing: Any) -> str | None:
     """The path under which another process can import a function or class; None where it cannot."""
     name, place = getattr(thing, "__qualname__", "<"), getattr(thing, "__module__", "__main__")
-    if "<" in name or place == "__main__":
+    # A file is run anew by each import: it is named by who imports it.
+    if "<" in name or place == "__main__" or os.path.isabs(place):
         return None
     try:
         return f"{place}:{name}" if attribute(f"{place}:{name}") is thing else None

@@ -345,7 +345,9 @@ def _run(calls: Sequence[Coroutine]) -> list:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def run() -> list:
-        if not _is_running.acquire(blocking=False):  # the search for the row that a function fails on
+        if not _is_running.acquire(
+            blocking=False
+        ):  # the search for the row that a function fails on
             return asyncio.run(gather())
         try:
             return _loop().run_until_complete(gather())

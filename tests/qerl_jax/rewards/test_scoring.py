@@ -34,6 +34,21 @@ def test_functions_are_found_by_name_path_file_and_as_they_are(tmp_path):
     assert resolved[2][1](["x"]) == [7.0]
 
 
+def test_a_file_of_functions_may_make_what_looks_for_its_module(tmp_path):
+    file = tmp_path / "math.py"
+    file.write_text(
+        "from __future__ import annotations\n"
+        "import dataclasses, math, pickle\n"
+        "@dataclasses.dataclass\n"
+        "class Answer:\n"
+        "    value: float\n"
+        "def own(completions, **_):\n"
+        "    answer = pickle.loads(pickle.dumps(Answer(math.floor(7.5))))\n"
+        "    return [answer.value] * len(completions)\n"
+    )
+    assert evaluate(scoring.resolve([f"{file}:own"])[0][1]).tolist() == [[7.0], [7.0]]
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
