@@ -105,13 +105,12 @@ class _Thread:
                 future.set_exception(error)
 
         threading.Thread(target=run, daemon=True).start()
-        try:
-            return future.result(self._seconds)
-        except concurrent.futures.TimeoutError:
+        if not concurrent.futures.wait([future], self._seconds).done:
             self._host = None
             return Failure("timeout")
-        except Exception as error:
-            return Failure("raised", f"{type(error).__name__}: {error}")
+        # What a call raises does not end the run, be it a TimeoutError of its own or SystemExit.
+        error = future.exception()
+        return Failure("raised", f"{type(error).__name__}: {error}") if error else future.result()
 
     def stop(self) -> None:
         self._host = None

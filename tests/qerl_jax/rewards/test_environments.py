@@ -137,6 +137,21 @@ def test_what_no_other_process_can_import_runs_in_this_one():
         assert "took too long" in told(row.call("hang", {}))
 
 
+@pytest.mark.parametrize("error", [TimeoutError, SystemExit])
+def test_what_a_call_in_this_process_raises_is_told_and_ends_nothing(error):
+    class Local(own.WithoutReward):
+        """An environment of a notebook, which asks a service."""
+
+        def ask(self) -> str:
+            """Asks."""
+            raise error("no answer")
+
+    toolbox = Toolbox(ToolsConfig(functions=("a:b",)), [], Local)
+    with contextlib.closing(toolbox), session(toolbox) as row:
+        assert told(row.call("ask", {})) == f"{error.__name__}: no answer"
+        assert row.call("wait", {}).text == "waited"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
