@@ -8,7 +8,7 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 # Suffixes of the files of a model or an adapter.
@@ -331,6 +331,8 @@ def changes(before: dict[str, Any], identity: dict[str, Any]) -> list[str]:
     return sorted(k for k in before | identity if before.get(k) != identity.get(k))
 
 
-def to_line(value: Any) -> str:
-    """A line of a .jsonl file; what JSON has no form for, such as a path, is written as text."""
-    return json.dumps(value, ensure_ascii=False, default=str) + "\n"
+def to_line(value: Any, default: Callable[[Any], Any] = str) -> str:
+    """A line of a .jsonl file; what JSON has no form for, such as a path, is written as `default` gives it."""
+    line = json.dumps(value, ensure_ascii=False, default=default)
+    # Half characters (lone surrogates) have no UTF-8, but an escape, which is JSON's, too.
+    return line.encode(errors="backslashreplace").decode() + "\n"

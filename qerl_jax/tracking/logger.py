@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from qerl_jax.files import parse_json, write_whole, writing
+from qerl_jax.files import parse_json, to_line, write_whole, writing
 from qerl_jax.tracking import terminal, trackers
 
 
@@ -74,7 +74,9 @@ class Logger:
         Raises:
             DiskError: When the row cannot be written; then no part of it is in the file.
         """
+        # Its place is the first; a metric that a reward logs as "step" does not replace it.
         row = {"step": step} | {name: plain(value) for name, value in metrics.items()}
+        row["step"] = step
         with writing(self._path):
             self._append(json.dumps(row).encode() + b"\n")
         for tracker in self._trackers:
@@ -101,7 +103,7 @@ class Logger:
         folder = self._folder / "completions"
         with writing(folder):
             folder.mkdir(exist_ok=True)
-        text = "".join(json.dumps(row, ensure_ascii=False, default=plain) + "\n" for row in rows)
+        text = "".join(to_line(row, default=plain) for row in rows)
         write_whole(folder / f"step_{step:06d}.jsonl", text)
 
     def _append(self, line: bytes) -> None:

@@ -75,3 +75,25 @@ def test_files_in_completions_that_are_no_steps_are_left_alone(tmp_path):
     left = {path.stem for path in pathlib.Path(folder).iterdir()}
     assert left == {"step_000002", "step_abc", "step_", "step_²"}
     assert list(logger.completion_files(tmp_path)) == [2]
+
+
+def test_a_reward_that_logs_a_step_of_its_own_does_not_replace_the_runs(tmp_path):
+    log = logger.Logger(tmp_path, total_steps=16)
+    log.write(1, {"step": 7.5, "reward": 1.0})
+    log.close()
+    assert logger.read_metrics(tmp_path) == [{"step": 1, "reward": 1.0}]
+
+
+def test_half_a_character_in_a_completions_column_is_kept_as_an_escape(tmp_path):
+    log = logger.Logger(tmp_path, total_steps=16)
+    row = {
+        "prompt": "p",
+        "completion": "c",
+        "reward": 1.0,
+        "seen": "a\ud83d",
+        "whole": "\N{SNOWMAN}",
+    }
+    log.write_completions(1, [row])
+    log.close()
+    (path,) = logger.completion_files(tmp_path).values()
+    assert json.loads(path.read_bytes()) == row
