@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import json
 import reprlib
 import threading
 import time
@@ -41,6 +42,8 @@ type Named = tuple[str, RewardFunction]
 COMPLETION_COLUMNS = ("prompt", "completion", "reward", "advantage", "length", "stopped")
 # Time limit of the search for the row that a function fails on.
 _SEARCH_SECONDS = 5.0
+# The largest reward: squares of as many as a rollout has are added up in float32.
+_LARGEST = 1e15
 _RESERVED = ("prompts", "completions", "completion_ids", "log_extra", "log_metric")
 
 
@@ -67,11 +70,20 @@ class Record:
         """Adds a column to the log of completions.
 
         Raises:
-            ValueError: If it does not have one entry per row, or has the name of an existing column.
+            ValueError: If it does not have one entry per row, has the name of an existing column, or holds what
+                cannot be written as JSON.
         """
         where, count = f"log_extra({column!r})", len(values)
         require(column not in COMPLETION_COLUMNS, where, column, "is a column already")
         require(count == self.rows, where, count, f"must be {self.rows} values, one for each row")
+        try:
+            json.dumps(list(values), default=str)
+        except (
+            TypeError,
+            ValueError,
+            RecursionError,
+        ) as error:  # keys of a table, or a table within itself
+            raise ValueError(f"{where}: cannot be written as JSON: {error}") from error
         self.columns[column] = list(values)
 
     def log_metric(self, name: str, value: float) -> None:
@@ -390,8 +402,9 @@ def _checked_values(name: str, values: Any, rows: int) -> list[float]:
 def _checked_value(name: str, row: int, value: Any) -> float:
     number = float("nan")
     # float() also reads text: "1" is more likely a mistake than a reward.
-    with contextlib.suppress(TypeError, ValueError):
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
         number = number if isinstance(value, str | bytes) else float(value)
-    rule = "must be a finite number, or None where the reward does not apply"
-    require(np.isfinite(number), f"reward function {name!r}, row {row}", value, rule, RewardError)
+    rule = f"must be a finite number within +-{_LARGEST:g}, or None where the reward does not apply"
+    is_usable = abs(number) <= _LARGEST
+    require(is_usable, f"reward function {name!r}, row {row}", value, rule, RewardError)
     return number

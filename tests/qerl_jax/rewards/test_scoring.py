@@ -233,6 +233,11 @@ async def raises_late(**_):
         (lambda **_: [[1], 1], r"'f', row 0: got \[1\]"),
         (lambda **_: [1, float("nan")], "'f', row 1: got nan"),
         (lambda **_: [float("inf"), 1], "'f', row 0: got inf"),
+        (
+            lambda **_: [1, -1e30],
+            r"'f', row 1: got -1e\+30; must be a finite number within \+-1e\+15",
+        ),
+        (lambda **_: [1, 10**400], "'f', row 1: got 1000"),
     ],
 )
 def test_faulty_functions_are_named(function, message):
@@ -319,3 +324,17 @@ def test_functions_are_told_of_rows_as_these_end():
     # What is wrong shows when all rows are scored.
     slow.begin = lambda **_: 1 // 0
     scoring.beginner([("slow", slow)], problems, 2)(0, "text")
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: {(1, 2): 3}, lambda: (within := []) or within.append(within) or within]
+)
+def test_what_cannot_be_written_to_the_log_is_refused(make):
+    def logs(completions, log_extra, **_):
+        log_extra("seen", [make(), None])
+        return [0, 0]
+
+    with pytest.raises(
+        scoring.RewardError, match=r"log_extra\('seen'\): cannot be written as JSON"
+    ):
+        evaluate(logs)
