@@ -87,7 +87,7 @@ class Record:
         self.columns[column] = list(values)
 
     def log_metric(self, name: str, value: float) -> None:
-        """Adds a number to a metric. A metric with the name of one of the run's own is not shown."""
+        """Adds a number to a metric. A metric with the name of one of the run's own, or under eval/, is not shown."""
         self.values.setdefault(name, []).append(float(value))
 
 

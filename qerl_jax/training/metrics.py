@@ -88,7 +88,13 @@ class Trace:
         }
 
     def _logged(self) -> dict[str, float]:
-        names = dict.fromkeys(name for record in self.records for name in record.values)
+        # In a step without an evaluation, eval/accuracy would be taken for that of the best adapter.
+        names = dict.fromkeys(
+            name
+            for record in self.records
+            for name in record.values
+            if not name.startswith("eval/")
+        )
         return {
             name: float(
                 np.mean([v for record in self.records for v in record.values.get(name, ())])

@@ -5,6 +5,7 @@ import types
 import numpy as np
 import pytest
 
+from qerl_jax.rewards import scoring
 from qerl_jax.training import metrics
 
 
@@ -19,3 +20,13 @@ def test_truncated_completions_have_a_cost_and_a_share_of_the_signal(is_masked, 
         "completions/truncated_tokens": 0.6,
         "completions/truncated_signal": signal,
     }
+
+
+def test_what_rewards_log_is_averaged_and_is_not_taken_for_an_evaluation():
+    record = scoring.Record(2)
+    for name, value in (("share", 1), ("share", 2), ("eval/accuracy", 1)):
+        record.log_metric(name, value)
+    rollout = types.SimpleNamespace(sampled_lengths=np.array([4]), num_tokens=4)
+    trace = metrics.Trace(0, 1, [record], laps={"rollout": 1.0, "update": 1.0})
+    found = trace.metrics(rollout, rollout)
+    assert found["share"] == 1.5 and "eval/accuracy" not in found
