@@ -29,7 +29,10 @@ class Host:
         functions: Sequence[Callable],
         environment: Callable | None = None,
         options: Mapping[str, Any] | None = None,
+        run: Callable[[Any], Any] = asyncio.run,
     ):
+        """Makes the environment, and takes what runs coroutines: by default each in an event loop of its own."""
+        self._run = run
         self._tools = {function.__name__: function for function in functions}
         self._environment = None if environment is None else environment(**(options or {}))
         if self._environment is not None:
@@ -40,7 +43,7 @@ class Host:
         """Begins a row; returns the environment's first message as text, or None."""
         if self._environment is None:
             return None
-        said = _awaited(self._environment.reset(**columns))
+        said = self._awaited(self._environment.reset(**columns))
         if not isinstance(said, str | None):
             raise TypeError(f"reset must return a text or None; got {type(said).__name__}")
         return said
@@ -49,7 +52,7 @@ class Host:
         """The result of a tool as text."""
         if name not in self._tools:
             raise LookupError(f"there is no tool {name!r}; there are {', '.join(self._tools)}")
-        return str(_awaited(self._tools[name](**arguments)))
+        return str(self._awaited(self._tools[name](**arguments)))
 
     def finish(self) -> tuple[float | None, dict[str, Any]]:
         """The environment's own reward, or None, and its public attributes that are plain values."""
@@ -58,16 +61,15 @@ class Host:
             return None, {}
         reward = None
         if hasattr(environment, "get_reward"):
-            reward = _awaited(environment.get_reward())
+            reward = self._awaited(environment.get_reward())
             reward = None if reward is None else float(reward)
         public = {k: v for k, v in vars(environment).items() if not k.startswith("_")}
         public = {name: value for name, value in public.items() if _is_plain(value)}
         # The values are the same with and without a process of their own, and later rows cannot change them.
         return reward, json.loads(json.dumps(public))
 
-
-def _awaited(value: Any) -> Any:
-    return asyncio.run(value) if inspect.isawaitable(value) else value
+    def _awaited(self, value: Any) -> Any:
+        return self._run(value) if inspect.isawaitable(value) else value
 
 
 def _is_plain(value: Any) -> bool:
@@ -87,7 +89,9 @@ def load(functions: Sequence[str], environment: str | None, options: Mapping[str
     global _host
     if _host is None:
         factory = None if environment is None else imports.attribute(environment)
-        _host = Host([imports.attribute(path) for path in functions], factory, options)
+        # One loop for all calls: clients and tasks that an environment keeps belong to that of their first use.
+        run = asyncio.new_event_loop().run_until_complete
+        _host = Host([imports.attribute(path) for path in functions], factory, options, run)
 
 
 def reset(columns: Mapping[str, Any]) -> str | None:

@@ -1,5 +1,6 @@
 """Tools and environments that tests import in other processes."""
 
+import asyncio
 import json
 import os
 import time
@@ -89,6 +90,18 @@ class WithoutReward:
     async def wait(self) -> str:
         """Waits."""
         return "waited"
+
+
+class Remote:
+    """Keeps a connection between its calls."""
+
+    async def reset(self, **row):
+        """Connects."""
+        self._connection = asyncio.create_task(asyncio.sleep(0.01, "connected"))
+
+    async def ask(self) -> str:
+        """Waits for the connection."""
+        return await self._connection
 
 
 class Listening(WithoutReward):

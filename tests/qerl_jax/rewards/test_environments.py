@@ -137,6 +137,12 @@ def test_what_no_other_process_can_import_runs_in_this_one():
         assert "took too long" in told(row.call("hang", {}))
 
 
+def test_an_environment_keeps_its_event_loop_between_calls():
+    toolbox = Toolbox(ToolsConfig(environment=f"{HERE}:Remote"))
+    with contextlib.closing(toolbox), session(toolbox) as row:
+        assert row.call("ask", {}).text == row.call("ask", {}).text == "connected"
+
+
 @pytest.mark.parametrize("error", [TimeoutError, SystemExit])
 def test_what_a_call_in_this_process_raises_is_told_and_ends_nothing(error):
     class Local(own.WithoutReward):
