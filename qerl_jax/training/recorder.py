@@ -80,6 +80,7 @@ class Recorder:
             began = time.perf_counter()
             row = row | run.evaluator(variables(run, state.params))
             row["perf/eval_time"] = time.perf_counter() - began
+        row = {name: plain(value) for name, value in row.items()}
         self._logger.write(step, row)
         if run.leads and every and row.get("eval/accuracy", -1.0) > self._best:
             self._best = row["eval/accuracy"]
