@@ -78,11 +78,8 @@ class Record:
         require(count == self.rows, where, count, f"must be {self.rows} values, one for each row")
         try:
             json.dumps(list(values), default=str)
-        except (
-            TypeError,
-            ValueError,
-            RecursionError,
-        ) as error:  # keys of a table, or a table within itself
+        # Keys of a table that are no text, or a table within itself.
+        except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{where}: cannot be written as JSON: {error}") from error
         self.columns[column] = list(values)
 
@@ -357,9 +354,8 @@ def _run(calls: Sequence[Coroutine]) -> list:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def run() -> list:
-        if not _is_running.acquire(
-            blocking=False
-        ):  # the search for the row that a function fails on
+        # The search for the row that a function fails on runs beside the call that failed.
+        if not _is_running.acquire(blocking=False):
             return asyncio.run(gather())
         try:
             return _loop().run_until_complete(gather())
