@@ -243,11 +243,11 @@ class Evaluator:
         (mean, *others) = summary["estimates"]
         right = np.array([record["right"] for record in records])
         # One problem alone says nothing of others.
-        ends = zip(("low", "high"), mean["over_problems"] or (), strict=False)
+        ends = ("eval/accuracy_low", "eval/accuracy_high") if mean["over_problems"] else ()
         return {
             "eval/accuracy": mean["value"],
             "eval/accuracy_stderr": float(right.mean(axis=1).std() / len(right) ** 0.5),
-            **{f"eval/accuracy_{name}": end for name, end in ends},
+            **dict(zip(ends, mean["over_problems"] or (), strict=True)),
             "eval/mean_length": summary["mean_length"],
             "eval/clipped_ratio": summary["clipped_ratio"],
             **{f"eval/{each['name']}": each["value"] for each in others},
