@@ -267,11 +267,21 @@ def has_cudnn_attention(head_size: int) -> bool:
     )
 
 
-def use_deterministic_kernels() -> None:
-    """Makes XLA use kernels that give the same bits in every run. Call it before the first operation on a GPU."""
-    flag = "--xla_gpu_deterministic_ops=true"
-    if flag not in os.environ.get("XLA_FLAGS", ""):
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+def use_deterministic_kernels() -> bool:
+    """Makes XLA use kernels that give the same bits in every run.
+
+    Returns:
+      Whether it will: XLA reads its flags once, so not if this process has used the GPU before without them.
+    """
+    from jax._src import xla_bridge  # nothing public says whether a device was used
+
+    flag, given = "--xla_gpu_deterministic_ops=true", os.environ.get("XLA_FLAGS", "")
+    if flag in given:
+        return True
+    if xla_bridge.backends_are_initialized() and platform() == "gpu":
+        return False
+    os.environ["XLA_FLAGS"] = f"{given} {flag}".strip()
+    return True
 
 
 def use_compilation_cache() -> None:

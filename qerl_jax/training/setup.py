@@ -224,7 +224,11 @@ def setup(
 def _devices(cfg: config.RunConfig, hosts: Hosts) -> Replicas:
     """The replicas of the policy on the run's devices, once these are told how to compute."""
     if cfg.deterministic:
-        runtime.use_deterministic_kernels()
+        rule = (
+            "needs a process that has not used the GPU yet: start a new one, or set "
+            "XLA_FLAGS=--xla_gpu_deterministic_ops=true before"
+        )
+        require(runtime.use_deterministic_kernels(), "deterministic", True, rule)
     _require_alike(cfg, hosts)
     runtime.use_compilation_cache()
     base_model.choose_kernels(cfg.model)

@@ -56,9 +56,18 @@ def test_a_gpus_programs_are_kept_unless_jax_is_told_where(
 
 def test_deterministic_kernels_are_asked_for_once(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--one=1")
-    runtime.use_deterministic_kernels()
-    runtime.use_deterministic_kernels()
+    assert all(runtime.use_deterministic_kernels() for _ in range(2))
     assert os.environ["XLA_FLAGS"] == "--one=1 --xla_gpu_deterministic_ops=true"
+
+
+@pytest.mark.parametrize(("flags", "is_used"), [("", True), ("", False), ("given", True)])
+def test_a_gpu_that_was_used_without_them_has_no_deterministic_kernels(monkeypatch, flags, is_used):
+    flags = flags and "--xla_gpu_deterministic_ops=true"
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    monkeypatch.setattr(runtime, "platform", lambda: "gpu")
+    monkeypatch.setattr("jax._src.xla_bridge.backends_are_initialized", lambda: is_used)
+    for _ in range(2):
+        assert runtime.use_deterministic_kernels() == bool(flags or not is_used)
 
 
 # The device ----------------------------------------------------------------------------------
