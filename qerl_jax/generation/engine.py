@@ -339,6 +339,8 @@ class Engine:
         where = NamedSharding(leaf.sharding.mesh, PartitionSpec()) if others else device
         pool = device_pool.made(self._model, schedule.num_pages, self._page_size, device, where)
         traits = {"model": self._model, "spec": self._spec}
+        # Once: the policy has many arrays, and stays the same.
+        policy = self._model, _form(variables)
         control = self._control(schedule)
         chunks = collections.deque()
         # Where drafts are found, as the schedule has it and on the device: it is large, and seldom changes.
@@ -355,7 +357,7 @@ class Engine:
                         for move in schedule.leaving():
                             move.contents = device_pool.taken(pool, move.pages, self._model)
                         while (fresh := schedule.next_prefill()) is not None:
-                            with compiles(device, self._model, _form(variables, pool, fresh)):
+                            with compiles(device, *policy, _form(pool, fresh)):
                                 pool = prefill(variables, pool, *fresh, model=self._model)
                         for move in schedule.returning():
                             pool = device_pool.returned(pool, move, self._model)
@@ -373,8 +375,8 @@ class Engine:
                     if slots.texts is not None:
                         positions = control.positions(len(slots.live), schedule.live)
                         odds = control.odds()
-                    form = _form(variables, pool, slots)
-                    with compiles(device, self._model, self._spec, positions, form):
+                    form = _form(pool, slots)
+                    with compiles(device, *policy, self._spec, positions, form):
                         pool, brought, moved = decode(
                             variables,
                             pool,
