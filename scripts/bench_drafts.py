@@ -151,7 +151,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     table = []
     for rows in args.rows:
-        at_once(lambda arm, rows=rows: timed(rows, arm, -2), args.arms)
+        begin = functools.partial(timed, rows, turn=-2)
+        compile_all(begin, args)
         times: dict[str, list[float]] = {arm: [] for arm in args.arms}
         records = {arm: draft_control.Record() for arm in args.arms}
         counts, unlike = dict.fromkeys(args.arms, 0), {}
@@ -182,10 +183,15 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     return table
 
 
-def at_once(work: Any, items: Any) -> None:
-    """Does the same work with several items at the same time, which compiles their programs faster."""
-    with concurrent.futures.ThreadPoolExecutor(6) as threads:
-        list(threads.map(work, items))
+def compile_all(work: Any, args: argparse.Namespace) -> None:
+    """Does the work once for each arm, so that its programs are compiled.
+
+    Arms are done at the same time if nothing is timed afterwards. Else one after the other: XLA times kernels while it
+    compiles, and would choose worse ones beside other work.
+    """
+    is_timed = args.repeats > 0 and not args.profile
+    with concurrent.futures.ThreadPoolExecutor(1 if is_timed else 6) as threads:
+        list(threads.map(work, args.arms))
 
 
 def price_table(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -211,9 +217,9 @@ def price_table(args: argparse.Namespace) -> list[dict[str, Any]]:
             return sampled(engine, bench.variables, queue, rows, 1.0, 256 + args.limit)[0]
 
         if args.profile:
-            profile(timed, args.arms)
+            profile(timed, args)
             continue
-        at_once(timed, args.arms)
+        compile_all(timed, args)
         # Prefill and the first chunk are the same in all arms.
         begun = functools.partial(timed, "off", 32)
         begun()
@@ -230,7 +236,7 @@ def price_table(args: argparse.Namespace) -> list[dict[str, Any]]:
     return table
 
 
-def profile(timed: Any, arms: list[str]) -> None:
+def profile(timed: Any, args: argparse.Namespace) -> None:
     """Prints the kernels of a step of each arm, for a chunk in the middle of its rows."""
     from qerl_jax.generation import engine
     from scripts.bench_rollouts import by_kernel, undonated
@@ -253,7 +259,7 @@ def profile(timed: Any, arms: list[str]) -> None:
             timed(arm)
 
     engine.decode = watched
-    at_once(begun, arms)
+    compile_all(begun, args)
     for arm, (steps, run) in ready.items():
         print(f"positions: {arm}", flush=True)
         for name, us, launches in by_kernel(run(), steps):
@@ -277,7 +283,9 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="most tokens; default: the run's, or 512")
     parser.add_argument("--temperature", type=float, help="default: the run's, or 1")
     parser.add_argument("--least-limit", type=int, default=512, help="see draft_control.Drafting")
-    parser.add_argument("--repeats", type=int, default=2, help="0: only compile")
+    parser.add_argument(
+        "--repeats", type=int, default=2, help="0: only compile, several programs at a time"
+    )
     parser.add_argument(
         "--arms",
         nargs="+",

@@ -91,7 +91,7 @@ def warm_up(
 ) -> None:
     """Trains all layers on worked answers, and writes the result as a model folder."""
     # Set before JAX looks for a GPU, which reads the flags.
-    assert runtime.use_deterministic_kernels()
+    runtime.use_deterministic_kernels()
     runtime.use_compilation_cache()
     tokens = tokenizer.load(hf_folder.local_folder(source, weights=False))
     fit(source, target, examples(tokens, seed, steps * batch), steps=steps, batch=batch, rate=rate)
