@@ -114,9 +114,10 @@ def decode_attention(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes `api.decode_attention` for queries and a cache in bfloat16.
 
-    `plan` defaults to one made from `tables`, `ends` and `shared`, `config` to that of `pick_config`. Where
-    `appends` is False, a kernel of its own writes all rows' new tokens before (`append_kernel`), and rows may
-    read each other's; a plan must be made so, too. `interpret` runs on a CPU and reports data races; pieces are then summed outside the kernel.
+    `plan` defaults to one made from `tables`, `ends` and `shared`, `config` to that of `pick_config`. Where `appends` is
+    False, a kernel of its own (`append_kernel`) writes all rows' new tokens before, and rows may read each other's. The
+    plan must then be made with `appends` False, too. `interpret` runs on a CPU and reports data races; pieces are then
+    summed outside the kernel.
 
     Raises:
       ValueError: a plan for another problem.

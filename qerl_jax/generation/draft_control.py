@@ -11,8 +11,8 @@ import numpy as np
 
 from qerl_jax.generation.draft_search import KINDS, LONGEST_MATCH, MOST, Outcome
 
-# Time of a step by the number of its tokens, in units of a step of at most 8 rows without drafts: 7B on an H200. With
-# drafts it is at 8 rows, and finding them is part of it.
+# Time of a step by the number of its tokens, in units of a step of at most 8 rows without drafts, measured with 7B on an
+# H200. Steps with drafts were measured with 8 rows; the time to find drafts is included.
 _PRICES = {8: 1.0, 32: 1.28, 64: 1.76, 128: 2.73}
 _PRICES_WITH_DRAFTS = {8: 1.27, 16: 1.41, 32: 1.57, 64: 1.82}
 # Tokens that a step may have with drafts. Each is a program to compile.
