@@ -21,8 +21,8 @@ _STEPS = (8, 16, 32, 64)
 MOST_ENDED = 1 << 15
 # What a step must gain over another one before it takes its place, and the tokens that must have been compared before.
 _GAIN, _EVIDENCE = 1.05, 32
-# Where drafts do not pay, they are compared in one of so many chunks: comparing takes a millisecond or two. So they are,
-# too, where so many chunks have not been evidence enough.
+# Comparing takes a millisecond or two. Where drafts do not pay, one of `_SELDOM` chunks compares them. At first every chunk
+# does, until there is evidence enough, or until `_MOST_AT_FIRST` chunks have given too little.
 _SELDOM, _MOST_AT_FIRST = 8, 16
 # How much of what earlier chunks have taught is left after another one that compares `_EVIDENCE` tokens or more; and
 # what is believed before any: one right token of so many.

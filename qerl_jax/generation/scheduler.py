@@ -195,7 +195,7 @@ class _Cached:
     rows_left: int
     pages: list[int] = dataclasses.field(default_factory=list)
     ended: list[np.ndarray] = dataclasses.field(default_factory=list)
-    # What `ended_texts` gave, behind how many had ended, and its argument.
+    # How many had ended when `ended_texts` was last called, its argument, and what it gave.
     _known: tuple[int, int, np.ndarray] | None = None
 
     @property
