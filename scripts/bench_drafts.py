@@ -160,6 +160,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             kept = {}
             for arm in args.arms:
                 seconds, kept[arm], record = timed(rows, arm, turn)
+                print(f"{rows} rows, {arm}, turn {turn}: {seconds:.2f} s", flush=True)
                 if turn >= 0:
                     times[arm].append(seconds)
                     records[arm] += record

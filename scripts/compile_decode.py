@@ -104,6 +104,8 @@ def arguments(
         keys=jax.ShapeDtypeStruct((rows, 2), jnp.uint32),
         history=None if positions is None else numbers(rows, TOKENS),
         texts=None if positions is None else Texts(numbers(rows, MOST_ENDED), numbers(rows)),
+        span=None if positions is None else numbers(),
+        patience=None if positions is None else numbers(),
     )
     temperature = jax.ShapeDtypeStruct((), jnp.float32)
     shapes = [{"frozen": frozen, "params": params}, pool, slots, temperature, numbers(8)]

@@ -276,6 +276,7 @@ class Engine:
                 2 * max(len(each.keys) for each in prompts) * (limit + LONGEST_MATCH + 1),
                 MOST_ENDED,
             ),
+            stop_strings=self._stop_strings is not None,
         )
         ended = {}
         if positions:

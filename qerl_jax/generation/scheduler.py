@@ -25,6 +25,11 @@ _PREFILL_TOKENS = 8192
 _SMALLEST_BUCKET = 64
 # With fewer rows than this, reading the weights bounds a decode step: a smaller batch is not faster.
 _SMALLEST_BATCH = 8
+# A chunk with drafts ends when rows that have ended in it have been idle for this part of its slots' steps together, if
+# rows wait. In replays of recorded lengths a host that takes one step's time or two loses least so.
+_IDLE = 0.25
+# Of a chunk that no such reason ends.
+_NEVER = 2**30
 # Chunks for which a row has pages: the one under way, the one after it, and as many again before it asks for more.
 # These are enough for one with drafts, too.
 _AHEAD = CHUNKS
@@ -100,6 +105,9 @@ class Slots:
         shared: int32 [B], whole pages of each row's prompt, which its siblings share; None where attention reads
             them for each row.
         texts: Where drafts are looked for, with `history`; None where there are no drafts.
+        span: int32, with drafts: the chunk ends when a row has got so many tokens.
+        patience: int32, with drafts: the chunk ends when rows that have ended in it have been idle for so many steps
+            together.
     """
 
     tables: Any
@@ -114,6 +122,8 @@ class Slots:
     given: Any = None
     shared: Any = None
     texts: Texts | None = None
+    span: Any = None
+    patience: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +141,7 @@ class Shapes:
         shares: Whether attention reads the pages of a prompt once for several of its rows.
         drafted: The most rows that have drafts; 0 for no drafts.
         ended: P, tokens of a row's group that have ended and in which drafts are looked for.
+        stop_strings: Whether texts end rows, which the host finds between two chunks.
     """
 
     page_size: int
@@ -143,6 +154,7 @@ class Shapes:
     shares: bool = False
     drafted: int = 0
     ended: int = 0
+    stop_strings: bool = False
 
     def stride(self, rows: int) -> int:
         """The most tokens that a row of a batch of so many gets between two looks of the host."""
@@ -488,6 +500,8 @@ class Schedule:
             else np.full((size, self._shapes.stride(size)), -1, np.int32),
             shared=np.zeros(size, np.int32) if self._shapes.shares else None,
             texts=self._known_texts() if drafts else None,
+            span=np.int32(self._span(size)) if drafts else None,
+            patience=np.int32(self._patience(size)) if drafts else None,
         )
         for slot, row in self._running():
             prompt = row.cached.prompt
@@ -509,6 +523,16 @@ class Schedule:
                 text = row.text()
                 slots.history[slot, : len(text)] = text
         return slots
+
+    def _span(self, size: int) -> int:
+        """Tokens of a row after which a chunk with drafts ends. What comes after a stop string is sampled in vain."""
+        return self._shapes.chunk if self._shapes.stop_strings else self._shapes.stride(size)
+
+    def _patience(self, size: int) -> int:
+        """See `Slots`. A row that has ended gives its slot to one that waits, or waits for a reply itself."""
+        if self._turns is None and not self._waits():
+            return _NEVER
+        return max(1, int(_IDLE * size))
 
     def _known_texts(self) -> Texts:
         """Where the rows in slots find drafts; the same object as long as that is the same."""

@@ -31,7 +31,7 @@ _GIVEN = 2.0
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Loop:
-    """The state within a chunk: row b has sampled counts[b] tokens."""
+    """The state within a chunk: row b has sampled counts[b] tokens; rows that have ended were idle for `idle` steps."""
 
     counts: jax.Array
     token: jax.Array
@@ -43,6 +43,7 @@ class _Loop:
     seen: jax.Array | None
     pool: tuple[jax.Array, jax.Array]
     outcome: draft_search.Outcome
+    idle: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +91,8 @@ def sample(
 ):
     """`decoding.decode` with drafts: `positions` tokens in a step, at least one of each row.
 
-    The chunk ends when a row has got `CHUNKS * spec.chunk` tokens, or all have ended.
+    The chunk ends when a row has got `CHUNKS * spec.chunk` tokens or `slots.span`, when all have ended, or when those
+    that have ended have been idle for `slots.patience` steps together.
     """
     chunk, rows = CHUNKS * spec.chunk, len(slots.live)
     row_keys = jax.random.wrap_key_data(slots.keys)
@@ -103,7 +105,8 @@ def sample(
     vocab, page_size = len(head(variables["frozen"])), pool[0].shape[3]
 
     def unfinished(loop: _Loop):
-        return jnp.any(loop.live) & jnp.all(~loop.live | (loop.counts < chunk))
+        is_room = jnp.all(~loop.live | (loop.counts < jnp.minimum(chunk, slots.span)))
+        return jnp.any(loop.live) & is_room & (loop.idle < slots.patience)
 
     def step(loop: _Loop) -> _Loop:
         ends, steps = slots.ends + loop.counts, slots.step + loop.counts
@@ -144,10 +147,11 @@ def sample(
         # A draft that has ended and was right so far is compared once more, and wrong.
         compared = drafted + (drafted == jnp.sum(drafts.tokens >= 0, axis=1))
         outcome = draft_search.outcome(drafts, right, compared, loop.live & ~is_given[:, 0])
+        live = loop.live & ~is_stopped & (steps + taken < slots.limit)
         return _Loop(
             counts=loop.counts + taken,
             token=jnp.where(loop.live, last, loop.token),
-            live=loop.live & ~is_stopped & (steps + taken < slots.limit),
+            live=live,
             history=put(loop.history, ends + 1, token),
             tokens=put(loop.tokens, loop.counts, token),
             logps=put(loop.logps, loop.counts, jnp.where(is_given, 0, logp)),
@@ -157,6 +161,7 @@ def sample(
             seen=None if loop.seen is None else _seen(loop.seen, taken, token),
             pool=(cache.keys, cache.values),
             outcome=loop.outcome + dataclasses.replace(outcome, rows=jnp.sum(loop.live)),
+            idle=loop.idle + jnp.sum(slots.live & ~live),
         )
 
     shape = (rows, chunk)
@@ -174,6 +179,7 @@ def sample(
             seen=seen_in(slots.history, spec, vocab),
             pool=pool,
             outcome=draft_search.Outcome.start(),
+            idle=jnp.int32(0),
         ),
     )
     moved = {

@@ -85,6 +85,44 @@ def test_rows_that_wait_and_rows_that_stop_are_those_without_drafts():
     assert_same(run(prompts(limit=40), drafts=drafting(), **tight), expected)
 
 
+class Watching(Always):
+    """Notes of each chunk its steps, and the steps for which rows that ended in it were idle."""
+
+    def __init__(self, positions):
+        super().__init__(positions)
+        self.chunks = []
+
+    def learn(self, slots, positions, outcome, tokens):
+        calls, rows = int(outcome.calls), int(outcome.rows)
+        self.chunks.append((calls, slots * calls - rows, tokens))
+
+
+def watched(queue, **options):
+    control = Watching(8)
+    run(queue, drafts=Drafting(lambda: control, least_limit=1), **options)
+    return control.chunks
+
+
+def test_a_chunk_ends_when_rows_wait_for_the_slots_of_ended_ones():
+    how = {"stop_tokens": plain.stops(), "chunk": 16}
+    # Ten rows in four slots: in the last chunk none waits.
+    *while_rows_wait, last = watched(prompts(limit=40), max_concurrent=4, **how)
+    assert len(while_rows_wait) > 3 and max(idle for _, idle, _ in while_rows_wait) <= 1
+    assert last[1] > 20 and len(watched(prompts(limit=40), **how)) == 1
+
+
+def test_a_chunk_is_short_where_a_string_may_end_rows():
+    texts = lambda tokens: "".join(f"<{token}>" for token in tokens)
+    stops = StopStrings(("no such text",), texts)
+    how = {"chunk": 4, "temperature": 0.0}
+    short, long = (
+        watched(prompts(limit=40), stop_strings=stops, **how),
+        watched(prompts(limit=40), **how),
+    )
+    assert max(tokens for _, _, tokens in short) <= 10 * (4 + MOST)
+    assert len(short) > 2 * len(long)
+
+
 def test_a_stop_string_ends_a_row_as_without_drafts():
     texts = lambda tokens: "".join(f"<{token}>" for token in tokens)
     stops = StopStrings((texts(free()[0][0][6:8]),), texts)

@@ -1,8 +1,11 @@
 """Tests the scheduler: every row runs, in its own pages, and no prefill is larger than planned."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
+from qerl_jax.generation import scheduler
 from qerl_jax.generation.scheduler import (
     QueuedPrompt,
     Schedule,
@@ -141,6 +144,20 @@ def test_rows_that_have_room_take_all_their_pages_once_nothing_waits():
     assert (schedule.slots(False).tables > 0).sum(axis=1).tolist() == [6, 6]  # four chunks
     assert schedule.goes_on() and schedule.leaving() == []
     assert (schedule.slots(False).tables > 0).sum(axis=1).tolist() == [26, 26]
+
+
+@pytest.mark.parametrize(("rows", "patience"), [(8, scheduler._NEVER), (9, 2)])
+def test_a_chunk_with_drafts_ends_early_only_where_a_row_waits(rows, patience):
+    queue = [QueuedPrompt(np.arange(1, 4), np.zeros((rows, 2), np.uint32), 100)]
+    shapes = Shapes(4, 5, 26, 103, 2, 1, (8,), drafted=8, ended=64)
+    schedule = Schedule(shapes, 300, deal(queue))
+    assert schedule.next_prefill() is not None and schedule.next_prefill() is None
+    slots = schedule.slots(False)
+    assert (slots.patience, slots.span) == (patience, 20)
+    texts = dataclasses.replace(shapes, stop_strings=True)
+    schedule = Schedule(texts, 300, deal(queue))
+    schedule.next_prefill(), schedule.next_prefill()
+    assert schedule.slots(False).span == 5
 
 
 @pytest.mark.parametrize("prompts", [1, 3, 64, 500])
