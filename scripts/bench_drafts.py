@@ -1,7 +1,8 @@
 """Measures what drafts bring to sampling: `python -m scripts.bench_drafts`.
 
 A policy samples completions of real prompts, with a fixed number of rows at a time, without drafts and with them. Each
-arm runs twice untimed, for its programs to compile, and then as often as asked, arms in turn. Tokens must be the same;
+arm runs once untimed, for its programs to compile, and then as often as asked, arms in turn. A run in which a program was
+compiled, because fewer rows were left or other drafts were made, is done again. Tokens must be the same;
 where rounding makes them differ, the table says in how many rows, and by how much log-probabilities differ before.
 "again" has sampled the same prompts before, with other keys, as in a later epoch.
 
@@ -99,6 +100,20 @@ def queue_of(ids: list[list[int]], args: argparse.Namespace, seed: int) -> list[
     return [QueuedPrompt(np.array(each, np.int32), keys(), args.limit) for each in ids]
 
 
+def listen() -> list[float]:
+    """Where seconds of compiling are added from now on, an item for each program."""
+    import jax
+
+    seconds: list[float] = []
+
+    def add(event: str, duration: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            seconds.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(add)
+    return seconds
+
+
 def sampled(
     engine: Any, variables: Any, queue: list, rows: int, temperature: float, longest: int
 ) -> tuple[float, dict]:
@@ -149,22 +164,31 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         before = engine.drafted
         return *sampled(engine, policy.variables, asked[0], *how), engine.drafted - before
 
+    compiled = listen()
+
+    def steady(rows: int, arm: str, turn: int) -> tuple[float, dict, draft_control.Record]:
+        while True:
+            before = len(compiled)
+            found = timed(rows, arm, turn)
+            if len(compiled) == before:
+                return found
+            spent = sum(compiled[before:])
+            print(f"{rows} rows, {arm}, turn {turn}: compiled for {spent:.1f} s", flush=True)
+
     table = []
     for rows in args.rows:
-        begin = functools.partial(timed, rows, turn=-2)
-        compile_all(begin, args)
+        compile_all(functools.partial(timed, rows, turn=-1), args)
         times: dict[str, list[float]] = {arm: [] for arm in args.arms}
         records = {arm: draft_control.Record() for arm in args.arms}
         counts, unlike = dict.fromkeys(args.arms, 0), {}
-        for turn in range(-1, args.repeats):
+        for turn in range(args.repeats):
             kept = {}
             for arm in args.arms:
-                seconds, kept[arm], record = timed(rows, arm, turn)
+                seconds, kept[arm], record = steady(rows, arm, turn)
                 print(f"{rows} rows, {arm}, turn {turn}: {seconds:.2f} s", flush=True)
-                if turn >= 0:
-                    times[arm].append(seconds)
-                    records[arm] += record
-                    counts[arm] += sum(len(row.tokens) for row in kept[arm].values())
+                times[arm].append(seconds)
+                records[arm] += record
+                counts[arm] += sum(len(row.tokens) for row in kept[arm].values())
             unlike = {arm: differences(kept[arm], kept["off"]) for arm in args.arms}
         rates = {arm: counts[arm] / max(sum(times[arm]), 1e-9) for arm in args.arms}
         for arm in args.arms if args.repeats else ():
