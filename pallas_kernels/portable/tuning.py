@@ -71,30 +71,38 @@ def pick_config(m: int, n: int, k: int) -> Config:
 
 
 def heuristic(m: int, n: int, k: int) -> Config:
-    """Picks the configuration for a problem that is in no table: about sixteen warps for each processor.
+    """Picks the configuration for a problem that is in no table.
 
-    With two warps per program Triton does not use the instructions of four warps on Hopper and Blackwell, which would
-    need the decoded weight in shared or tensor memory. Each part of a sum is written and read again, so there are
-    fewer parts where they would be larger than the weight.
+    With few rows about sixteen warps for each processor, two in a program: with these Triton does not use the
+    instructions of four warps on Hopper and Blackwell, which would need the decoded weight in shared or tensor memory.
+    Each part of a sum is written and read again, so there are fewer parts where they would be larger than the weight.
+
+    With more than 32 rows programs of 128 rows of W: each reads all of x, which took most of the time of smaller ones
+    on an H200. A T4 has no registers for these.
     """
     rows, chunks = whole(n), -(-k // CHUNK)
     units = 2 if chunks % 2 == 0 else 1
+    if m > 32 and rows % 128 == 0 and runtime.tensor_core_type() != "float16":
+        split = min(round(3 * runtime.device().processors / (rows // 128)), chunks // units // 4)
+        return Config(128, units, max(1, split), warps=4, stages=3)
     most = min(max(1, chunks // units // 2), max(2, int(0.07 * k / m)), 16)
     split = min(max(1, round(8 * runtime.device().processors / (rows // 64))), most)
     return Config(64, units, split, warps=2, stages=3)
 
 
 def candidates(m: int, n: int, k: int) -> list[Config]:
-    """Configurations worth timing, the heuristic's first. There are about a dozen: each takes seconds to compile."""
+    """Configurations worth timing, the heuristic's first. There are one or two dozen: each takes seconds to compile."""
     rows, chunks = whole(n), -(-k // CHUNK)
     found = [heuristic(m, n, k)]
     deep = [(u, s) for u, s in ((1, 4), (2, 3), (2, 4), (4, 3)) if chunks % u == 0]
     # Units and stages matter most with the heuristic's tile; other tiles are tried with one choice of them.
-    tiles = [((64, 2), deep[1:]), ((64, 4), deep[1:2]), ((128, 4), deep[1:2])]
-    tiles += [((32, 1), deep[1:2])] if m <= 16 else [((128, 8), deep[1:2])]
+    large = m > 32 and rows % 128 == 0
+    tiles = [((64, 2), deep[1:2] if large else deep[1:]), ((64, 4), deep[1:2])]
+    tiles += [((128, 4), deep if large else deep[1:2])]
+    tiles += [((32, 1), deep[1:2])] if m <= 16 else [((256, 8), deep[1:2])]
     for (block_n, warps), choices in tiles:
         for units, stages in choices if rows % block_n == 0 else ():
-            for load in (6, 12) if m <= 16 else (3, 6):
+            for load in (6, 12) if m <= 16 else (3, 6, 9, 12):
                 most = max(1, chunks // units // 2)
                 programs = load * runtime.device().processors * 64 // block_n
                 split = min(max(1, round(programs / (rows // block_n))), most, 16)
