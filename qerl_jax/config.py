@@ -345,7 +345,7 @@ class RolloutConfig(Checked, section="rollout."):
         drafts: "auto" makes drafts where few rows are left and drafts are expected to pay: a step then runs tokens
             that may come next, found in texts of the same rollout, and keeps those that are right. No token's
             distribution changes. It needs a GPU, `compact`, and `max_completion_length` of 512 or more. An
-            experiment: what it brings is not measured on a card yet. "off": none.
+            experiment: what it brings is measured with a small model only. "off": none.
         steps_per_generation: `generation_batch_size` as a number of micro-batches
             (optim.per_device_train_batch_size rows each); give one of the two.
     """

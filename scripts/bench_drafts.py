@@ -126,16 +126,24 @@ def sampled(
 
 
 def differences(found: dict, expected: dict) -> dict[str, float]:
-    """How many rows have other tokens, and how far log-probabilities are apart before they differ."""
-    other, apart = 0, 0.0
+    """How many rows have other tokens, after how many equal ones, and how far log-probabilities of these are apart."""
+    other, places, apart = 0, [], []
     for number, row in expected.items():
         a, b = found[number], row
         size = min(len(a.tokens), len(b.tokens))
         unlike = np.flatnonzero(a.tokens[:size] != b.tokens[:size])
         alike = unlike[0] if len(unlike) else size
-        other += bool(len(unlike)) or len(a.tokens) != len(b.tokens)
-        apart = max(apart, float(np.abs(a.logps[:alike] - b.logps[:alike]).max(initial=0)))
-    return {"rows_that_differ": other / len(expected), "largest_difference": apart}
+        is_other = bool(len(unlike)) or len(a.tokens) != len(b.tokens)
+        other += is_other
+        places += [int(alike)] * is_other
+        apart.append(np.abs(a.logps[:alike] - b.logps[:alike]))
+    gaps = np.concatenate(apart)
+    return {
+        "rows_that_differ": other / len(expected),
+        "equal_before": float(np.median(places)) if places else None,
+        "mean_difference": float(gaps.mean()) if len(gaps) else 0.0,
+        "largest_difference": float(gaps.max(initial=0)),
+    }
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -274,7 +282,7 @@ def profile(timed: Any, args: argparse.Namespace) -> None:
     def watched(*arguments, **traits):
         arm = traits.get("positions")
         chunks[arm] += 1
-        if chunks[arm] == 3:
+        if chunks[arm] == 2:
             ready[arm] = traits["spec"].chunk, undonated(plain, *arguments, **traits)
             raise Stopped
         return plain(*arguments, **traits)

@@ -22,7 +22,12 @@ def test_differences_are_counted_up_to_the_first_other_token():
         2: row([1, 2], [-1, -1]),
     }
     said = bench_drafts.differences(found, expected)
-    assert said == {"rows_that_differ": 2 / 3, "largest_difference": 0.5}
+    assert said == {
+        "rows_that_differ": 2 / 3,
+        "equal_before": 1.0,
+        "mean_difference": pytest.approx(0.15),  # .5 and .25 of five tokens
+        "largest_difference": 0.5,
+    }
     assert bench_drafts.differences(expected, expected)["rows_that_differ"] == 0
 
 

@@ -30,7 +30,7 @@ class SamplingParams(Checked):
         stop: Texts before which a completion ends; they are not part of it.
         ignore_eos: Go on after the end token.
         drafts: "auto" makes drafts on a GPU where few rows may get 512 tokens or more, and drafts are expected to pay
-            (`rollout.drafts`; an experiment, not measured on a card yet); "off" makes none.
+            (`rollout.drafts`; an experiment, measured with a small model only); "off" makes none.
         seed: Random seed for sampling; or one for each prompt, which then gets the same completions beside
             any other prompts (another batch size rounds differently, which now and then changes a token).
     """

@@ -26,7 +26,7 @@ _SMALLEST_BUCKET = 64
 # With fewer rows than this, reading the weights bounds a decode step: a smaller batch is not faster.
 _SMALLEST_BATCH = 8
 # A chunk with drafts ends when rows that have ended in it have been idle for this part of its slots' steps together, if
-# rows wait. In replays of recorded lengths a host that takes one step's time or two loses least so.
+# rows wait. See `scripts/replay_chunks.py`.
 _IDLE = 0.25
 # Of a chunk that no such reason ends.
 _NEVER = 2**30

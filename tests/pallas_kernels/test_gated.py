@@ -209,7 +209,7 @@ def test_a_gate_lets_through_what_swiglu_says(capfd, m, inner, k, rank, config):
         [8, 24, 64, 96, 128],
         [0, 8, 32, 48, 64, 128],
         [(18944, 3584), (13824, 5120), (1536, 576), (992, 1024)],
-        every=4,
+        every=8,
     ),
 )
 def test_on_its_device_a_gate_lets_through_what_swiglu_says(m, rank, shape):

@@ -5,6 +5,7 @@ import pytest
 
 from pallas_kernels.decode_attention import decode_attention, supports_heads
 from pallas_kernels.portable import attention
+from tests.combinations import spread
 from tests.pallas_kernels import test_decode_attention as siblings
 from tests.pallas_kernels.devices import h200, portable  # noqa: F401
 
@@ -80,9 +81,11 @@ def test_a_row_is_cut_by_shapes_alone(h200, rows, key_heads, width, pages):  # n
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 8, 64])
-@pytest.mark.parametrize(("heads", "key_heads", "size"), [(28, 4, 128), (40, 8, 128), (9, 3, 64)])
-def test_on_its_device_long_rows_meet_the_reference(portable, heads, key_heads, size, rows):  # noqa: F811
+@pytest.mark.parametrize(
+    ("shape", "rows"), spread([(28, 4, 128), (40, 8, 128), (9, 3, 64)], [1, 8, 64], every=2)
+)
+def test_on_its_device_long_rows_meet_the_reference(portable, shape, rows):  # noqa: F811
+    heads, key_heads, size = shape
     ends = np.random.default_rng(rows).integers(0, 2048, rows)
     arguments = siblings.problem(rows, heads, key_heads, size, [int(e) for e in ends], 32)
     siblings.assert_meets_reference(run(arguments), arguments, ulps=1)

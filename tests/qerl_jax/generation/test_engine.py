@@ -223,10 +223,16 @@ def test_rows_that_are_parked_find_what_kernels_wrote(slots):
     assert found[0] == found[1] and parked[0] == 0 < parked[1]
 
 
+SLOTS_BESIDE = [(32, 300, 0), (64, 300, 0), (128, 300, 1)]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("slots", "shortest", "shares"),
-    [(8, 1, 0), (32, 300, 0), (64, 300, 0), (128, 300, 0), (8, 1, 1), (32, 300, 1), (128, 300, 1)],
+    [
+        *[(8, 1, 0), (128, 300, 0), (8, 1, 1), (32, 300, 1)],
+        *[pytest.param(*case, marks=pytest.mark.slow) for case in SLOTS_BESIDE],
+    ],
 )
 def test_a_row_is_bitwise_independent_of_the_others_through_all_kernels(
     monkeypatch, slots, shortest, shares

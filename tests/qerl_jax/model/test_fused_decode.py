@@ -183,9 +183,10 @@ def test_on_its_device_the_portable_step_meets_the_plain_model(portable, arch, w
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [3, 40, 128])
-@pytest.mark.parametrize("arch", [ARCH, SMALL], ids=["whole", "small"])
-@pytest.mark.parametrize("weights", ["bfloat16", "nvfp4"])
+@pytest.mark.parametrize(
+    ("rows", "arch", "weights"),
+    spread([3, 40, 128], [ARCH, SMALL], ["nvfp4", "bfloat16"], every=2),
+)
 def test_on_its_device_the_fused_step_meets_the_plain_model(arch, weights, rows):
     plain, variables, cache = policy_of(weights, rows=rows, arch=arch)
     assert fused_decode.supports(plain, rows) is None
@@ -199,8 +200,9 @@ def test_on_its_device_the_fused_step_meets_the_plain_model(arch, weights, rows)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("arch", [ARCH, SMALL], ids=["whole", "small"])
-@pytest.mark.parametrize("weights", ["bfloat16", "nvfp4", "nf4"])
+@pytest.mark.parametrize(
+    ("arch", "weights"), spread([ARCH, SMALL], ["bfloat16", "nvfp4", "nf4"], every=2)
+)
 def test_on_its_device_more_rows_are_decoded_as_the_plain_model_does(arch, weights):
     """LoRA's matrices are prepared as a loop of steps prepares them."""
     plain, variables, cache = policy_of(weights, rows=160, arch=arch)

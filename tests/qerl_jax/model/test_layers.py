@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from qerl_jax.model import architecture, layers
+from tests.combinations import spread
 
 ATTENTION = jax.jit(layers.attention)
 
@@ -68,12 +69,12 @@ def test_bfloat16_attention_stays_within_two_of_its_steps():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("length", [384, 293])
-@pytest.mark.parametrize(("heads", "groups", "size"), [(28, 4, 128), (14, 2, 64), (8, 8, 128)])
-def test_on_its_device_attention_and_its_derivatives_meet_the_plain_one(
-    heads, groups, size, length
-):
+@pytest.mark.parametrize(
+    ("shape", "length"), spread([(28, 4, 128), (14, 2, 64), (8, 8, 128)], [384, 293], every=2)
+)
+def test_on_its_device_attention_and_its_derivatives_meet_the_plain_one(shape, length):
     """A row is filled up on the right with values that would be noticed: its live part does not see them."""
+    heads, groups, size = shape
     arrays = [x.astype(jnp.bfloat16) for x in qkv(length, heads, groups, rows=2, size=size)]
     live = jnp.arange(length)[:, None, None] < jnp.array([length, 200])[:, None, None, None]
     filled = [jnp.where(live, x, jnp.bfloat16(50)) for x in arrays]
