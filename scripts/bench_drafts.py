@@ -272,6 +272,7 @@ def price_table(args: argparse.Namespace) -> list[dict[str, Any]]:
 def profile(timed: Any, args: argparse.Namespace) -> None:
     """Prints the kernels of a step of each arm, for a chunk in the middle of its rows."""
     from qerl_jax.generation import engine
+    from qerl_jax.generation.draft_search import CHUNKS
     from scripts.bench_rollouts import by_kernel, undonated
 
     class Stopped(Exception):
@@ -280,10 +281,14 @@ def profile(timed: Any, args: argparse.Namespace) -> None:
     plain, chunks, ready = engine.decode, collections.Counter(), {}
 
     def watched(*arguments, **traits):
-        arm = traits.get("positions")
+        slots, positions = arguments[2], traits["positions"]
+        arm = "off" if slots.texts is None else positions or 0
         chunks[arm] += 1
         if chunks[arm] == 2:
-            ready[arm] = traits["spec"].chunk, undonated(plain, *arguments, **traits)
+            # No draft is right.
+            most = traits["spec"].chunk * (CHUNKS if positions else 1)
+            steps = min(most, int(np.max(np.asarray(slots.limit) - np.asarray(slots.step))))
+            ready[arm] = steps, undonated(plain, *arguments, **traits)
             raise Stopped
         return plain(*arguments, **traits)
 

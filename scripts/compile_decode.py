@@ -112,7 +112,8 @@ def arguments(
     static = {"model": model, "spec": EngineSpec(min(151_665, arch.vocab_size))}
     if positions is not None:
         shapes.append(jax.ShapeDtypeStruct((KINDS,), jnp.float32))
-        static["positions"] = positions
+        shapes.append(jax.ShapeDtypeStruct((), bool))
+        static["positions"] = positions or None
     on_device = lambda x, at=device: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
     if tensor == 1:
         return jax.tree.map(on_device, shapes), static

@@ -1,6 +1,7 @@
 """What the device runs: the prefill of prompts, and the loop that samples a chunk of tokens."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,7 @@ def decode(
     temperature,
     stop_tokens,
     odds=None,
+    compares=None,
     *,
     model: Transformer,
     spec: EngineSpec,
@@ -48,10 +50,10 @@ def decode(
         temperature: float32 scalar.
         stop_tokens: int32 [n].
         odds: float32 [draft_search.KINDS], where drafts are looked for.
+        compares: bool scalar, where drafts are looked for: whether a chunk without any makes some, which are only compared.
         model: The policy.
         spec: How tokens are sampled.
-        positions: Tokens of all rows that a step runs, those of drafts included; 0 for one token of each row, with
-            some drafts that are only compared; None for no drafts.
+        positions: Tokens of all rows that a step runs, those of drafts included; None for one token of each row.
 
     Returns:
         The pool; tokens and log-probabilities [B, n], how many of them each row has, who lives, entropies [B, n] or None, and what became of drafts (`draft_search.Outcome`) or None; and the fields of
@@ -60,7 +62,7 @@ def decode(
     how = variables, pool, slots, temperature, stop_tokens, model, spec
     if positions:
         return verifying.sample(*how, odds, positions)
-    return _sample(*how, compares=positions is not None)
+    return _sample(*how, compares)
 
 
 @jax.tree_util.register_dataclass
@@ -87,10 +89,9 @@ def _sample(
     stop_tokens,
     model: Transformer,
     spec: EngineSpec,
-    *,
-    compares: bool,
+    compares,
 ):
-    """`decode` with one token of each row in a step; whether drafts are compared."""
+    """`decode` with one token of each row in a step."""
     chunk = spec.chunk
     rows = jnp.arange(len(slots.live))
     row_keys = jax.random.wrap_key_data(slots.keys)
@@ -161,33 +162,36 @@ def _sample(
         )
     outcome = None
     if slots.texts is not None:
-        outcome = draft_search.Outcome.start()
-        if compares:
-            outcome = _compared(slots, loop, moved["history"])
+        # A condition, and not another program: that would be compiled again for each number of rows.
+        compared = functools.partial(_compared, slots, loop.tokens, loop.lengths, moved["history"])
+        outcome = jax.lax.cond(compares, compared, draft_search.Outcome.start)
         lived = jnp.sum(loop.lengths)
         outcome = dataclasses.replace(outcome, calls=loop.count, rows=lived)
     brought = loop.tokens, loop.logps, loop.lengths, loop.live, loop.entropies, outcome
     return loop.pool, brought, moved
 
 
-def _compared(slots: Slots, loop: _Loop, history: jax.Array) -> draft_search.Outcome:
+def _compared(
+    slots: Slots, tokens: jax.Array, made: jax.Array, history: jax.Array
+) -> draft_search.Outcome:
     """What would have become of drafts at some places of a chunk, for the host to learn whether drafts would pay.
 
     Args:
         slots: The rows before the chunk.
-        loop: The rows after it.
-        history: int32 [B, T], their tokens after it.
+        tokens: int32 [B, n], what it brought.
+        made: int32 [B], how many tokens of each row that are.
+        history: int32 [B, T], the rows' tokens after it.
     """
-    chunk = loop.tokens.shape[1]
-    made = jnp.pad(loop.tokens, ((0, 0), (0, draft_search.MOST)))
+    chunk = tokens.shape[1]
+    padded = jnp.pad(tokens, ((0, 0), (0, draft_search.MOST)))
     found = draft_search.Outcome.start()
     for place in range(0, chunk, _COMPARED):
         lengths = slots.ends + 1 + place
         is_known = jnp.arange(history.shape[1]) < lengths[:, None]
         drafts = draft_search.search(jnp.where(is_known, history, -1), lengths, slots.texts)
-        right = drafts.tokens == made[:, place : place + draft_search.MOST]
-        live = slots.live & (loop.lengths > place)
+        right = drafts.tokens == padded[:, place : place + draft_search.MOST]
+        live = slots.live & (made > place)
         if slots.given is not None:
             live = live & (slots.given[:, place] < 0)
-        found += draft_search.outcome(drafts, right, loop.lengths - place, live)
+        found += draft_search.outcome(drafts, right, made - place, live)
     return found

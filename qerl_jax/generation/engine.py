@@ -372,21 +372,21 @@ class Engine:
                             known, known_here = slots.texts, jax.device_put(slots.texts, where)
                         slots = jax.device_put(dataclasses.replace(slots, texts=None), where)
                         slots = dataclasses.replace(slots, texts=known_here)
-                    positions = odds = None
+                    positions, drafting = None, ()
                     if slots.texts is not None:
                         positions = control.positions(len(slots.live), schedule.live)
-                        odds = control.odds()
+                        drafting = control.odds(), np.bool_(positions == 0)
                     form = _form(pool, slots)
-                    with compiles(device, *policy, self._spec, positions, form):
+                    with compiles(device, *policy, self._spec, positions or None, form):
                         pool, brought, moved = decode(
                             variables,
                             pool,
                             slots,
                             temperature,
                             self._stop_tokens,
-                            odds,
+                            *drafting,
                             **traits,
-                            positions=positions,
+                            positions=positions or None,
                         )
                     chunks.append((positions, brought))
                     # The rows as the next chunk finds them.
