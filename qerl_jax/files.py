@@ -99,11 +99,14 @@ def whole_folder(folder: str | pathlib.Path, marker: str, kind: str) -> Iterator
         FileExistsError: When the folder holds something else.
     """
     folder = pathlib.Path(folder).resolve()
-    if folder.exists() and not (folder / marker).is_file() and any(folder.iterdir()):
-        raise FileExistsError(f"{folder}: holds something that is no {kind}; it would be deleted")
     partial, previous = (
         folder.with_name(f".{folder.name}.{suffix}") for suffix in ("partial", "previous")
     )
+    if previous.exists() and not folder.exists():
+        # The process was killed between the two renames below.
+        os.replace(previous, folder)
+    if folder.exists() and not (folder / marker).is_file() and any(folder.iterdir()):
+        raise FileExistsError(f"{folder}: holds something that is no {kind}; it would be deleted")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)

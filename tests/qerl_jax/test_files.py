@@ -45,6 +45,25 @@ def test_a_folder_takes_its_place_when_it_is_full_and_not_before(tmp_path):
     assert names(folder) == ["marker", "new"] and names(tmp_path) == ["made"]
 
 
+def test_a_folder_is_put_back_after_a_kill_while_it_was_replaced(tmp_path, monkeypatch):
+    folder, replace = tmp_path / "made", os.replace
+    with files.whole_folder(folder, "marker", "cake") as partial:
+        (partial / "marker").write_text("old")
+
+    def once(source, target):
+        replace(source, target)
+        raise SystemExit
+
+    monkeypatch.setattr(os, "replace", once)
+    with pytest.raises(SystemExit), files.whole_folder(folder, "marker", "cake") as partial:
+        (partial / "marker").write_text("new")
+    assert names(tmp_path) == [".made.previous"]
+    monkeypatch.undo()
+    with pytest.raises(KeyError), files.whole_folder(folder, "marker", "cake"):
+        raise KeyError
+    assert names(tmp_path) == ["made"] and (folder / "marker").read_text() == "old"
+
+
 def test_a_folder_of_something_else_is_not_replaced(tmp_path):
     (tmp_path / "mine").write_text("only copy")
     refused = pytest.raises(FileExistsError, match="no cake; it would be deleted")
