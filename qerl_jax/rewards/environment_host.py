@@ -4,8 +4,10 @@ Only the standard library is imported here, so that a process starts quickly.
 """
 
 import asyncio
+import functools
 import inspect
 import json
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,10 +31,8 @@ class Host:
         functions: Sequence[Callable],
         environment: Callable | None = None,
         options: Mapping[str, Any] | None = None,
-        run: Callable[[Any], Any] = asyncio.run,
     ):
-        """Makes the environment, and takes what runs coroutines: by default each in an event loop of its own."""
-        self._run = run
+        """Makes the environment."""
         self._tools = {function.__name__: function for function in functions}
         self._environment = None if environment is None else environment(**(options or {}))
         if self._environment is not None:
@@ -69,7 +69,20 @@ class Host:
         return reward, json.loads(json.dumps(public))
 
     def _awaited(self, value: Any) -> Any:
-        return self._run(value) if inspect.isawaitable(value) else value
+        return self._loop.run_until_complete(value) if inspect.isawaitable(value) else value
+
+    @functools.cached_property
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        """One loop for all calls: clients and tasks that an environment keeps belong to that of their first use."""
+        loop = asyncio.new_event_loop()
+        weakref.finalize(self, _close, loop)
+        return loop
+
+
+def _close(loop: asyncio.AbstractEventLoop) -> None:
+    # A call that hangs runs in it still.
+    if not loop.is_running():
+        loop.close()
 
 
 def _is_plain(value: Any) -> bool:
@@ -89,9 +102,7 @@ def load(functions: Sequence[str], environment: str | None, options: Mapping[str
     global _host
     if _host is None:
         factory = None if environment is None else imports.attribute(environment)
-        # One loop for all calls: clients and tasks that an environment keeps belong to that of their first use.
-        run = asyncio.new_event_loop().run_until_complete
-        _host = Host([imports.attribute(path) for path in functions], factory, options, run)
+        _host = Host([imports.attribute(path) for path in functions], factory, options)
 
 
 def reset(columns: Mapping[str, Any]) -> str | None:

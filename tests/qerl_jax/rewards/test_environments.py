@@ -137,8 +137,14 @@ def test_what_no_other_process_can_import_runs_in_this_one():
         assert "took too long" in told(row.call("hang", {}))
 
 
-def test_an_environment_keeps_its_event_loop_between_calls():
-    toolbox = Toolbox(ToolsConfig(environment=f"{HERE}:Remote"))
+@pytest.mark.parametrize("is_local", [False, True])
+def test_an_environment_keeps_its_event_loop_between_calls(is_local):
+    class Local(own.Remote):
+        """No other process can import it."""
+
+    cfg = ToolsConfig(environment=f"{HERE}:Remote")
+    toolbox = Toolbox(cfg, environment=Local if is_local else None)
+    assert bool(toolbox.unimportable) is is_local
     with contextlib.closing(toolbox), session(toolbox) as row:
         assert row.call("ask", {}).text == row.call("ask", {}).text == "connected"
 
