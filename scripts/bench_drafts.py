@@ -3,7 +3,8 @@
 A policy samples completions of real prompts, with a fixed number of rows at a time, without drafts and with them. Each
 arm runs once untimed, for its programs to compile, and then as often as asked, arms in turn. A run in which a program was
 compiled, because fewer rows were left or other drafts were made, is done again. Tokens must be the same;
-where rounding makes them differ, the table says in how many rows, and by how much log-probabilities differ before.
+where rounding makes them differ, the table says in how many rows, and by how much log-probabilities differ before. For
+"off" it says how they differ from the first of --rows without drafts.
 "again" has sampled the same prompts before, with other keys, as in a later epoch.
 
     python -m scripts.bench_drafts --model smollm2 --adapter runs/short --rows 8 16 32
@@ -183,14 +184,14 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             spent = sum(compiled[before:])
             print(f"{rows} rows, {arm}, turn {turn}: compiled for {spent:.1f} s", flush=True)
 
-    table = []
+    table, first = [], None
     for rows in args.rows:
+        kept: dict[str, dict] = {}
         compile_all(functools.partial(timed, rows, turn=-1), args)
         times: dict[str, list[float]] = {arm: [] for arm in args.arms}
         records = {arm: draft_control.Record() for arm in args.arms}
         counts, unlike = dict.fromkeys(args.arms, 0), {}
         for turn in range(args.repeats):
-            kept = {}
             for arm in args.arms:
                 seconds, kept[arm], record = steady(rows, arm, turn)
                 print(f"{rows} rows, {arm}, turn {turn}: {seconds:.2f} s", flush=True)
@@ -198,6 +199,10 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 records[arm] += record
                 counts[arm] += sum(len(row.tokens) for row in kept[arm].values())
             unlike = {arm: differences(kept[arm], kept["off"]) for arm in args.arms}
+        # Another number of rows rounds differently, too. What drafts change is to be compared with that.
+        first = first or kept.get("off")
+        if first:
+            unlike["off"] = differences(kept["off"], first)
         rates = {arm: counts[arm] / max(sum(times[arm]), 1e-9) for arm in args.arms}
         for arm in args.arms if args.repeats else ():
             table.append(
