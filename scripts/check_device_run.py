@@ -62,9 +62,9 @@ def even_first(completion_ids, **_) -> list[float]:
 
 
 def rare(completion_ids, trainer_state=None, **_) -> list[float]:
-    """Reward: 1 in one of twelve. In most groups all rows get the same, but seldom in all groups."""
+    """Reward: 1 in one of four. In most groups both rows get the same, but hardly ever in all groups of a run."""
     _hold(trainer_state)
-    return [float(sum(ids) % 12 == 0) for ids in completion_ids]
+    return [float(sum(ids) % 4 == 0) for ids in completion_ids]
 
 
 def alternating(completion_ids, **_) -> list[float]:
