@@ -1,0 +1,183 @@
+"""Runs the measurements that belong together, one after the other: `python -m scripts.measure_batch NAME --out FOLDER`.
+
+A card that is lent for minutes should not wait for somebody to type. Each command has a time limit of its own, the next
+one starts whatever became of the last, and all that they print goes to a file each. What they measure is written to
+FOLDER; it is copied to docs/ by hand, after it has been looked at.
+
+    python -m scripts.measure_batch portable --out measured
+    python -m scripts.measure_batch drafts --out measured --smollm2 FOLDER    # of scripts.make_smollm2
+    python -m scripts.measure_batch gates --out measured --only 2 3           # some of its commands
+    python -m scripts.measure_batch drafts --list
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import pathlib
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+from pallas_kernels.portable import tuning
+
+# Seconds that a command has for ending after its time limit.
+_GRACE = 15
+_SEVEN = "--rows 7b-update --tokenizer qerl_jax/assets/tiny"
+# Worked answers of up to 512 tokens by a small policy: text in which drafts find something.
+_WORKED = (
+    "--data.dataset gsm8k --data.name None --data.num-problems 128 --data.max-prompt-length 320 "
+    "--rollout.max-completion-length 512 --optim.per-device-train-batch-size 32 --rollout.temperature 0.6 "
+    '--data.system-prompt "Solve the problem step by step. End with the final number."'
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """One measurement.
+
+    Attributes:
+        seconds: Its time limit.
+        line: What is run, as arguments of `python -m`. {out} is the folder of results, {smollm2} that of the model.
+        environment: Variables that are set for it.
+    """
+
+    seconds: int
+    line: str
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+_ON_RUN = "--model {smollm2} --adapter {out}/worked --limit 512 --out {out}/drafts.jsonl"
+BATCHES = {
+    "portable": [
+        Command(
+            250,
+            "scripts.tune_kernels --kernels portable --models qwen2.5-7b --m 16 32 64 --again --seconds 235",
+        ),
+        Command(
+            75,
+            "scripts.bench_kernels --kernels portable --m 1 8 16 32 64 --no-bf16 --out {out}/few.json",
+        ),
+        Command(60, "scripts.bench_kernels --kernels portable --m 2048 8192 --out {out}/many.json"),
+        Command(
+            50, "scripts.bench_kernels --kernels portable --m 2048 8192 --dx --out {out}/dx.json"
+        ),
+        Command(
+            110,
+            "scripts.bench_rollouts --kernels portable --model 7b --arms nvfp4 --batch 8 64 --out {out}/rollouts.jsonl",
+        ),
+        Command(
+            75, f"scripts.bench_step --kernels portable {_SEVEN} --out {{out}}/update_portable.json"
+        ),
+        Command(
+            290,
+            "scripts.check_device --smoke --seconds 285 --out {out}/checked_portable.jsonl",
+            {"PALLAS_KERNELS": "portable"},
+        ),
+    ],
+    "drafts": [
+        Command(
+            170,
+            "qerl_jax train configs/smollm2_arithmetic.toml --model.model-name-or-path {smollm2} --eval None "
+            f"{_WORKED} --max-steps 24 --save-steps 6 --output-dir {{out}}/worked",
+        ),
+        Command(150, f"scripts.bench_drafts {_ON_RUN} --rows 16 --arms off auto"),
+        Command(150, f"scripts.bench_drafts {_ON_RUN} --rows 8 --arms off auto"),
+        Command(130, f"scripts.bench_drafts {_ON_RUN} --rows 1 --groups 1 --arms off auto"),
+        Command(170, f"scripts.bench_drafts {_ON_RUN} --rows 32 --arms off auto"),
+        Command(
+            110, "scripts.bench_drafts --prices 7b --rows 8 --limit 160 --profile --arms off 0 8 64"
+        ),
+        Command(
+            130,
+            "scripts.bench_drafts --prices 7b --rows 8 --limit 320 --repeats 1 --out {out}/prices.jsonl",
+        ),
+    ],
+    "gates": [
+        Command(75, f"scripts.bench_step {_SEVEN} --out {{out}}/update.json"),
+        Command(
+            75,
+            f"scripts.bench_step {_SEVEN} --out {{out}}/update_paired.json",
+            {"PALLAS_PAIRED_GATES": "1"},
+        ),
+        Command(
+            110,
+            "scripts.bench_rollouts --model 7b --arms nvfp4 nvfp4-paired --batch 64 128 --out {out}/rollouts.jsonl",
+        ),
+        Command(
+            90, "scripts.bench_layer --arms nvfp4,nvfp4-few,nvfp4-paired-few --m 8 16 --layers 4"
+        ),
+    ],
+}
+
+
+def run(command: Command, out: pathlib.Path, number: int, places: dict[str, str]) -> bool:
+    """Runs a command within its time, and says what it printed last. Returns whether it ended well.
+
+    Args:
+        command: The command.
+        out: Folder of results; what the command prints goes to `NUMBER.log` in it.
+        number: Its number in the batch, from 1.
+        places: What {out} and {smollm2} stand for.
+    """
+    line = shlex.split(command.line.format(**places))
+    shown = " ".join(f"{name}={value}" for name, value in command.environment.items())
+    print(f"\n{number}. {shown} {shlex.join(line)}".replace("  ", " "), flush=True)
+    begin, log = time.perf_counter(), out / f"{number}.log"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *line],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=os.environ | command.environment,
+        )
+        try:
+            status = str(process.wait(command.seconds))
+        except subprocess.TimeoutExpired:
+            # A training run saves its adapter on Ctrl-C.
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE)
+            process.kill()
+            process.wait()
+            status = f"ended after {command.seconds} s"
+    print("".join(log.read_text(errors="replace").splitlines(keepends=True)[-25:]))
+    print(f"status {status}, {time.perf_counter() - begin:.0f} s", flush=True)
+    return status == "0"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a batch. Returns the number of commands that did not end well, at most 100."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name", choices=BATCHES)
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("measured"))
+    parser.add_argument("--smollm2", default="smollm2", help="a folder of scripts.make_smollm2")
+    parser.add_argument("--only", type=int, nargs="+", help="numbers of commands; default: all")
+    parser.add_argument("--list", action="store_true", help="only print the commands")
+    args = parser.parse_args(argv)
+    places = {"out": str(args.out), "smollm2": args.smollm2}
+    chosen = [
+        (number, command)
+        for number, command in enumerate(BATCHES[args.name], 1)
+        if args.only is None or number in args.only
+    ]
+    if args.list:
+        for number, command in chosen:
+            print(f"{number}. {command.seconds:3} s  {command.line.format(**places)}")
+        print(f"{sum(command.seconds for _, command in chosen)} s at most")
+        return 0
+    args.out.mkdir(parents=True, exist_ok=True)
+    failed = sum(not run(command, args.out, number, places) for number, command in chosen)
+    if args.name == "portable" and tuning.TABLES.exists():
+        shutil.copytree(tuning.TABLES, args.out / "tuned", dirs_exist_ok=True)
+    print(f"\n{failed} of {len(chosen)} did not end well")
+    return min(failed, 100)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
