@@ -97,6 +97,15 @@ BATCHES = {
             130,
             "scripts.bench_drafts --prices 7b --rows 8 --limit 320 --repeats 1 --out {out}/prices.jsonl",
         ),
+        Command(
+            130,
+            "scripts.bench_drafts --prices {smollm2} --rows 8 --limit 320 --repeats 1 --out {out}/prices.jsonl",
+        ),
+        Command(
+            90,
+            "scripts.bench_drafts --prices {smollm2} --rows 32 --arms off 0 64 --limit 320 --repeats 1 "
+            "--out {out}/prices.jsonl",
+        ),
     ],
     "gates": [
         Command(75, f"scripts.bench_step {_SEVEN} --out {{out}}/update.json"),
