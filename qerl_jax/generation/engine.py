@@ -353,7 +353,9 @@ class Engine:
                     yield over
                     continue
                 # Where no row waits, the device goes on while the host reads what it brought.
-                while not chunks or (len(chunks) == 1 and schedule.goes_on()):
+                while not chunks or (
+                    len(chunks) == 1 and schedule.goes_on(drafts=bool(chunks[0][0]))
+                ):
                     if not chunks:
                         for move in schedule.leaving():
                             move.contents = device_pool.taken(pool, move.pages, self._model)

@@ -362,6 +362,8 @@ class Schedule:
         self._texts: tuple[list, Texts] | None = None
         # Whether the device takes a row for alive that a stop string has ended.
         self._overtaken = False
+        # Whether a chunk with drafts of the slots that were given last ends early when rows end.
+        self._is_impatient = False
 
     def unfinished(self) -> bool:
         """Whether any row has not ended."""
@@ -481,6 +483,8 @@ class Schedule:
         self._overtaken = False
         size, rows = self._size(), [row for _, row in self._running()]
         drafts = size <= self._shapes.drafted
+        patience = self._patience(size)
+        self._is_impatient = drafts and patience < _NEVER
         if size < len(self._slots):
             self._slots = rows + [None] * (size - len(rows))
         slots = Slots(
@@ -501,7 +505,7 @@ class Schedule:
             shared=np.zeros(size, np.int32) if self._shapes.shares else None,
             texts=self._known_texts() if drafts else None,
             span=np.int32(self._span(size)) if drafts else None,
-            patience=np.int32(self._patience(size)) if drafts else None,
+            patience=np.int32(patience) if drafts else None,
         )
         for slot, row in self._running():
             prompt = row.cached.prompt
@@ -530,7 +534,8 @@ class Schedule:
 
     def _patience(self, size: int) -> int:
         """See `Slots`. A row that has ended gives its slot to one that waits, or waits for a reply itself."""
-        if self._turns is None and not self._waits():
+        # With one row no other is there to go on without it.
+        if not self._waits() and (self._turns is None or self.live == 1):
             return _NEVER
         return max(1, int(_IDLE * size))
 
@@ -551,16 +556,21 @@ class Schedule:
             self._texts = of, texts
         return self._texts[1]
 
-    def goes_on(self) -> bool:
+    def goes_on(self, *, drafts: bool = False) -> bool:
         """Whether the chunk after the one under way takes nothing from the host.
 
         So it is when no row waits, be it for a slot or for a reply, or takes given tokens, all have pages for it,
         the batch stays as large as it is, a row has more to go than the chunk under way, and the device knows of
         all rows that have ended.
+
+        Args:
+            drafts: Whether the chunk under way makes drafts. If it ends early when rows end, then the host comes
+                next: in a chunk after it these would be idle to its end.
         """
         stride = self._shapes.stride(len(self._slots))
         return (
-            not any(row.reply or row.given for _, row in self._running())
+            not (drafts and self._is_impatient)
+            and not any(row.reply or row.given for _, row in self._running())
             and not (self._waits() or self._overtaken)
             and all(self._soon(row, 2 * stride) <= len(row.pages) for _, row in self._running())
             and self._left() > self._shapes.chunk

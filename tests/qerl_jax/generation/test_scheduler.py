@@ -160,6 +160,40 @@ def test_a_chunk_with_drafts_ends_early_only_where_a_row_waits(rows, patience):
     assert schedule.slots(False).span == 5
 
 
+def begun(schedule):
+    """Fills the slots, and gives rows all pages that there are for them."""
+    while schedule.next_prefill() is not None:
+        schedule.copies()
+    schedule.leaving()
+    return schedule
+
+
+def test_where_rows_that_end_hold_up_others_the_host_looks_after_each_chunk_with_drafts():
+    """Another device takes the last prompt that waits while the first one's chunk is under way."""
+    prompt = lambda: QueuedPrompt(np.arange(1, 4), np.zeros((2, 2), np.uint32), 100)
+    shapes = Shapes(4, 5, 26, 103, 2, 1, (2,), drafted=2, ended=64)
+    hands = deal([prompt() for _ in range(3)], 2)
+    first, second = (Schedule(shapes, 300, hands, place=place) for place in range(2))
+    assert begun(first).slots(False).patience == 1 and hands.any()
+    begun(second).slots(False)
+    one, both = np.ones((2, 1), np.int32), np.ones(2, bool)
+    second.harvest(one, np.zeros((2, 1)), both.astype(int), ~both, np.array([1]), None)
+    begun(second)
+    assert not hands.any()
+    assert first.goes_on() and not first.goes_on(drafts=True)
+    assert first.slots(False).patience == scheduler._NEVER
+    assert first.goes_on(drafts=True)
+
+
+@pytest.mark.parametrize(("rows", "patience"), [(1, scheduler._NEVER), (2, 2)])
+def test_with_turns_ended_rows_hold_up_others_if_there_are_others(rows, patience):
+    queue = [QueuedPrompt(np.arange(1, 4), np.zeros((rows, 2), np.uint32), 100)]
+    shapes = Shapes(4, 5, 26, 103, 2, 1, (8,), drafted=8, ended=64)
+    schedule = begun(Schedule(shapes, 300, deal(queue), lambda row, tokens: None))
+    assert schedule.slots(False).patience == patience
+    assert schedule.goes_on() and schedule.goes_on(drafts=True) == (rows == 1)
+
+
 @pytest.mark.parametrize("prompts", [1, 3, 64, 500])
 @pytest.mark.parametrize("length", [1, 2, 17, 64, 65, 500, 1025, 4097, 9000])
 def test_no_prompts_make_a_larger_prefill_than_is_planned(prompts, length):

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from qerl_jax.generation import sampling
+from qerl_jax.generation.draft_control import Drafting
 from qerl_jax.generation.stop_strings import StopStrings
 from qerl_jax.model import layers
 from qerl_jax.model.transformer import head
-from tests.qerl_jax.generation.test_drafts import drafting
+from tests.qerl_jax.generation.test_drafts import Watching, drafting
 from tests.qerl_jax.generation.test_engine import WIDTH, make, policy, prompts
 
 # Ends of turns that random weights reach soon; a reply may hold one, which ends nothing.
@@ -84,6 +85,17 @@ def test_replies_are_run_several_tokens_at_a_time_where_there_are_drafts(rows, p
     assert_same(sample(Turns(), drafts=drafts, chunk=12), rows)
     long = [[9, 3, 10, 11, 12, 13, 14, 15, 16, 17, 9, 9, 10], [18]]
     assert_same(sample(Turns(long), drafts=drafts, chunk=12), sample(Turns(long)))
+
+
+def test_a_row_whose_turn_has_ended_is_answered_before_others_have_run_long():
+    """A chunk that the device began before the host has looked would run without the row to its end."""
+    control = Watching(10)
+    drafts = Drafting(lambda: control, least_limit=1)
+    # Ten rows in as many slots, each with a token in each step: none is at its limit before the 40th.
+    sample(Turns([[9]] * LIMIT), drafts=drafts, chunk=16, max_concurrent=10)
+    steps = np.cumsum([calls for calls, _, _ in control.chunks])
+    idle = [idle for _, idle, _ in control.chunks[: np.argmax(steps >= LIMIT)]]
+    assert len(idle) > 5 and max(idle) == 1
 
 
 def test_turns_end_with_a_stop_and_replies_stand_between_them_as_they_were_given(rows):
