@@ -59,7 +59,8 @@ def replay(
     while waiting or left.any():
         for slot in np.flatnonzero(left == 0)[: len(waiting)]:
             left[slot] = waiting.pop(0)
-        got, ended, most = np.zeros(slots), 0, max(1, rule.idle * slots) if waiting else np.inf
+        got, ended = np.zeros(slots), 0
+        most = max(1, np.floor(rule.idle * slots)) if waiting else np.inf
         live = left > 0
         while left.any() and got.max() < rule.tokens and ended < most:
             idle += int(np.sum(left == 0))
