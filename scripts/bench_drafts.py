@@ -126,6 +126,17 @@ def sampled(
     return time.perf_counter() - begin, {row.row: row for row in found}
 
 
+def step_seconds(engine: Any, variables: Any, queue: list, rows: int, longest: int) -> float:
+    """Seconds of a step behind the first chunk, of rows that get a token in each step."""
+    marks = []
+    limits = {"max_prompt_length": longest - queue[0].limit, "max_concurrent": rows}
+    for pieces in engine.stream(variables, queue, 1.0, **limits):
+        marks.append((time.perf_counter(), len(pieces[0].tokens)))
+    # The first chunk brings prefill with it.
+    steps = sum(tokens for _, tokens in marks[1:])
+    return (marks[-1][0] - marks[0][0]) / steps
+
+
 def differences(found: dict, expected: dict) -> dict[str, float]:
     """How many rows have other tokens, after how many equal ones, and how far log-probabilities of these are apart."""
     other, places, apart = 0, [], []
@@ -186,23 +197,22 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     table, first = [], None
     for rows in args.rows:
-        kept: dict[str, dict] = {}
         compile_all(functools.partial(timed, rows, turn=-1), args)
         times: dict[str, list[float]] = {arm: [] for arm in args.arms}
         records = {arm: draft_control.Record() for arm in args.arms}
-        counts, unlike = dict.fromkeys(args.arms, 0), {}
+        counts, said = dict.fromkeys(args.arms, 0), {arm: {} for arm in args.arms}
         for turn in range(args.repeats):
+            kept = {}
             for arm in args.arms:
                 seconds, kept[arm], record = steady(rows, arm, turn)
                 print(f"{rows} rows, {arm}, turn {turn}: {seconds:.2f} s", flush=True)
                 times[arm].append(seconds)
                 records[arm] += record
                 counts[arm] += sum(len(row.tokens) for row in kept[arm].values())
-            unlike = {arm: differences(kept[arm], kept["off"]) for arm in args.arms}
+            for arm in args.arms:
+                said[arm] |= {(turn, number): row for number, row in kept[arm].items()}
         # Another number of rows rounds differently, too. What drafts change is to be compared with that.
-        first = first or kept.get("off")
-        if first:
-            unlike["off"] = differences(kept["off"], first)
+        first = first or said["off"]
         rates = {arm: counts[arm] / max(sum(times[arm]), 1e-9) for arm in args.arms}
         for arm in args.arms if args.repeats else ():
             table.append(
@@ -214,7 +224,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                     "mean_length": counts[arm] / args.repeats / len(ids) / args.generations,
                     "tokens_per_call": records[arm].accepted_per_call,
                     "predicted": records[arm].speedup,
-                    **unlike[arm],
+                    **differences(said[arm], first if arm == "off" else said["off"]),
                 }
             )
             print("ROW " + json.dumps(table[-1]), flush=True)
@@ -248,33 +258,30 @@ def price_table(args: argparse.Namespace) -> list[dict[str, Any]]:
         ids = [draw.integers(0, bench.arch.vocab_size, 256).tolist() for _ in range(rows)]
         drawn = argparse.Namespace(**vars(args) | {"generations": 1})
 
-        def timed(arm: str, limit: int = args.limit, ids=ids, rows=rows, how=drawn) -> float:
-            how = argparse.Namespace(**vars(how) | {"limit": limit})
+        def timed(arm: str, ids=ids, rows=rows, how=drawn) -> tuple[float, float | None]:
             engine = Engine(bench.model, spec, drafts=drafting_of(arm, 1))
             queue = queue_of(ids, how, 0)
-            return sampled(engine, bench.variables, queue, rows, 1.0, 256 + args.limit)[0]
+            step = step_seconds(engine, bench.variables, queue, rows, 256 + args.limit)
+            return step, engine.drafted.accepted_per_call
 
         if args.profile:
-            profile(timed, args)
+            profile(timed, rows, args)
             continue
         compile_all(timed, args)
-        # Prefill and the first chunk are the same in all arms.
-        begun = functools.partial(timed, "off", 32)
-        begun()
-        apart = statistics.median(begun() for _ in range(args.repeats + 1))
         least = None
-        for arm in args.arms:
-            timed(arm)
-            spent = statistics.median(timed(arm) for _ in range(args.repeats + 1))
-            step = (spent - apart) / (args.limit - 32)
+        for arm in args.arms if args.repeats else ():
+            steps, accepted = zip(*(timed(arm) for _ in range(args.repeats + 1)), strict=True)
+            step = statistics.median(steps)
             least = least or step
             row = {"model": args.prices, "rows": rows, "arm": arm, "step_ms": 1e3 * step}
-            table.append(row | {"price": step / least, "device": jax.devices()[0].device_kind})
+            # 1 where no draft was right: only then a token is a step.
+            row |= {"price": step / least, "tokens_per_call": accepted[0]}
+            table.append(row | {"device": jax.devices()[0].device_kind})
             print("ROW " + json.dumps(table[-1]), flush=True)
     return table
 
 
-def profile(timed: Any, args: argparse.Namespace) -> None:
+def profile(timed: Any, rows: int, args: argparse.Namespace) -> None:
     """Prints the kernels of a step of each arm, for a chunk in the middle of its rows."""
     from qerl_jax.generation import engine
     from qerl_jax.generation.draft_search import CHUNKS
@@ -302,11 +309,31 @@ def profile(timed: Any, args: argparse.Namespace) -> None:
             timed(arm)
 
     engine.decode = watched
-    compile_all(begun, args)
+    try:
+        compile_all(begun, args)
+    finally:
+        engine.decode = plain
     for arm, (steps, run) in ready.items():
-        print(f"positions: {arm}", flush=True)
+        print(f"{rows} rows, positions: {arm}", flush=True)
         for name, us, launches in by_kernel(run(), steps):
             print(f"{us:9.1f} us x{launches:6.1f}  {name}", flush=True)
+
+
+def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Ends the program, with a message, if what is asked cannot be measured."""
+    from qerl_jax.generation.draft_search import CHUNKS
+    from qerl_jax.generation.engine import EngineSpec
+
+    if args.arms[0] != "off":
+        parser.error('the first arm must be "off", to which the others are compared')
+    for arm in args.arms:
+        if not (arm.isdigit() or arm in (STEPS if args.prices else ARMS)):
+            parser.error(f"no such arm: {arm}")
+    first = CHUNKS * EngineSpec(1).chunk
+    if args.prices and args.limit <= first:
+        parser.error(f"steps are measured behind a chunk of {first} tokens: raise --limit")
+    if args.profile and not args.prices:
+        parser.error("--profile needs --prices")
 
 
 def main() -> None:
@@ -347,6 +374,7 @@ def main() -> None:
         args.limit = args.run.rollout.max_completion_length if args.run else 512
     if args.temperature is None:
         args.temperature = args.run.rollout.temperature if args.run else 1.0
+    check(parser, args)
     from scripts.bench_kernels import versions
 
     rows = price_table(args) if args.prices else measure(args)

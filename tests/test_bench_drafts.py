@@ -1,13 +1,15 @@
 """Tests the arithmetic of scripts/bench_drafts.py, and that it runs."""
 
+import itertools
 import json
 import sys
+import types
 
 import numpy as np
 import pytest
 
 from qerl_jax.generation.scheduler import RowTokens
-from scripts import bench_drafts
+from scripts import bench_drafts, bench_rollouts
 
 
 def row(tokens, logps):
@@ -43,3 +45,80 @@ def test_the_trial_runs_on_a_cpu(monkeypatch, tmp_path, capsys):
     assert [(each["rows"], each["arm"]) for each in rows] == [(4, arm) for arm in bench_drafts.ARMS]
     assert all(each["rows_that_differ"] == 0 and each["relative"] > 0 for each in rows)
     assert "| 4 | again |" in capsys.readouterr().out
+
+
+def test_a_step_is_timed_behind_the_chunk_that_brings_prefill(monkeypatch):
+    now = iter([70.0, 70.5, 71.5])
+    monkeypatch.setattr(bench_drafts.time, "perf_counter", lambda: next(now))
+    chunks = [[row([0] * size, [0] * size)] * 2 for size in (32, 5, 10)]
+    engine = types.SimpleNamespace(stream=lambda *args, **limits: iter(chunks))
+    asked = types.SimpleNamespace(limit=47)
+    assert bench_drafts.step_seconds(engine, {}, [asked], 2, 100) == pytest.approx(1.5 / 15)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--arms", "auto"], "first arm"),
+        (["--arms", "off", "agian"], "no such arm"),
+        (["--prices", "7b", "--arms", "off", "auto"], "no such arm"),
+        (["--prices", "7b", "--limit", "128"], "raise --limit"),
+        (["--profile"], "needs --prices"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_runs(
+    monkeypatch, capsys, options, message
+):
+    monkeypatch.setattr(bench_drafts, "watchdog", lambda seconds: None)
+    monkeypatch.setattr(sys, "argv", ["bench_drafts", *options])
+    with pytest.raises(SystemExit):
+        bench_drafts.main()
+    assert message in capsys.readouterr().err
+
+
+SMALL = {
+    "model_type": "qwen2",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1024,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("profile", [False, True])
+def test_prices_and_kernels_are_measured_for_several_numbers_of_rows(
+    monkeypatch, tmp_path, capsys, profile
+):
+    """The profiler, which needs a GPU, is left out: each chunk has 64 kernels of a millisecond."""
+
+    def undonated(decode, *arguments, **traits):
+        decode.of(traits["model"])
+        return lambda: [("kernel", 1.0)] * 64
+
+    monkeypatch.setattr(bench_drafts, "watchdog", lambda seconds: None)
+    monkeypatch.setattr(bench_rollouts, "undonated", undonated)
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    options = "--rows 2 4 --arms off 0 8 --limit 160 --rank 8 --repeats 1 --prices"
+    command = ["bench_drafts", *options.split(), str(tmp_path), *["--profile"] * profile]
+    monkeypatch.setattr(sys, "argv", command)
+    bench_drafts.main()
+    said = capsys.readouterr().out
+    if profile:
+        for rows, arm in itertools.product((2, 4), ("off", 0, 8)):
+            # 32 steps of the second chunk.
+            assert f"{rows} rows, positions: {arm}\n   2000.0 us x   2.0  kernel\n" in said
+        return
+    rows = [json.loads(line[4:]) for line in said.splitlines() if line.startswith("ROW ")]
+    assert [(row["rows"], row["arm"]) for row in rows] == [
+        *itertools.product((2, 4), ("off", "0", "8"))
+    ]
+    assert all(
+        row["step_ms"] > 0 and row["tokens_per_call"] in (None, pytest.approx(1, abs=0.05))
+        for row in rows
+    )
