@@ -26,6 +26,8 @@ messages.sent(RowTokens)
 
 # Seconds between two checks whether the run must end, while no device returns anything.
 _LOOK_SECONDS = 0.5
+# Of so many prompts, those that were sampled last, the lengths of completions are kept.
+_MOST_LENGTHS = 1 << 16
 
 
 class Fleet:
@@ -38,7 +40,8 @@ class Fleet:
 
     def __init__(self, engine: Engine, replicas: Replicas):
         self._engine, self._replicas = engine, replicas
-        # Mean completion length, in tokens, of a prompt when it was last sampled; by the bytes of its tokens.
+        # Mean completion length, in tokens, of a prompt when it was last sampled; by the bytes of its tokens. Those that
+        # were sampled last come last.
         self._lengths: dict[bytes, float] = {}
 
     @property
@@ -117,7 +120,11 @@ class Fleet:
             yield rows
         ends = np.cumsum([len(prompt.keys) for prompt in prompts])
         for prompt, each in zip(prompts, np.split(made, ends[:-1]), strict=True):
-            self._lengths[prompt.tokens.tobytes()] = float(each.mean())
+            key = prompt.tokens.tobytes()
+            self._lengths.pop(key, None)
+            self._lengths[key] = float(each.mean())
+        for key in [*self._lengths][:-_MOST_LENGTHS]:
+            del self._lengths[key]
 
     def _exchanged(self, chunks: Iterator[list[RowTokens]]) -> Iterator[list[RowTokens]]:
         """Passes the chunks on, and then the rows of other hosts.
