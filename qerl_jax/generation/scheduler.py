@@ -604,8 +604,8 @@ class Schedule:
                 own, before = row.made[row.begun :], max(0, seen - row.begun)
                 if (kept := stop_strings.kept(own, before)) is not None:
                     length, ended = row.begun + kept - seen, "stop"
+                    row.made = row.made[: seen + length]
             if ended == "stop" and self._turns is not None:
-                row.made = row.made[: seen + length]
                 row.reply = self._turns(row.index, row.made)
                 ended = "stop" if row.reply is None else None
             self._overtaken |= bool(live[slot]) and (ended is not None or row.reply is not None)

@@ -85,6 +85,14 @@ def test_rows_that_wait_and_rows_that_stop_are_those_without_drafts():
     assert_same(run(prompts(limit=40), drafts=drafting(), **tight), expected)
 
 
+class InTurn(Always):
+    """A control that makes drafts in one chunk, compares some in the next, and does neither in the one after."""
+
+    def positions(self, slots, live):
+        self.said.append(slots)
+        return (max(slots, self._positions), 0, None)[len(self.said) % 3]
+
+
 class Watching(Always):
     """Notes of each chunk its steps, and the steps for which rows that ended in it were idle."""
 
@@ -128,6 +136,17 @@ def test_a_stop_string_ends_a_row_as_without_drafts():
     stops = StopStrings((texts(free()[0][0][6:8]),), texts)
     expected = run(prompts(limit=40), stop_strings=stops)
     assert_same(run(prompts(limit=40), drafts=drafting(), stop_strings=stops), expected)
+
+
+def test_what_was_sampled_behind_a_stop_string_is_no_draft_later():
+    texts = lambda tokens: "".join(f"<{token}>" for token in tokens)
+    stops = StopStrings((texts(free()[0][0][5:7]),), texts)
+    queue, subject = prompts(limit=40), plain.make(stop_strings=stops, drafts=drafting())
+    rows = subject.completions(plain.policy()[1], queue, 1.0, max_prompt_length=plain.WIDTH)
+    said = {row.row: row.tokens.tolist() for row in rows}
+    assert len(said[0]) == 7
+    known = [text.tolist() for text in subject._recall.completions(queue[0].tokens)]
+    assert sorted(known) == sorted([said[0], said[1]])
 
 
 @pytest.mark.parametrize("penalty", [0.7, pytest.param(1.3, marks=pytest.mark.slow)])
