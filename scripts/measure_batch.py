@@ -86,8 +86,7 @@ BATCHES = {
             "qerl_jax train configs/smollm2_arithmetic.toml --model.model-name-or-path {smollm2} --eval None "
             f"{_WORKED} --max-steps 24 --save-steps 6 --output-dir {{out}}/worked",
         ),
-        Command(150, f"scripts.bench_drafts {_ON_RUN} --rows 16 --arms off auto"),
-        Command(150, f"scripts.bench_drafts {_ON_RUN} --rows 8 --arms off auto"),
+        Command(290, f"scripts.bench_drafts {_ON_RUN} --rows 8 16 --arms off auto --seconds 285"),
         Command(130, f"scripts.bench_drafts {_ON_RUN} --rows 1 --groups 1 --arms off auto"),
         Command(170, f"scripts.bench_drafts {_ON_RUN} --rows 32 --arms off auto"),
         Command(
