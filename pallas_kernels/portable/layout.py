@@ -66,14 +66,19 @@ def whole(n: int) -> int:
     return n + -n % TILE
 
 
+def unless_format(kind: str) -> str | None:
+    """Returns why weights of a format ("nvfp4", "mxfp4" or "nf4") cannot be converted on this device, or None."""
+    if kind == "mxfp4" and runtime.tensor_core_type() == "float16":
+        least = "compute capability 8.0"
+        return f"needs {least} for MXFP4, whose exponents exceed float16's; this is {runtime.device_kind()}"
+    return None
+
+
 def supports(t: NVFP4Tensor | MXFP4Tensor | NF4Tensor) -> str | None:
     """Returns why a weight cannot be converted to this layout, or None if it can."""
     if isinstance(t, NF4Tensor) and t.shape[1] % CHUNK:
         return f"needs NF4's blocks of {nf4.BLOCK} within rows; got K = {t.shape[1]}"
-    if isinstance(t, MXFP4Tensor) and runtime.tensor_core_type() == "float16":
-        least = "compute capability 8.0"
-        return f"needs {least} for MXFP4, whose exponents exceed float16's; this is {runtime.device_kind()}"
-    return None
+    return unless_format("mxfp4") if isinstance(t, MXFP4Tensor) else None
 
 
 def prepare(t: NVFP4Tensor | MXFP4Tensor | NF4Tensor) -> PortableWeight:

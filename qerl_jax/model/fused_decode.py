@@ -23,6 +23,7 @@ from pallas_kernels.finished_linear import decode as fused
 from pallas_kernels.finished_linear import epilogue, gated
 from pallas_kernels.finished_linear.lora import Branch, pack_branch
 from pallas_kernels.portable import epilogue as portable
+from pallas_kernels.portable import layout as portable_layout
 from qerl_jax.model import kv_cache, layers, lora, transformer
 
 LINEARS = ("qkv", "o", "gate_up", "down")
@@ -30,6 +31,7 @@ LINEARS = ("qkv", "o", "gate_up", "down")
 # layer, and nothing of the 106 us that a layer takes at 64 rows. XLA compiles 1.3 s longer; 64 layers of 32B
 # start in 21 s.
 UNROLLED_ROWS = 32
+_SOME_KEPT = "needs linears that are all packed; some of this base are kept in 16 bits"
 
 
 @jax.tree_util.register_dataclass
@@ -83,8 +85,12 @@ def supports_portably(
         )
     if model.full or model.group > 1:
         return "needs frozen weights, and all of them on each device"
+    if any(model.kept_linears()):
+        return _SOME_KEPT
     if model.weights == "nvfp4" and runtime.unless_hopper() is None:
         return "weights are prepared for Hopper's kernels"
+    if reason := portable_layout.unless_format(model.weights):
+        return reason
     arch = model.arch
     if reason := decode_attention.supports_heads(arch.num_heads, arch.num_kv_heads, arch.head_size):
         return f"attention {reason}"
@@ -119,7 +125,7 @@ def supports(
     if model.full or model.group > 1:
         return "needs frozen weights, and all of them on each device"
     if any(model.kept_linears()):
-        return "needs linears that are all packed; some of this base are kept in 16 bits"
+        return _SOME_KEPT
     arch = model.arch
     if reason := decode_attention.supports_heads(arch.num_heads, arch.num_kv_heads, arch.head_size):
         return f"attention {reason}"

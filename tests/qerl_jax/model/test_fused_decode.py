@@ -319,3 +319,27 @@ def test_what_cannot_be_decoded_so_is_refused_with_its_reason(monkeypatch, chang
     policy = Transformer(**({"arch": ARCH, "weights": "nvfp4", "dtype": jnp.bfloat16} | change))
     assert reason in fused_decode.supports(policy, 96)
     assert fused_decode.supports(Transformer(ARCH, "bfloat16", None, jnp.bfloat16), 96) is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "change", "reason"),
+    [
+        ("8.9", {"kept": (("o", (1,)),)}, "some of this base are kept in 16 bits"),
+        ("8.9", {"weights": "mxfp4", "kept": (("down", (0, 1)),)}, "are kept in 16 bits"),
+        ("7.5", {"weights": "mxfp4"}, "needs compute capability 8.0 for MXFP4"),
+        ("8.9", {"weights": "bfloat16"}, "activations in bfloat16 and packed weights; got"),
+        ("8.9", {"arch": dataclasses.replace(ARCH, head_size=96)}, "attention needs heads of size"),
+        ("8.9", {"lora": LoraConfig(640, 640.0)}, "qkv needs LoRA of rank <= 256; got 640"),
+        ("7.0", {}, "needs compute capability 7.5 or more"),
+    ],
+)
+def test_what_the_portable_layers_cannot_decode_is_refused(monkeypatch, capability, change, reason):
+    monkeypatch.setattr(runtime, "_CHOSEN", "auto")
+    monkeypatch.setattr(runtime, "_is_installed", lambda package: True)
+    card = dataclasses.replace(runtime.H200, name="NVIDIA card", compute_capability=capability)
+    with runtime.on(card):
+        policy = Transformer(**({"arch": ARCH, "weights": "nvfp4", "dtype": jnp.bfloat16} | change))
+        assert reason in fused_decode.supports_portably(policy, 96)
+        assert fused_decode.fit(policy, 96) is None
+        fits = "portable" if capability >= "7.5" else None
+        assert fused_decode.fit(Transformer(ARCH, "nvfp4", None, jnp.bfloat16), 96) == fits
