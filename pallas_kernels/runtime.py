@@ -3,9 +3,10 @@
 import contextlib
 import dataclasses
 import functools
-import importlib.util
+import importlib.metadata
 import os
 import pathlib
+import re
 from collections.abc import Iterator
 from typing import Literal, get_args
 
@@ -16,6 +17,8 @@ type Kernels = Literal["auto", "hopper", "portable", "reference"]
 KERNELS: tuple[str, ...] = get_args(Kernels.__value__)
 # The lowest compute capability that Triton compiles for.
 LEAST_PORTABLE = (7, 5)
+# The versions that the portable kernels are tested with. Other versions of jax-triton call kernels in other ways.
+TRITON = {"jax-triton": "0.3.1", "triton": "3.6.0"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,15 +168,17 @@ def unless_portable() -> str | None:
     # The interpreter is very slow, so only tests use it, and they choose it by name.
     if chosen == "portable" and interprets_triton():
         return None
-    if platform() != "gpu" or not device_kind().startswith(("NVIDIA", "Tesla", "GRID")):
+    if not _is_nvidia():
         return f"needs an NVIDIA GPU; this is {device_kind()}"
     if _capability() < LEAST_PORTABLE:
         least = ".".join(map(str, LEAST_PORTABLE))
         found = device().compute_capability
         return f"needs compute capability {least} or more; this is {device_kind()}, {found}"
-    missing = [name for name in ("jax_triton", "triton") if not _is_installed(name)]
-    if missing:
-        return "needs jax-triton: pip install jax-triton==0.3.1 triton==3.6.0"
+    wanted = " ".join(f"{name}=={version}" for name, version in TRITON.items())
+    if not all(map(_installed, TRITON)):
+        return f"needs jax-triton: pip install {wanted}"
+    if (found := _installed("jax-triton")) != TRITON["jax-triton"]:
+        return f"needs another jax-triton than {found}: pip install {wanted}"
     return None
 
 
@@ -192,7 +197,7 @@ def describe_kernels() -> list[str]:
 def interprets_triton() -> bool:
     """Whether Triton kernels are interpreted on a CPU, which TRITON_INTERPRET=1 in the environment asks for."""
     asked = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
-    return asked and platform() == "cpu" and _is_installed("triton")
+    return asked and platform() == "cpu" and _installed("triton") is not None
 
 
 def tensor_core_type() -> Literal["bfloat16", "float16"]:
@@ -201,13 +206,24 @@ def tensor_core_type() -> Literal["bfloat16", "float16"]:
     return "float16" if known and _capability() < (8, 0) else "bfloat16"
 
 
+def _is_nvidia() -> bool:
+    # By the form of the capability, because not every name has the maker's: "Tesla T4", "Quadro RTX 6000".
+    return (
+        platform() == "gpu" and re.fullmatch(r"\d+\.\d+", device().compute_capability) is not None
+    )
+
+
 def _capability() -> tuple[int, ...]:
     return tuple(int(part) for part in device().compute_capability.split("."))
 
 
 @functools.cache
-def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+def _installed(package: str) -> str | None:
+    """The version of an installed package, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def checks_kernels() -> bool:
@@ -259,12 +275,7 @@ def memory_stats() -> dict[str, int] | None:
 
 def has_cudnn_attention(head_size: int) -> bool:
     """Whether cuDNN's fused attention supports 16-bit heads of this size here, forward and backward."""
-    return (
-        platform() == "gpu"
-        and device_kind().startswith("NVIDIA")
-        and head_size <= 128
-        and head_size % 8 == 0
-    )
+    return _is_nvidia() and _capability() >= (8, 0) and head_size <= 128 and head_size % 8 == 0
 
 
 def use_deterministic_kernels() -> bool:

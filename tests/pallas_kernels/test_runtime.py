@@ -178,7 +178,8 @@ def on(monkeypatch):
             stack.enter_context(runtime.on(card))
             monkeypatch.setattr(runtime, "_CHOSEN", "auto")
             monkeypatch.delenv("PALLAS_KERNELS", raising=False)
-            monkeypatch.setattr(runtime, "_is_installed", lambda package: has_triton)
+            found = runtime.TRITON if has_triton else {}
+            monkeypatch.setattr(runtime, "_installed", found.get)
 
         yield enter
 
@@ -191,6 +192,8 @@ def on(monkeypatch):
         ("NVIDIA A100-SXM4-80GB", "8.0", True, "portable"),
         ("NVIDIA GeForce RTX 3090", "8.6", True, "portable"),
         ("Tesla T4", "7.5", True, "portable"),
+        ("Quadro RTX 6000", "7.5", True, "portable"),
+        ("NVIDIA GeForce RTX 5090", "12.0", True, "portable"),
         ("NVIDIA GeForce RTX 4090", "8.9", False, "reference"),
         ("Tesla V100-SXM2-16GB", "7.0", True, "reference"),
     ],
@@ -206,7 +209,23 @@ def test_a_card_gets_the_best_kernels_there_are_for_it(on, name, capability, has
             else "7.5 or more; this is Tesla"
         )
         assert reason in lines[2]
-    assert runtime.tensor_core_type() == ("float16" if capability < "8" else "bfloat16")
+    is_old = float(capability) < 8
+    assert runtime.tensor_core_type() == ("float16" if is_old else "bfloat16")
+    assert runtime.has_cudnn_attention(128) != is_old
+
+
+def test_cards_of_other_makers_have_neither_triton_nor_cudnn_here(on):
+    on("AMD Instinct MI300X", "gfx942")
+    assert "needs an NVIDIA GPU; this is AMD" in runtime.describe_kernels()[2]
+    assert not runtime.has_cudnn_attention(128)
+
+
+def test_another_jax_triton_than_the_tested_one_is_named_and_not_called(monkeypatch, on):
+    on("NVIDIA A100-SXM4-80GB", "8.0")
+    monkeypatch.setattr(runtime, "_installed", {**runtime.TRITON, "jax-triton": "0.4.1"}.get)
+    kernels, _, portable = runtime.describe_kernels()
+    assert kernels == "kernels: reference"
+    assert "needs another jax-triton than 0.4.1: pip install jax-triton==0.3.1" in portable
 
 
 def test_what_is_missing_is_named_with_the_versions_of_the_project(on):

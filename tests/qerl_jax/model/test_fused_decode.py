@@ -335,7 +335,7 @@ def test_what_cannot_be_decoded_so_is_refused_with_its_reason(monkeypatch, chang
 )
 def test_what_the_portable_layers_cannot_decode_is_refused(monkeypatch, capability, change, reason):
     monkeypatch.setattr(runtime, "_CHOSEN", "auto")
-    monkeypatch.setattr(runtime, "_is_installed", lambda package: True)
+    monkeypatch.setattr(runtime, "_installed", runtime.TRITON.get)
     card = dataclasses.replace(runtime.H200, name="NVIDIA card", compute_capability=capability)
     with runtime.on(card):
         policy = Transformer(**({"arch": ARCH, "weights": "nvfp4", "dtype": jnp.bfloat16} | change))
