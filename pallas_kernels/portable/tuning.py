@@ -59,6 +59,15 @@ def block_m(m: int, config: Config) -> int:
     return min(max(4 * config.warps, 1 << (m - 1).bit_length(), 8), max(most, 8))
 
 
+def prefetched(m: int, config: Config) -> int:
+    """Bytes of shared memory into which a program of the product prefetches W and x. A T4 prefetches nothing."""
+    if runtime.tensor_core_type() == "float16":
+        return 0
+    # A row of a chunk of W has 16 words of two bytes, and four bytes of scales.
+    chunk = config.block_n * 36 + block_m(m, config) * CHUNK * 2
+    return chunk * config.units * (config.stages - 1)
+
+
 def rank_split(k: int) -> int:
     """Number of programs among which K is divided for x A^T: eight chunks or more each, at most eight programs."""
     return min(8, max(1, -(-k // CHUNK) // 8))
@@ -79,11 +88,18 @@ def heuristic(m: int, n: int, k: int) -> Config:
 
     With more than 32 rows programs of 128 rows of W: each reads all of x, which took most of the time of smaller ones
     on an H200. A T4 has no registers for these.
+
+    Rounds have one chunk instead of two where less than three quarters of these programs would find shared memory,
+    of which a processor of an RTX 4090 has 100 kB and of an H200 228.
     """
     rows, chunks = whole(n), -(-k // CHUNK)
-    units = 2 if chunks % 2 == 0 else 1
-    if m > 32 and rows % 128 == 0 and runtime.tensor_core_type() != "float16":
-        split = min(round(3 * runtime.device().processors / (rows // 128)), chunks // units // 4)
+    is_large = m > 32 and rows % 128 == 0 and runtime.tensor_core_type() != "float16"
+    programs, tile = (3, Config(128, 2)) if is_large else (8, Config(64, 2, warps=2))
+    fits = 0.75 * programs * prefetched(m, tile) <= runtime.device().shared_bytes
+    units = 2 if chunks % 2 == 0 and fits else 1
+    if is_large:
+        # No more programs than can run at once, because a few that are left would take as long as all others.
+        split = min(3 * runtime.device().processors // (rows // 128), chunks // units // 4)
         return Config(128, units, max(1, split), warps=4, stages=3)
     most = min(max(1, chunks // units // 2), max(2, int(0.07 * k / m)), 16)
     split = min(max(1, round(8 * runtime.device().processors / (rows // 64))), most)
@@ -91,7 +107,10 @@ def heuristic(m: int, n: int, k: int) -> Config:
 
 
 def candidates(m: int, n: int, k: int) -> list[Config]:
-    """Configurations worth timing, the heuristic's first. There are one or two dozen: each takes seconds to compile."""
+    """Configurations worth timing that fit into shared memory, the heuristic's first.
+
+    There are one or two dozen, because each takes seconds to compile.
+    """
     rows, chunks = whole(n), -(-k // CHUNK)
     found = [heuristic(m, n, k)]
     deep = [(u, s) for u, s in ((1, 4), (2, 3), (2, 4), (4, 3)) if chunks % u == 0]
@@ -107,7 +126,8 @@ def candidates(m: int, n: int, k: int) -> list[Config]:
                 programs = load * runtime.device().processors * 64 // block_n
                 split = min(max(1, round(programs / (rows // block_n))), most, 16)
                 found.append(Config(block_n, units, split, warps, stages))
-    return list(dict.fromkeys(found))
+    fitting = (c for c in found if prefetched(m, c) <= runtime.device().shared_bytes)
+    return list(dict.fromkeys(fitting))
 
 
 def path_of(device_kind: str) -> pathlib.Path:

@@ -211,6 +211,23 @@ def test_every_problem_has_configurations_that_can_run_it(m):
             )
 
 
+@pytest.mark.parametrize("m", [1, 8, 24, 64, 128])
+@pytest.mark.parametrize(
+    ("capability", "kilobytes"),
+    [("8.0", 163), ("8.6", 99), ("8.9", 99), ("9.0", 227), ("12.0", 99)],
+)
+def test_processors_with_less_shared_memory_hold_several_programs_too(m, capability, kilobytes):
+    traits = {"compute_capability": capability, "shared_bytes": kilobytes << 10}
+    with runtime.on(like(**traits)):
+        for problem in shapes.PROBLEMS:
+            config = tuning.heuristic(m, problem.n, problem.k)
+            # Eight warps or more on each processor.
+            programs = traits["shared_bytes"] // tuning.prefetched(m, config)
+            assert programs * config.warps >= 8
+            for config in tuning.candidates(m, problem.n, problem.k):
+                assert tuning.prefetched(m, config) <= traits["shared_bytes"]
+
+
 def test_every_row_of_a_table_can_be_run():
     for path in tuning.TABLES.glob("*.json"):
         for (m, n, k), config in tuning.table_of(path.stem.replace("_", " ")).items():
