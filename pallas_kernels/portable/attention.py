@@ -12,13 +12,26 @@ _LEAST_GROUP = 16
 _MOST_PIECES = 64
 
 
-def supports_heads(heads: int, key_heads: int, head_size: int) -> str | None:
-    """Returns why the kernels do not support a model's heads, or None if they do."""
+def supports_heads(heads: int, key_heads: int, head_size: int, slots: int = 64) -> str | None:
+    """Returns why the kernels do not support a model's heads with pages of `slots` slots here, or None if they do."""
     if head_size not in (32, 64, 128, 256):
         return f"needs heads of size 32, 64, 128 or 256; got {head_size}"
     if heads // key_heads > 64:
         return f"needs at most 64 query heads to a key head; got {heads // key_heads}"
+    # A page of keys and of values, the queries, and their probabilities.
+    filled, card = _filled(heads // key_heads), runtime.device()
+    needed = 2 * (2 * slots * head_size + filled * (slots + head_size))
+    if filled == 64 and card.compute_capability.startswith(("9.", "10.")):
+        # Triton's products of 64 rows there read operands in other layouts, so parts of these are stored twice.
+        needed *= 2
+    if needed > (offered := card.shared_bytes):
+        return f"needs {needed} bytes of shared memory of {offered} for pages of {slots} slots of size {head_size}"
     return None
+
+
+def _filled(group: int) -> int:
+    """The query heads of a key head, with those that fill them up to a power of two."""
+    return max(_LEAST_GROUP, 1 << (group - 1).bit_length())
 
 
 def supports(qkv: jax.Array, keys: jax.Array, tables: jax.Array) -> str | None:
@@ -31,7 +44,7 @@ def supports(qkv: jax.Array, keys: jax.Array, tables: jax.Array) -> str | None:
         return f"needs queries and cache in bfloat16; got {qkv.dtype} and {keys.dtype}"
     if slots not in (16, 32, 64, 128):
         return f"needs pages of 16, 32, 64 or 128 slots; got {slots}"
-    return supports_heads(heads, key_heads, head_size)
+    return supports_heads(heads, key_heads, head_size, slots)
 
 
 def pages_of_a_piece(rows: int, key_heads: int, width: int) -> int:
@@ -86,7 +99,7 @@ def decode_attention(
         POOL=pool,
         KEY_HEADS=key_heads,
         GROUP=group,
-        GROUP_FILLED=max(_LEAST_GROUP, 1 << (group - 1).bit_length()),
+        GROUP_FILLED=_filled(group),
         SIZE=size,
         SLOTS=slots,
         WIDTH=width,

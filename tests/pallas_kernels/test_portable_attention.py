@@ -3,11 +3,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import runtime
 from pallas_kernels.decode_attention import decode_attention, supports_heads
 from pallas_kernels.portable import attention
 from tests.combinations import spread
 from tests.pallas_kernels import test_decode_attention as siblings
-from tests.pallas_kernels.devices import h200, portable  # noqa: F401
+from tests.pallas_kernels.devices import h200, like, portable  # noqa: F401
 
 
 def run(arguments):
@@ -70,6 +71,27 @@ def test_what_does_not_fit_is_named(portable):  # noqa: F811
         NotImplementedError, match="'portable': needs queries and cache in bfloat16"
     ):
         decode_attention(*arguments, implementation="portable")
+
+
+@pytest.mark.parametrize(
+    ("capability", "kilobytes", "group", "size", "slots", "fits"),
+    # What Triton's compiler asks for: 41, 82, 76, 143, 106, 164 and 295 kB.
+    [
+        ("7.5", 64, 7, 128, 64, True),
+        ("7.5", 64, 8, 256, 64, False),
+        ("8.9", 99, 8, 256, 64, True),
+        ("8.9", 99, 8, 256, 128, False),
+        ("12.0", 99, 64, 256, 64, False),
+        ("9.0", 227, 64, 256, 64, True),
+        ("9.0", 227, 64, 256, 128, False),
+    ],
+)
+def test_pages_that_do_not_fit_into_shared_memory_are_refused(
+    capability, kilobytes, group, size, slots, fits
+):
+    with runtime.on(like(compute_capability=capability, shared_bytes=kilobytes << 10)):
+        reason = attention.supports_heads(2 * group, 2, size, slots)
+    assert reason is None if fits else f"shared memory of {kilobytes << 10}" in reason
 
 
 @pytest.mark.parametrize(
