@@ -170,6 +170,7 @@ def linear(
         "b": none if branch is None else branch.b,
         "down": none if sums.down is None else sums.down,
         "squares": x.squares if isinstance(x, Stream) else none,
+        "back": none if sums.back is None else sums.back,
         "residual": none if residual is None else residual[0].values,
         "scale": none if residual is None else residual[1],
     }

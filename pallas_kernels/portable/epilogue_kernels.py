@@ -62,7 +62,7 @@ def _product(
         ups = b + index * (N * RANK) + n[None, :] * RANK + rank[:, None]
         up = tl.load(ups, mask=real[None, :], other=0.0)
         y += rounded(tl.dot(rounded(u, ASSEMBLY).to(COMPUTE), up.to(COMPUTE)), ASSEMBLY)
-    if HAS_UNIT:
+    if HAS_UNIT or COMPUTE == tl.float16:
         y *= unit[:, None]
     if HAS_BIAS:
         y += tl.load(bias + index * N + n, mask=real, other=0.0).to(tl.float32)[None, :]
@@ -78,6 +78,7 @@ def finish(
     b,
     down,
     squares,
+    back,
     residual,
     scale,
     out,
@@ -116,6 +117,7 @@ def finish(
       b: [L, N, RANK]; each row has the ranks of its own part.
       down: float32 [RANK_SPLIT, M, RANKS], sums of x A; RANK columns for each part.
       squares: float32 [TILES, M], sums of squares of the stream that was multiplied.
+      back: float32 [M], what undoes the scaling of x for float16 (`matmul.Sums`); not read for bfloat16.
       residual: [M, N].
       scale: float32 [L, N], scales of the next norm.
       out: [M, N]; [M, N / 2] with IS_SWIGLU.
@@ -133,6 +135,9 @@ def finish(
         known = (each < TILES)[:, None] & there[None, :]
         sums = tl.load(squares + each[:, None] * M + row[None, :], mask=known, other=0.0)
         unit = tl.rsqrt(tl.sum(sums, axis=0) / WIDTH + EPS)
+    if COMPUTE == tl.float16:
+        # Powers of two, so what was rounded before has the same bits otherwise.
+        unit *= tl.load(back + row, mask=there, other=0.0)
 
     # The first tile of each part begins with the part's first column.
     tiles_0: tl.constexpr = (SIZE_0 + BLOCK_N - 1) // BLOCK_N

@@ -25,15 +25,17 @@ MAX_M = 128
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """The partial sums of `product`. The sum over their first axis is the product.
+    """The partial sums of `product`. The sum over their first axis, times `back` if there is one, is the product.
 
     Attributes:
       partials: float32 [parts, M, N'] of x W^T, N' being N rounded up to whole tiles.
       down: float32 [parts, M, ranks] of x A^T, or None.
+      back: float32 [M], powers of two by which rows of x were divided for float16; None for bfloat16.
     """
 
     partials: jax.Array
     down: jax.Array | None
+    back: jax.Array | None
 
 
 def supports(m: int, n: int, k: int, config: Config) -> str | None:
@@ -75,6 +77,11 @@ def product(
     block_m = tuning.block_m(m, config)
     block_r = 32 if ranks % 32 == 0 else 16
     rank_split = tuning.rank_split(k) if ranks else 1
+    back = None
+    if runtime.tensor_core_type() == "float16":
+        unit = _unit(x)
+        # Exact, because bfloat16 has the exponents of float32.
+        x, back = (x.astype(jnp.float32) * unit).astype(x.dtype), 1 / unit[:, 0]
     # Absent operands get a placeholder that the kernel does not read.
     operands = {
         "layer": jnp.zeros((1,), jnp.int32) if layer is None else layer,
@@ -107,7 +114,7 @@ def product(
         STAGES=config.stages,
         FORMAT=w.format,
     )
-    return Sums(partials, down if ranks else None)
+    return Sums(partials, down if ranks else None, back)
 
 
 def unpacked(w: PortableWeight, config: Config | None = None) -> jax.Array:
@@ -140,7 +147,9 @@ def unless_fit(dtype: DTypeLike) -> str | None:
 
 def few_rows(x: jax.Array, w: PortableWeight) -> jax.Array:
     """Computes x [M, K] @ decoded(W)^T as float32 [M, N], with the fused kernel. M is at most 128."""
-    return jnp.sum(product(x, w).partials, axis=0)[:, : w.shape[0]]
+    sums = product(x, w)
+    y = jnp.sum(sums.partials, axis=0)[:, : w.shape[0]]
+    return y if sums.back is None else y * sums.back[:, None]
 
 
 def many_rows(x: jax.Array, w: PortableWeight) -> jax.Array:
@@ -164,9 +173,7 @@ def backward(dy: jax.Array, w: PortableWeight) -> jax.Array:
 def _dot(x: jax.Array, weight: jax.Array, *, contract: int) -> jax.Array:
     if weight.dtype == x.dtype:
         return jax.lax.dot_general(x, weight, (((1,), (contract,)), ((), ())))
-    # float16 ends at 65504. So each row of x is scaled to a maximum between 1 and 2, and its product scaled back.
-    largest = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=1, keepdims=True)
-    unit = jnp.exp2(-jnp.floor(jnp.log2(jnp.where(largest > 0, largest, 1))))
+    unit = _unit(x)
     scaled = (x.astype(jnp.float32) * unit).astype(weight.dtype)
     product = jax.lax.dot_general(
         scaled,
@@ -175,3 +182,9 @@ def _dot(x: jax.Array, weight: jax.Array, *, contract: int) -> jax.Array:
         preferred_element_type=jnp.float32,
     )
     return product / unit
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    """Powers of two [M, 1] that bring the largest value of each row of x between 1 and 2: float16 ends at 65504."""
+    largest = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=1, keepdims=True)
+    return jnp.exp2(-jnp.floor(jnp.log2(jnp.where(largest > 0, largest, 1))))

@@ -3,10 +3,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import nvfp4, rounded
+from pallas_kernels import nvfp4, rounded, runtime
 from pallas_kernels.linear import finish
 from pallas_kernels.portable import epilogue, layout
-from tests.pallas_kernels.devices import portable  # noqa: F401
+from tests.pallas_kernels.devices import like, portable  # noqa: F401
 
 LAYERS, LAYER = 2, 1
 # Compiled whole: operation by operation these tests take several times as long.
@@ -98,6 +98,22 @@ def test_a_finished_product_is_what_its_definition_says(portable, sizes, rank, o
     w, matrices, bias, x = problem(sizes, 128, rank=rank, **options)
     actual = linear(w, matrices, bias, x, sizes)
     assert_mostly_equal(actual, definition(w, matrices, bias, x))
+
+
+def test_before_compute_capability_8_rows_may_be_larger_than_float16_is(portable):  # noqa: F811
+    if portable == "gpu":
+        pytest.skip("pretends to be a T4")
+    sizes = (64, 32)
+    w, matrices, bias, x = problem(sizes, 128, rank=8, has_bias=True)
+    x *= jnp.asarray([[1e6], [1e-6], [0], [300], [1]], jnp.bfloat16)
+    stream = epilogue.stream(x, jnp.ones(128))
+    with runtime.on(like(compute_capability="7.5")):
+        plain = linear(w, matrices, bias, x, sizes)
+        normed = linear(w, matrices, bias, stream, sizes, eps=1e-6)
+    for unit, actual in ((None, plain), (stream.unit(1e-6)[:, None], normed)):
+        for row, expected in zip(actual, definition(w, matrices, bias, x, unit=unit), strict=True):
+            largest = np.abs(np.float32(expected)).max()
+            np.testing.assert_allclose(np.float32(row), np.float32(expected), atol=largest * 2**-7)
 
 
 def test_a_residual_stream_is_normalized_by_its_two_kernels(portable):  # noqa: F811

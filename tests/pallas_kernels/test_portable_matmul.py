@@ -78,12 +78,14 @@ def test_before_compute_capability_8_float16_is_multiplied(portable, kind):  # n
     # Rows of very different sizes, and one of zeros: float16 ends at 65504.
     unlike = x * jnp.array([[1e6], [1e-6], [0]], jnp.bfloat16)
     with runtime.on(like(compute_capability="7.5")):
-        sums = jax.jit(functools.partial(matmul.product, config=TINY))(x, w).partials.sum(0)
         unpacked, products = matmul.unpacked(w), matmul.many_rows(unlike, w)
+        few = jax.jit(matmul.few_rows)
+        sums, unlike_sums = few(x, w), few(unlike, w)
     assert_close(sums, np.asarray(x, np.float64) @ dense(w).T, ulps=1 if kind == "nf4" else 2**-8)
     assert unpacked.dtype == jnp.float16
-    for actual, row in zip(products, np.asarray(unlike, np.float64) @ dense(w).T, strict=True):
-        assert_close(actual, row, ulps=1)
+    for found in (products, unlike_sums):
+        for actual, row in zip(found, np.asarray(unlike, np.float64) @ dense(w).T, strict=True):
+            assert_close(actual, row, ulps=1)
 
 
 def test_before_compute_capability_8_mxfp4_is_refused():
