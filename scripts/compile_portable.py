@@ -2,8 +2,8 @@
 
 Lists the launches of a decoding step of Qwen2.5-7B, of products with all formats, and of unpacking weights. It compiles
 each to machine code with Triton's own assembler and prints registers, spilled bytes and shared memory. The exit status
-is 1 if a kernel does not compile or needs more shared memory than the card has. It needs the packages of `.[triton]`;
-jax-triton itself is only needed on a card.
+is 1 if a kernel does not compile, spills more than a few registers, or needs more shared memory than the card has. It
+needs the packages of `.[triton]`; jax-triton itself is only needed on a card.
 
     python -m scripts.compile_portable                          # all capabilities, two minutes
     python -m scripts.compile_portable --capabilities 75 90     # those of a T4 and an H100
@@ -37,8 +37,9 @@ SHARED_BYTES = {
     100: 227 << 10,
     120: 99 << 10,
 }
-# For these Triton uses no tensor cores. It computes products in registers, and spills.
-MAY_SPILL = {75}
+# Most bytes that a kernel may spill: a few of a thread's registers. For a T4 Triton uses no tensor cores. It computes
+# products in registers, and spills more.
+MOST_SPILLED = dict.fromkeys(SHARED_BYTES, 16) | {75: 1 << 20}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +66,10 @@ def launches(capability: int, rows: Sequence[int] = (8, 64)) -> list[Any]:
     from pallas_kernels.portable import attention, epilogue, launch, layout, matmul
 
     card = dataclasses.replace(
-        runtime.H200, name="a card", compute_capability=f"{capability // 10}.{capability % 10}"
+        runtime.H200,
+        name="a card",
+        compute_capability=f"{capability // 10}.{capability % 10}",
+        shared_bytes=SHARED_BYTES[capability],
     )
     array = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype)
     random = {"nvfp4": nvfp4.random, "mxfp4": mxfp4.random, "nf4": nf4.random}
@@ -112,7 +116,8 @@ def launches(capability: int, rows: Sequence[int] = (8, 64)) -> list[Any]:
             if capability < 80 and kind == "mxfp4":
                 continue
             one = weight(kind, 3584, 3584)
-            jax.eval_shape(matmul.product, array((8, 3584), jnp.bfloat16), one)
+            for m in rows:
+                jax.eval_shape(matmul.product, array((m, 3584), jnp.bfloat16), one)
             jax.eval_shape(matmul.unpacked, one)
         pool = array((2, 99, 4, 64, 128), jnp.bfloat16)
         angles = array((8, 64), jnp.float32)
@@ -137,6 +142,8 @@ def compiled(launch: Any, capability: int) -> Compiled:
     from pallas_kernels.portable.launch import compile_for
 
     kernel = compile_for(launch, capability)
+    if re.search(r"\btrap;", kernel.asm["ptx"]):
+        raise RuntimeError("Triton made a trap of it, as it does if tensor memory does not suffice")
     tools = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -174,7 +181,7 @@ def main(argv: list[str] | None = None) -> int:
                 f"{result.shared:7} B shared"
             )
             is_bad = result.shared > SHARED_BYTES[capability]
-            is_bad |= result.spilled > 0 and capability not in MAY_SPILL
+            is_bad |= result.spilled > MOST_SPILLED[capability]
             failed += is_bad
             print(line + (" FAILED" if is_bad else ""), flush=True)
     print(f"{failed} failed")

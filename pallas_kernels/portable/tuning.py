@@ -87,13 +87,15 @@ def heuristic(m: int, n: int, k: int) -> Config:
     Each part of a sum is written and read again, so there are fewer parts where they would be larger than the weight.
 
     With more than 32 rows programs of 128 rows of W: each reads all of x, which took most of the time of smaller ones
-    on an H200. A T4 has no registers for these.
+    on an H200. A T4 has no registers for these, and a B200 no tensor memory, which Triton takes for four warps: all of
+    it for a chunk in a round, and for two more than there is.
 
     Rounds have one chunk instead of two where less than three quarters of these programs would find shared memory,
     of which a processor of an RTX 4090 has 100 kB and of an H200 228.
     """
     rows, chunks = whole(n), -(-k // CHUNK)
-    is_large = m > 32 and rows % 128 == 0 and runtime.tensor_core_type() != "float16"
+    is_small = runtime.tensor_core_type() == "float16" or _uses_tensor_memory()
+    is_large = m > 32 and rows % 128 == 0 and not is_small
     programs, tile = (3, Config(128, 2)) if is_large else (8, Config(64, 2, warps=2))
     fits = 0.75 * programs * prefetched(m, tile) <= runtime.device().shared_bytes
     units = 2 if chunks % 2 == 0 and fits else 1
@@ -107,7 +109,7 @@ def heuristic(m: int, n: int, k: int) -> Config:
 
 
 def candidates(m: int, n: int, k: int) -> list[Config]:
-    """Configurations worth timing that fit into shared memory, the heuristic's first.
+    """Configurations worth timing that fit into a card's memories, the heuristic's first.
 
     There are one or two dozen, because each takes seconds to compile.
     """
@@ -126,8 +128,9 @@ def candidates(m: int, n: int, k: int) -> list[Config]:
                 programs = load * runtime.device().processors * 64 // block_n
                 split = min(max(1, round(programs / (rows // block_n))), most, 16)
                 found.append(Config(block_n, units, split, warps, stages))
-    fitting = (c for c in found if prefetched(m, c) <= runtime.device().shared_bytes)
-    return list(dict.fromkeys(fitting))
+    fits = lambda c: prefetched(m, c) <= runtime.device().shared_bytes
+    can_run = lambda c: fits(c) and not (_uses_tensor_memory() and c.warps >= 4)
+    return list(dict.fromkeys(filter(can_run, found)))
 
 
 def path_of(device_kind: str) -> pathlib.Path:
@@ -141,6 +144,11 @@ def table_of(device_kind: str) -> dict[tuple[int, int, int], Config]:
     path = path_of(device_kind)
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     return {(row["m"], row["n"], row["k"]): Config(**row["config"]) for row in rows}
+
+
+def _uses_tensor_memory() -> bool:
+    # Compute capability 10 (B200) and its successor for small machines. An RTX 5090 (12.0) has none.
+    return runtime.device().compute_capability.startswith(("10.", "11."))
 
 
 def _bucket(m: int) -> int:

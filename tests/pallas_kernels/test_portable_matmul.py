@@ -230,6 +230,14 @@ def test_processors_with_less_shared_memory_hold_several_programs_too(m, capabil
                 assert tuning.prefetched(m, config) <= traits["shared_bytes"]
 
 
+@pytest.mark.parametrize("m", [8, 64, 128])
+def test_where_triton_takes_tensor_memory_programs_have_two_warps(m):
+    with runtime.on(like(compute_capability="10.0")):
+        for problem in shapes.PROBLEMS:
+            found = tuning.candidates(m, problem.n, problem.k)
+            assert found and all(config.warps <= 2 for config in found)
+
+
 def test_every_row_of_a_table_can_be_run():
     for path in tuning.TABLES.glob("*.json"):
         for (m, n, k), config in tuning.table_of(path.stem.replace("_", " ")).items():
