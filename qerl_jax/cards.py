@@ -4,7 +4,7 @@ import dataclasses
 
 from qerl_jax import memory
 from qerl_jax.checked import from_table, meant, require
-from qerl_jax.config import RunConfig
+from qerl_jax.config import DENSE, ModelConfig, RunConfig
 from qerl_jax.model import architecture
 
 # Share of a card's memory that JAX takes in a run that may use all of it: XLA_PYTHON_CLIENT_MEM_FRACTION. JAX's
@@ -31,13 +31,29 @@ class Card:
         """Bytes that a run may use."""
         return int(self.mebibytes * 2**20 * FRACTION)
 
-    @property
-    def kernels(self) -> str:
-        """The kernels that it uses, and how far they were tested, in words."""
-        if self.capability == "9.0":
+    def kernels(self, model: ModelConfig | None = None) -> str:
+        """The kernels that it uses by default, or for a model, and how far they were tested, in words.
+
+        Raises:
+            ConfigError: The model names kernels that cannot run on it.
+        """
+        is_hopper, is_old = self.capability == "9.0", self.capability == "7.5"
+        asked, weights, dtype = "auto", "nvfp4", "bfloat16"
+        if model is not None:
+            asked, weights, dtype = model.kernels, model.weights, model.dtype
+        rule = f"cannot run on this card: needs compute capability 9.0; it has {self.capability}"
+        require(asked != "hopper" or is_hopper, "model.kernels", asked, rule)
+        if asked == "reference":
+            return "the reference, which is slow"
+        if dtype != "bfloat16":
+            return f"the reference, which is slow: kernels need bfloat16, model.dtype is {dtype}"
+        if is_old and weights == "mxfp4":
+            return "the reference, which is slow: portable kernels have no MXFP4 on this card"
+        if is_hopper and asked != "portable" and weights in (*DENSE, "nvfp4"):
             return "Hopper kernels"
-        kinds = "float16" if self.capability == "7.5" else "bfloat16"
-        return f"portable kernels, in {kinds} (extra triton; compiled for this card, not run on it)"
+        kinds = "float16" if is_old else "bfloat16"
+        tested = "run on an H200 only" if is_hopper else "compiled for this card, not run on it"
+        return f"portable kernels, in {kinds} (extra triton; {tested})"
 
 
 CARDS = (
@@ -95,7 +111,7 @@ def describe(card: Card) -> list[str]:
     """Lines that say which of the published shapes train on a card by `recipe`, and their peak memory."""
     lines = [
         f"{card.name}: {card.mebibytes * 2**20 / 1e9:.1f} GB, of which a run gets {card.limit / 1e9:.1f} "
-        f"(set XLA_PYTHON_CLIENT_MEM_FRACTION={FRACTION}); {card.kernels}",
+        f"(set XLA_PYTHON_CLIENT_MEM_FRACTION={FRACTION}); {card.kernels()}",
         "trains by GRPO, NVFP4 base, LoRA of rank 32, 64 completions of 1024 tokens a step. The peak of a smaller",
         "model may be higher, because an update uses what memory is left to be faster:",
     ]

@@ -64,7 +64,7 @@ def plan(argv: list[str]) -> None:
     parser.add_argument("--device-memory")
     parser.add_argument("--compile", action="store_true")
     options, rest = parser.parse_known_args(argv)
-    offered = options.device_memory
+    offered, card = options.device_memory, None
     if options.device is not None:
         from qerl_jax import cards
 
@@ -76,6 +76,8 @@ def plan(argv: list[str]) -> None:
     cfg = run_config("plan", rest, own=("--device", "--device-memory", "--compile"))
     made = qerl_jax.plan(cfg, offered)
     log(str(made))
+    if card is not None:
+        log(f"kernels     {card.kernels(cfg.model)}")
     if options.compile:
         from qerl_jax import memory
 

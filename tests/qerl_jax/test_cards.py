@@ -2,6 +2,7 @@ import pytest
 
 from qerl_jax import cards, memory
 from qerl_jax.cli import main
+from qerl_jax.config import ModelConfig
 from qerl_jax.model import architecture
 
 
@@ -49,10 +50,38 @@ def test_larger_cards_train_larger_models(capsys, monkeypatch):
     [("T4", "portable kernels, in float16"), ("A100", "in bfloat16"), ("H100", "Hopper kernels")],
 )
 def test_a_card_says_its_kernels(name, said):
-    assert said in cards.named(name).kernels
+    assert said in cards.named(name).kernels()
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        (
+            "T4",
+            {"weights": "mxfp4"},
+            "the reference, which is slow: portable kernels have no MXFP4",
+        ),
+        ("L4", {"weights": "mxfp4"}, "portable kernels, in bfloat16"),
+        ("L4", {"kernels": "reference"}, "the reference"),
+        ("L4", {"dtype": "float32"}, "kernels need bfloat16, model.dtype is float32"),
+        ("H200", {"kernels": "portable"}, "run on an H200 only"),
+        ("H200", {"weights": "nf4"}, "portable kernels"),
+        ("H200", {"weights": "bfloat16"}, "Hopper kernels"),
+    ],
+)
+def test_a_card_says_its_kernels_for_a_model(name, change, said):
+    assert said in cards.named(name).kernels(ModelConfig("qerl-tiny", **change))
+
+
+def test_kernels_that_a_card_does_not_have_are_refused_in_its_plan():
+    with pytest.raises(ValueError, match=r"model.kernels: got 'hopper'.* needs .* 9.0; it has 8.9"):
+        cards.named("RTX 4090").kernels(ModelConfig("qerl-tiny", kernels="hopper"))
 
 
 def test_a_config_is_planned_for_a_card(capsys):
     run = ["plan", "configs/quickstart.toml", "--device", "RTX 3090"]
     assert main.main(run) == 0
-    assert "23.19 GB" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "23.19 GB" in said and "kernels     the reference, which is slow" in said
+    assert main.main([*run, "--model.dtype", "bfloat16"]) == 0
+    assert "kernels     portable kernels, in bfloat16" in capsys.readouterr().out
