@@ -4,7 +4,7 @@ Slots are filled from a queue of recorded lengths. Between two chunks the host g
 rows that wait, for which it takes as long as some steps. Longer chunks leave slots idle, and shorter ones make the host
 work more often. A row gets 1 to 8 tokens in a step with drafts, binomially with the mean of --tokens.
 
-    python -m scripts.replay_chunks --rows 16 --price 1.55
+    python -m scripts.replay_chunks --rows 16 --price 1.54
     python -m scripts.replay_chunks --completions RUN/completions/step_000024.jsonl
 """
 
@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16, help="slots")
     parser.add_argument("--tokens", type=float, default=2.3, help="of a row, in a step with drafts")
     parser.add_argument(
-        "--price", type=float, default=1.55, help="steps that one with drafts takes"
+        "--price", type=float, default=1.45, help="steps that one with drafts takes"
     )
     parser.add_argument("--host", type=float, default=2.0, help="steps that the host takes")
     args = parser.parse_args()

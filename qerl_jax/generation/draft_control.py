@@ -14,7 +14,7 @@ from qerl_jax.generation.draft_search import KINDS, LONGEST_MATCH, MOST, Outcome
 # Time of a step by the number of its tokens, in units of a step of at most 8 rows without drafts, measured with 7B on an
 # H200. Steps with drafts were measured with 8 rows; the time to find drafts is included.
 _PRICES = {8: 1.0, 32: 1.28, 64: 1.76, 128: 2.73}
-_PRICES_WITH_DRAFTS = {8: 1.27, 16: 1.41, 32: 1.57, 64: 1.82}
+_PRICES_WITH_DRAFTS = {8: 1.22, 16: 1.33, 32: 1.46, 64: 1.65}
 # Tokens that a step may have with drafts. Each is a program to compile.
 _STEPS = (8, 16, 32, 64)
 # The most tokens of a group's ended completions in which drafts are looked for.
@@ -29,10 +29,19 @@ _SELDOM, _MOST_AT_FIRST = 8, 16
 _KEPT, _BELIEF = 0.75, 4.0
 
 
-def price(tokens: int | float, *, drafts: bool = False) -> float:
-    """Time of a step that runs so many tokens, in units of one that runs at most 8 without drafts."""
-    prices = _PRICES_WITH_DRAFTS if drafts else _PRICES
-    return float(np.interp(tokens, [*prices], [*prices.values()]))
+def price(rows: int, positions: int = 0) -> float:
+    """Time of a step of so many rows, in units of one of at most 8 rows without drafts.
+
+    Args:
+        rows: Rows of the batch.
+        positions: Tokens that the step runs, those of drafts included; 0 for a step without drafts.
+    """
+    at = lambda number, prices: float(np.interp(number, [*prices], [*prices.values()]))
+    plain = at(rows, _PRICES)
+    if not positions:
+        return plain
+    # Finding drafts takes no less time with more rows.
+    return max(at(positions, _PRICES_WITH_DRAFTS), plain + _PRICES_WITH_DRAFTS[8] - 1)
 
 
 class Control(Protocol):
@@ -97,7 +106,7 @@ class Record:
             return
         self.rows += rows
         self.tokens += tokens
-        self.time += calls * price(positions, drafts=True)
+        self.time += calls * price(slots, positions)
         # As many rows at a time as now, each getting one token.
         self.time_without += tokens * calls / rows * price(slots)
 
@@ -164,7 +173,7 @@ class Auto:
 
     def _best(self, slots: int, live: int) -> int:
         """The tokens of a step that bring most for their price: those of the last chunk if no others are much better."""
-        rates = {n: self._expected(live, n) / price(n, drafts=True) for n in _STEPS if n >= slots}
+        rates = {n: self._expected(live, n) / price(slots, n) for n in _STEPS if n >= slots}
         rates[0] = live / price(slots)
         best = max(rates, key=rates.get)
         is_better = rates[best] > _GAIN * rates.get(self._positions, 0)
