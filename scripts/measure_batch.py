@@ -72,6 +72,10 @@ BATCHES = {
             "scripts.bench_rollouts --kernels portable --model 7b --arms nvfp4 --batch 8 64 --out {out}/rollouts.jsonl",
         ),
         Command(
+            150,
+            "scripts.bench_rollouts --model 7b --arms nf4 mxfp4 --batch 8 64 --out {out}/rollouts.jsonl",
+        ),
+        Command(
             75, f"scripts.bench_step --kernels portable {_SEVEN} --out {{out}}/update_portable.json"
         ),
         Command(
