@@ -28,7 +28,7 @@ class Stage:
         name: Name of the stage, such as "train".
         seconds: Its duration.
         cpu: Processor seconds of this process and of its children that have ended.
-        programs: Programs that were compiled or read from the cache.
+        programs: Programs that were compiled.
         cached: Programs that were read from the cache.
         large: Programs whose compilation took more than a tenth of a second.
         trace: Seconds of tracing Python functions; nested ones count twice.

@@ -432,7 +432,9 @@ def test_stages_count_programs_that_were_compiled_and_those_that_were_read(tmp_p
     with stages("none"):
         double(number)
     two, none = stages.rows()
-    assert (two["name"], two["programs"], none["programs"]) == ("two", 2, 0)
+    # An earlier run of the tests may have left the programs in the cache.
+    assert two["name"] == "two" and two["programs"] + two["cached"] == 2
+    assert (none["programs"], none["cached"]) == (0, 0)
     with pytest.raises(KeyError), named("first"):
         raise KeyError
     with named("second"):
