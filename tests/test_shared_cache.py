@@ -11,6 +11,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 USES_JAX = "import jax\n\ndef test_a_program():\n    assert jax.jit(lambda x: 2 * x)(1.5) == 3\n"
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_half_an_entry_of_the_cache_fails_no_test(tmp_path):
     (tmp_path / "test_it.py").write_text(USES_JAX)

@@ -261,7 +261,7 @@ def test_quickstart_learns_and_shuffled_rewards_do_not(tmp_path):
 
 def test_a_short_run_learns(tmp_path):
     short = {
-        "max_steps": 8,
+        "max_steps": 5,
         "eval": {"num_problems": 128},
         "rollout": {"num_generations": 8, "max_completion_length": 33},
         "optim": {"per_device_train_batch_size": 64, "gradient_accumulation_steps": 1},
@@ -271,7 +271,7 @@ def test_a_short_run_learns(tmp_path):
     train(quickstart(tmp_path / "run", **short), quiet=True)
     before, after = accuracies(tmp_path / "run")
     # Shuffled rewards teach nothing: see the slow test above.
-    assert after - before >= 0.25
+    assert after - before >= 0.2
 
 
 BAD_RUNS = {
@@ -339,6 +339,7 @@ def test_a_run_goes_on_from_an_adapter_of_its_shape(tmp_path):
         np.testing.assert_allclose(ours, theirs, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reference", "is_base"),
     [
@@ -500,6 +501,7 @@ def test_completions_are_logged_with_their_rewards_and_what_rewards_log(tmp_path
     assert "of 1 steps taught" in card and "| evaluations | " in card and "1 x cpu" in card
 
 
+@pytest.mark.slow
 def test_a_run_takes_problems_and_rewards_from_memory_and_reports_its_rows(tmp_path):
     problems = [Problem(f"{a}+1=", {"answer": str(a + 1)}) for a in range(12)]
     told = []
@@ -609,6 +611,7 @@ def test_completions_that_no_reward_judged_are_left_out_counted_and_warned_of_on
         assert abs(sum(row["advantage"] for row in group)) < 1e-5  # a mean over the other three
 
 
+@pytest.mark.slow
 def test_a_device_that_reports_its_memory_has_the_plan_beside_the_peak(
     tmp_path, monkeypatch, capsys
 ):

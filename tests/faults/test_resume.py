@@ -119,6 +119,7 @@ def test_a_checkpoint_holds_what_the_run_remembers(tmp_path):
     assert json.loads((tmp_path / "best.json").read_text())["eval/accuracy"] == progress["best"]
 
 
+@pytest.mark.slow
 def test_a_warning_about_a_run_is_given_once_and_not_again_when_it_is_resumed(tmp_path, capsys):
     def zero(completions, **_):
         return [0.0] * len(completions)

@@ -263,6 +263,7 @@ def test_a_norm_and_a_gate_of_any_width_meet_plain_arithmetic(capfd):
     assert "RACE" not in capfd.readouterr().out
 
 
+@pytest.mark.slow
 @on_cpu
 def test_what_the_next_product_reads_first_is_asked_for_as_that_cuts_it_up(capfd):
     m, k, config, next_config = 8, 512, Config(1, 256, 2, 4), Config(2, 128, 2, 3)

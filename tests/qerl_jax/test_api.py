@@ -215,6 +215,7 @@ def test_a_data_set_trains_as_the_list_of_its_rows_does(tmp_path, run):
     assert list(other.metrics["reward"]) == list(run.metrics["reward"])
 
 
+@pytest.mark.slow
 def test_a_problem_is_taken_as_it_is(tmp_path):
     seen = []
 

@@ -99,7 +99,7 @@ def test_text_of_any_kind_survives_the_way(pool):
 
 
 def test_a_call_over_its_limit_is_killed_and_the_others_are_answered(pool):
-    calls = pool(workers=2, seconds=2.0)
+    calls = pool(workers=2, seconds=0.6)
     assert calls.map("hang", [(0,), (60,), (0,)]) == [None, Failure("timeout"), None]
 
 
@@ -277,7 +277,7 @@ PARENT = """
 import sys, threading
 sys.path.insert(0, {folder!r})
 from qerl_jax.process_pool import Pool
-pool = Pool("worker_functions", workers=2, seconds=1.0)
+pool = Pool("worker_functions", workers=2, seconds=0.4)
 idle, busy = pool._idle.get(), pool._idle.get()
 print(idle.call('["pid", []]'), busy.call('["pid", []]'), flush=True)
 busy.call('["{call}", [60]]')

@@ -151,6 +151,7 @@ def test_a_reward_that_compares_strings_votes_by_its_strings():
     ]
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_failed_before_its_first_answer_may_be_asked_otherwise(tmp_path):
     with pytest.raises(ValueError, match="max_tokens"):
         run(tmp_path, max_completion_length=10**6)

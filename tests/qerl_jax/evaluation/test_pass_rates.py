@@ -67,6 +67,7 @@ def test_a_band_is_kept_and_a_stopped_measurement_goes_on(tmp_path):
         select(whole, samples=3, reward="format_reward")
 
 
+@pytest.mark.slow
 def test_a_config_that_trains_the_whole_base_measures_that_base(tmp_path):
     cfg = dataclasses.replace(small(), lora=config.LoraConfig())
     for trainable in ("lora", "full"):
@@ -77,6 +78,7 @@ def test_a_config_that_trains_the_whole_base_measures_that_base(tmp_path):
     assert read(tmp_path / "full.jsonl") == read(tmp_path / "lora.jsonl")
 
 
+@pytest.mark.slow
 def test_a_measurement_that_failed_before_its_first_rate_may_be_asked_otherwise(tmp_path):
     out = tmp_path / "out.jsonl"
     with pytest.raises(ValueError, match="no_such_reward"):

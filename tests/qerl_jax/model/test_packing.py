@@ -172,7 +172,7 @@ def plain_logps(variables, prompt_lengths, tokens):
     [
         (100, ((7, 13),)),
         pytest.param(128, ((2, 14), (9, 13)), marks=pytest.mark.slow),
-        (97, ((5, 20), (1, 13), (3, 13))),
+        pytest.param(97, ((5, 20), (1, 13), (3, 13)), marks=pytest.mark.slow),
     ],
 )
 def test_packed_rows_have_the_log_probabilities_and_slopes_of_rows_by_themselves(

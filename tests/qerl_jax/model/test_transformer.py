@@ -301,7 +301,7 @@ def test_a_linear_rounds_products_and_its_result_and_nothing_between():
     [
         ("nvfp4", jnp.float32),
         ("nf4", jnp.bfloat16),
-        ("bfloat16", jnp.bfloat16),
+        pytest.param("bfloat16", jnp.bfloat16, marks=pytest.mark.slow),
         pytest.param("nvfp4", jnp.bfloat16, marks=pytest.mark.slow),
         pytest.param("nf4", jnp.float32, marks=pytest.mark.slow),
         pytest.param("bfloat16", jnp.float32, marks=pytest.mark.slow),

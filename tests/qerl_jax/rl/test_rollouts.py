@@ -384,7 +384,9 @@ def test_rows_of_a_group_share_their_noise_and_sequences_do_not():
     assert rows == {"group": [True] * 6, "sequence": [True, False] * 3}
 
 
-@pytest.mark.parametrize("per", ["group", "sequence", "token"])
+@pytest.mark.parametrize(
+    "per", [pytest.param("group", marks=pytest.mark.slow), "sequence", "token"]
+)
 def test_noise_of_rows_does_not_depend_on_the_slot_or_the_neighbours(per):
     together, apart = collect_noisy(per), collect_noisy(per, max_concurrent=2)
     assert together.texts == apart.texts
@@ -392,6 +394,7 @@ def test_noise_of_rows_does_not_depend_on_the_slot_or_the_neighbours(per):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_noise_of_tokens_is_a_new_draw_for_every_forward_pass():
     """In the loop the prompt without its last token has one draw, and then each token has its own."""
     rollout, (_, variables) = collect_noisy("token"), noisy("token")

@@ -279,7 +279,7 @@ def test_loss_and_gradient_equal_a_direct_implementation(grpo, optim):
     np.testing.assert_allclose(metrics["grad_norm"], np.sqrt(squares), rtol=1e-4)
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo"])
+@pytest.mark.parametrize("loss_type", ["grpo", pytest.param("dr_grpo", marks=pytest.mark.slow)])
 def test_a_row_that_nobody_judged_is_not_among_the_rows_that_a_loss_is_divided_by(loss_type):
     grpo = dataclasses.replace(GRPO if loss_type == "grpo" else DR_GRPO, beta=0.0)
     loss, expected = direct_loss_and_gradient(grpo)
@@ -321,9 +321,7 @@ def test_the_step_is_adamw():
     assert_close(state.params, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "micro_rows", [*(pytest.param(m, marks=pytest.mark.slow) for m in (8, 4)), 2]
-)
+@pytest.mark.parametrize("micro_rows", [pytest.param(m, marks=pytest.mark.slow) for m in (8, 4, 2)])
 def test_a_prompt_computed_once_gives_the_update_of_a_prompt_in_every_row(micro_rows):
     """A micro-batch has two prompts, one, or half of one; the reference policy is scored like this, too."""
     options = {"grpo": GRPO, "optim": geometry(micro_rows, 8 // micro_rows)}

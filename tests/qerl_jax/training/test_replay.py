@@ -70,6 +70,7 @@ def test_a_skipped_step_is_written_and_runs_once_more(tmp_path):
     assert not any("weight" in line or "logps" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_a_step_under_noise_of_each_groups_own_runs_once_more(tmp_path):
     cfg = run_config(tmp_path)
     cfg = dataclasses.replace(cfg, noise=dataclasses.replace(cfg.noise, per="group", scope="both"))
