@@ -61,8 +61,9 @@ study-smoke: env  ## two steps of an arm of the study (docs/results.md), on the 
 wheel: env  ## build the wheel into dist/, install it elsewhere, and run the quickstart from it
 	$(BIN)/python -m scripts.check_wheel --keep dist
 
-docs: $(VENV)/.docs  ## build the site of docs/ into build/site; a link that leads nowhere fails
+docs: $(VENV)/.docs  ## run the examples of docs/, and build the site into build/site; a link that leads nowhere fails
 	$(BIN)/python -m scripts.make_reference --check
+	$(BIN)/python -m pytest -q -n 0 --runslow tests/test_doc_examples.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "site in build/site/index.html"
 

@@ -1,4 +1,7 @@
-"""Tests the examples in the docstrings of the public names, one after the other, on the base in the package."""
+"""Tests the examples in the docstrings of the public names, one after the other, on the base in the package.
+
+`make docs` runs the slow ones, too.
+"""
 
 import doctest
 import inspect
@@ -49,6 +52,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("examples")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("documented", EXAMPLES, ids=lambda each: each.__qualname__)
 def test_the_example_of_a_docstring_gives_what_it_shows(documented, names, folder, monkeypatch):
     monkeypatch.chdir(folder)
@@ -62,6 +66,7 @@ def test_the_example_of_a_docstring_gives_what_it_shows(documented, names, folde
     assert runner.failures == 0, "".join(shown)
 
 
+@pytest.mark.slow
 def test_the_guide_runs_from_its_first_line_to_its_last(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = GUIDE.read_text()

@@ -590,6 +590,7 @@ def test_an_epoch_under_dynamic_sampling_ends_when_all_its_problems_were_met(tmp
     assert without_times(logger.read_metrics(tmp_path / "resumed")) == without_times(rows)
 
 
+@pytest.mark.slow
 def test_completions_that_no_reward_judged_are_left_out_counted_and_warned_of_once(
     tmp_path, capsys
 ):

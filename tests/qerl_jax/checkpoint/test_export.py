@@ -173,6 +173,7 @@ def test_where_there_are_two_bases_one_must_be_chosen(run, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_an_export_that_is_off_is_an_error_and_leaves_the_folder_as_it_was(
     run, tmp_path, monkeypatch
 ):

@@ -132,6 +132,7 @@ def test_every_record_says_what_was_answered_and_how_it_was_judged(finished):
     assert stored == summary
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_votes_of_a_mathematical_reward_are_its_own(tmp_path, monkeypatch):
     halves = itertools.cycle(["1/2", "0.5"])

@@ -88,6 +88,7 @@ def test_a_measurement_that_failed_before_its_first_rate_may_be_asked_otherwise(
     assert select(out, samples=1)[1]
 
 
+@pytest.mark.slow
 def test_the_command_reports_what_it_kept(tmp_path, capsys):
     path, out = tmp_path / "small.toml", tmp_path / "folder" / "out.jsonl"
     path.write_text(config.dump(small()))

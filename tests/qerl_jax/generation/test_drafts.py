@@ -246,6 +246,7 @@ def test_a_config_makes_drafts_on_a_gpu_only(monkeypatch):
     assert made("auto") == Drafting() and made("off") is None
 
 
+@pytest.mark.slow
 def test_ended_completions_are_looked_through_and_other_groups_too():
     """At temperature 0 the completions of a prompt are equal: the second of two is known when it begins."""
     queue = prompts(0, (5,), (2,), limit=40)

@@ -284,6 +284,7 @@ def chi_square(counts, probabilities):
     return np.sum((counts - expected) ** 2 / expected)
 
 
+@pytest.mark.slow
 def test_successive_tokens_of_a_row_are_independent_and_have_their_frequencies():
     probabilities = np.array([0.5, 0.3, 0.2])
     out, _ = memoryless(probabilities, 2, (), rows=20_000)

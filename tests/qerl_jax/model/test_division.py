@@ -127,6 +127,7 @@ def test_tiles_are_taken_apart_where_heads_do_not_end_with_them():
         np.testing.assert_array_equal(values(division.whole(linear, stack)), values(plain))
 
 
+@pytest.mark.slow
 def test_rows_with_a_global_scale_each_keep_it():
     rows = nvfp4.random(jax.random.key(0), (896, 64))
     scales = 1.0 + jnp.arange(896.0)

@@ -54,6 +54,7 @@ def test_kept_linears_are_written_as_they_are_and_named_in_the_config(folder):
     assert "model.layers.1.self_attn.v_proj.weight_packed" in ours
 
 
+@pytest.mark.slow
 def test_a_mixed_base_computes_what_its_unpacked_weights_compute(folder):
     model, variables = load(folder)
     assert model.kept == KEPT

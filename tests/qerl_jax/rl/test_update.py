@@ -332,7 +332,8 @@ def test_a_prompt_computed_once_gives_the_update_of_a_prompt_in_every_row(micro_
 
 
 @pytest.mark.parametrize(
-    ("grpo", "budget"), [pytest.param(DR_GRPO, 17, marks=pytest.mark.slow), (GRPO, 40)]
+    ("grpo", "budget"),
+    [pytest.param(*case, marks=pytest.mark.slow) for case in ((DR_GRPO, 17), (GRPO, 40))],
 )
 def test_micro_batches_cut_by_tokens_give_the_unsplit_update(grpo, budget):
     """They have two rows of a prompt, of three widths; and four, which are scored under the reference, too."""
@@ -494,7 +495,9 @@ def direct_values():
     return jitted_direct_logps(trained_params(), sample_tokens())
 
 
-@pytest.mark.parametrize("sizes", [pytest.param((8, 1), marks=pytest.mark.slow), (2, 4)])
+@pytest.mark.parametrize(
+    "sizes", [pytest.param(sizes, marks=pytest.mark.slow) for sizes in ((8, 1), (2, 4))]
+)
 def test_entropies_choose_tokens_and_teach_all_rows_however_rows_are_cut(sizes):
     values, pull_back = jax.vjp(
         lambda params: jitted_direct_logps(params, sample_tokens()), trained_params()
@@ -523,6 +526,7 @@ ADAPTS = GrpoConfig(
 )
 
 
+@pytest.mark.slow
 def test_a_coefficient_that_adapts_is_part_of_the_state():
     """No entropy comes before the first step, so only the second one has a bonus."""
     state = dataclasses.replace(state_of(trained_params()), entropy=EntropyControl.begin(ADAPTS))
@@ -560,6 +564,7 @@ def test_nothing_reads_a_state_that_was_given_away(monkeypatch):
 SEVERAL_STEPS = GrpoConfig(old_logprobs="recompute", num_iterations=2)
 
 
+@pytest.mark.slow
 def test_later_steps_of_a_rollout_leave_the_recomputed_policy_behind():
     state, metrics = run(grpo=SEVERAL_STEPS, optim=TWO_BATCHES)
     assert metrics["clip_ratio/region_mean"] > 0
@@ -638,6 +643,7 @@ def test_the_reference_moves_towards_the_policy_every_so_many_steps():
     assert abs(divergences[0]) < 1e-9 < divergences[1]
 
 
+@pytest.mark.slow
 def test_a_reference_that_does_not_follow_stays_as_training_began():
     state = update.init_state(jax.tree.map(jnp.array, trained_params()), PLAIN, keep_reference=True)
     arguments = (base(), sample_experience(), None, jax.random.key(0))
@@ -812,7 +818,7 @@ def relative_distance(actual, expected):
         DAPO,
         dataclasses.replace(GRPO, beta=0.0),
         pytest.param(DR_GRPO, marks=pytest.mark.slow),
-        RECOMPUTE,
+        pytest.param(RECOMPUTE, marks=pytest.mark.slow),
         SEQUENCE_MASKED,
     ],
     ids=["dapo", "grpo", "dr_grpo", "recomputed", "masked"],
@@ -850,6 +856,7 @@ def test_metrics_are_of_the_rows_that_are_computed():
     assert_close(metrics["sampling/sampling_logp_difference/max"], difference.max())
 
 
+@pytest.mark.slow
 def test_where_nothing_learns_some_rows_still_compare_policy_and_sampler():
     experience = dataclasses.replace(sample_experience(), advantages=np.zeros(ROWS, np.float32))
     state, metrics = run(grpo=SEVERAL_STEPS, experience=experience, optim=geometry(2, 2))
