@@ -30,7 +30,8 @@ from qerl_jax.mesh import places
 from qerl_jax.model import architecture, kv_cache, packing
 from qerl_jax.model.division import Division
 from qerl_jax.model.transformer import Kept, Transformer, abstract_base, trainable
-from qerl_jax.rl import experience, grpo, microbatches, optimizer, update
+from qerl_jax.rl import experience, grpo, microbatches, optimizer
+from qerl_jax.rl.objective import Objective, compiler_options, gradient
 
 Phase = Literal["always", "rollout", "update", "evaluation"]
 _TURNS: tuple[Phase, ...] = ("rollout", "update", "evaluation")
@@ -365,7 +366,7 @@ def compiled_update(
         advantages=shape((made.num_rows,), jnp.float32),
         fixed=dict.fromkeys(_fixed(cfg), logps),
     )
-    objective = update.Objective(
+    objective = Objective(
         model,
         cfg.grpo,
         temperature=cfg.rollout.temperature,
@@ -373,8 +374,8 @@ def compiled_update(
         remat=cfg.model.gradient_checkpointing,
     )
     lowered = jax.jit(
-        functools.partial(update.gradient, objective),
-        compiler_options=update.compiler_options(objective),
+        functools.partial(gradient, objective),
+        compiler_options=compiler_options(objective),
     ).lower(
         params,
         frozen,
@@ -471,7 +472,7 @@ def _budgets(cfg: RunConfig, limit: int | None) -> list[int | None]:
     if given is not None or cfg.grpo.loss_type == "bnpo":
         return [given]
     longest = cfg.data.max_prompt_length + cfg.rollout.max_completion_length
-    budgets = [update.token_budget(cfg.optim, **_update_sizes(cfg))]
+    budgets = [microbatches.token_budget(cfg.optim, **_update_sizes(cfg))]
     while limit is not None and budgets[-1] > longest:
         budgets.append(max(longest, budgets[-1] // 2))
     return budgets
@@ -606,8 +607,8 @@ def _update(cfg: RunConfig, arch: architecture.Architecture, adapter: int) -> li
 
 
 def update_shapes(cfg: RunConfig) -> tuple[microbatches.Shape, ...]:
-    """All shapes that the micro-batches of a run can have; see `update.update_shapes`."""
-    return update.update_shapes(cfg.optim, cfg.grpo.loss_type, **_update_sizes(cfg))
+    """All shapes that the micro-batches of a run can have; see `microbatches.update_shapes`."""
+    return microbatches.update_shapes(cfg.optim, cfg.grpo.loss_type, **_update_sizes(cfg))
 
 
 def _update_sizes(cfg: RunConfig) -> dict[str, int]:

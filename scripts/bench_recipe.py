@@ -294,14 +294,14 @@ def print_kernels(improve: Any, params: Any, frozen: Any, experience: Any) -> No
     import numpy as np
     from jax.experimental.mosaic.gpu import profiler
 
-    from qerl_jax.rl import grpo, update
+    from qerl_jax.rl import grpo, objective, update
 
     accumulation = improve.optim.gradient_accumulation_steps
     rows, tokens = np.int32(128), np.int32(32_000)
     totals = grpo.BatchTotals(rows, tokens, improve.max_completion_length, accumulation)
     gradient = jax.jit(
-        functools.partial(update.gradient, improve.objective),
-        compiler_options=update.compiler_options(improve.objective),
+        functools.partial(objective.gradient, improve.objective),
+        compiler_options=objective.compiler_options(improve.objective),
     )
     cut = update.micro_batches(improve, experience, experience.rows)
     counts = collections.Counter(batch.shape for batch in cut)

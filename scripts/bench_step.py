@@ -263,7 +263,7 @@ def _time_update(row: Row, cfg: config.RunConfig, profile: bool) -> dict:
 
     from qerl_jax import memory
     from qerl_jax.model.transformer import Transformer, init_params, random_base
-    from qerl_jax.rl import grpo, update
+    from qerl_jax.rl import grpo, objective, update
     from qerl_jax.rl.experience import Experience
 
     lora = config.LoraConfig(cfg.lora.rank, cfg.lora.alpha)
@@ -296,7 +296,7 @@ def _time_update(row: Row, cfg: config.RunConfig, profile: bool) -> dict:
     result = {"update": statistics.median(times[1:]), "first_step": times[0], "tokens": tokens}
     if not profile:
         return result
-    gradient = functools.partial(update.gradient, improve.objective)
+    gradient = functools.partial(objective.gradient, improve.objective)
     counts = (rows, experience.mask.sum(), row.completion)
     totals = grpo.BatchTotals(*map(jnp.int32, counts))
     first, *_ = update.micro_batches(improve, experience, experience.rows)

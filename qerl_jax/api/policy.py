@@ -27,8 +27,8 @@ from qerl_jax.generation.generator import Completion, Generator, check_limits
 from qerl_jax.generation.sampling_params import SamplingParams
 from qerl_jax.model.transformer import Transformer, init_params
 from qerl_jax.rewards.environments import Tool, Toolboxes
-from qerl_jax.rl import update
 from qerl_jax.rl.experience import Experience, make_experience
+from qerl_jax.rl.objective import token_logps
 from qerl_jax.rl.rollouts import Rollout
 
 # Tokens, padding included, whose log-probabilities are computed together; and the narrowest padding.
@@ -471,4 +471,4 @@ def _experience(prompts: list, completions: list, widths: Sequence[int]) -> Expe
 @functools.partial(jax.jit, static_argnames=("model", "num_tokens", "adapter"))
 def _token_logps(model, variables, experience, temperature, *, num_tokens, adapter):
     options = {"temperature": temperature, "num_tokens": num_tokens, "adapter": adapter}
-    return update.token_logps(model, variables, experience, **options)[0]
+    return token_logps(model, variables, experience, **options)[0]

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
         informative,
         policy_loss,
     )
+    from qerl_jax.rl.objective import Objective, token_logps
     from qerl_jax.rl.rollouts import Rollout, Sampler, Scored, admit, collect, make_sampler, score
-    from qerl_jax.rl.update import Objective, TrainState, Updater, init_state, token_logps
+    from qerl_jax.rl.update import TrainState, Updater, init_state
 
 # The module of each name; the imports above are the same for editors.
 _MODULES = {
@@ -60,7 +61,8 @@ _MODULES = {
         "make_sampler",
         "score",
     ),
-    "qerl_jax.rl.update": ("Objective", "TrainState", "Updater", "init_state", "token_logps"),
+    "qerl_jax.rl.objective": ("Objective", "token_logps"),
+    "qerl_jax.rl.update": ("TrainState", "Updater", "init_state"),
 }
 _PLACES = {name: module for module, names in _MODULES.items() for name in names}
 

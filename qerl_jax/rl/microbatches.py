@@ -8,6 +8,7 @@ from typing import Self
 
 import numpy as np
 
+from qerl_jax.config import OptimConfig
 from qerl_jax.model.architecture import Architecture
 
 # Shares of the widest row to which rollouts are padded on the host.
@@ -191,6 +192,58 @@ def default_budget(*, prompt_width: int, completion_width: int, rows: int, promp
 
 
 _TOKENS = 8192
+
+
+def update_shapes(
+    optim: OptimConfig,
+    loss_type: str,
+    *,
+    group: int,
+    prompt_width: int,
+    completion_width: int,
+    overhead: float = 0.0,
+) -> tuple[Shape, ...]:
+    """All shapes that the micro-batches of an update can have.
+
+    Args:
+        optim: How optimizer batches are cut.
+        loss_type: For "bnpo" they are cut by rows.
+        group: Completions that share a prompt.
+        prompt_width: The most tokens of a prompt.
+        completion_width: The most tokens of a completion.
+        overhead: What a micro-batch costs beside its tokens, see `overhead`; only the choice between
+            the shapes depends on it.
+    """
+    widths = {"prompt_width": prompt_width, "completion_width": completion_width}
+    micro_rows = optim.per_device_train_batch_size
+    rows = micro_rows * optim.gradient_accumulation_steps
+    if loss_type == "bnpo":
+        # Rows of a prompt are neighbours in groups of this size.
+        prompts = micro_rows // math.gcd(micro_rows, math.gcd(rows, group))
+        return shapes_of_rows(micro_rows, prompts=prompts, **widths)
+    budget = token_budget(optim, group=group, **widths)
+    return shapes(
+        budget,
+        group=math.gcd(rows, group),
+        max_rows=rows,
+        overhead=overhead,
+        **widths,
+    )
+
+
+def token_budget(
+    optim: OptimConfig, *, group: int, prompt_width: int, completion_width: int
+) -> int:
+    """Tokens of a large micro-batch; arguments as for `update_shapes`."""
+    if optim.max_tokens_per_microbatch is not None:
+        return optim.max_tokens_per_microbatch
+    rows = optim.per_device_train_batch_size * optim.gradient_accumulation_steps
+    return default_budget(
+        prompt_width=prompt_width,
+        completion_width=completion_width,
+        rows=rows,
+        prompts=rows // math.gcd(rows, group),
+    )
 
 
 def cut(rows: Rows, shapes: Sequence[Shape]) -> list[MicroBatch]:

@@ -12,13 +12,13 @@ import numpy as np
 import optax
 
 from qerl_jax import messages, sharding
-from qerl_jax.config import GrpoConfig, OptimConfig, Remat, RunConfig
+from qerl_jax.config import GrpoConfig, OptimConfig, RunConfig
 from qerl_jax.mesh import Replicas
-from qerl_jax.model import logprobs, packing, transformer
-from qerl_jax.model.noise import of_rows
-from qerl_jax.rl import grpo, masked, microbatches, optimizer
+from qerl_jax.model import transformer
+from qerl_jax.rl import grpo, microbatches, optimizer, update_metrics
 from qerl_jax.rl.entropy import EntropyControl, high_entropy
-from qerl_jax.rl.experience import Experience, PackedRows
+from qerl_jax.rl.experience import Experience
+from qerl_jax.rl.objective import Objective, compiler_options, gradient, score
 
 messages.sent(grpo.RowMetrics)
 
@@ -44,25 +44,6 @@ class TrainState:
     skipped: jax.Array
     reference: Any = None
     entropy: EntropyControl | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Objective:
-    """The policy and its loss: a static argument of jitted functions.
-
-    Attributes:
-        model: The policy.
-        grpo: The loss.
-        temperature: Temperature of all log-probabilities.
-        num_tokens: Ids that the tokenizer has.
-        remat: What the backward pass recomputes, see `transformer.Transformer`.
-    """
-
-    model: transformer.Transformer
-    grpo: GrpoConfig
-    temperature: float
-    num_tokens: int
-    remat: Remat = "none"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,192 +93,10 @@ def init_state(
     )
 
 
-def token_logps(
-    model: transformer.Transformer,
-    variables: dict[str, Any],
-    experience: Experience,
-    *,
-    temperature: jax.Array | float,
-    num_tokens: int,
-    adapter: bool = True,
-    remat: Remat = "none",
-    dropout_key: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Log-probability of every completion token and entropy of its distribution, float32 [B, C] each.
-
-    Each prompt is computed once for all of its completions. Where rows have their own noise, `variables` hold it as
-    `RowNoise`, and it is drawn by the experience's numbers.
-    """
-    rows, length = experience.completions.shape
-    if experience.noise is not None:
-        variables = of_rows(
-            variables, jnp.repeat(experience.noise, rows // len(experience.prompts))
-        )
-    layout = packing.rectangle(
-        experience.prompt_lengths, experience.prompts.shape[1], rows=rows, width=length
-    )
-    tokens = jnp.concatenate([experience.completions.reshape(-1), experience.prompts.reshape(-1)])
-    found = packed_logps(
-        model,
-        variables,
-        layout,
-        tokens,
-        temperature=temperature,
-        num_tokens=num_tokens,
-        adapter=adapter,
-        remat=remat,
-        dropout_key=dropout_key,
-    )
-    logps, entropy = (x[: rows * length].reshape(rows, length) for x in found)
-    return logps, entropy
-
-
-def packed_logps(
-    model: transformer.Transformer,
-    variables: dict[str, Any],
-    layout: packing.Packing,
-    tokens: jax.Array,
-    *,
-    temperature: jax.Array | float,
-    num_tokens: int,
-    adapter: bool = True,
-    remat: Remat = "none",
-    dropout_key: jax.Array | None = None,
-    entropy_slopes: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    """`token_logps` of packed rows: float32 [T] each, valid only at tokens of completions.
-
-    Args:
-        model: The policy.
-        variables: Its collections.
-        layout: The layout of the token axis.
-        tokens: int32 [T]; completions come first.
-        temperature: See `logprobs`.
-        num_tokens: Ids that the tokenizer has.
-        adapter: See `transformer.Transformer`.
-        remat: Likewise.
-        dropout_key: Key of the adapter's dropout; None for none.
-        entropy_slopes: Whether gradients flow through the entropies.
-    """
-    hidden, _ = model.apply(
-        variables,
-        tokens[None],
-        packed=layout,
-        adapter=adapter,
-        remat=remat,
-        rngs=None if dropout_key is None else {"dropout": dropout_key},
-    )
-    return logprobs.of_targets(
-        layout.before(hidden[0]),
-        transformer.head(variables["frozen"]),
-        tokens,
-        temperature=temperature,
-        num_tokens=num_tokens,
-        count=jnp.sum(layout.lengths),
-        entropy_slopes=entropy_slopes,
-    )
-
-
-def loss(
-    objective: Objective,
-    params: Any,
-    frozen: Any,
-    noise: Any,
-    batch: PackedRows,
-    totals: grpo.BatchTotals,
-    dropout_key: jax.Array,
-) -> tuple[jax.Array, Any]:
-    """The loss of one micro-batch.
-
-    Args:
-        objective: The policy and its loss.
-        params: What trains, float32.
-        frozen: The rest of the policy.
-        noise: Noise on the norms under which the policy acts, or None.
-        batch: Rows, with their fixed log-probabilities from `anchors`.
-        totals: Rows and tokens of the optimizer batch.
-        dropout_key: Key of the adapter's dropout, where it has any.
-
-    Returns:
-        The loss, and as auxiliary values the counts of `grpo.policy_loss`, the distance of the policy from the
-        sampler, and the sum of the entropies.
-    """
-    cfg, lora, layout = objective.grpo, objective.model.lora, batch.packing
-    logps, entropies = packed_logps(
-        objective.model,
-        _variables(params, frozen, noise, batch),
-        layout,
-        batch.tokens,
-        temperature=objective.temperature,
-        num_tokens=objective.num_tokens,
-        remat=objective.remat,
-        dropout_key=dropout_key if lora is not None and lora.dropout else None,
-        entropy_slopes=cfg.has_entropy_bonus,
-    )
-    drift = _drift(jax.lax.stop_gradient(logps), batch)
-    # From here on arrays are by row, [n, S].
-    fixed = {name: layout.by_row(x) for name, x in batch.fixed.items()}
-    behaviour, mask = layout.by_row(batch.behaviour_logps), layout.by_row(batch.mask)
-    by_row = layout.by_row(logps)
-    current = jax.lax.stop_gradient(by_row)
-    old = behaviour if cfg.old_logprobs == "behaviour" else fixed.get("old_logps", current)
-    weights = grpo.sampling_weights(
-        cfg, current, fixed.get("old_logps"), behaviour, batch.advantages, mask
-    )
-    rows = grpo.LossInputs(
-        by_row,
-        old,
-        batch.advantages,
-        mask,
-        fixed.get("ref_logps"),
-        weights,
-        correction=grpo.sampling_correction(cfg, fixed.get("old_logps", current), behaviour, mask),
-        entropies=layout.by_row(entropies) if cfg.has_entropy_bonus else None,
-        high_entropy=fixed.get("high_entropy"),
-    )
-    value, counts = grpo.policy_loss(cfg, rows, totals)
-    return value, (counts, drift, masked.sum(entropies, batch.mask))
-
-
-gradient = jax.value_and_grad(loss, argnums=1, has_aux=True)
-
-
-@functools.partial(jax.jit, static_argnames=("objective", "adapter", "of"))
-def score(objective, params, frozen, noise, batch, adapter, of="logps"):
-    """Log-probabilities [T] of the tokens of a micro-batch, or their entropies with of = "entropies".
-
-    Where devices share a base, each has its own micro-batch: [group, T].
-    """
-
-    def scored(params, frozen, noise, batch):
-        logps, entropies = packed_logps(
-            objective.model,
-            _variables(params, frozen, noise, batch),
-            batch.packing,
-            batch.tokens,
-            temperature=objective.temperature,
-            num_tokens=objective.num_tokens,
-            adapter=adapter,
-        )
-        return {"logps": logps, "entropies": entropies}[of]
-
-    in_group = sharding.in_group(objective.model.group, scored, own=(3,), gives_own=True)
-    return in_group(params, frozen, noise, batch)
-
-
 @jax.jit
 def zeros(params):
     """A zero loss and gradient, to which those of micro-batches are added."""
     return jnp.float32(0), jax.tree.map(jnp.zeros_like, params)
-
-
-def compiler_options(objective: Objective) -> dict[str, bool]:
-    """XLA's options for the gradient.
-
-    Where products are kept for the backward pass, XLA's fusion of slices would compute them twice: for the next
-    operation, and again into the stack of all layers.
-    """
-    return {} if objective.remat == "layer" else {"xla_gpu_enable_dynamic_slice_fusion": False}
 
 
 @functools.cache
@@ -468,7 +267,7 @@ class Updater:
             # The earlier state is donated: from here on the rollout must be finished.
             learner = dataclasses.replace(self, poll=lambda: None)
             metrics, counts = jax.device_get((metrics, counts))
-            records.append((metrics, *_joined(counts, rows.size)))
+            records.append((metrics, *update_metrics.joined(counts, rows.size)))
             if cfg.has_entropy_bonus:
                 tokens = _entropy_tokens(experience, held, rows)
                 mean = records[-1][1].entropy.sum(dtype=np.float64) / max(tokens, 1)
@@ -490,7 +289,7 @@ class Updater:
                         entropy_coef=coef,
                     )
                 )
-        metrics = _reduce(records) | _sampling_metrics(records[0][2])
+        metrics = update_metrics.reduced(records) | update_metrics.of_sampling(records[0][2])
         return state, metrics | _packing_metrics(experience, cuts)
 
 
@@ -785,7 +584,7 @@ def cut_rows(
     optim, group = updater.optim, experience.rows.shape[1]
     prompt_width = updater.max_prompt_length or experience.prompts.shape[1]
     rows, cfg = experience.rows_to_cut(numbers), updater.objective.grpo
-    shapes = update_shapes(
+    shapes = microbatches.update_shapes(
         optim,
         cfg.loss_type,
         group=group,
@@ -798,58 +597,6 @@ def cut_rows(
         return microbatches.by_rows(rows, optim.per_device_train_batch_size, shapes)
     replicas = updater.replicas
     return microbatches.cut_for(rows, shapes, len(replicas) * replicas.group)
-
-
-def update_shapes(
-    optim: OptimConfig,
-    loss_type: str,
-    *,
-    group: int,
-    prompt_width: int,
-    completion_width: int,
-    overhead: float = 0.0,
-) -> tuple[microbatches.Shape, ...]:
-    """All shapes that the micro-batches of an update can have.
-
-    Args:
-        optim: How optimizer batches are cut.
-        loss_type: For "bnpo" they are cut by rows.
-        group: Completions that share a prompt.
-        prompt_width: The most tokens of a prompt.
-        completion_width: The most tokens of a completion.
-        overhead: What a micro-batch costs beside its tokens, see `microbatches.overhead`; only the choice between
-            the shapes depends on it.
-    """
-    widths = {"prompt_width": prompt_width, "completion_width": completion_width}
-    micro_rows = optim.per_device_train_batch_size
-    rows = micro_rows * optim.gradient_accumulation_steps
-    if loss_type == "bnpo":
-        # Rows of a prompt are neighbours in groups of this size.
-        prompts = micro_rows // math.gcd(micro_rows, math.gcd(rows, group))
-        return microbatches.shapes_of_rows(micro_rows, prompts=prompts, **widths)
-    budget = token_budget(optim, group=group, **widths)
-    return microbatches.shapes(
-        budget,
-        group=math.gcd(rows, group),
-        max_rows=rows,
-        overhead=overhead,
-        **widths,
-    )
-
-
-def token_budget(
-    optim: OptimConfig, *, group: int, prompt_width: int, completion_width: int
-) -> int:
-    """Tokens of a large micro-batch; arguments as for `update_shapes`."""
-    if optim.max_tokens_per_microbatch is not None:
-        return optim.max_tokens_per_microbatch
-    rows = optim.per_device_train_batch_size * optim.gradient_accumulation_steps
-    return microbatches.default_budget(
-        prompt_width=prompt_width,
-        completion_width=completion_width,
-        rows=rows,
-        prompts=rows // math.gcd(rows, group),
-    )
 
 
 def _rows_of(cuts: Sequence[Sequence[microbatches.MicroBatch]]) -> np.ndarray:
@@ -868,92 +615,4 @@ def _packing_metrics(
         "update/padding": 1 - real / sum(shape.tokens for shape in shapes),
         "update/rows": len(_rows_of(cuts)) / len(cuts),
         "update/programs": len(set(shapes)),
-    }
-
-
-def _variables(params, frozen, noise, batch: PackedRows):
-    variables = {"params": params, "frozen": frozen} | ({} if noise is None else {"noise": noise})
-    return of_rows(variables, batch.noise)
-
-
-def _drift(logps: jax.Array, batch: PackedRows) -> dict[str, jax.Array]:
-    """How far the policy is from the sampler, on the tokens of one micro-batch."""
-    mask = batch.mask
-    difference = jnp.where(mask, logps - batch.behaviour_logps, 0.0)
-    ratio = jnp.exp(difference)
-    return {
-        "tokens": jnp.sum(mask),
-        # One value per token, for quantiles; -1 where there is no token.
-        "differences": jnp.where(mask, jnp.abs(difference), -1.0),
-        "difference_sum": jnp.sum(jnp.abs(difference)),
-        "difference_max": jnp.max(jnp.abs(difference)),
-        # The sampler's tokens are samples of KL(sampler || policy); the second is never negative.
-        "kl_sum": -jnp.sum(difference),
-        "kl_k3_sum": masked.sum(grpo.token_kl(batch.behaviour_logps, logps, "k3"), mask),
-        "ratio_sum": masked.sum(ratio, mask),
-        "ratio_min": jnp.min(jnp.where(mask, ratio, jnp.inf)),
-        "ratio_max": masked.max(ratio, mask),
-    }
-
-
-def _joined(
-    counts: list[Any], num_rows: int
-) -> tuple[grpo.RowMetrics, dict[str, np.ndarray], float]:
-    """Joins the counts of one optimizer step's micro-batches: by row, by micro-batch, in total.
-
-    Rows with tokens come first, then empty rows up to the step's number of rows: one shape for all steps.
-    """
-    rows, drifts, entropies = zip(*counts, strict=True)
-    joined = jax.tree.map(lambda *each: np.concatenate(each), *rows)
-    real = joined.tokens > 0
-    padded = jax.tree.map(lambda x: np.pad(x[real], (0, num_rows - real.sum())), joined)
-    # One number per micro-batch, or one per token.
-    together = lambda *each: np.concatenate([np.ravel(x) for x in each])
-    return padded, jax.tree.map(together, *drifts), sum(entropies)
-
-
-def _sampling_metrics(drift: dict[str, np.ndarray]) -> dict[str, Any]:
-    """TRL's sampling metrics and the divergence, for the first optimizer step of a rollout."""
-    tokens = max(drift["tokens"].sum(), 1)
-    lowest = drift["ratio_min"].min()
-    differences = drift["differences"]
-    # Without tokens there is one difference of 0. NaN is kept: the step is skipped, and the metrics show it.
-    differences = np.append(
-        differences[~(differences < 0)], np.zeros(int(drift["tokens"].sum() == 0))
-    )
-    with np.errstate(invalid="ignore"):  # between two infinite values
-        p99 = np.quantile(differences, 0.99)
-    return {
-        "sampling/sampling_logp_difference/mean": drift["difference_sum"].sum() / tokens,
-        "sampling/sampling_logp_difference/max": drift["difference_max"].max(),
-        "sampling/sampling_logp_difference/p99": p99,
-        "sampling/kl": drift["kl_sum"].sum() / tokens,
-        "sampling/kl_k3": drift["kl_k3_sum"].sum() / tokens,
-        "sampling/importance_sampling_ratio/mean": drift["ratio_sum"].sum() / tokens,
-        "sampling/importance_sampling_ratio/min": lowest if np.isfinite(lowest) else 0.0,
-        "sampling/importance_sampling_ratio/max": drift["ratio_max"].max(),
-    }
-
-
-_summarize = jax.jit(grpo.summarize)
-
-
-def _reduce(records: list[Any]) -> dict[str, Any]:
-    """One number per metric out of one per optimizer step."""
-    steps = [
-        metrics
-        | {"entropy": entropies / max(drift["tokens"].sum(), 1)}
-        | jax.device_get(_summarize(counts))
-        for metrics, counts, drift, entropies in records
-    ]
-    how = {
-        "updates/empty": np.sum,
-        "updates/non_finite": np.sum,
-        "clip_ratio/low_min": np.min,
-        "clip_ratio/high_max": np.max,
-        "learning_rate": lambda x: x[-1],
-        "entropy_coef": lambda x: x[-1],
-    }
-    return {
-        name: how.get(name, np.mean)(np.array([each[name] for each in steps])) for name in steps[0]
     }

@@ -14,6 +14,7 @@ import numpy as np
 from qerl_jax.hosts import Hosts
 from qerl_jax.rl import update
 from qerl_jax.rl.experience import Experience
+from qerl_jax.rl.objective import score
 
 # Number of rows that are scored again.
 _ROWS = 8
@@ -167,5 +168,5 @@ def _finite(tree: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnames="objective")
 def _score_twice(objective, params, frozen, noise, part):
-    score = functools.partial(update.score, objective, params, frozen, noise, part)
-    return score(True), score(False)
+    scored = functools.partial(score, objective, params, frozen, noise, part)
+    return scored(True), scored(False)

@@ -17,8 +17,8 @@ from qerl_jax.generation.sampling import Truncation
 from qerl_jax.generation.scheduler import QueuedPrompt
 from qerl_jax.model import architecture, layers, logprobs
 from qerl_jax.model.transformer import Transformer, head
-from qerl_jax.rl import update
 from qerl_jax.rl.experience import Experience
+from qerl_jax.rl.objective import token_logps
 from tests.golden_files import GOLDEN
 
 P, G, C = 3, 2, 6
@@ -182,7 +182,7 @@ def scorer(name, num_tokens):
 
     def score(variables, experience, temperature):
         options = {"temperature": temperature, "num_tokens": num_tokens}
-        return update.token_logps(model, variables, experience, **options)
+        return token_logps(model, variables, experience, **options)
 
     return jax.jit(score)
 

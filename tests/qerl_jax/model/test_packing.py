@@ -11,7 +11,7 @@ from qerl_jax.config import LoraConfig
 from qerl_jax.model import packing
 from qerl_jax.model.architecture import Architecture
 from qerl_jax.model.transformer import Transformer, head, init_params, random_base
-from qerl_jax.rl import update
+from qerl_jax.rl import objective
 
 # Two prompts, 1 2 and 5 6 7. Completions: 3 4 and 13 14 of the first, 8 9 and 18 of the second. The
 # long row stands in the first array of attention, others in the second, where one row is empty.
@@ -198,7 +198,7 @@ def test_packed_rows_have_the_log_probabilities_and_slopes_of_rows_by_themselves
     weights = jax.random.normal(jax.random.key(3), (lengths.sum(),))
 
     def packed(params):
-        logps, _ = update.packed_logps(
+        logps, _ = objective.packed_logps(
             model,
             variables | {"params": params},
             layout,

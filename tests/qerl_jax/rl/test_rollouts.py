@@ -19,8 +19,9 @@ from qerl_jax.model.architecture import Architecture
 from qerl_jax.model.noise import row_noise
 from qerl_jax.model.transformer import Transformer, head, init_params, noise_shapes, random_base
 from qerl_jax.rewards import scoring
-from qerl_jax.rl import rollouts, update
+from qerl_jax.rl import rollouts
 from qerl_jax.rl.experience import make_experience
+from qerl_jax.rl.objective import token_logps
 from qerl_jax.rl.rollouts import Rollout, Sampler
 from tests.qerl_jax.model import caches
 
@@ -338,7 +339,7 @@ def trainers_logps(rollout, variables, numbers, share_prompts):
         share_prompts=share_prompts,
         noise=numbers,
     )
-    logps, _ = update.token_logps(
+    logps, _ = token_logps(
         policy_model(),
         variables,
         experience,

@@ -21,9 +21,10 @@ from qerl_jax.model.transformer import (
     trainable,
 )
 from qerl_jax.rl import aqn as noise
-from qerl_jax.rl import update
+from qerl_jax.rl import update, update_metrics
 from qerl_jax.rl.entropy import EntropyControl
 from qerl_jax.rl.experience import Experience
+from qerl_jax.rl.objective import Objective
 
 ARCH = Architecture("qwen2", 64, 32, 48, 2, 4, 2, 8)
 NUM_TOKENS, TEMPERATURE = 60, 0.7
@@ -139,7 +140,7 @@ def geometry(micro_rows, accumulation):
 
 @functools.cache
 def _make(grpo, optim, dropout, remat):
-    objective = update.Objective(model(dropout), grpo, TEMPERATURE, NUM_TOKENS, remat)
+    objective = Objective(model(dropout), grpo, TEMPERATURE, NUM_TOKENS, remat)
     return update.Updater(objective, optim, 10, max_completion_length=LONGEST)
 
 
@@ -394,8 +395,10 @@ def test_two_estimates_of_the_divergence_from_the_sampler_find_the_exact_one():
         behaviour_logps=np.log(sampler)[tokens][None].astype(np.float32),
         advantages=np.zeros(1, np.float32),
     )
-    drift = jax.device_get(update._drift(jnp.log(jnp.asarray(trainer))[tokens][None], sampled))
-    found = update._sampling_metrics(jax.tree.map(np.ravel, drift))
+    drift = jax.device_get(
+        update_metrics.drift(jnp.log(jnp.asarray(trainer))[tokens][None], sampled)
+    )
+    found = update_metrics.of_sampling(jax.tree.map(np.ravel, drift))
     exact = np.sum(sampler * np.log(sampler / trainer))
     assert exact > 0.1
     for name in ("sampling/kl", "sampling/kl_k3"):
@@ -679,7 +682,7 @@ def test_all_weights_of_the_layers_train_where_the_model_is_full():
         return -jnp.mean(jnp.minimum(capped * advantage, clipped * advantage))
 
     value, slopes = jax.jit(jax.value_and_grad(loss))(dense)
-    objective = update.Objective(full_model(), DAPO, TEMPERATURE, NUM_TOKENS, "layer")
+    objective = Objective(full_model(), DAPO, TEMPERATURE, NUM_TOKENS, "layer")
     improve = update.Updater(objective, PLAIN, 10, max_completion_length=LONGEST)
     before = jax.device_get(params)
     state, metrics = jax.device_get(
@@ -893,7 +896,7 @@ def test_nothing_is_scored_where_the_samplers_log_probabilities_serve(caplog):
     """There is no pass before the update by default, and none where a single recomputed step is its own old policy."""
     for cfg, passes in ((DAPO, []), (RECOMPUTE, []), (GRPO, ["score"])):
         # With a temperature that no other test has, so that all is compiled here.
-        objective = update.Objective(model(), cfg, 0.71, NUM_TOKENS)
+        objective = Objective(model(), cfg, 0.71, NUM_TOKENS)
         improve = update.Updater(objective, PLAIN, 10, max_completion_length=LONGEST)
         arguments = (base(), sample_experience(), None, jax.random.key(0))
         state = state_of(trained_params())

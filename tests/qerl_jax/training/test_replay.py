@@ -12,6 +12,7 @@ from qerl_jax.checkpoint import base_model
 from qerl_jax.model.transformer import trainable
 from qerl_jax.rl import update
 from qerl_jax.rl.experience import Experience
+from qerl_jax.rl.objective import Objective
 from qerl_jax.training import exploration, replay
 
 QUICKSTART = pathlib.Path(__file__).parents[3] / "configs" / "quickstart.toml"
@@ -50,7 +51,7 @@ def test_a_skipped_step_is_written_and_runs_once_more(tmp_path):
     params, frozen = trainable(model, frozen, jax.random.key(0))
     written = []
     improve = update.Updater(
-        update.Objective(model, cfg.grpo, temperature=1.0, num_tokens=tokenizer.num_tokens),
+        Objective(model, cfg.grpo, temperature=1.0, num_tokens=tokenizer.num_tokens),
         cfg.optim,
         total_steps=4,
         max_completion_length=cfg.rollout.max_completion_length,

@@ -1,0 +1,221 @@
+"""The policy's loss on one micro-batch, and the log-probabilities and entropies that it is made of."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from qerl_jax import sharding
+from qerl_jax.config import GrpoConfig, Remat
+from qerl_jax.model import logprobs, packing, transformer
+from qerl_jax.model.noise import of_rows
+from qerl_jax.rl import grpo, masked, update_metrics
+from qerl_jax.rl.experience import Experience, PackedRows
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """The policy and its loss: a static argument of jitted functions.
+
+    Attributes:
+        model: The policy.
+        grpo: The loss.
+        temperature: Temperature of all log-probabilities.
+        num_tokens: Ids that the tokenizer has.
+        remat: What the backward pass recomputes, see `transformer.Transformer`.
+    """
+
+    model: transformer.Transformer
+    grpo: GrpoConfig
+    temperature: float
+    num_tokens: int
+    remat: Remat = "none"
+
+
+def token_logps(
+    model: transformer.Transformer,
+    variables: dict[str, Any],
+    experience: Experience,
+    *,
+    temperature: jax.Array | float,
+    num_tokens: int,
+    adapter: bool = True,
+    remat: Remat = "none",
+    dropout_key: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probability of every completion token and entropy of its distribution, float32 [B, C] each.
+
+    Each prompt is computed once for all of its completions. Where rows have their own noise, `variables` hold it as
+    `RowNoise`, and it is drawn by the experience's numbers.
+    """
+    rows, length = experience.completions.shape
+    if experience.noise is not None:
+        variables = of_rows(
+            variables, jnp.repeat(experience.noise, rows // len(experience.prompts))
+        )
+    layout = packing.rectangle(
+        experience.prompt_lengths, experience.prompts.shape[1], rows=rows, width=length
+    )
+    tokens = jnp.concatenate([experience.completions.reshape(-1), experience.prompts.reshape(-1)])
+    found = packed_logps(
+        model,
+        variables,
+        layout,
+        tokens,
+        temperature=temperature,
+        num_tokens=num_tokens,
+        adapter=adapter,
+        remat=remat,
+        dropout_key=dropout_key,
+    )
+    logps, entropy = (x[: rows * length].reshape(rows, length) for x in found)
+    return logps, entropy
+
+
+def packed_logps(
+    model: transformer.Transformer,
+    variables: dict[str, Any],
+    layout: packing.Packing,
+    tokens: jax.Array,
+    *,
+    temperature: jax.Array | float,
+    num_tokens: int,
+    adapter: bool = True,
+    remat: Remat = "none",
+    dropout_key: jax.Array | None = None,
+    entropy_slopes: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """`token_logps` of packed rows: float32 [T] each, valid only at tokens of completions.
+
+    Args:
+        model: The policy.
+        variables: Its collections.
+        layout: The layout of the token axis.
+        tokens: int32 [T]; completions come first.
+        temperature: See `logprobs`.
+        num_tokens: Ids that the tokenizer has.
+        adapter: See `transformer.Transformer`.
+        remat: Likewise.
+        dropout_key: Key of the adapter's dropout; None for none.
+        entropy_slopes: Whether gradients flow through the entropies.
+    """
+    hidden, _ = model.apply(
+        variables,
+        tokens[None],
+        packed=layout,
+        adapter=adapter,
+        remat=remat,
+        rngs=None if dropout_key is None else {"dropout": dropout_key},
+    )
+    return logprobs.of_targets(
+        layout.before(hidden[0]),
+        transformer.head(variables["frozen"]),
+        tokens,
+        temperature=temperature,
+        num_tokens=num_tokens,
+        count=jnp.sum(layout.lengths),
+        entropy_slopes=entropy_slopes,
+    )
+
+
+def loss(
+    objective: Objective,
+    params: Any,
+    frozen: Any,
+    noise: Any,
+    batch: PackedRows,
+    totals: grpo.BatchTotals,
+    dropout_key: jax.Array,
+) -> tuple[jax.Array, Any]:
+    """The loss of one micro-batch.
+
+    Args:
+        objective: The policy and its loss.
+        params: What trains, float32.
+        frozen: The rest of the policy.
+        noise: Noise on the norms under which the policy acts, or None.
+        batch: Rows, with their fixed log-probabilities from `anchors`.
+        totals: Rows and tokens of the optimizer batch.
+        dropout_key: Key of the adapter's dropout, where it has any.
+
+    Returns:
+        The loss, and as auxiliary values the counts of `grpo.policy_loss`, the distance of the policy from the
+        sampler, and the sum of the entropies.
+    """
+    cfg, lora, layout = objective.grpo, objective.model.lora, batch.packing
+    logps, entropies = packed_logps(
+        objective.model,
+        _variables(params, frozen, noise, batch),
+        layout,
+        batch.tokens,
+        temperature=objective.temperature,
+        num_tokens=objective.num_tokens,
+        remat=objective.remat,
+        dropout_key=dropout_key if lora is not None and lora.dropout else None,
+        entropy_slopes=cfg.has_entropy_bonus,
+    )
+    drift = update_metrics.drift(jax.lax.stop_gradient(logps), batch)
+    # From here on arrays are by row, [n, S].
+    fixed = {name: layout.by_row(x) for name, x in batch.fixed.items()}
+    behaviour, mask = layout.by_row(batch.behaviour_logps), layout.by_row(batch.mask)
+    by_row = layout.by_row(logps)
+    current = jax.lax.stop_gradient(by_row)
+    old = behaviour if cfg.old_logprobs == "behaviour" else fixed.get("old_logps", current)
+    weights = grpo.sampling_weights(
+        cfg, current, fixed.get("old_logps"), behaviour, batch.advantages, mask
+    )
+    rows = grpo.LossInputs(
+        by_row,
+        old,
+        batch.advantages,
+        mask,
+        fixed.get("ref_logps"),
+        weights,
+        correction=grpo.sampling_correction(cfg, fixed.get("old_logps", current), behaviour, mask),
+        entropies=layout.by_row(entropies) if cfg.has_entropy_bonus else None,
+        high_entropy=fixed.get("high_entropy"),
+    )
+    value, counts = grpo.policy_loss(cfg, rows, totals)
+    return value, (counts, drift, masked.sum(entropies, batch.mask))
+
+
+gradient = jax.value_and_grad(loss, argnums=1, has_aux=True)
+
+
+@functools.partial(jax.jit, static_argnames=("objective", "adapter", "of"))
+def score(objective, params, frozen, noise, batch, adapter, of="logps"):
+    """Log-probabilities [T] of the tokens of a micro-batch, or their entropies with of = "entropies".
+
+    Where devices share a base, each has its own micro-batch: [group, T].
+    """
+
+    def scored(params, frozen, noise, batch):
+        logps, entropies = packed_logps(
+            objective.model,
+            _variables(params, frozen, noise, batch),
+            batch.packing,
+            batch.tokens,
+            temperature=objective.temperature,
+            num_tokens=objective.num_tokens,
+            adapter=adapter,
+        )
+        return {"logps": logps, "entropies": entropies}[of]
+
+    in_group = sharding.in_group(objective.model.group, scored, own=(3,), gives_own=True)
+    return in_group(params, frozen, noise, batch)
+
+
+def compiler_options(objective: Objective) -> dict[str, bool]:
+    """XLA's options for the gradient.
+
+    Where products are kept for the backward pass, XLA's fusion of slices would compute them twice: for the next
+    operation, and again into the stack of all layers.
+    """
+    return {} if objective.remat == "layer" else {"xla_gpu_enable_dynamic_slice_fusion": False}
+
+
+def _variables(params, frozen, noise, batch: PackedRows):
+    variables = {"params": params, "frozen": frozen} | ({} if noise is None else {"noise": noise})
+    return of_rows(variables, batch.noise)

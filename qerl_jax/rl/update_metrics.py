@@ -1,0 +1,109 @@
+"""Metrics of an update: how far the policy is from the sampler, and one number out of many."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qerl_jax.rl import grpo, masked
+from qerl_jax.rl.experience import PackedRows
+
+
+def drift(logps: jax.Array, batch: PackedRows) -> dict[str, jax.Array]:
+    """How far the policy is from the sampler, on the tokens of one micro-batch.
+
+    Args:
+        logps: float32 [T], the policy's log-probabilities.
+        batch: The micro-batch, with those of the sampler.
+
+    Returns:
+        Sums and extremes over the tokens, each a scalar; `differences` is float32 [T].
+    """
+    mask = batch.mask
+    difference = jnp.where(mask, logps - batch.behaviour_logps, 0.0)
+    ratio = jnp.exp(difference)
+    return {
+        "tokens": jnp.sum(mask),
+        # One value per token, for quantiles; -1 where there is no token.
+        "differences": jnp.where(mask, jnp.abs(difference), -1.0),
+        "difference_sum": jnp.sum(jnp.abs(difference)),
+        "difference_max": jnp.max(jnp.abs(difference)),
+        # The sampler's tokens are samples of KL(sampler || policy); the second is never negative.
+        "kl_sum": -jnp.sum(difference),
+        "kl_k3_sum": masked.sum(grpo.token_kl(batch.behaviour_logps, logps, "k3"), mask),
+        "ratio_sum": masked.sum(ratio, mask),
+        "ratio_min": jnp.min(jnp.where(mask, ratio, jnp.inf)),
+        "ratio_max": masked.max(ratio, mask),
+    }
+
+
+def joined(
+    counts: list[Any], num_rows: int
+) -> tuple[grpo.RowMetrics, dict[str, np.ndarray], float]:
+    """Joins the counts of one optimizer step's micro-batches: by row, by micro-batch, in total.
+
+    Rows with tokens come first, then empty rows up to the step's number of rows: one shape for all steps.
+    """
+    rows, drifts, entropies = zip(*counts, strict=True)
+    joined = jax.tree.map(lambda *each: np.concatenate(each), *rows)
+    real = joined.tokens > 0
+    padded = jax.tree.map(lambda x: np.pad(x[real], (0, num_rows - real.sum())), joined)
+    # One number per micro-batch, or one per token.
+    together = lambda *each: np.concatenate([np.ravel(x) for x in each])
+    return padded, jax.tree.map(together, *drifts), sum(entropies)
+
+
+def of_sampling(drift: dict[str, np.ndarray]) -> dict[str, Any]:
+    """TRL's sampling metrics and the divergence, for the first optimizer step of a rollout.
+
+    Args:
+        drift: What `drift` returned for each of its micro-batches, joined by `joined`.
+    """
+    tokens = max(drift["tokens"].sum(), 1)
+    lowest = drift["ratio_min"].min()
+    differences = drift["differences"]
+    # Without tokens there is one difference of 0. NaN is kept: the step is skipped, and the metrics show it.
+    differences = np.append(
+        differences[~(differences < 0)], np.zeros(int(drift["tokens"].sum() == 0))
+    )
+    with np.errstate(invalid="ignore"):  # between two infinite values
+        p99 = np.quantile(differences, 0.99)
+    return {
+        "sampling/sampling_logp_difference/mean": drift["difference_sum"].sum() / tokens,
+        "sampling/sampling_logp_difference/max": drift["difference_max"].max(),
+        "sampling/sampling_logp_difference/p99": p99,
+        "sampling/kl": drift["kl_sum"].sum() / tokens,
+        "sampling/kl_k3": drift["kl_k3_sum"].sum() / tokens,
+        "sampling/importance_sampling_ratio/mean": drift["ratio_sum"].sum() / tokens,
+        "sampling/importance_sampling_ratio/min": lowest if np.isfinite(lowest) else 0.0,
+        "sampling/importance_sampling_ratio/max": drift["ratio_max"].max(),
+    }
+
+
+_summarize = jax.jit(grpo.summarize)
+
+
+def reduced(records: list[Any]) -> dict[str, Any]:
+    """One number per metric out of one per optimizer step.
+
+    Args:
+        records: For each step its metrics, and what `joined` returned.
+    """
+    steps = [
+        metrics
+        | {"entropy": entropies / max(drift["tokens"].sum(), 1)}
+        | jax.device_get(_summarize(counts))
+        for metrics, counts, drift, entropies in records
+    ]
+    how = {
+        "updates/empty": np.sum,
+        "updates/non_finite": np.sum,
+        "clip_ratio/low_min": np.min,
+        "clip_ratio/high_max": np.max,
+        "learning_rate": lambda x: x[-1],
+        "entropy_coef": lambda x: x[-1],
+    }
+    return {
+        name: how.get(name, np.mean)(np.array([each[name] for each in steps])) for name in steps[0]
+    }
