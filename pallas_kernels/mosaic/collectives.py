@@ -18,6 +18,8 @@ from pallas_kernels.mosaic.registers import i32, index, llvm, place
 utils = mgpu.utils
 
 WARPS = 4
+# Values of shared memory that `sum_rows` needs.
+SCRATCH = 512
 
 
 def sync(*, interpret: bool) -> None:
@@ -287,6 +289,28 @@ def put_units(
             llvm.store(unit, at(utils.memref_ptr(out), own))
 
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 2)(emit)(squares, out)
+
+
+def sum_rows(values: jax.Array, scratch: jax.Ref, *, interpret: bool) -> jax.Array:
+    """Adds up the 64 rows of values in the order of `jnp.sum`, in memory that belongs to this warpgroup alone.
+
+    Pallas gives `jnp.sum` one place in shared memory, which several warpgroups of a block would write at once.
+
+    Args:
+      values: float32 [64, M] in the layout `WGMMA`.
+      scratch: float32 [SCRATCH] in shared memory. All threads have read it when this returns.
+      interpret: whether this runs on a CPU.
+
+    Returns:
+      float32 [M] in the layout `WGMMA.reduce(0)`.
+    """
+    if interpret:
+        return jnp.sum(values, axis=0)
+    kind = plgpu.ShapeDtypeStruct(
+        values.shape[1:], values.dtype, layout=plgpu.Layout.WGMMA.reduce(0)
+    )
+    emit = plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()), return_type=kind)
+    return emit(lambda _, values, scratch: values.reduce("add", 0, scratch))(values, scratch)
 
 
 def publish(counter: jax.Ref) -> None:
