@@ -348,10 +348,7 @@ class Tile:
     def _write(self, values: jax.Array) -> None:
         """Writes bfloat16 [64, columns], transposed."""
         ref = self.refs.out.at[self.window, self.rows[0]]
-        if self.problem.interpret:
-            ref[...] = values.T
-        else:
-            transposed.store(values, ref)
+        transposed.store(values, ref, interpret=self.problem.interpret)
 
 
 def _load(ref: jax.Ref, kind: plgpu.Layout = plgpu.Layout.WGMMA) -> jax.Array:

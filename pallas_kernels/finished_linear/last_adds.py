@@ -34,20 +34,34 @@ from pallas_kernels.nvfp4_matmul.decode import Sums, Upcoming
 from pallas_kernels.nvfp4_matmul.layout import TILE, HopperNVFP4
 from pallas_kernels.runtime import Device
 
-# The first of a tile's counters; those before it are for A.
+# The first of the tiles' counters, those of A before those of W.
 TILE_COUNTERS = 2
 # Shared memory in which a warpgroup adds up the 64 rows of a tile, and its flag.
 _OWN_BYTES = 2048 + 4
+# Registers of a multiprocessor, the most of a thread, and those that a thread needs beside the parts.
+_REGISTERS, _MOST_REGISTERS, _OTHER_REGISTERS = 65536, 255, 80
 
 
-def counters_for(n: int) -> int:
-    """Number of counters that a linear of n rows of W needs."""
-    return TILE_COUNTERS + layout.tiles(n)
+def counters_for(sizes: Sequence[int], rank: int) -> int:
+    """Number of counters that a linear needs.
+
+    Args:
+      sizes: rows of W of each joined linear.
+      rank: padded rank of one linear's branch (`lora.filled_rank`); 0 without LoRA.
+    """
+    return TILE_COUNTERS + layout.tiles(len(sizes) * rank) + layout.tiles(sum(sizes))
 
 
-def columns(m: int, config: Config) -> int:
-    """Rows of x that a warpgroup finishes at a time: 8, or 16 where it has the registers for all parts of that."""
-    return 16 if m % 16 == 0 and m > 32 and config.warpgroups <= 2 else 8
+def columns(m: int, n: int, config: Config, device: Device | None = None) -> int:
+    """Rows of x that a warpgroup finishes at a time: the most of 8, 16 and 32 whose parts its registers hold."""
+    card = device or runtime.device()
+    resident = -(-config.blocks // card.processors)
+    registers = min(_MOST_REGISTERS, _REGISTERS // (128 * config.warpgroups * resident))
+    tiles = layout.tiles(n) // config.warpgroups
+    parts = -(-config.blocks // tiles) + 1
+    # A thread holds half a value of each column of 64 rows.
+    fits = lambda size: m % size == 0 and parts * size // 2 <= registers - _OTHER_REGISTERS
+    return next((size for size in (32, 16) if fits(size)), 8)
 
 
 def supports(
@@ -76,7 +90,10 @@ def supports(
     asked = {"with_adapter": rank > 0, "device": device}
     if reason := configs.supports(m, sum(sizes), k, config, **asked):
         return reason
-    used, most = shared_bytes(m, k, config, rank=rank), configs.most_shared_bytes(device)
+    used, most = (
+        shared_bytes(m, sum(sizes), k, config, rank=rank, device=device),
+        configs.most_shared_bytes(device),
+    )
     if used > most:
         return (
             f"needs {used} bytes of shared memory of {most} for slots, and B and U of rank {rank}"
@@ -84,10 +101,12 @@ def supports(
     return None
 
 
-def shared_bytes(m: int, k: int, config: Config, *, rank: int) -> int:
+def shared_bytes(
+    m: int, n: int, k: int, config: Config, *, rank: int, device: Device | None = None
+) -> int:
     """Bytes of shared memory that a block takes: slots, and what each warpgroup has for finishing a tile."""
     slots = configs.shared_bytes(m, config, adapter_k=k if rank else None)
-    of_branch = 2 * max(rank, TILE) * (TILE + columns(m, config)) if rank else 0
+    of_branch = 2 * max(rank, TILE) * (TILE + columns(m, n, config, device)) if rank else 0
     return slots + config.warpgroups * (of_branch + _OWN_BYTES)
 
 
@@ -117,7 +136,9 @@ def fitted(
     resident = -(-config.blocks // (device or runtime.device()).processors)
     # The card reserves 1 KiB of a multiprocessor's shared memory for each block.
     each = configs.most_shared_bytes(device) // resident - 1024
-    at_once = (c for c in fitting if shared_bytes(m, k, c, rank=rank) <= each)
+    at_once = (
+        c for c in fitting if shared_bytes(m, sum(sizes), k, c, rank=rank, device=device) <= each
+    )
     return next(at_once, fitting[0] if fitting else None)
 
 
@@ -150,7 +171,7 @@ def linear(
       eps: epsilon of the norm, if x is a stream.
       residual: a stream to which y is added, and the scale of the next norm, float32 [N]; or None.
       following: the next product, whose first words are prefetched.
-      counters: zeros, int32 [`counters_for(N)` or more]; the kernel sets them back to 0. Pass the same array for all layers
+      counters: zeros, int32 [`counters_for` or more]; the kernel sets them back to 0. Pass the same array for all layers
         to save a kernel per layer; None makes a new one.
       device: the device that runs it; None for the current one.
       interpret: run on a CPU, and report data races.
@@ -170,9 +191,10 @@ def linear(
     sizes = (n,) if branch is None else branch.sizes
     if reason := supports(m, sizes, k, config, rank=rank, device=device):
         raise NotImplementedError(reason)
-    counters = jnp.zeros(counters_for(n), jnp.int32) if counters is None else counters
-    if len(counters) < counters_for(n):
-        raise ValueError(f"needs {counters_for(n)} counters for N = {n}; got {len(counters)}")
+    wanted = counters_for(sizes, rank)
+    counters = jnp.zeros((wanted,), jnp.int32) if counters is None else counters
+    if len(counters) < wanted:
+        raise ValueError(f"needs {wanted} counters for N = {n}; got {len(counters)}")
     norm = (x, eps) if isinstance(x, Stream) else None
     values_of = None if residual is None else (residual[0].values, residual[1])
     a = None if branch is None else branch.a
@@ -186,7 +208,7 @@ def linear(
         sums=Sums(
             jax.ShapeDtypeStruct(parts, jnp.float32), product.plan, TILE * config.warpgroups, None
         ),
-        columns=columns(m, config),
+        columns=columns(m, n, config, device),
         branch=branch,
         norm=norm,
         square_rows=epilogue.square_rows(whole),

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -14,13 +14,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.finished_linear import epilogue_kernel
 from pallas_kernels.finished_linear.last_adds import TILE_COUNTERS
-from pallas_kernels.mosaic import collectives, fragments
+from pallas_kernels.mosaic import collectives, fragments, transposed
 from pallas_kernels.mosaic import launch as mosaic
 from pallas_kernels.nvfp4_matmul import decode_kernel
 from pallas_kernels.nvfp4_matmul.layout import TILE
 
-# Indices in `counters`: the number of stored sums of A, and the number of tiles that have seen all of them.
+# Indices in `counters`: the number of tiles of x A that are added up, and the number of tiles of W that have seen all.
 _READY, _READERS = 0, 1
+# Barriers of a warpgroup.
+_OF_B, _OF_U = 0, 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +42,11 @@ class Problem:
         """Whether this runs on a CPU."""
         return self.product.interpret
 
+    @property
+    def tiles_of_a(self) -> int:
+        """Number of tiles of 64 ranks of A; 0 without A."""
+        return self.product.a.tiles if self.product.a else 0
+
 
 def launch(
     operands: Mapping[str, jax.Array | None],
@@ -52,8 +59,7 @@ def launch(
 
     Args:
       operands: those of `decode_kernel.launch`.
-      around: what `epilogue.operands_around` returns, and `counters`, int32, zeros: TILE_COUNTERS and one for each 64
-        rows of W.
+      around: what `epilogue.operands_around` returns, and `counters`, int32 [`last_adds.counters_for`], zeros.
       problem: the description of the problem.
       name: the kernel's name.
 
@@ -61,24 +67,28 @@ def launch(
       As `epilogue_kernel.launch`.
     """
     product, m, interpret = problem.product, len(operands["x"]), problem.interpret
-    run = functools.partial(mosaic.launch, name=name, interpret=interpret, waits=False)
-    run = functools.partial(run, num_threads=product.config.warpgroups, thread_name="warpgroup")
-    run = functools.partial(run, grid_names=("block",))
+    mesh = {"grid_names": ("block",), "thread_name": "warpgroup"}
+    mesh |= {"num_threads": product.config.warpgroups}
+    launch = functools.partial(mosaic.launch, name=name, interpret=interpret, waits=False, **mesh)
     operands = {**operands, "following": product.following and product.following.words}
     sums, of_block = decode_kernel.results(product, m), decode_kernel.scratch(product, m)
     finished, of_tile = epilogue_kernel.results(problem.result, m), _scratch(problem)
-    kernel = functools.partial(_kernel, problem=problem)
+    size = (m, problem.tiles_of_a * TILE)
+    u = {"u": jax.ShapeDtypeStruct(size, jnp.bfloat16) if product.a else None}
+
+    def run(phase, *parts, blocks):
+        return launch(functools.partial(phase, problem=problem), *parts, grid=(blocks,))
+
     if interpret:
-        # Interpreted blocks cannot count each other, so sums and result take a launch each.
-        given = run(kernel, operands, sums, of_block, grid=(product.blocks,))
-        given = {"sums": given["sums"], "xa": given.get("xa"), **around, "counters": None}
-        kernel = functools.partial(_finish, problem=problem)
-        found = run(kernel, given, finished, of_tile, grid=(product.plan.tiles,))
-    else:
-        scratch = {**of_block, **of_tile}
+        # Interpreted blocks cannot count each other, so the sums, x A and the result take a launch each.
+        given = run(_run, operands, sums, of_block, blocks=product.blocks)
+        of_a = run(_add_up_a, given, u, {}, blocks=problem.tiles_of_a) if product.a else {"u": None}
         found = run(
-            kernel, {**operands, **around}, {**finished, **sums}, scratch, grid=(product.blocks,)
+            _finish, {**given, **of_a, **around}, finished, of_tile, blocks=product.plan.tiles
         )
+    else:
+        parts = {**operands, **around}, {**finished, **u, **sums}, {**of_block, **of_tile}
+        found = run(_run, *parts, blocks=product.blocks)
     return [found[key] for key in finished if key in found]
 
 
@@ -94,23 +104,31 @@ def _scratch(problem: Problem) -> dict[str, Any]:
     return {
         "b_tiles": in_tiles(TILE) if result.ranks else None,
         "u_tiles": in_tiles(result.columns) if result.ranks else None,
-        "arrived": plgpu.Barrier(num_barriers=(groups, 1)) if result.ranks else None,
+        "arrived": plgpu.Barrier(num_barriers=(groups, 2)) if result.ranks else None,
         "added": plgpu.SMEM((groups, collectives.SCRATCH), jnp.float32) if adds_rows else None,
         "flags": plgpu.SMEM((groups,), jnp.int32),
     }
 
 
-def _kernel(refs: types.SimpleNamespace, *, problem: Problem) -> None:
-    # The first blocks of the grid multiply by A: they always run, and wait for nobody, so others may wait for them.
+def _run(refs: types.SimpleNamespace, *, problem: Problem) -> None:
+    # The first blocks of the grid multiply by A: they surely run, and wait for nobody, so others may wait for them.
     product, first = problem.product, lax.axis_index("block")
     number = lax.rem(first + product.plan.blocks, product.blocks) if product.a else first
-    _Block(product, refs, number, lax.axis_index("warpgroup"), problem.result).run()
+    _block(refs, problem, number).run()
+
+
+def _add_up_a(refs: types.SimpleNamespace, *, problem: Problem) -> None:
+    block = _block(refs, problem, lax.axis_index("block"))
+    pl.when(block.group == 0)(lambda: block.add_up_a(block.number))
 
 
 def _finish(refs: types.SimpleNamespace, *, problem: Problem) -> None:
-    tile, group = lax.axis_index("block"), lax.axis_index("warpgroup")
-    block = _Block(problem.product, refs, tile, group, problem.result)
-    block.finish(block.row_tile(tile))
+    block = _block(refs, problem, lax.axis_index("block"))
+    block.finish(block.row_tile(block.number))
+
+
+def _block(refs: types.SimpleNamespace, problem: Problem, number: jax.Array) -> "_Block":
+    return _Block(problem.product, refs, number, lax.axis_index("warpgroup"), problem.result)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,13 +142,13 @@ class _Block(decode_kernel.Block):
     result: epilogue_kernel.Problem
 
     def leave_of_a(self, total: jax.Array, part: jax.Array, tile: jax.Array) -> None:
-        """Stores this warpgroup's part of the sums of a tile of A, and signals."""
+        """Stores this warpgroup's part of the sums of a tile of A; whoever stores the last one adds them up."""
         super().leave_of_a(total, part, tile)
         if not self.problem.interpret:
-            collectives.publish(self.refs.counters.at[_READY])
+            self._count(TILE_COUNTERS + tile, self.problem.a.parts, lambda: self.add_up_a(tile))
 
     def leave(self, total: jax.Array, tile: jax.Array) -> None:
-        """Stores this warpgroup's part of the sums of a tile, and finishes the tile if it was the last part."""
+        """Stores this warpgroup's part of the sums of a tile; whoever stores the last one finishes the tile."""
         super().leave(total, tile)
         if self.problem.interpret:
             return
@@ -138,52 +156,81 @@ class _Block(decode_kernel.Block):
         if plan.most_parts == 1:
             self.finish(own)
             return
-        flag = self.refs.flags.at[pl.ds(self.group, 1)]
-        counter = self.refs.counters.at[TILE_COUNTERS + own]
-        collectives.count(counter, plan.parts(tile) - 1, flag)
-        pl.when(self.refs.flags[self.group] != 0)(lambda: self.finish(own))
+        of_a = self.problem.a.tiles if self.problem.a else 0
+        self._count(TILE_COUNTERS + of_a + own, plan.parts(tile), lambda: self.finish(own))
+
+    def _count(self, counter: jax.Array, parts: jax.Array | int, then: Callable[[], None]) -> None:
+        """Counts this warpgroup. If it is the last one of `parts`, it sees what all have stored, and goes on."""
+        flag, counter = self.refs.flags.at[pl.ds(self.group, 1)], self.refs.counters.at[counter]
+        collectives.count(counter, jnp.asarray(parts - 1, jnp.int32), flag)
+        pl.when(self.refs.flags[self.group] != 0)(then)
+
+    def add_up_a(self, tile: jax.Array) -> None:
+        """Adds up the sums of a tile of A, and signals."""
+        interpret = self.result.interpret
+
+        def one_window(window: jax.Array) -> None:
+            rows, pieces = self._window(window)
+            own = lambda part: self.refs.xa.at[part, tile, pieces]
+            load = lambda part: fragments.load(own(part), interpret=interpret)
+            u = fragments.added_up(load, self.refs.xa.shape[0]).astype(jnp.bfloat16)
+            transposed.store(u, self.refs.u.at[rows, pl.ds(tile * TILE, TILE)], interpret=interpret)
+
+        self._each_window(one_window)
+        if not interpret:
+            collectives.publish(self.refs.counters.at[_READY])
 
     def finish(self, row_tile: jax.Array) -> None:
-        """Adds up the sums of 64 rows of W, and writes their results, `columns` rows of x at a time."""
-        refs, result, size = self.refs, self.result, self.result.columns
-        m = refs.sums.shape[2] * fragments.COLUMNS
+        """Adds up the sums of 64 rows of W, and writes their results."""
         tile = functools.partial(self._tile, row_tile)
-        if result.ranks:
+        if self.result.ranks:
             # All warps must have used the last tile's B.
-            collectives.sync(interpret=result.interpret)
+            collectives.sync(interpret=self.result.interpret)
             tile(jnp.int32(0)).ask_for_b()
-            self._await_a()
-        if m == size:
-            tile(jnp.int32(0)).run_but_for_b()
-            return
+            if not self.result.interpret:
+                self._await_a()
 
-        @pl.loop(0, m // size)
-        def _(window):
-            if result.ranks:
+        def one_window(window: jax.Array) -> None:
+            if self.result.ranks and self._windows > 1:
                 # All warps must have used the last window's U.
-                collectives.sync(interpret=result.interpret)
+                collectives.sync(interpret=self.result.interpret)
             tile(window).run_but_for_b()
 
+        self._each_window(one_window)
+
+    @property
+    def _windows(self) -> int:
+        return self.refs.sums.shape[2] * fragments.COLUMNS // self.result.columns
+
+    def _each_window(self, run: Callable[[jax.Array], None]) -> None:
+        """Runs something for each `columns` rows of x."""
+        if self._windows == 1:
+            run(jnp.int32(0))
+        else:
+            pl.loop(0, self._windows)(run)
+
+    def _window(self, window: jax.Array) -> tuple[pl.Slice, pl.Slice]:
+        """The rows of x of a window, and the same counted in pieces of fragments."""
+        size = self.result.columns
+        return tuple(pl.ds(window * each, each) for each in (size, size // fragments.COLUMNS))
+
     def _await_a(self) -> None:
-        """Waits until all sums of A are stored."""
-        if self.refs.counters is None:
-            return
-        a, plan, counters = self.problem.a, self.problem.plan, self.refs.counters
+        """Waits until all of x A is written."""
+        plan, counters = self.problem.plan, self.refs.counters
         readers = plan.tiles * self.problem.config.warpgroups
-        published = a.tiles * a.parts
-        collectives.await_published(counters.at[_READY], counters.at[_READERS], published, readers)
+        at = counters.at[_READY], counters.at[_READERS]
+        collectives.await_published(*at, self.problem.a.tiles, readers)
 
     def _tile(self, row_tile: jax.Array, window: jax.Array) -> "_Tile":
         refs = types.SimpleNamespace(**vars(self.refs))
-        refs.partials, refs.u = refs.sums, refs.xa
+        refs.partials = refs.sums
         if self.result.ranks:
             refs.b_tiles, refs.u_tiles = (
                 tiles.at[self.group] for tiles in (refs.b_tiles, refs.u_tiles)
             )
-        size = self.result.columns
-        rows, pieces = (pl.ds(window * each, each) for each in (size, size // fragments.COLUMNS))
         own = [pl.ds(row_tile * TILE, TILE)]
-        return _Tile(self.result, refs, row_tile, rows, pieces, own, self.group, window)
+        at = *self._window(window), own, self.group, window
+        return _Tile(self.result, refs, row_tile, *at)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,11 +247,30 @@ class _Tile(epilogue_kernel.Tile):
 
     def arrived(self, half: int) -> jax.Ref:
         """The barrier at which B arrives."""
-        return self.refs.arrived.at[self.group, half]
+        del half
+        return self.refs.arrived.at[self.group, _OF_B]
 
     def await_b(self, half: int) -> None:
-        """Waits until B has arrived; all windows of a tile use the same."""
+        """Waits until B has arrived, which all windows of a tile use."""
         pl.when(self.number == 0)(lambda: super(_Tile, self).await_b(half))
+
+    def load_us(self) -> list:
+        """Starts the copy of x A, which is added up already, to shared memory."""
+        if self.problem.ranks:
+            first = self.problem.branch.first(self.tile * TILE)
+            u = self.refs.u.at[self.window, pl.ds(first, self.problem.ranks)]
+            plgpu.copy_gmem_to_smem(u, self.refs.u_tiles.at[0], self._u_arrived)
+        return []
+
+    def put_u(self, us: list) -> None:
+        """Waits for the copy."""
+        del us
+        if self.problem.ranks:
+            plgpu.barrier_wait(self._u_arrived)
+
+    @property
+    def _u_arrived(self) -> jax.Ref:
+        return self.refs.arrived.at[self.group, _OF_U]
 
     def sum_rows(self, values: jax.Array) -> jax.Array:
         """The sum over the 64 rows of values, in memory of this warpgroup's own."""

@@ -6,8 +6,11 @@ warp moves 512 contiguous bytes. With a matrix stored by rows, the same move tak
 touches eight cache lines.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
@@ -18,6 +21,8 @@ from pallas_kernels.mosaic.registers import elements, fragment, i32, llvm, threa
 # Rows that a warpgroup holds.
 TILE = 64
 COLUMNS, PIECE = 8, TILE * 8
+# Parts that `added_up` loads at once.
+_AT_ONCE = 4
 
 
 def shape(n: int, m: int) -> tuple[int, int, int]:
@@ -65,6 +70,19 @@ def load(ref: jax.Ref, *, interpret: bool) -> jax.Array:
     kind = plgpu.ShapeDtypeStruct(size, jnp.float32, layout=plgpu.Layout.WGMMA)
     emit = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=kind)
     return emit(lambda _, ref: _emit_load(ref, kind))(ref)
+
+
+def added_up(load: Callable[[jax.Array | int], jax.Array], parts: int) -> jax.Array:
+    """The sum of all parts, added in order; a few are loaded at once, as registers are few."""
+
+    def some(turn: jax.Array, total: jax.Array) -> jax.Array:
+        first = 1 + turn * _AT_ONCE
+        loaded = [load(lax.min(first + i, parts - 1)) for i in range(_AT_ONCE)]
+        for i, more in enumerate(loaded):
+            total += jnp.where(first + i < parts, more, jnp.zeros_like(more))
+        return total
+
+    return lax.fori_loop(0, -(-(parts - 1) // _AT_ONCE), some, load(0))
 
 
 def _emit_store(_: mgpu.LaunchContext, values: mgpu.FragmentedArray, ref: ir.Value) -> None:
