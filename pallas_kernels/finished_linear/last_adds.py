@@ -119,9 +119,9 @@ def fitted(
     rank: int = 0,
     device: Device | None = None,
 ) -> Config | None:
-    """The configuration of two kernels with as many slots as shared memory has room for; None if none fits.
+    """The configuration of two kernels with as many slots as shared memory has room for.
 
-    If possible, as many blocks run at the same time as in two kernels.
+    None if none fits, or if fewer blocks would run at the same time than in two kernels.
 
     Args:
       m: rows of x.
@@ -131,15 +131,17 @@ def fitted(
       rank: padded rank of one linear's branch; 0 without LoRA.
       device: the device that runs it; None for the current one.
     """
-    fewer = [dataclasses.replace(config, stages=s) for s in range(config.stages, 1, -1)]
-    fitting = [c for c in fewer if supports(m, sizes, k, c, rank=rank, device=device) is None]
     resident = -(-config.blocks // (device or runtime.device()).processors)
     # The card reserves 1 KiB of a multiprocessor's shared memory for each block.
-    each = configs.most_shared_bytes(device) // resident - 1024
-    at_once = (
-        c for c in fitting if shared_bytes(m, sum(sizes), k, c, rank=rank, device=device) <= each
-    )
-    return next(at_once, fitting[0] if fitting else None)
+    each = configs.most_shared_bytes(device) // resident - (1024 if resident > 1 else 0)
+
+    def fits(choice: Config) -> bool:
+        asked = {"rank": rank, "device": device}
+        is_supported = supports(m, sizes, k, choice, **asked) is None
+        return is_supported and shared_bytes(m, sum(sizes), k, choice, **asked) <= each
+
+    fewer = (dataclasses.replace(config, stages=s) for s in range(config.stages, 1, -1))
+    return next(filter(fits, fewer), None)
 
 
 def linear(
