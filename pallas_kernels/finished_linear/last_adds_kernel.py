@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.finished_linear import epilogue_kernel
 from pallas_kernels.finished_linear.last_adds import TILE_COUNTERS
-from pallas_kernels.mosaic import collectives, fragments, transposed
+from pallas_kernels.mosaic import collectives, fragments, registers, transposed
 from pallas_kernels.mosaic import launch as mosaic
 from pallas_kernels.nvfp4_matmul import decode_kernel
 from pallas_kernels.nvfp4_matmul.layout import TILE
@@ -182,7 +182,9 @@ class _Block(decode_kernel.Block):
 
     def finish(self, row_tile: jax.Array) -> None:
         """Adds up the sums of 64 rows of W, and writes their results."""
-        tile = functools.partial(self._tile, row_tile)
+        # Otherwise addresses in memory of this warpgroup's own stay in registers while it multiplies.
+        group = registers.opaque(self.group, interpret=self.result.interpret)
+        tile = functools.partial(self._tile, row_tile, group)
         if self.result.ranks:
             # All warps must have used the last tile's B.
             collectives.sync(interpret=self.result.interpret)
@@ -221,15 +223,15 @@ class _Block(decode_kernel.Block):
         at = counters.at[_READY], counters.at[_READERS]
         collectives.await_published(*at, self.problem.a.tiles, readers)
 
-    def _tile(self, row_tile: jax.Array, window: jax.Array) -> "_Tile":
+    def _tile(self, row_tile: jax.Array, group: jax.Array, window: jax.Array) -> "_Tile":
         refs = types.SimpleNamespace(**vars(self.refs))
         refs.partials = refs.sums
         if self.result.ranks:
             refs.b_tiles, refs.u_tiles = (
-                tiles.at[self.group] for tiles in (refs.b_tiles, refs.u_tiles)
+                tiles.at[group] for tiles in (refs.b_tiles, refs.u_tiles)
             )
         own = [pl.ds(row_tile * TILE, TILE)]
-        at = *self._window(window), own, self.group, window
+        at = *self._window(window), own, group, window
         return _Tile(self.result, refs, row_tile, *at)
 
 
