@@ -182,6 +182,7 @@ class _Block(decode_kernel.Block):
 
     def finish(self, row_tile: jax.Array) -> None:
         """Adds up the sums of 64 rows of W, and writes their results."""
+        waits = self.result.ranks > 0 and not self.result.interpret
         # Otherwise addresses in memory of this warpgroup's own stay in registers while it multiplies.
         group = registers.opaque(self.group, interpret=self.result.interpret)
         tile = functools.partial(self._tile, row_tile, group)
@@ -189,8 +190,8 @@ class _Block(decode_kernel.Block):
             # All warps must have used the last tile's B.
             collectives.sync(interpret=self.result.interpret)
             tile(jnp.int32(0)).ask_for_b()
-            if not self.result.interpret:
-                self._await_a()
+        if waits:
+            collectives.await_count(self.refs.counters.at[_READY], self.problem.a.tiles)
 
         def one_window(window: jax.Array) -> None:
             if self.result.ranks and self._windows > 1:
@@ -199,6 +200,11 @@ class _Block(decode_kernel.Block):
             tile(window).run_but_for_b()
 
         self._each_window(one_window)
+        if waits:
+            # Not before, because the answer takes as long as reading the parts.
+            readers = self.problem.plan.tiles * self.problem.config.warpgroups
+            counters = (self.refs.counters.at[i] for i in (_READY, _READERS))
+            collectives.count_reader(*counters, readers)
 
     @property
     def _windows(self) -> int:
@@ -216,20 +222,11 @@ class _Block(decode_kernel.Block):
         size = self.result.columns
         return tuple(pl.ds(window * each, each) for each in (size, size // fragments.COLUMNS))
 
-    def _await_a(self) -> None:
-        """Waits until all of x A is written."""
-        plan, counters = self.problem.plan, self.refs.counters
-        readers = plan.tiles * self.problem.config.warpgroups
-        at = counters.at[_READY], counters.at[_READERS]
-        collectives.await_published(*at, self.problem.a.tiles, readers)
-
     def _tile(self, row_tile: jax.Array, group: jax.Array, window: jax.Array) -> "_Tile":
         refs = types.SimpleNamespace(**vars(self.refs))
         refs.partials = refs.sums
         if self.result.ranks:
-            refs.b_tiles, refs.u_tiles = (
-                tiles.at[group] for tiles in (refs.b_tiles, refs.u_tiles)
-            )
+            refs.b_tiles, refs.u_tiles = (tiles.at[group] for tiles in (refs.b_tiles, refs.u_tiles))
         own = [pl.ds(row_tile * TILE, TILE)]
         at = *self._window(window), own, group, window
         return _Tile(self.result, refs, row_tile, *at)
