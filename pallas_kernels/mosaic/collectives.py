@@ -344,48 +344,65 @@ def await_published(counter: jax.Ref, readers: jax.Ref, count: int, blocks: int)
       count: number of warpgroups to wait for.
       blocks: number of blocks that wait.
     """
-    await_count(counter, count)
-    count_reader(counter, readers, blocks)
+
+    def emit(_: mgpu.LaunchContext, counter: ir.Value, readers: ir.Value) -> None:
+        counter, readers = map(utils.memref_ptr, (counter, readers))
+        predicate = utils.single_thread_predicate(scope=utils.ThreadSubset.WARPGROUP)
+        _emit_await_count(counter, count, predicate)
+        _emit_count_reader(counter, readers, blocks, predicate)
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 2)(emit)(counter, readers)
 
 
 def await_count(counter: jax.Ref, count: int) -> None:
-    """Waits until `count` warpgroups have called `publish`; `count_reader` must follow."""
+    """The first half of `await_published`, which waits. `count_reader` must follow."""
 
     def emit(_: mgpu.LaunchContext, counter: ir.Value) -> None:
         predicate = utils.single_thread_predicate(scope=utils.ThreadSubset.WARPGROUP)
-        # One thread asks: requests of all threads would queue up before those that count.
-        with utils.when(predicate):
-            utils.inline_ptx(
-                "{ .reg .b32 seen; .reg .pred is_early;\n"
-                "again: ld.acquire.gpu.global.b32 seen, [$0];\n"
-                "setp.lt.u32 is_early, seen, $1;\n"
-                "@is_early bra again; }",
-                utils.memref_ptr(counter),
-                i32(count),
-                has_side_effects=True,
-            )
-        utils.warpgroup_barrier()
-        utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
+        _emit_await_count(utils.memref_ptr(counter), count, predicate)
 
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(emit)(counter)
 
 
 def count_reader(counter: jax.Ref, readers: jax.Ref, blocks: int) -> None:
-    """Counts a warpgroup that has waited. The last one of `blocks` sets both counters back to 0."""
+    """The second half of `await_published`, which sets both counters back."""
 
     def emit(_: mgpu.LaunchContext, counter: ir.Value, readers: ir.Value) -> None:
+        counter, readers = map(utils.memref_ptr, (counter, readers))
         predicate = utils.single_thread_predicate(scope=utils.ThreadSubset.WARPGROUP)
-        utils.inline_ptx(
-            "{ .reg .b32 before; .reg .pred is_last;\n"
-            "setp.ne.u32 is_last, 0, 0;\n"
-            "@$3 atom.relaxed.gpu.global.inc.u32 before, [$1], $2;\n"
-            "@$3 setp.eq.u32 is_last, before, $2;\n"
-            "@is_last st.relaxed.gpu.global.b32 [$0], 0; }",
-            utils.memref_ptr(counter),
-            utils.memref_ptr(readers),
-            i32(blocks - 1),
-            predicate,
-            has_side_effects=True,
-        )
+        _emit_count_reader(counter, readers, blocks, predicate)
 
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 2)(emit)(counter, readers)
+
+
+def _emit_await_count(counter: ir.Value, count: int, predicate: ir.Value) -> None:
+    # One thread asks: requests of all threads would queue up before those that count.
+    with utils.when(predicate):
+        utils.inline_ptx(
+            "{ .reg .b32 seen; .reg .pred is_early;\n"
+            "again: ld.acquire.gpu.global.b32 seen, [$0];\n"
+            "setp.lt.u32 is_early, seen, $1;\n"
+            "@is_early bra again; }",
+            counter,
+            i32(count),
+            has_side_effects=True,
+        )
+    utils.warpgroup_barrier()
+    utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
+
+
+def _emit_count_reader(
+    counter: ir.Value, readers: ir.Value, blocks: int, predicate: ir.Value
+) -> None:
+    utils.inline_ptx(
+        "{ .reg .b32 before; .reg .pred is_last;\n"
+        "setp.ne.u32 is_last, 0, 0;\n"
+        "@$3 atom.relaxed.gpu.global.inc.u32 before, [$1], $2;\n"
+        "@$3 setp.eq.u32 is_last, before, $2;\n"
+        "@is_last st.relaxed.gpu.global.b32 [$0], 0; }",
+        counter,
+        readers,
+        i32(blocks - 1),
+        predicate,
+        has_side_effects=True,
+    )
