@@ -24,6 +24,8 @@ from pallas_kernels.nvfp4_matmul.layout import TILE
 
 # Rows of x that are finished at a time; few, because the branch's product needs registers beside the sums.
 _AT_ONCE = 32
+# Shares of A that are added up at a time.
+_SHARES_AT_ONCE = 4
 # Counters of each tile of A: one for each window of the rows of x.
 _WINDOWS = 4
 # Indices in `counters`: the number of finished parts of U, and the number of blocks that have seen all of them.
@@ -295,7 +297,7 @@ class _BlockOfA(_Worker):
         """The sum of all shares of this window, added in order."""
         own = lambda share: self.refs.shares.at[share, self._tile, pieces]
         load = lambda share: fragments.load(own(share), interpret=False)
-        return fragments.added_up(load, self.problem.cut.shares)
+        return fragments.added_up(load, self.problem.cut.shares, _SHARES_AT_ONCE)
 
 
 @dataclasses.dataclass(frozen=True)

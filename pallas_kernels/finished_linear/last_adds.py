@@ -36,8 +36,8 @@ from pallas_kernels.runtime import Device
 
 # The first of the tiles' counters, those of A before those of W.
 TILE_COUNTERS = 2
-# Shared memory in which a warpgroup adds up the 64 rows of a tile, and its flag.
-_OWN_BYTES = 2048 + 4
+# Shared memory in which a warpgroup adds up the 64 rows of a tile, and its flags.
+_OWN_BYTES = 2048 + 8
 # Registers of a multiprocessor, the most of a thread, and those that a thread needs beside the parts.
 _REGISTERS, _MOST_REGISTERS, _OTHER_REGISTERS = 65536, 255, 80
 
@@ -52,15 +52,19 @@ def counters_for(sizes: Sequence[int], rank: int) -> int:
     return TILE_COUNTERS + layout.tiles(len(sizes) * rank) + layout.tiles(sum(sizes))
 
 
+def parts_at_once(columns: int, config: Config, device: Device | None = None) -> int:
+    """How many sums of [64, columns] the registers of a warpgroup hold, if all blocks run that two kernels would run."""
+    resident = -(-config.blocks // (device or runtime.device()).processors)
+    registers = min(_MOST_REGISTERS, _REGISTERS // (128 * config.warpgroups * resident))
+    # A thread holds half a value of each column.
+    return max(1, 2 * (registers - _OTHER_REGISTERS) // columns)
+
+
 def columns(m: int, n: int, config: Config, device: Device | None = None) -> int:
     """Rows of x that a warpgroup finishes at a time: the most of 8, 16 and 32 whose parts its registers hold."""
-    card = device or runtime.device()
-    resident = -(-config.blocks // card.processors)
-    registers = min(_MOST_REGISTERS, _REGISTERS // (128 * config.warpgroups * resident))
     tiles = layout.tiles(n) // config.warpgroups
     parts = -(-config.blocks // tiles) + 1
-    # A thread holds half a value of each column of 64 rows.
-    fits = lambda size: m % size == 0 and parts * size // 2 <= registers - _OTHER_REGISTERS
+    fits = lambda size: m % size == 0 and parts <= parts_at_once(size, config, device)
     return next((size for size in (32, 16) if fits(size)), 8)
 
 
@@ -226,7 +230,8 @@ def linear(
         norm=norm,
         residual=values_of,
     )
-    problem = last_adds_kernel.Problem(product, result)
+    at_once = parts_at_once(result.columns, config, device)
+    problem = last_adds_kernel.Problem(product, result, at_once)
     found = last_adds_kernel.launch(
         operands,
         {**around, "counters": counters},

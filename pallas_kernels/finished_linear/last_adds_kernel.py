@@ -23,6 +23,8 @@ from pallas_kernels.nvfp4_matmul.layout import TILE
 _READY, _READERS = 0, 1
 # Barriers of a warpgroup.
 _OF_B, _OF_U = 0, 1
+# Flags of a warpgroup: whether it is the last one to store a part, and the value of `_READY` then.
+_FLAGS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,10 +34,12 @@ class Problem:
     Attributes:
       product: the product.
       result: the operations after the product.
+      at_once: number of sums of A that are loaded together.
     """
 
     product: decode_kernel.Problem
     result: epilogue_kernel.Problem
+    at_once: int
 
     @property
     def interpret(self) -> bool:
@@ -106,7 +110,7 @@ def _scratch(problem: Problem) -> dict[str, Any]:
         "u_tiles": in_tiles(result.columns) if result.ranks else None,
         "arrived": plgpu.Barrier(num_barriers=(groups, 2)) if result.ranks else None,
         "added": plgpu.SMEM((groups, collectives.SCRATCH), jnp.float32) if adds_rows else None,
-        "flags": plgpu.SMEM((groups,), jnp.int32),
+        "flags": plgpu.SMEM((groups * _FLAGS,), jnp.int32),
     }
 
 
@@ -124,11 +128,12 @@ def _add_up_a(refs: types.SimpleNamespace, *, problem: Problem) -> None:
 
 def _finish(refs: types.SimpleNamespace, *, problem: Problem) -> None:
     block = _block(refs, problem, lax.axis_index("block"))
-    block.finish(block.row_tile(block.number))
+    block.finish(block.row_tile(block.number), jnp.int32(problem.tiles_of_a))
 
 
 def _block(refs: types.SimpleNamespace, problem: Problem, number: jax.Array) -> "_Block":
-    return _Block(problem.product, refs, number, lax.axis_index("warpgroup"), problem.result)
+    group = lax.axis_index("warpgroup")
+    return _Block(problem.product, refs, number, group, problem.result, problem.at_once)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,9 +142,11 @@ class _Block(decode_kernel.Block):
 
     Attributes:
       result: the operations after the product.
+      at_once: number of sums of A that are loaded together.
     """
 
     result: epilogue_kernel.Problem
+    at_once: int
 
     def leave_of_a(self, total: jax.Array, part: jax.Array, tile: jax.Array) -> None:
         """Stores this warpgroup's part of the sums of a tile of A; whoever stores the last one adds them up."""
@@ -154,16 +161,19 @@ class _Block(decode_kernel.Block):
             return
         plan, own = self.problem.plan, self.row_tile(tile)
         if plan.most_parts == 1:
-            self.finish(own)
+            self.finish(own, jnp.int32(0))
             return
         of_a = self.problem.a.tiles if self.problem.a else 0
-        self._count(TILE_COUNTERS + of_a + own, plan.parts(tile), lambda: self.finish(own))
+        finish = lambda: self.finish(own, self.refs.flags[self.group * _FLAGS + 1])
+        self._count(TILE_COUNTERS + of_a + own, plan.parts(tile), finish)
 
     def _count(self, counter: jax.Array, parts: jax.Array | int, then: Callable[[], None]) -> None:
         """Counts this warpgroup. If it is the last one of `parts`, it sees what all have stored, and goes on."""
-        flag, counter = self.refs.flags.at[pl.ds(self.group, 1)], self.refs.counters.at[counter]
-        collectives.count(counter, jnp.asarray(parts - 1, jnp.int32), flag)
-        pl.when(self.refs.flags[self.group] != 0)(then)
+        first = self.group * _FLAGS
+        flags, watched = self.refs.flags.at[pl.ds(first, _FLAGS)], self.refs.counters.at[_READY]
+        last = jnp.asarray(parts - 1, jnp.int32)
+        collectives.count(self.refs.counters.at[counter], last, flags, watched)
+        pl.when(self.refs.flags[first] != 0)(then)
 
     def add_up_a(self, tile: jax.Array) -> None:
         """Adds up the sums of a tile of A, and signals."""
@@ -173,15 +183,22 @@ class _Block(decode_kernel.Block):
             rows, pieces = self._window(window)
             own = lambda part: self.refs.xa.at[part, tile, pieces]
             load = lambda part: fragments.load(own(part), interpret=interpret)
-            u = fragments.added_up(load, self.refs.xa.shape[0]).astype(jnp.bfloat16)
+            parts = self.refs.xa.shape[0]
+            at_once = max(1, min(self.at_once, parts - 1))
+            u = fragments.added_up(load, parts, at_once).astype(jnp.bfloat16)
             transposed.store(u, self.refs.u.at[rows, pl.ds(tile * TILE, TILE)], interpret=interpret)
 
         self._each_window(one_window)
         if not interpret:
             collectives.publish(self.refs.counters.at[_READY])
 
-    def finish(self, row_tile: jax.Array) -> None:
-        """Adds up the sums of 64 rows of W, and writes their results."""
+    def finish(self, row_tile: jax.Array, ready: jax.Array) -> None:
+        """Adds up the sums of 64 rows of W, and writes their results.
+
+        Args:
+          row_tile: number of the 64 rows.
+          ready: how many tiles of x A are known to be added up.
+        """
         waits = self.result.ranks > 0 and not self.result.interpret
         # Otherwise addresses in memory of this warpgroup's own stay in registers while it multiplies.
         group = registers.opaque(self.group, interpret=self.result.interpret)
@@ -191,7 +208,7 @@ class _Block(decode_kernel.Block):
             collectives.sync(interpret=self.result.interpret)
             tile(jnp.int32(0)).ask_for_b()
         if waits:
-            collectives.await_count(self.refs.counters.at[_READY], self.problem.a.tiles)
+            collectives.await_count(self.refs.counters.at[_READY], self.problem.a.tiles, ready)
 
         def one_window(window: jax.Array) -> None:
             if self.result.ranks and self._windows > 1:

@@ -220,7 +220,7 @@ def _put_row_interpreted(row: jax.Array, tile: jax.Ref, slot: jax.Array, *, clea
     tile[...] = jnp.where(slots == slot, lax.broadcast_in_dim(row, old.shape, (1,)), rest)
 
 
-def count(counter: jax.Ref, last: jax.Array, flag: jax.Ref) -> None:
+def count(counter: jax.Ref, last: jax.Array, flag: jax.Ref, watched: jax.Ref | None = None) -> None:
     """Adds this warpgroup to a counter, and tells it whether it is the last one.
 
     The last warpgroup sees everything that the others wrote to device memory before they were counted. It leaves the
@@ -230,10 +230,16 @@ def count(counter: jax.Ref, last: jax.Array, flag: jax.Ref) -> None:
       counter: int32 in device memory, 0 before the first warpgroup is counted.
       last: int32, the number of warpgroups to count minus one.
       flag: int32 [1] in this warpgroup's shared memory. It becomes 1 for the last warpgroup, otherwise 0.
+      watched: another counter, which another thread reads meanwhile; its value becomes the second value of `flag`, an
+        int32 [2] then. What was written before that value was published is seen, too.
     """
 
     def emit(
-        _: mgpu.LaunchContext, counter: ir.Value, last: mgpu.FragmentedArray, flag: ir.Value
+        _: mgpu.LaunchContext,
+        counter: ir.Value,
+        last: mgpu.FragmentedArray,
+        flag: ir.Value,
+        watched: ir.Value | None = None,
     ) -> None:
         utils.warpgroup_barrier()
         predicate = utils.single_thread_predicate(scope=utils.ThreadSubset.WARPGROUP)
@@ -249,10 +255,25 @@ def count(counter: jax.Ref, last: jax.Array, flag: jax.Ref) -> None:
             predicate,
             has_side_effects=True,
         )
+        if watched is not None:
+            utils.inline_ptx(
+                "{ .reg .b32 seen;\n"
+                "@$2 ld.acquire.gpu.global.b32 seen, [$0];\n"
+                "@$2 st.shared.b32 [$1 + 4], seen; }",
+                utils.memref_ptr(watched),
+                utils.memref_ptr(flag),
+                arith.cmpi(arith.CmpIPredicate.eq, registers.thread(), i32(32)),
+                has_side_effects=True,
+            )
         utils.warpgroup_barrier()
 
     arg_types = (plgpu.RefType(), plgpu.Layout.WG_SPLAT(()), plgpu.RefType())
-    plgpu.inline_mgpu(arg_types=arg_types)(emit)(counter, last, flag)
+    if watched is None:
+        plgpu.inline_mgpu(arg_types=arg_types)(emit)(counter, last, flag)
+    else:
+        plgpu.inline_mgpu(arg_types=(*arg_types, plgpu.RefType()))(emit)(
+            counter, last, flag, watched
+        )
 
 
 def put_units(
@@ -354,14 +375,24 @@ def await_published(counter: jax.Ref, readers: jax.Ref, count: int, blocks: int)
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 2)(emit)(counter, readers)
 
 
-def await_count(counter: jax.Ref, count: int) -> None:
-    """The first half of `await_published`, which waits. `count_reader` must follow."""
+def await_count(counter: jax.Ref, count: int, seen: jax.Array) -> None:
+    """The first half of `await_published`, which waits. `count_reader` must follow.
 
-    def emit(_: mgpu.LaunchContext, counter: ir.Value) -> None:
+    Args:
+      counter: int32 in device memory, 0 before the first count.
+      count: number of warpgroups to wait for.
+      seen: int32, the value of `counter` that `count` has read for this warpgroup, or 0. If it is `count`, nothing is
+        asked again.
+    """
+
+    def emit(_: mgpu.LaunchContext, counter: ir.Value, seen: mgpu.FragmentedArray) -> None:
         predicate = utils.single_thread_predicate(scope=utils.ThreadSubset.WARPGROUP)
+        is_early = arith.cmpi(arith.CmpIPredicate.ult, seen.registers.item(), i32(count))
+        predicate = arith.andi(predicate, is_early)
         _emit_await_count(utils.memref_ptr(counter), count, predicate)
 
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(emit)(counter)
+    arg_types = (plgpu.RefType(), plgpu.Layout.WG_SPLAT(()))
+    plgpu.inline_mgpu(arg_types=arg_types)(emit)(counter, seen)
 
 
 def count_reader(counter: jax.Ref, readers: jax.Ref, blocks: int) -> None:

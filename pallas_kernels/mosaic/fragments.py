@@ -21,8 +21,6 @@ from pallas_kernels.mosaic.registers import elements, fragment, i32, llvm, threa
 # Rows that a warpgroup holds.
 TILE = 64
 COLUMNS, PIECE = 8, TILE * 8
-# Parts that `added_up` loads at once.
-_AT_ONCE = 4
 
 
 def shape(n: int, m: int) -> tuple[int, int, int]:
@@ -72,17 +70,17 @@ def load(ref: jax.Ref, *, interpret: bool) -> jax.Array:
     return emit(lambda _, ref: _emit_load(ref, kind))(ref)
 
 
-def added_up(load: Callable[[jax.Array | int], jax.Array], parts: int) -> jax.Array:
-    """The sum of all parts, added in order; a few are loaded at once, as registers are few."""
+def added_up(load: Callable[[jax.Array | int], jax.Array], parts: int, at_once: int) -> jax.Array:
+    """The sum of all parts, added in order; `at_once` are loaded together, as many as registers hold."""
 
     def some(turn: jax.Array, total: jax.Array) -> jax.Array:
-        first = 1 + turn * _AT_ONCE
-        loaded = [load(lax.min(first + i, parts - 1)) for i in range(_AT_ONCE)]
+        first = 1 + turn * at_once
+        loaded = [load(lax.min(first + i, parts - 1)) for i in range(at_once)]
         for i, more in enumerate(loaded):
             total += jnp.where(first + i < parts, more, jnp.zeros_like(more))
         return total
 
-    return lax.fori_loop(0, -(-(parts - 1) // _AT_ONCE), some, load(0))
+    return lax.fori_loop(0, -(-(parts - 1) // at_once), some, load(0))
 
 
 def _emit_store(_: mgpu.LaunchContext, values: mgpu.FragmentedArray, ref: ir.Value) -> None:

@@ -1,5 +1,7 @@
 """Tests linears that the last block of a tile finishes against the two kernels, whose bits they give."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -185,8 +187,8 @@ def test_registers_decide_how_many_rows_of_x_are_finished_at_a_time():
 
 def test_sums_of_all_parts_are_added_in_order():
     values = np.float32([1e8, 1, -1e8, 1, 3, 1e8, -1e8, 0.5, 2])
-    for parts in range(1, len(values) + 1):
-        total = fragments.added_up(lambda i: jnp.asarray(values)[i], parts)
+    for parts, at_once in itertools.product(range(1, len(values) + 1), (1, 4, 8)):
+        total = fragments.added_up(lambda i: jnp.asarray(values)[i], parts, at_once)
         wanted = np.float32(0)
         for value in values[:parts]:
             wanted += value
