@@ -10,8 +10,9 @@ There is a counter for each 64 rows of W. The last warpgroup to be counted sees 
 the counter back to 0. It adds up the parts in their order, so the bits are those of the two kernels, and do not depend
 on who is last. It finishes `columns` rows of x at a time, as many as registers hold.
 
-The first blocks of the grid multiply x by A, store their parts, and signal. Whoever finishes a tile waits for all
-signals. There is no deadlock: blocks of A run first, and wait for no others.
+The first blocks of the grid multiply x by A. In the same way, the last one of a tile of ranks adds up its sums, stores
+x A in bfloat16, and signals. Whoever finishes a tile of W waits for the signals of all tiles of ranks. There is no
+deadlock: blocks of A start first, and wait for no others.
 """
 
 from __future__ import annotations
