@@ -105,6 +105,8 @@ def launch(
     def tiles_of_x(*shape: int) -> plgpu.SMEM:
         return plgpu.SMEM(shape, jnp.bfloat16, transforms=mosaic.SWIZZLED)
 
+    result = tiles_of_x(warpgroups, rows // problem.halves, TILE)
+    flags = plgpu.SMEM((warpgroups, rows * TILE // 2), jnp.int32)
     results = mosaic.launch(
         functools.partial(_kernel, problem=problem),
         {
@@ -126,12 +128,12 @@ def launch(
         {
             "x_slots": tiles_of_x(stages, rows, TILE),
             "w_slots": plgpu.SMEM((stages, warpgroups, *layout.TILE_SHAPE), jnp.int32),
-            "result": tiles_of_x(warpgroups, rows // problem.halves, TILE),
+            # A flag of each warpgroup, and then its result: for a place of its own there may be no room.
+            "result": plgpu.RefUnion(result, flags) if counts else result,
             "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             "empty": empty,
             "decoded": tiles_of_x(2, warpgroups, TILE, TILE) if problem.in_memory else None,
             "b_slot": tiles_of_x(warpgroups, TILE, TILE) if epilogue else None,
-            "flags": plgpu.SMEM((warpgroups, 1), jnp.int32) if counts else None,
         },
         name="nvfp4_wide_dx_sm90" if problem.backward else "nvfp4_wide_matmul_sm90",
         interpret=problem.interpret,
@@ -250,6 +252,11 @@ class _Block:
         """The ring of slots; each holds a unit of x and W, or of x A and B."""
         stages, refs = self.problem.config.stages, self.refs
         return Ring(stages, self._copy_unit, refs.full, refs.empty, end=self.work.units)
+
+    @property
+    def _result(self) -> jax.Ref:
+        counts = self.problem.finishes and not self.problem.interpret
+        return self.refs.result[0] if counts else self.refs.result
 
     # Copies --------------------------------------------------------------------------------------
     def fetch_all(self) -> None:
@@ -423,7 +430,9 @@ class _Block:
         if not interpret:
             counter = self.refs.counters.at[own * self.problem.cut.x_tiles + x_tile]
             last = jnp.int32(self.problem.cut.split - 1)
-            collectives.count(counter, last, self.refs.flags.at[self.group])
+            # The flag takes the place of a result: wait until that has been copied.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            collectives.count(counter, last, self.refs.result[1].at[self.group, pl.ds(0, 1)])
 
     def _finish_last(
         self,
@@ -438,7 +447,7 @@ class _Block:
         if self.problem.interpret:  # the only block does the last shares last
             is_last = share == self.problem.cut.split - 1
         else:
-            is_last = self.refs.flags[self.group, 0] != 0
+            is_last = self.refs.result[1][self.group, 0] != 0
         if has_branch:
             self.ring.wait(self.ring.slot(branch_unit))
 
@@ -469,7 +478,7 @@ class _Block:
     def _write_scaled(self, total: jax.Array, x_tile: jax.Array, w_row: jax.Array) -> None:
         halves, rows = self.problem.halves, self.problem.config.rows
         total *= _spread(self._multiplier(w_row), 0, total.shape)
-        result, total = self.refs.result.at[self.group], total.astype(jnp.bfloat16)
+        result, total = self._result.at[self.group], total.astype(jnp.bfloat16)
         for half in range(halves):
             first, count = half * (rows // halves), rows // halves
             # Wait until the copy before this one has read it.
@@ -535,7 +544,7 @@ class _Block:
                 y += _spread(bias, 0, y.shape)
             if not first:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            refs.result.at[self.group, pl.ds(first, count)].T[...] = y.astype(jnp.bfloat16)
+            self._result.at[self.group, pl.ds(first, count)].T[...] = y.astype(jnp.bfloat16)
 
     def _branch(self, u: jax.Ref, count: int) -> jax.Array:
         """The product of B and x A, float32 [64, count]."""
@@ -552,7 +561,7 @@ class _Block:
         plgpu.commit_smem()
         x_row = x_tile * self.problem.config.rows + first
         out = self.refs.out.at[pl.ds(x_row, count), pl.ds(w_row, TILE)]
-        plgpu.copy_smem_to_gmem(self.refs.result.at[self.group], out)
+        plgpu.copy_smem_to_gmem(self._result.at[self.group], out)
 
     def _multiplier(self, w_row: jax.Array) -> jax.Array:
         """The factor for sums of 64 rows of W, from `w_row`: a scalar, or [64]."""
