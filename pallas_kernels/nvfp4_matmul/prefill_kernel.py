@@ -461,8 +461,9 @@ class _Block:
         @pl.when(is_last)
         def _finish():
             cuts = (*range(0, config.rows, _COLUMNS_OF_SHARES), config.rows)
-            self._write_columns(added_up, cuts, branch_unit, x_tile, w_row)
-            self._copy_out(x_tile, 0, config.rows, w_row)
+            block, unit = self._with_own_addresses(branch_unit)
+            block._write_columns(added_up, cuts, unit, x_tile, w_row)
+            block._copy_out(x_tile, 0, config.rows, w_row)
 
         if has_branch:
             self._refill_last(branch_unit)
@@ -495,10 +496,18 @@ class _Block:
         cuts = (0, rows) if rows <= _MOST_AT_ONCE else (0, rows // 16 * 8, rows)
         base = registers.to_bfloat16(total, interpret=self.problem.interpret)
         part = lambda first, count: base[:, first : first + count] if count < rows else base
-        self._write_columns(part, cuts, branch_unit, x_tile, w_row, waits=True)
+        block, unit = (
+            self._with_own_addresses(branch_unit) if self.problem.finishes else (self, branch_unit)
+        )
+        block._write_columns(part, cuts, unit, x_tile, w_row, waits=True)
         self._refill_last(branch_unit)
         self._leave(branch_unit)
-        self._copy_out(x_tile, 0, rows, w_row)
+        block._copy_out(x_tile, 0, rows, w_row)
+
+    def _with_own_addresses(self, unit: jax.Array) -> tuple["_Block", jax.Array]:
+        """This block and a unit for what ends a tile: its addresses are not kept in registers while tiles are summed."""
+        opaque = functools.partial(registers.opaque, interpret=self.problem.interpret)
+        return dataclasses.replace(self, group=opaque(self.group)), opaque(unit)
 
     def _write_columns(
         self,
