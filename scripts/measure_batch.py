@@ -137,6 +137,11 @@ BATCHES = {
             "scripts.bench_rollouts --model 7b --arms nvfp4 nvfp4-last nvfp4-paired-last --batch 8 64 "
             "--out {out}/rollouts.jsonl",
         ),
+        Command(
+            170,
+            "scripts.bench_rollouts --model 7b --arms nvfp4 nvfp4-last --batch 192 256 512 "
+            "--out {out}/rollouts.jsonl",
+        ),
     ],
 }
 
