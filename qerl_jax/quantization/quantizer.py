@@ -422,8 +422,8 @@ def _dense_layer(job: _Job, index: int, model: transformer.Transformer) -> dict[
 
 def _ends(job: _Job) -> tuple[jax.Array, jax.Array]:
     """The scale of the last norm, and the output matrix."""
-    tensors = hf_folder.open_weights(job.source)
-    head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
+    tensors, tied = hf_folder.open_weights(job.source), job.arch.tie_word_embeddings
+    head = tensors["model.embed_tokens.weight" if tied else "lm_head.weight"]
     return jnp.asarray(tensors["model.norm.weight"]), jnp.asarray(head)
 
 

@@ -178,6 +178,19 @@ def test_a_file_is_a_source_for_loading_and_quantizing(tmp_path):
     )
 
 
+def test_sensitivities_of_a_tied_file_are_measured_with_its_embedding(tmp_path):
+    """At the end of a job that calibrates: what all of its hours have found would be lost."""
+    folder, fields, tensors = contents("qwen2_untied")
+    del tensors["output.weight"]
+    file = write(tmp_path / "model.gguf", fields, tensors)
+    job = quantizer._open(hf_folder.local_folder(str(file)), tmp_path / "out", Recipe())
+    norm, head = quantizer._ends(job)
+    stored = golden_files.load(folder / "model.safetensors")
+    for found, name in ((norm, "norm"), (head, "embed_tokens")):
+        expected = stored[f"model.{name}.weight"].astype(ml_dtypes.bfloat16)
+        np.testing.assert_array_equal(found, expected)
+
+
 def test_a_tokenizer_of_byte_pairs_is_read_and_another_is_left_out(tmp_path):
     symbols = ["a", "b", "ab", "Ġ", "Ġab", "1", "2", "<|end|>"]
     fields = {
