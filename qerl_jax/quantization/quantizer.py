@@ -435,7 +435,8 @@ def _dequantized_layer(job: _Job, index: int, model: transformer.Transformer) ->
 
 
 def _line(errors: dict[str, Any], number: int, total: int, seconds: float) -> str:
-    weights = "  ".join(f"{linear} {error:.4f}" for linear, error in errors["weights"].items())
+    found = errors.get("weights", {})  # none where all linears of the layer stay in 16 bits
+    weights = "  ".join(f"{linear} {error:.4f}" for linear, error in found.items()) or "none"
     outputs = "  ".join(
         f"{linear} {found:.4f} (rtn {nearest:.4f})"
         for linear, (nearest, found) in errors.get("outputs", {}).items()
