@@ -47,7 +47,10 @@ _SCALARS = {
 }
 _PLAIN = {0: np.dtype("<f4"), 1: np.dtype("<f2"), 30: np.dtype(ml_dtypes.bfloat16)}
 _MOST_AXES = 4
-_CONTROL = 3  # type of a token that is not text
+# Types of tokens: what is not text; what is text, but never split; and rows of the embedding that are no token.
+_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
+# Part of the names of the folders that stand for files: a newer program makes them anew.
+_FOLDER_FORM = 2
 
 _OUTSIDE = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -429,7 +432,8 @@ def as_folder(path: str | pathlib.Path) -> pathlib.Path:
     """
     path = pathlib.Path(path).expanduser().resolve()
     found = path.stat()
-    key = hashlib.sha256(f"{path} {found.st_size} {found.st_mtime_ns}".encode()).hexdigest()[:16]
+    seen = f"{_FOLDER_FORM} {path} {found.st_size} {found.st_mtime_ns}"
+    key = hashlib.sha256(seen.encode()).hexdigest()[:16]
     cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
     folder = cache / "qerl_jax" / "gguf" / f"{path.stem}-{key}"
     if (folder / "config.json").is_file():
@@ -498,7 +502,7 @@ def write_tokenizer(folder: pathlib.Path, fields: Mapping[str, Any]) -> bool:
     made.save(str(folder / "tokenizer.json"))
     named = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
     ids = {name: fields.get(f"tokenizer.ggml.{ours}_token_id") for name, ours in named.items()}
-    is_token = lambda i: type(i) is int and 0 <= i < len(tokens)
+    is_token = lambda i: type(i) is int and 0 <= i < len(tokens) and types[i] != _UNUSED
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **{f"{name}_token": tokens[i] for name, i in ids.items() if is_token(i)},
@@ -532,7 +536,7 @@ def byte_pairs(kind: str, tokens: list[str], merges: list[str], types: list[int]
     require(
         len(types) == len(tokens), "tokenizer.ggml.token_type", len(types), "must be one a token"
     )
-    vocabulary = {token: index for index, token in enumerate(tokens)}
+    vocabulary = {token: index for index, token in enumerate(tokens) if types[index] != _UNUSED}
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
     options = {"ignore_merges": True} if kind == "llama-bpe" else {}
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, **options))
@@ -546,6 +550,10 @@ def byte_pairs(kind: str, tokens: list[str], merges: list[str], types: list[int]
     made.decoder = decoders.ByteLevel()
     if kind == "qwen2":
         made.normalizer = normalizers.NFC()
-    controls = [token for token, each in zip(tokens, types, strict=True) if each == _CONTROL]
-    made.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in controls])
+    whole = [
+        AddedToken(token, special=each == _CONTROL, normalized=False)
+        for token, each in zip(tokens, types, strict=True)
+        if each in (_CONTROL, _USER_DEFINED)
+    ]
+    made.add_tokens(whole)
     return made

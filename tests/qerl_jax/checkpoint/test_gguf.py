@@ -212,6 +212,28 @@ def test_a_tokenizer_of_byte_pairs_is_read_and_another_is_left_out(tmp_path):
     assert not gguf.write_tokenizer(tmp_path, fields | {"tokenizer.ggml.model": "llama"})
 
 
+def test_tokens_that_are_text_stay_whole_and_rows_without_a_token_are_none(tmp_path):
+    """Qwen3's <think> is such text: its tokenizer never splits it, and its embedding has more rows than tokens."""
+    symbols = ["a", "<", ">", "<|end|>", "<a>", "[PAD5]"]
+    fields = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": symbols,
+        "tokenizer.ggml.merges": [],
+        "tokenizer.ggml.token_type": [1, 1, 1, 3, 4, 5],
+        "tokenizer.ggml.eos_token_id": 3,
+        "tokenizer.ggml.padding_token_id": 5,
+        "tokenizer.chat_template": "{{ messages[0]['content'] }}",
+    }
+    assert gguf.write_tokenizer(tmp_path, fields)
+    from qerl_jax.data import tokenizer
+
+    made = tokenizer.load(tmp_path)
+    assert made.encode(["a<a>a<a<|end|>"]) == [[0, 4, 0, 1, 0, 3]]
+    assert made.decode([4, 0, 3]) == "<a>a"
+    assert made.num_tokens == 5 and made.pad_token == 3
+
+
 def broken(tmp_path, change):
     _, fields, tensors = contents("llama3")
     file = write(tmp_path / "model.gguf", fields, tensors)
