@@ -49,6 +49,7 @@ _PLAIN = {0: np.dtype("<f4"), 1: np.dtype("<f2"), 30: np.dtype(ml_dtypes.bfloat1
 _MOST_AXES = 4
 # Types of tokens: what is not text; what is text, but never split; and rows of the embedding that are no token.
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
+_ENDS = ("eos", "eot", "eom")
 # Part of the names of the folders that stand for files: a newer program makes them anew.
 _FOLDER_FORM = 2
 
@@ -456,6 +457,10 @@ def as_folder(path: str | pathlib.Path) -> pathlib.Path:
         (partial / FILE).symlink_to(path)
         write_tokenizer(partial, header.fields)
         generation = {name: config[name] for name in config if name.endswith("_token_id")}
+        # llama.cpp ends a completion at the end of a turn or of a message, too.
+        ends = (header.fields.get(f"tokenizer.ggml.{name}_token_id") for name in _ENDS)
+        if ends := list(dict.fromkeys(i for i in ends if type(i) is int)):
+            generation["eos_token_id"] = ends
         (partial / "generation_config.json").write_text(json.dumps(generation, indent=1))
         (partial / "config.json").write_text(json.dumps(config, indent=1))
     return folder

@@ -234,6 +234,16 @@ def test_tokens_that_are_text_stay_whole_and_rows_without_a_token_are_none(tmp_p
     assert made.num_tokens == 5 and made.pad_token == 3
 
 
+def test_a_completion_ends_where_llama_cpp_ends_it(tmp_path):
+    """At the end of the text, of a turn and of a message: Llama 3.1's <|end_of_text|>, <|eot_id|> and <|eom_id|>."""
+    _, fields, tensors = contents("qwen2_untied")
+    ends = {"eos": 5, "eot": 7, "eom": 5}
+    fields |= {f"tokenizer.ggml.{name}_token_id": each for name, each in ends.items()}
+    found = hf_folder.local_folder(str(write(tmp_path / "model.gguf", fields, tensors)))
+    stated = json.loads((found / "generation_config.json").read_text())
+    assert stated["eos_token_id"] == [5, 7]
+
+
 def broken(tmp_path, change):
     _, fields, tensors = contents("llama3")
     file = write(tmp_path / "model.gguf", fields, tensors)
