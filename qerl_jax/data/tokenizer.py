@@ -24,7 +24,7 @@ class Tokenizer:
     Attributes:
         hf: The transformers tokenizer.
         stop_tokens: Ids that end a completion: the tokenizer's end of sequence and those of
-            generation_config.json.
+            generation_config.json, or where there is no such file of config.json.
         pad_token: Fills rows after their end; never trained on.
         num_tokens: Ids are 0 ... num_tokens - 1; rows of the embedding beyond are never sampled or
             scored.
@@ -131,9 +131,7 @@ def load(
             f"the chat template of {folder} reads no such name",
         )
     stops = [] if hf.eos_token_id is None else [hf.eos_token_id]
-    generation = folder / "generation_config.json"
-    listed = read_json(generation).get("eos_token_id") if generation.is_file() else None
-    stops += [listed] if isinstance(listed, int) else listed or []
+    stops += _stated_ends(folder)
     require(
         stops,
         "tokenizer",
@@ -143,6 +141,17 @@ def load(
     pad = hf.pad_token_id if hf.pad_token_id is not None else stops[0]
     largest = max(hf.get_vocab().values(), default=-1)
     return Tokenizer(hf, tuple(dict.fromkeys(stops)), pad, largest + 1, template, options)
+
+
+def _stated_ends(folder: pathlib.Path) -> list[int]:
+    """Ids that end a completion by the model's configs, as transformers and vLLM read them."""
+    places = [folder / name for name in ("generation_config.json", "config.json")]
+    path = next((place for place in places if place.is_file()), None)
+    listed = None if path is None else read_json(path).get("eos_token_id")
+    ends = listed if isinstance(listed, list) else [] if listed is None else [listed]
+    rule = "must be an id, or a list of ids"
+    require(all(type(each) is int for each in ends), f"{path}: eos_token_id", listed, rule)
+    return ends
 
 
 def _plain(token: Any) -> str | list[str]:

@@ -95,6 +95,22 @@ def test_a_generation_config_without_ends_of_sequence_adds_none(copy):
     assert tokenizer.load(folder).stop_tokens == (421,)
 
 
+def test_ends_of_sequence_in_the_config_count_where_there_is_no_generation_config(copy):
+    folder, _ = copy
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": [421, 7]}))
+    assert tokenizer.load(folder).stop_tokens == (421, 7)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 9}))
+    assert tokenizer.load(folder).stop_tokens == (421, 9)
+
+
+@pytest.mark.parametrize("listed", ["</s>", {"a": 1}, [None], [[1]], True])
+def test_an_end_of_sequence_that_is_no_id_is_refused(copy, listed):
+    folder, _ = copy
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": listed}))
+    with pytest.raises(ValueError, match="generation_config.json: eos_token_id.*must be an id"):
+        tokenizer.load(folder)
+
+
 def test_without_a_padding_token_rows_are_padded_with_the_stop_token(copy):
     folder, change = copy
     change(pad_token=None)
