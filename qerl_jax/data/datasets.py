@@ -7,6 +7,7 @@ that a run can resume at any batch without having read the ones before.
 
 import dataclasses
 import functools
+import glob
 import json
 import os
 import pathlib
@@ -336,13 +337,17 @@ def load_rows(name: str, path: str | None, config: str | None, split: str):
     looks_local = is_file or folder.is_absolute() or place.startswith((".", "~"))
     is_there = folder.exists() or not (looks_local or path)
     require(is_there, "data set", os.fspath(folder), "no such file or folder")
+    rule = f"must be a folder, or a file that ends in {', '.join(_FILE_FORMATS)}"
+    require(is_file or not folder.is_file(), "data set", place, rule)
     # `datasets` ends in a bare StopIteration for an empty file.
     require(not is_file or folder.stat().st_size > 0, "data set", place, "the file is empty")
     try:
         if is_file:
             require(config is None, "config", config, "a file has no configurations")
+            # `datasets` takes the name for a pattern: "rows[1].jsonl" would be rows1.jsonl.
+            files = {split: glob.escape(os.path.abspath(folder))}
             return datasets.load_dataset(
-                _FILE_FORMATS[folder.suffix], data_files={split: os.fspath(folder)}, split=split
+                _FILE_FORMATS[folder.suffix], data_files=files, split=split
             )
         hub = os.fspath(folder) if source is None or path else source.hub
         if config is None and source is not None and source.config is not None:

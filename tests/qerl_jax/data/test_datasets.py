@@ -299,6 +299,13 @@ def test_rows_without_a_usable_prompt_are_refused_at_load(rows, row, message):
         load(rows(row))
 
 
+def test_the_name_of_a_file_is_no_pattern(tmp_path):
+    for name in ("rows[1]", "rows1"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"question": name}) + "\n")
+    (problem,) = load(str(tmp_path / "rows[1].jsonl"))
+    assert problem.prompt == ({"role": "user", "content": "rows[1]"},)
+
+
 def test_two_system_messages_are_refused(rows):
     path = rows({"prompt": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]})
     with pytest.raises(ValueError, match="row 0: .* has a system message already"):
@@ -330,6 +337,11 @@ def test_missing_sources_are_named(tmp_path, rows):
         load(str(tmp_path / "absent"))
     with pytest.raises(ValueError, match="absent.jsonl"):
         load("absent.jsonl")
+    (tmp_path / "rows.csv").write_text("question\na\n")
+    with pytest.raises(
+        ValueError, match="rows.csv'; must be a folder, or a file that ends in .jso"
+    ):
+        load(str(tmp_path / "rows.csv"))
     with pytest.raises(ValueError, match="split 'dev'.*Unknown split"):
         load(str(GSM8K), split="dev")
     with pytest.raises(ValueError, match="is empty"):
