@@ -346,9 +346,9 @@ def load_rows(name: str, path: str | None, config: str | None, split: str):
             require(config is None, "config", config, "a file has no configurations")
             # `datasets` takes the name for a pattern: "rows[1].jsonl" would be rows1.jsonl.
             files = {split: glob.escape(os.path.abspath(folder))}
-            return datasets.load_dataset(
-                _FILE_FORMATS[folder.suffix], data_files=files, split=split
-            )
+            form = _FILE_FORMATS[folder.suffix]
+            rows = datasets.load_dataset(form, data_files=files, split=split)
+            return _as_written(rows, folder) if form == "json" else rows
         hub = os.fspath(folder) if source is None or path else source.hub
         if config is None and source is not None and source.config is not None:
             # A copy on disk may have been made without the hub's configurations.
@@ -363,6 +363,26 @@ def load_rows(name: str, path: str | None, config: str | None, split: str):
         raise ValueError(
             f"could not load the data set {place!r} ({which}): {reason}{remedy}"
         ) from error
+
+
+def _as_written(rows: Any, path: pathlib.Path) -> Any:
+    """The rows of a JSON file with texts as they stand there.
+
+    `datasets` makes times of a column in which all texts are dates: no answer would equal one.
+    """
+    fields = rows.features.arrow_schema
+    names = [field.name for field in fields if "timestamp[" in str(field.type)]
+    if not names:
+        return rows
+    text = path.read_text("utf-8-sig")
+    try:
+        whole = parse_json(text)
+        found = whole if isinstance(whole, list) else [whole]
+    except ValueError:  # a row on each line
+        found = [parse_json(line) for line in text.split("\n") if line.strip()]
+    for name in names:
+        rows = rows.remove_columns(name).add_column(name, [row.get(name) for row in found])
+    return rows
 
 
 def _json_fault(path: pathlib.Path) -> str | None:

@@ -306,6 +306,26 @@ def test_the_name_of_a_file_is_no_pattern(tmp_path):
     assert problem.prompt == ({"role": "user", "content": "rows[1]"},)
 
 
+@pytest.mark.parametrize("form", ["lines", "list", "one"])
+def test_answers_that_are_dates_stay_as_they_are_written(form, tmp_path):
+    dates = ["2024-02-29", "2024-03-01 08:00"][: 1 if form == "one" else 2]
+    table = [
+        {"question": "When?", "answer": date, "reward_model": {"ground_truth": date}}
+        for date in dates
+    ]
+    table += [{"question": "Never?", "answer": None, "reward_model": None}] if dates[1:] else []
+    texts = {
+        "lines": "\n\n".join(map(json.dumps, table)),
+        "list": json.dumps(table),
+        "one": json.dumps(table[0], indent=1),
+    }
+    path = tmp_path / ("rows.jsonl" if form == "lines" else "rows.json")
+    path.write_text(texts[form])
+    found = [problem.columns for problem in load(str(path))]
+    assert [columns["answer"] for columns in found] == [row["answer"] for row in table]
+    assert [columns["reward_model"] for columns in found] == [row["reward_model"] for row in table]
+
+
 def test_two_system_messages_are_refused(rows):
     path = rows({"prompt": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]})
     with pytest.raises(ValueError, match="row 0: .* has a system message already"):
