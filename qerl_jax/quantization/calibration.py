@@ -57,11 +57,14 @@ def texts(cfg: Calibration, tokens: tokenizer.Tokenizer) -> list[str]:
         draw, answer = _ARITHMETIC[cfg.dataset]
         problems = [draw("train", cfg.seed, index) for index in range(cfg.num_samples)]
         rows = [{"question": each.question, "answer": answer(each)} for each in problems]
+        order = range(len(rows))
     else:
         found = datasets.load_rows(cfg.dataset, None, None, "train")
         order = np.random.default_rng(cfg.seed).permutation(len(found))[: cfg.num_samples]
         rows = [found[int(index)] for index in order]
-    chats = [_chat(row, f"{cfg.dataset}, row {index}") for index, row in enumerate(rows)]
+    chats = [
+        _chat(row, f"{cfg.dataset}, row {index}") for index, row in zip(order, rows, strict=True)
+    ]
     return tokens.render(chats, add_generation_prompt=False)
 
 
@@ -133,6 +136,8 @@ def advance(model: Transformer, layer: dict[str, Any], x: jax.Array) -> jax.Arra
 
 
 def _chat(row: Mapping[str, Any], where: str) -> str | Sequence[dict[str, str]]:
+    # Rows of several kinds fill the columns of the others with None.
+    row = {name: value for name, value in row.items() if value is not None}
     for column in ("messages", "conversations"):
         if column in row:
             system = [{"role": "system", "content": row["system"]}] if row.get("system") else []

@@ -1,5 +1,7 @@
 """Tests AWQ: folded scales change only the rounding, and make it better."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -134,6 +136,26 @@ def test_rows_without_texts_are_refused(tmp_path, row, said):
     (tmp_path / "odd.jsonl").write_text(row + "\n")
     with pytest.raises(ValueError, match=f"odd.jsonl.*{said}"):
         calibration.token_rows(Calibration(str(tmp_path / "odd.jsonl")), TOKENS)
+
+
+def test_a_row_may_lack_what_other_rows_have_and_errors_name_the_row_of_the_file(tmp_path):
+    table = [
+        {"messages": [{"role": "user", "content": "A?"}], "text": None, "question": None},
+        {"messages": None, "text": "A!", "question": None},
+        {"messages": None, "text": None, "question": "A?"},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in table))
+    found = calibration.texts(Calibration(str(path)), TOKENS)
+    assert sorted(found) == sorted(
+        [*TOKENS.render([table[0]["messages"]] * 2, add_generation_prompt=False), "A!"]
+    )
+    for bad in range(3):
+        path.write_text(
+            "".join(json.dumps({"text": 5 if i == bad else "A"}) + "\n" for i in range(3))
+        )
+        with pytest.raises(ValueError, match=f"rows.jsonl, row {bad}: text: got 5"):
+            calibration.texts(Calibration(str(path)), TOKENS)
 
 
 @pytest.mark.slow
