@@ -34,7 +34,7 @@ def _branch(config: dict[str, Any], name: str) -> tuple[int, float] | None:
     """
     layers = config.get("layers_to_transform")
     layers = [layers] if isinstance(layers, int) else layers
-    chosen = layers is None or int(name.split(".")[2]) in layers
+    chosen = _all_layers(config) or int(name.split(".")[2]) in layers
     excluded, targets = config.get("exclude_modules"), config["target_modules"]
     if not chosen or excluded and _is_named(excluded, name):
         return None
@@ -88,6 +88,11 @@ _PLAIN = {
     "layer_replication": None,
     "trainable_token_indices": None,
     "target_parameters": None,
+    "alora_invocation_tokens": None,
+    "arrow_config": None,
+    "kasa_config": None,
+    "monteclora_config": None,
+    "use_bdlora": None,
 }
 # These initializations change the base; others leave it as it is.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -202,7 +207,7 @@ def read_lora(folder: str | pathlib.Path) -> LoraConfig:
 
 
 def _all_layers(config: dict[str, Any]) -> bool:
-    return config.get("layers_to_transform") is None
+    return config.get("layers_to_transform") in (None, [])  # PEFT takes an empty list for no choice
 
 
 def import_adapter(folder: str | pathlib.Path, model: transformer.Transformer) -> Any:

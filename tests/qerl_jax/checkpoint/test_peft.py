@@ -123,6 +123,8 @@ def changed_adapter(target, **fields):
         ({"lora_bias": True}, "lora_bias: got True"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights: got 'pissa_niter_4'"),
         ({"layer_replication": [[0, 2], [1, 3]]}, "layer_replication: got"),
+        ({"alora_invocation_tokens": [5, 6]}, r"alora_invocation_tokens: got \[5, 6\]"),
+        ({"arrow_config": {"top_k": 3}}, "arrow_config: got"),
         ({"modules_to_save": ["input_layernorm"]}, "modules_to_save: got .*; only"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save: got .*lm_head"),
     ],
@@ -249,6 +251,12 @@ def test_patterns_of_rank_and_alpha_become_one_rank_and_one_alpha(tmp_path):
                 else:
                     assert (linear in ("gate_up", "down") and index == 1) or part == "k_proj"
                 np.testing.assert_allclose(ours, theirs, atol=1e-5, err_msg=name)
+
+
+def test_an_empty_choice_of_layers_chooses_all(tmp_path):
+    folder = changed_adapter(tmp_path, layers_to_transform=[])
+    assert peft.read_lora(folder) == peft.read_lora(ADAPTER)
+    assert_trees_equal(*(peft.import_adapter(each, adapter_model()) for each in (folder, ADAPTER)))
 
 
 def test_a_targeted_linear_without_tensors_is_named(tmp_path):
