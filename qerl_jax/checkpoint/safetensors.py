@@ -54,7 +54,7 @@ class Tensors(dict[str, np.ndarray]):
         """Opens every file and checks that all of its tensors are there.
 
         Args:
-            folder: A folder with STEM.safetensors, or with STEM.safetensors.index.json and its shards.
+            folder: A folder with STEM.safetensors, or without it STEM.safetensors.index.json and its shards.
             stem: First part of the file names; other files of the folder are left alone.
 
         Raises:
@@ -64,10 +64,11 @@ class Tensors(dict[str, np.ndarray]):
         self._files: dict[str, str] = {}
         single = pathlib.Path(folder) / f"{stem}.safetensors"
         index = single.with_name(f"{single.name}.index.json")
-        if index.is_file():
-            self._open_shards(index)
-        elif single.is_file():
+        # A model that transformers saves over one with shards leaves that one's index.
+        if single.is_file():
             self._open(single)
+        elif index.is_file():
+            self._open_shards(index)
         else:
             pickled = [*single.parent.glob("*.bin"), *single.parent.glob("*.pt*")]
             raise SafetensorsError(

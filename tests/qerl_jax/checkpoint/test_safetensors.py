@@ -102,6 +102,15 @@ def test_shards_are_read_as_one_and_only_those_of_the_index(tmp_path):
     assert "c" in tensors and "d" not in tensors
 
 
+def test_a_file_saved_over_shards_is_read_and_not_the_index_that_was_left(tmp_path):
+    """transformers removes the shards of the model before, and leaves its index."""
+    for name in set(shards(tmp_path).values()):
+        (tmp_path / name).unlink()
+    write(tmp_path / "model.safetensors", {"a": floats(9)})
+    tensors = Tensors(tmp_path)
+    assert {name: tensors[name].tolist() for name in tensors} == {"a": [9]}
+
+
 def test_another_stem_names_another_file_of_the_folder(tmp_path):
     write(tmp_path / "model.safetensors", {"a": floats(1)})
     write(tmp_path / "adapter_model.safetensors", {"b": floats(2)})
