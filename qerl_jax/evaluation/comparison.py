@@ -1,6 +1,7 @@
 """Two evaluations of the same problems: paired differences."""
 
 import dataclasses
+import os
 import pathlib
 from typing import Any
 
@@ -77,7 +78,7 @@ def _compare(name: str, ours: pathlib.Path, theirs: pathlib.Path) -> Comparison:
 
 def _finished(folder: str | pathlib.Path) -> dict[str, pathlib.Path]:
     """The folders of finished sets, by name."""
-    folder = pathlib.Path(folder)
+    folder = pathlib.Path(os.path.abspath(folder))  # "." has no name
     found = [*folder.glob("summary.json")] or sorted(folder.glob("*/summary.json"))
     if not found:
         raise FileNotFoundError(f"no finished evaluation in {folder}")

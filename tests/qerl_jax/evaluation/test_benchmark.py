@@ -193,6 +193,11 @@ def test_an_adapter_that_changes_nothing_scores_what_its_base_scores(adapter, tm
     assert wide.high == pytest.approx(4 * difference.high)
 
 
+def test_a_set_may_be_compared_from_within_its_folder(finished, monkeypatch):
+    monkeypatch.chdir(finished[0] / "arithmetic")
+    assert list(compare(".", "..")) == ["arithmetic"]
+
+
 def test_a_comparison_needs_the_same_problems(finished, tmp_path):
     six, _, _ = finished
     shutil.copytree(six, tmp_path / "five")
