@@ -387,6 +387,8 @@ def _hidden_states(
     log: Callable[[str], None],
 ) -> HiddenStates:
     ids, lengths = token_rows(cfg, tokenizer.load(folder))
+    rule = f"has the id {ids.max()}; the model's embedding has only {arch.vocab_size} rows"
+    require(ids.max() < arch.vocab_size, "tokenizer", str(folder), rule)
     log(f"calibrating on {len(ids)} rows of {cfg.dataset}, {lengths.sum()} tokens")
     dtype = "bfloat16" if runtime.platform() == "gpu" else "float32"
     model = transformer.Transformer(arch, dtype, None, jnp.dtype(dtype))

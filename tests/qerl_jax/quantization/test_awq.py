@@ -1,5 +1,6 @@
 """Tests AWQ: folded scales change only the rounding, and make it better."""
 
+import dataclasses
 import json
 
 import jax
@@ -156,6 +157,12 @@ def test_a_row_may_lack_what_other_rows_have_and_errors_name_the_row_of_the_file
         )
         with pytest.raises(ValueError, match=f"rows.jsonl, row {bad}: text: got 5"):
             calibration.texts(Calibration(str(path)), TOKENS)
+
+
+def test_a_tokenizer_of_another_model_is_refused_before_calibration():
+    small = dataclasses.replace(architecture.load(TINY), vocab_size=300)
+    with pytest.raises(ValueError, match="has the id 42.; the model's embedding has only 300 rows"):
+        quantizer._hidden_states(TINY, small, ROWS, lambda line: None)
 
 
 @pytest.mark.slow
