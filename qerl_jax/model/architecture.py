@@ -272,7 +272,11 @@ def _refuse_windows(config: dict[str, Any], family: Family) -> None:
 
 
 def _rope(config: dict[str, Any]) -> tuple[float, Llama3Rope | None]:
-    name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    newer, older = config.get("rope_parameters"), config.get("rope_scaling")
+    # transformers 5 takes the older one then, and forgets the theta of the newer.
+    rule = f"differs from rope_parameters = {newer!r}: write all of it there"
+    _support(not (newer and older) or newer == older, "rope_scaling", older, rule)
+    name = "rope_parameters" if newer else "rope_scaling"
     rope = config.get(name) or {}
     require(isinstance(rope, dict), f"config.json: {name}", rope, "must be an object")
     stated = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0} | config | rope

@@ -217,6 +217,11 @@ QUANTIZED = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantiz
             ValueError,
             "got 'llama3'; it needs low_freq_factor, high_freq_factor, original_max_position_embeddings",
         ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+            NotImplementedError,
+            "rope_scaling: got .*yarn.*; differs from rope_parameters",
+        ),
         ({"rope_parameters": "x"}, ValueError, "rope_parameters: got 'x'; must be an object"),
         ({"rope_parameters": {"rope_theta": None}}, ValueError, "rope_theta: got None"),
         ({"num_key_value_heads": 3}, ValueError, "num_key_value_heads: got 3"),
