@@ -282,6 +282,12 @@ def _quantized_layer(
     prefix, form, tensors = f"model.layers.{index}.", job.form, _stored(job, index)
     type_of = lambda linear: tensors[f"{job.arch.linear_names(linear, index)[0]}.weight"].dtype
     types = {linear: type_of(linear) for linear in job.arch.linears()}
+    for name, values in tensors.items():
+        # A value that is not finite would spoil its whole block, or with a global scale its whole tensor.
+        values = jnp.asarray(values)
+        if bad := int(jnp.sum(~jnp.isfinite(values))):
+            rule = f"all weights must be finite; {bad} of {values.size} are not"
+            require(False, f"{job.source}: {name}", float(values.sum()), rule)
     packed: dict[str, list[Any]] = {}
     grams: dict[str, jax.Array] = {}
     outputs: dict[str, tuple[float, float]] = {}

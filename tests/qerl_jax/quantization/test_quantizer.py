@@ -184,6 +184,19 @@ def test_what_cannot_be_quantized_is_named(bfloat16, tmp_path):
             quantizer.quantize(bfloat16, tmp_path / "out", Recipe(), QUIET)
 
 
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_weights_that_are_not_finite_are_named_and_no_folder_is_left(value, bfloat16, tmp_path):
+    tensors = golden_files.load(DENSE / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors[name] = tensors[name].copy()
+    tensors[name][3, 5] = value
+    copy(DENSE, tmp_path / "source", tensors=tensors)
+    (tmp_path / "source" / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=rf"{re.escape(name)}: got {value}; .* 1 of \d+ are not"):
+        quantizer.quantize(tmp_path / "source", tmp_path / "out", Recipe(), QUIET)
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_command_quantizes_and_says_why_it_cannot(tmp_path, capsys):
     target = str(tmp_path / "tiny")
     assert main.main(["quantize", "qerl-tiny", target, "--format", "nf4", "--no-double-quant"]) == 0
