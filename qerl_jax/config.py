@@ -930,6 +930,15 @@ class MeshConfig(Checked, section="mesh."):
         """Devices of a replica."""
         return self.fsdp * self.tensor
 
+    def _across(self):
+        return [
+            (
+                self.fsdp == 1 or self.tensor == 1,
+                "fsdp",
+                f"goes without mesh.tensor = {self.tensor}, whose devices share the base in updates, too: leave it out",
+            )
+        ]
+
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig(Checked):

@@ -126,11 +126,6 @@ def _across_batches(cfg):
             f"must not exceed the {rows} rows of a rollout",
         ),
         (
-            cfg.mesh.fsdp == 1 or cfg.mesh.tensor == 1,
-            "mesh.fsdp",
-            f"goes without mesh.tensor = {cfg.mesh.tensor}, whose devices share the base in updates, too: leave it out",
-        ),
-        (
             cfg.mesh.group == 1 or cfg.model.trainable != "full",
             shared,
             'goes with an adapter: with model.trainable = "full" no weight is frozen',

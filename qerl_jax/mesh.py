@@ -30,14 +30,14 @@ _DATA = "data"
 _AUTO = jax.sharding.AxisType.Auto
 
 
-def places(cfg: MeshConfig, rows: int) -> int:
+def places(cfg: MeshConfig, rows: int, hosts: Hosts | None = None) -> int:
     """Number of replicas on all hosts, for `rows` rows per rollout: as configured, or as many as the devices
     allow."""
     if cfg.data is not None:
         return cfg.data
     # Each host sees the same number of devices; a run where they differ is refused.
     most = max(1, len(jax.local_devices()) // cfg.group)
-    return min(most, rows // (count := Hosts.all().count)) * count
+    return min(most, rows // (count := (hosts or Hosts.all()).count)) * count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,21 +58,22 @@ class Replicas:
     group: int = 1
 
     @classmethod
-    def of(cls, cfg: MeshConfig, rows: int) -> Self:
-        """The replicas that a config asks for, on all hosts that have joined.
+    def of(cls, cfg: MeshConfig, rows: int, hosts: Hosts | None = None) -> Self:
+        """The replicas that a config asks for.
 
         Args:
             cfg: The mesh.
             rows: Rows of a rollout; without a number of replicas in the config, there are no more replicas than
                 rows.
+            hosts: The processes whose devices they are; None means all that have joined.
 
         Raises:
             ConfigError: When this process does not see its share of the devices, or they are not alike.
         """
-        seen, hosts = jax.local_devices(), Hosts.all()
+        seen, hosts = jax.local_devices(), hosts or Hosts.all()
         rule = f"a run on {hosts.count} hosts needs as many rows in a rollout at least"
         require(rows >= hosts.count, "rollout.generation_batch_size", rows, rule)
-        total = places(cfg, rows)
+        total = places(cfg, rows, hosts)
         rule = f"must be a multiple of the number of processes, {hosts.count}"
         require(total % hosts.count == 0, "mesh.data", total, rule)
         count = total // hosts.count * cfg.group

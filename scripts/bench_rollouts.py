@@ -149,7 +149,7 @@ class Bench:
     def time(self, prompts, slots: int, longest: int = LONG, repeats: int = 2):
         """Seconds of a call that compiles nothing, and of the first call. `longest` determines what is compiled."""
         from qerl_jax.generation.engine import Engine, EngineSpec
-        from qerl_jax.rl.rollouts import engine_of
+        from qerl_jax.generation.fleet import engine_of
 
         num_tokens, prompts = min(KNOWN_IDS, self.arch.vocab_size), list(prompts)
         room = slots * (self.prompt + longest)

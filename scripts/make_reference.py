@@ -222,6 +222,9 @@ def _rows(function: typing.Callable) -> tuple[list[str], list[tuple[str, ...]]]:
             many = typing.get_origin(each.annotation) is tuple
             places.append(shown + (" ..." if many else ""))
         else:
+            if dataclasses.is_dataclass(each.annotation):
+                rows += _fields(each.annotation, f"{name}.")
+                continue
             if typing.get_origin(each.annotation) is typing.Annotated:
                 hint, note = typing.get_args(each.annotation)[:2]
                 if dataclasses.is_dataclass(hint):  # options of its own
@@ -241,7 +244,7 @@ def _rows(function: typing.Callable) -> tuple[list[str], list[tuple[str, ...]]]:
     return places, rows
 
 
-def _fields(cls: type) -> list[tuple[str, ...]]:
+def _fields(cls: type, prefix: str = "") -> list[tuple[str, ...]]:
     """Returns a row for each field of a dataclass whose fields are options. A class may extend its base's docstring."""
     texts = described(cls.__base__.__doc__, "Attributes") | described(cls.__doc__, "Attributes")
     hints = typing.get_type_hints(cls, include_extras=True)
@@ -249,7 +252,7 @@ def _fields(cls: type) -> list[tuple[str, ...]]:
         _switch(field.name, field.default, texts[field.name])
         if isinstance(field.default, bool)
         else (
-            f"`--{field.name.replace('_', '-')}`",
+            f"`--{prefix}{field.name.replace('_', '-')}`",
             kind(hints[field.name])[0],
             value(field.default),
             cell(texts[field.name]),

@@ -23,10 +23,13 @@ import numpy as np
 import pytest
 from jax import monitoring
 
+import qerl_jax
 from qerl_jax import config, sharding
 from qerl_jax.checkpoint import base_model
 from qerl_jax.checkpoint.run_state import StateFiles
+from qerl_jax.cli import main
 from qerl_jax.config import GrpoConfig, LoraConfig, MeshConfig
+from qerl_jax.evaluation import pass_rates
 from qerl_jax.generation import engine
 from qerl_jax.generation.fleet import Fleet
 from qerl_jax.mesh import Replicas
@@ -521,3 +524,93 @@ def test_a_run_goes_on_on_another_number_of_devices(first, then, tmp_path):
     straight = tmp_path / "straight"
     run_on(straight, 1, 2)
     updates.assert_close(saved, StateFiles(straight, None).params(2)[1], rtol=1e-2, atol=1e-3)
+
+
+def adapted(**mesh):
+    """Returns a policy on a mesh, with an adapter that changes what it says."""
+    policy = qerl_jax.load("qerl-tiny", lora=LoraConfig(4), dtype="float32", mesh=mesh)
+    leaves, form = jax.tree.flatten(jax.device_get(policy.variables["params"]))
+    draws = np.random.default_rng(0)
+    changed = [x + 0.02 * draws.standard_normal(x.shape, np.float32) for x in leaves]
+    return policy.with_params(jax.tree.unflatten(form, changed))
+
+
+@devices
+@pytest.mark.parametrize(
+    "mesh",
+    [{"data": 2}, {"data": 1, "fsdp": 2}, {"data": 1, "tensor": 2}],
+    ids=["data", "fsdp", "tensor"],
+)
+def test_a_loaded_policy_says_scores_and_knows_the_same(mesh):
+    alone, several = adapted(data=1), adapted(**mesh)
+    asked = {"prompts": [f"What is {a}*3?" for a in range(3)], "n": 1, "max_tokens": 20}
+    found, expected = several.generate(**asked), alone.generate(**asked)
+    for ours, theirs in zip(found, expected, strict=True):
+        for one, other in zip(ours.outputs, theirs.outputs, strict=True):
+            np.testing.assert_array_equal(one.token_ids, other.token_ids)
+            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+    ids = [output.outputs[0].token_ids for output in expected]
+    scored = zip(
+        several.logprobs(asked["prompts"], ids), alone.logprobs(asked["prompts"], ids), strict=True
+    )
+    for ours, theirs in scored:
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    options = {"samples": 1, "max_tokens": 20, "num_problems": 3, "quiet": True}
+    summaries = [qerl_jax.evaluate(each, "arithmetic", **options) for each in (several, alone)]
+    assert summaries[0]["arithmetic"]["estimates"] == summaries[1]["arithmetic"]["estimates"]
+    said = [list(each.stream("What is 2+2?", max_tokens=20)) for each in (several, alone)]
+    assert said[0] == said[1]
+    assert len(several.generator.replicas) * several.generator.replicas.group > 1
+
+
+def run_commands(folder, *more):
+    """Runs `generate` and `eval` on a tiny base; returns what they wrote."""
+    folder.mkdir()
+    prompts, answers = folder / "prompts.jsonl", folder / "answers.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"What is {a}+4?"}) + "\n" for a in range(2)))
+    base = ["--dtype", "float32", *more]
+    files = ["--input", f"{prompts}", "--output", f"{answers}", "--max-tokens", "20"]
+    assert main.main(["generate", *files, *base]) == 0
+    asked = ["--num-problems", "3", "--max-tokens", "20", "--output-dir", f"{folder / 'eval'}"]
+    assert main.main(["eval", "arithmetic", *asked, *base]) == 0
+    return [
+        [json.loads(line)[column] for line in path.read_text().splitlines()]
+        for path, column in (
+            (answers, "completion"),
+            (folder / "eval" / "arithmetic" / "problems.jsonl", "completions"),
+        )
+    ]
+
+
+@devices
+def test_commands_use_all_devices_unless_told_otherwise(tmp_path, monkeypatch):
+    asked, of = [], Replicas.of
+
+    def noted(cls, cfg, rows, hosts=None):
+        asked.append(len(made := of(cfg, rows, hosts)))
+        return made
+
+    monkeypatch.setattr(Replicas, "of", classmethod(noted))
+    alone = run_commands(tmp_path / "alone", "--mesh.data", "1")
+    found = run_commands(tmp_path / "all")
+    assert found == alone
+    most = jax.device_count()
+    assert asked == [1, 1, min(most, 2), min(most, 3)]
+
+
+@devices
+def test_problems_are_filtered_on_the_mesh_of_the_config(tmp_path, monkeypatch):
+    used, fleet = [], Fleet.stream
+    noted = lambda self, *arguments, **more: (
+        used.append(self._replicas.group),
+        fleet(self, *arguments, **more),
+    )[1]
+    monkeypatch.setattr(Fleet, "stream", noted)
+    rates = {}
+    for mesh in (MeshConfig(data=1), MeshConfig(tensor=2)):
+        model = {"gradient_checkpointing": "layer"}
+        cfg = tiny.small(tmp_path, data={"num_problems": 6}, mesh=mesh, model=model)
+        out = tmp_path / f"{mesh.tensor}.jsonl"
+        pass_rates.select(cfg, out, low=0, high=1, samples=2, batch_size=3)
+        rates[mesh.tensor] = out.read_text()
+    assert rates[1] == rates[2] and used == [2, 2]

@@ -13,12 +13,12 @@ from pallas_kernels import runtime
 from qerl_jax import memory
 from qerl_jax.api import policy as policies
 from qerl_jax.api.policy import Policy
-from qerl_jax.api.settings import Config, run_config
+from qerl_jax.api.settings import Config, Mesh, given_mesh, run_config
 from qerl_jax.checked import ConfigError, require
 from qerl_jax.checkpoint import export as exports
 from qerl_jax.checkpoint import policy as sources
 from qerl_jax.checkpoint.policy import PolicySource
-from qerl_jax.config import BlockScales, Drafts
+from qerl_jax.config import BlockScales, Drafts, MeshConfig
 from qerl_jax.evaluation import benchmark
 from qerl_jax.memory import MemoryPlan
 from qerl_jax.quantization import quantizer
@@ -45,6 +45,7 @@ def evaluate(
     max_concurrent: int = 128,
     drafts: Drafts = "off",
     seed: int = 0,
+    mesh: Mesh | None = None,
     quiet: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """Measures how often a policy is right on sets of problems, with confidence intervals.
@@ -80,9 +81,11 @@ def evaluate(
         output_dir: Folder of the results; a call that finds unfinished results goes on from there. Absent
             means `eval/` of the run folder, else `evals/`, and in it a folder named by the policy and by the
             protocol, if one is given. Results of a policy that is not saved are not kept.
-        max_concurrent: The most completions sampled at a time.
+        max_concurrent: The most completions sampled at a time, by each replica.
         drafts: "auto" makes drafts where few completions are left (`rollout.drafts`); "off" makes none.
         seed: Random seed for sampling, and for arithmetic problems.
+        mesh: The devices, as the section [mesh] of a config has them. Absent means all of this process, one for
+            each replica. A loaded policy has its own.
         quiet: Show nothing on the terminal.
 
     Returns:
@@ -98,8 +101,11 @@ def evaluate(
     require(drafts in typing.get_args(Drafts), "drafts", drafts, 'must be "auto" or "off"')
     has_some = num_problems is None or num_problems >= 1
     require(has_some, "num_problems", num_problems, "must be at least 1")
-    runtime.use_compilation_cache()
     loaded = policy if isinstance(policy, Policy) else None
+    rule = "must be absent for a loaded policy: give it to qerl_jax.load"
+    require(mesh is None or loaded is None, "mesh", mesh, rule)
+    mesh = given_mesh(mesh, MeshConfig())
+    runtime.use_compilation_cache()
     source = _source(policy)
     where = {"path": path, "split": split, "columns": columns, "num_problems": num_problems}
     how = {
@@ -136,6 +142,7 @@ def evaluate(
             drafts=drafts,
             log=_log(quiet),
             policy=loaded and _as_read(loaded),
+            mesh=mesh,
             toolboxes=tools and tools.toolboxes,
         )
 
@@ -363,7 +370,10 @@ def _source(policy: Any) -> PolicySource:
 
 
 def _as_read(policy: Policy) -> sources.LoadedPolicy:
-    return sources.LoadedPolicy(policy.model, policy.variables, policy.tokenizer, policy.source)
+    replicas = policy.generator.replicas
+    return sources.LoadedPolicy(
+        policy.model, policy.variables, policy.tokenizer, policy.source, replicas
+    )
 
 
 def _log(quiet: bool) -> Callable[[str], None]:

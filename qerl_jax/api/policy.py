@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import runtime
-from qerl_jax.api.settings import given_tools, tools_table
+from qerl_jax import sharding
+from qerl_jax.api.settings import Mesh, given_mesh, given_tools, tools_table
 from qerl_jax.checked import ConfigError, from_table, require
-from qerl_jax.checkpoint import base_model, hf_folder, peft
+from qerl_jax.checkpoint import hf_folder, peft
 from qerl_jax.checkpoint import policy as sources
 from qerl_jax.checkpoint.policy import PolicySource
 from qerl_jax.config import DENSE, Dtype, LoraConfig, ToolsConfig, Weights
@@ -33,6 +34,8 @@ from qerl_jax.rl.rollouts import Rollout
 
 # Tokens, padding included, whose log-probabilities are computed together; and the narrowest padding.
 _SCORED_TOKENS, _NARROWEST = 16384, 32
+# Nobody knows yet how many rows will be sampled: as many replicas as there are devices for.
+_ANY_ROWS = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -270,6 +273,7 @@ class Policy:
             return []
         widths = [_power_of_two(max(map(len, each))) for each in (prompt_ids, ids)]
         size = max(1, min(_SCORED_TOKENS // sum(widths), _power_of_two(len(ids), 1)))
+        variables = self.generator.replicas.each(self.variables)[0]
         scored: list[np.ndarray] = []
         for start in range(0, len(ids), size):
             rows = slice(start, start + size)
@@ -282,7 +286,7 @@ class Policy:
             )
             values = _token_logps(
                 self.model,
-                self.variables,
+                variables,
                 experience,
                 jnp.float32(temperature),
                 num_tokens=self.tokenizer.num_tokens,
@@ -317,6 +321,8 @@ class Policy:
             return folder
         rule = "is packed, and has no adapter that could be saved; see qerl_jax.quantize"
         require(held.weights in DENSE, "weights", held.weights, rule)
+        rule = "splits the weights of this policy: load it without, to write it"
+        require(self.model.tensor == 1, "mesh.tensor", self.model.tensor, rule)
         base = hf_folder.local_folder(held.model_name_or_path)
         hf_folder.export_model(folder, self.model, self.variables["frozen"], base)
         return folder
@@ -345,6 +351,7 @@ def load(
     max_concurrent: int = 64,
     kv_cache_tokens: int | None = None,
     kv_cache_fraction: float | None = None,
+    mesh: Mesh | None = None,
 ) -> Policy:
     """Loads a policy: a base, and an adapter over it if one is named.
 
@@ -364,10 +371,12 @@ def load(
         weights: Storage format of the linears; absent means that of the adapter's run, else "nvfp4".
         dtype: Data type of the activations; absent means that of the run, else "bfloat16".
         seed: Random seed of a fresh adapter.
-        max_concurrent: Rows sampled at a time.
+        max_concurrent: Rows sampled at a time, by each replica.
         kv_cache_tokens: Capacity for keys and values, in tokens; rows wait while it is full.
         kv_cache_fraction: That capacity as a fraction of the free device memory. Give one of the two, or none
             for what `max_concurrent` rows can need.
+        mesh: The devices, as the section [mesh] of a config has them: {"tensor": 4} for replicas of four on all
+            devices of this process. Absent means one device.
 
     Raises:
         ConfigError: For impossible arguments.
@@ -380,15 +389,17 @@ def load(
     }
     check_limits(limits)  # before minutes of reading
     source = find(name, adapter, weights=weights, dtype=dtype)
+    held = {"mesh": given_mesh(mesh, sources.ALONE), "rows": _ANY_ROWS}
     if lora is None:
-        return Policy(Generator.of(source, **limits), source)
+        return Policy(Generator.of(source, **held, **limits), source)
     require(source.adapter is None, "lora", lora, "must be absent where an adapter is loaded")
     require(isinstance(lora, LoraConfig), "lora", lora, "must be a LoraConfig")
     runtime.use_compilation_cache()
-    model, frozen, tokenizer = base_model.load_base(source.model, lora, seed)
-    params = init_params(model, frozen, jax.random.key(seed))
+    model, frozen, tokenizer, replicas = sources.load_base(source.model, lora, seed, **held)
+    params = replicas.hold(init_params(model, frozen, jax.random.key(seed)))
     variables = {"frozen": frozen, "params": params}
-    return Policy(Generator(model, variables, tokenizer, **limits), source, unsaved=True)
+    generator = Generator(model, variables, tokenizer, **limits, replicas=replicas)
+    return Policy(generator, source, unsaved=True)
 
 
 def find(
@@ -470,5 +481,8 @@ def _experience(prompts: list, completions: list, widths: Sequence[int]) -> Expe
 
 @functools.partial(jax.jit, static_argnames=("model", "num_tokens", "adapter"))
 def _token_logps(model, variables, experience, temperature, *, num_tokens, adapter):
-    options = {"temperature": temperature, "num_tokens": num_tokens, "adapter": adapter}
-    return token_logps(model, variables, experience, **options)[0]
+    def scored(variables, experience, temperature):
+        options = {"temperature": temperature, "num_tokens": num_tokens, "adapter": adapter}
+        return token_logps(model, variables, experience, **options)[0]
+
+    return sharding.in_group(model.group, scored)(variables, experience, temperature)

@@ -7,11 +7,12 @@ from typing import Any
 
 from qerl_jax import config as configs
 from qerl_jax.checked import from_table, require, to_table
-from qerl_jax.config import RunConfig, ToolsConfig
+from qerl_jax.config import MeshConfig, RunConfig, ToolsConfig
 from qerl_jax.rewards.environments import Tool
 from qerl_jax.rewards.stock import RewardFunction
 
 type Config = RunConfig | Mapping[str, Any] | str | os.PathLike
+type Mesh = MeshConfig | Mapping[str, Any]
 
 # The value of `data.dataset` where the rows are given and the config names no set.
 _ROWS = "rows"
@@ -60,6 +61,20 @@ def run_config(
     )
     require(not needs_set or cfg.eval.dataset is not None, "eval.dataset", None, rule)
     return cfg
+
+
+def given_mesh(mesh: Mesh | None, default: MeshConfig) -> MeshConfig:
+    """The devices that a user gives as a section [mesh] or as a table of its fields; else the default.
+
+    Raises:
+        ConfigError: For anything else, or an impossible mesh.
+    """
+    if mesh is None:
+        return default
+    if isinstance(mesh, Mapping):
+        return from_table(MeshConfig, dict(mesh), "mesh.")
+    require(isinstance(mesh, MeshConfig), "mesh", mesh, "must be a MeshConfig or a table")
+    return mesh
 
 
 def given_tools(

@@ -4,12 +4,18 @@ import dataclasses
 import pathlib
 from typing import Any
 
+from pallas_kernels import runtime
 from qerl_jax import config
 from qerl_jax.checked import require
 from qerl_jax.checkpoint import base_model, peft
 from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.files import read_json
+from qerl_jax.hosts import Hosts
+from qerl_jax.mesh import Replicas
 from qerl_jax.model.transformer import Transformer
+
+# One device, of however many there are.
+ALONE = config.MeshConfig(data=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,38 +46,66 @@ class PolicySource:
 
 @dataclasses.dataclass(frozen=True)
 class LoadedPolicy:
-    """A policy on the device.
+    """A policy on the device, or on several.
 
     Attributes:
         model: The modules.
         variables: `frozen` (the base) and, with an adapter, `params`.
         tokenizer: The tokenizer of the base.
         source: Where the policy came from.
+        replicas: The devices that hold it.
     """
 
     model: Transformer
     variables: dict[str, Any]
     tokenizer: Tokenizer
     source: PolicySource
+    replicas: Replicas = Replicas()
 
 
-def load_policy(source: PolicySource, seed: int = 0) -> LoadedPolicy:
-    """Reads a base and its adapter onto the device.
+def load_policy(
+    source: PolicySource, seed: int = 0, *, mesh: config.MeshConfig = ALONE, rows: int = 1
+) -> LoadedPolicy:
+    """Reads a base and its adapter onto the device, or onto several devices of this process.
 
     Args:
         source: The result of `find_policy`, or one made from a model and an adapter.
         seed: Random seed for a random base.
+        mesh: The devices.
+        rows: Rows that are sampled; without `mesh.data` there are no more replicas than that.
 
     Raises:
+        ConfigError: When there are too few devices, or the model cannot be divided among them.
         FileNotFoundError, SafetensorsError, ValueError, NotImplementedError: See `base_model.load_base`,
             `peft.read_lora` and `peft.import_adapter`.
     """
     lora = None if source.adapter is None else peft.read_lora(source.adapter)
-    model, frozen, tokenizer = base_model.load_base(source.model, lora, seed)
+    model, frozen, tokenizer, replicas = load_base(source.model, lora, seed, mesh=mesh, rows=rows)
     variables = {"frozen": frozen}
     if source.adapter is not None:
-        variables["params"] = peft.import_adapter(source.adapter, model)
-    return LoadedPolicy(model, variables, tokenizer, source)
+        variables["params"] = replicas.hold(peft.import_adapter(source.adapter, model))
+    return LoadedPolicy(model, variables, tokenizer, source, replicas)
+
+
+def load_base(
+    cfg: config.ModelConfig,
+    lora: config.LoraConfig | None,
+    seed: int = 0,
+    *,
+    mesh: config.MeshConfig = ALONE,
+    rows: int = 1,
+) -> tuple[Transformer, Any, Tokenizer, Replicas]:
+    """As `base_model.load_base`, but onto the devices of `load_policy`, which are returned too."""
+    # Other processes may do something else meanwhile.
+    replicas = Replicas.of(mesh, rows, Hosts())
+    if replicas.devices:
+        runtime.use_several_devices()
+    model, tokenizer = base_model.describe_base(cfg, lora)
+    model = model.clone(fsdp=mesh.fsdp, tensor=mesh.tensor)
+    model.division.require()
+    at = replicas.places_of if replicas.group > 1 else None
+    frozen = base_model.load_weights(cfg, model, seed, places=at)
+    return model, replicas.hold(frozen), tokenizer, replicas
 
 
 def find_policy(

@@ -7,7 +7,7 @@ from typing import Literal
 import qerl_jax
 from qerl_jax.checked import require
 from qerl_jax.cli.common import log, use_compilation_cache
-from qerl_jax.config import Drafts, Dtype, Weights, load
+from qerl_jax.config import Drafts, Dtype, MeshConfig, Weights, load
 
 
 def evaluate(
@@ -35,6 +35,7 @@ def evaluate(
     max_concurrent: int = 128,
     drafts: Drafts = "off",
     seed: int = 0,
+    mesh: MeshConfig = MeshConfig(),
 ) -> None:
     """Measures how often a policy is right on sets of problems, with confidence intervals.
 
@@ -66,9 +67,10 @@ def evaluate(
         dtype: Data type of the activations; absent means that of the run, else "bfloat16".
         output_dir: Folder of the results. Absent means `eval/` of the run folder, else `evals/`, and in it a
             folder named by the policy and by the protocol, if one is given.
-        max_concurrent: The most completions sampled at a time; fused decoding takes up to 128.
+        max_concurrent: The most completions sampled at a time, by each replica; fused decoding takes up to 128.
         drafts: "auto" makes drafts where few completions are left (`rollout.drafts`); "off" makes none.
         seed: Random seed for sampling.
+        mesh: The devices (docs/scale.md).
 
     Examples:
         qerl eval gsm8k math500 --adapter runs/mine
@@ -108,6 +110,7 @@ def evaluate(
         max_concurrent=max_concurrent,
         drafts=drafts,
         seed=seed,
+        mesh=mesh,
     )
     for each in summaries.values():
         log(*summary.lines(each))
@@ -149,8 +152,8 @@ def filter_problems(
     """Measures how often a policy solves each problem of a config, and keeps those within a range of rates.
 
     Args:
-        config: A TOML file, or the name of a config in the package. Its model, data and sampling settings
-            are used.
+        config: A TOML file, or the name of a config in the package. Its model, devices, data and
+            sampling settings are used.
         out: A .jsonl file for the problems that are kept. Rates go to `<out>.measured`; a later call goes on
             from there.
         low: Lowest pass rate that is kept.

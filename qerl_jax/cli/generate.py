@@ -11,7 +11,7 @@ import qerl_jax
 from qerl_jax import config as configs
 from qerl_jax.checked import is_seed, require
 from qerl_jax.cli.common import log, require_unicode
-from qerl_jax.config import Dtype, ToolsConfig, Weights
+from qerl_jax.config import Dtype, MeshConfig, ToolsConfig, Weights
 from qerl_jax.files import parse_json
 from qerl_jax.generation.sampling_params import SamplingParams
 
@@ -43,6 +43,7 @@ def generate(
     max_concurrent: int = 64,
     kv_cache_tokens: int | None = None,
     kv_cache_fraction: float | None = None,
+    mesh: MeshConfig = MeshConfig(),
 ) -> None:
     """Prints completions of prompts. A single one is printed as it is sampled; with tools, all turns are shown.
 
@@ -63,10 +64,11 @@ def generate(
             call. An environment begins with the columns of `input`.
         weights: Storage format of the linears; absent means that of the adapter's run, else "nvfp4".
         dtype: Data type of the activations; absent means that of the run, else "bfloat16".
-        max_concurrent: Completions sampled at a time.
+        max_concurrent: Completions sampled at a time, by each replica.
         kv_cache_tokens: Capacity for keys and values, in tokens; completions wait while it is full.
         kv_cache_fraction: That capacity as a fraction of the free device memory. If both are absent, it is at
             most nine tenths of what scores and a prefill leave of that memory.
+        mesh: The devices (docs/scale.md).
 
     Examples:
         qerl generate "What is (5-3)*3?" --adapter runs/quickstart
@@ -89,10 +91,22 @@ def generate(
 
         source = find_policy(model, adapter, weights=weights, dtype=dtype)
         completion_file.write(
-            output, source, rows, prompts, params, limits=limits, log=log, tools=called
+            output,
+            source,
+            rows,
+            prompts,
+            params,
+            limits=limits,
+            log=log,
+            tools=called,
+            mesh=mesh,
         )
         return
-    policy = qerl_jax.load(model, adapter, weights=weights, dtype=dtype, **limits)
+    if mesh.data is None:  # no replica without a completion
+        from qerl_jax.mesh import places
+
+        mesh = dataclasses.replace(mesh, data=places(mesh, len(prompts) * params.n))
+    policy = qerl_jax.load(model, adapter, weights=weights, dtype=dtype, mesh=mesh, **limits)
     if called is not None:
         from qerl_jax.generation.completion_file import columns_of
 

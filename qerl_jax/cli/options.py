@@ -74,7 +74,10 @@ def of_function(function: Callable) -> Options:
         (kind, *_), notes = _members(each.annotation), getattr(each.annotation, "__metadata__", ())
         if dataclasses.is_dataclass(kind):
             hints = typing.get_type_hints(kind)
-            fields = [(f.name, hints[f.name], f.default) for f in dataclasses.fields(kind)]
+            section = "" if notes else f"{name}."
+            fields = [
+                (section + f.name, hints[f.name], f.default) for f in dataclasses.fields(kind)
+            ]
         elif notes:  # the name of the option, if it is not that of the parameter
             fields = [(notes[0].name or name, each.annotation, each.default)]
         for field, hint, default in fields:

@@ -13,8 +13,8 @@ import numpy as np
 
 from pallas_kernels import runtime
 from qerl_jax.checked import from_table, is_seed, require, to_table
-from qerl_jax.checkpoint.policy import LoadedPolicy, PolicySource, load_policy
-from qerl_jax.config import DataConfig, Drafts, EvalConfig, RunConfig
+from qerl_jax.checkpoint.policy import ALONE, LoadedPolicy, PolicySource, load_policy
+from qerl_jax.config import DataConfig, Drafts, EvalConfig, MeshConfig, RunConfig
 from qerl_jax.data import datasets
 from qerl_jax.evaluation import protocols
 from qerl_jax.evaluation.evaluator import Evaluator, protocol_of_run, reward_of, try_reward
@@ -107,6 +107,7 @@ def run(
     log: Callable[[str], None] = lambda text: None,
     policy: LoadedPolicy | None = None,
     toolboxes: Toolboxes | None = None,
+    mesh: MeshConfig = ALONE,
 ) -> dict[str, dict[str, Any]]:
     """Evaluates a policy on sets, each into a folder of its own, and goes on where a killed call stopped.
 
@@ -118,11 +119,12 @@ def run(
         sets: Problems and protocol of each set.
         folder: The folder of the results, made if it does not exist.
         seed: Random seed for sampling, and for arithmetic problems.
-        max_concurrent: Most completions sampled at a time; fewer where they are long.
+        max_concurrent: Most completions that each replica samples at a time; fewer where they are long.
         drafts: See `RolloutConfig`.
         log: Called with a line for every batch.
         policy: The policy of that source, where it is on the device already.
         toolboxes: Tools instead of those that protocols name, for protocols that name some.
+        mesh: The devices that the policy is loaded onto.
 
     Returns:
         Summaries by set.
@@ -157,10 +159,11 @@ def run(
             names, sets, judged, strict=True
         )
     ]
+    most = max(len(each.problems) * each.protocol.num_generations for each in opened)
     summaries = {}
     for each in opened:
         if len(each.progress.values) < len(each.problems):
-            policy = policy or load_policy(source, seed)
+            policy = policy or load_policy(source, seed, mesh=mesh, rows=most)
             _measure(policy, each, seed, max_concurrent, drafts, log)
         asked = {"name": each.name, "protocol": dataclasses.asdict(each.protocol)}
         summaries[each.name] = asked | summarize(each.progress.values)
@@ -213,19 +216,22 @@ def _measure(
     width = -(-max(lengths) // _WIDTH_STEP) * _WIDTH_STEP
     memory = (runtime.memory_stats() or {}).get("bytes_limit")
     itemsize = jnp.dtype(policy.model.dtype).itemsize
-    fit = kv_capacity.rows_that_fit(arch, memory, width + longest, itemsize)
+    part = policy.model.own_part.arch
+    fit = kv_capacity.rows_that_fit(part, memory, width + longest, itemsize)
     rows = max(1, min(max_concurrent, fit))
+    batch = _ROUNDS_PER_BATCH * rows * len(policy.replicas)
     evaluator = Evaluator.of_protocol(
         policy.model,
         policy.tokenizer,
         problems,
         each.reward,
         each.protocol,
-        batch_size=max(1, _ROUNDS_PER_BATCH * rows // each.protocol.num_generations),
+        batch_size=max(1, batch // each.protocol.num_generations),
         max_prompt_length=width,
         key=jax.random.key(seed),
         max_concurrent=rows,
         tools=tools,
+        replicas=policy.replicas,
         drafts=drafts,
     )
     for records in evaluator.records(policy.variables, len(values)):

@@ -17,6 +17,7 @@ from qerl_jax.evaluation.protocols import Protocol
 from qerl_jax.evaluation.summary import summarize
 from qerl_jax.generation.conversations import Tools
 from qerl_jax.generation.engine import Engine
+from qerl_jax.generation.fleet import engine_of
 from qerl_jax.generation.sampling_params import SamplingParams
 from qerl_jax.mesh import Replicas
 from qerl_jax.model.transformer import Transformer
@@ -112,7 +113,7 @@ class Evaluator:
             drafts=drafts,
         )
         sampler = rollouts.Sampler(
-            rollouts.engine_of(Engine.of(model, tokenizer, how, **cache), replicas),
+            engine_of(Engine.of(model, tokenizer, how, **cache), replicas),
             tokenizer,
             num_generations=protocol.num_generations,
             max_prompt_length=max_prompt_length,

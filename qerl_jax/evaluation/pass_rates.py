@@ -46,7 +46,7 @@ def select(
     `data.dataset = "<out>"` and no system prompt.
 
     Args:
-        cfg: The run whose model, data and sampling settings are used.
+        cfg: The run whose model, data, devices and sampling settings are used.
         out: A .jsonl file.
         low: Lowest rate that is kept.
         high: Highest rate that is kept.
@@ -79,7 +79,8 @@ def select(
     memory.require_context(cfg)
     # Nothing trains here, so a base for full training is read like any other.
     base = dataclasses.replace(cfg.model, trainable="lora")
-    policy = load_policy(PolicySource(base, adapter and pathlib.Path(adapter)), cfg.seed)
+    source = PolicySource(base, adapter and pathlib.Path(adapter))
+    policy = load_policy(source, cfg.seed, mesh=cfg.mesh, rows=batch_size * samples)
     memory.require_context(cfg, policy.model.arch)
     tools = None
     if toolboxes is not None:
@@ -121,6 +122,7 @@ def _evaluator(
         cfg.rollout,
         max_prompt_length=cfg.data.max_prompt_length,
         tools=tools,
+        replicas=policy.replicas,
     )
     sampler = dataclasses.replace(sampler, num_generations=samples)
     return Evaluator(sampler, problems, function, batch_size, jax.random.key(cfg.seed))

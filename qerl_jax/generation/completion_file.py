@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from qerl_jax.checked import to_table
-from qerl_jax.checkpoint.policy import PolicySource
-from qerl_jax.config import ToolsConfig
+from qerl_jax.checkpoint.policy import ALONE, PolicySource
+from qerl_jax.config import MeshConfig, ToolsConfig
 from qerl_jax.data.tokenizer import Prompt
 from qerl_jax.files import Progress, content_hashes, to_line, write_whole
 from qerl_jax.generation.generator import Generator
@@ -30,6 +30,7 @@ def write(
     limits: dict[str, Any],
     log: Callable[[str], None],
     tools: ToolsConfig | None = None,
+    mesh: MeshConfig = ALONE,
 ) -> None:
     """Writes a row per completion.
 
@@ -44,6 +45,7 @@ def write(
         limits: `max_concurrent`, `kv_cache_tokens` and `kv_cache_fraction` of `Generator`.
         log: Is called with a line about the progress, now and then.
         tools: What the policy may call; a row then has its messages, too, as `turns`.
+        mesh: The devices.
 
     Raises:
         ValueError: Where other settings have left a partial file; also see `Generator`.
@@ -55,7 +57,8 @@ def write(
         log(f"{first}/{wanted} completions are in {progress.path}")
     try:
         if first < wanted:
-            completions = Generator.of(source, tools, log, **limits).completions(
+            held = {"mesh": mesh, "rows": wanted - first}
+            completions = Generator.of(source, tools, log, **held, **limits).completions(
                 prompts,
                 columns=None if tools is None else columns_of(rows),
                 first_row=first,

@@ -195,5 +195,10 @@ class Fleet:
                 ended.set()
 
 
+def engine_of(engine: Engine, replicas: Replicas) -> Engine | Fleet:
+    """The engine; with several devices, a fleet of such engines."""
+    return Fleet(engine, replicas) if len(replicas) * replicas.group > 1 else engine
+
+
 class _EndedError(Exception):
     """Ends a device's thread when another device has failed."""

@@ -19,8 +19,8 @@ import numpy as np
 
 from pallas_kernels import runtime
 from qerl_jax.checked import require
-from qerl_jax.checkpoint.policy import PolicySource, find_policy, load_policy
-from qerl_jax.config import Dtype, ToolsConfig, Weights
+from qerl_jax.checkpoint.policy import ALONE, PolicySource, find_policy, load_policy
+from qerl_jax.config import Dtype, MeshConfig, ToolsConfig, Weights
 from qerl_jax.data.datasets import Problem
 from qerl_jax.data.tokenizer import Prompt, Tokenizer
 from qerl_jax.generation import scheduler
@@ -32,8 +32,10 @@ from qerl_jax.generation.conversations import (
     observed,
 )
 from qerl_jax.generation.engine import Engine
+from qerl_jax.generation.fleet import Fleet, engine_of
 from qerl_jax.generation.sampling_params import SamplingParams
 from qerl_jax.generation.stop_strings import StopStrings
+from qerl_jax.mesh import Replicas
 from qerl_jax.model.transformer import Transformer
 from qerl_jax.rewards.environments import Toolboxes
 
@@ -74,12 +76,13 @@ class Generator:
         model: The policy.
         variables: Variables of the model: `frozen` and, with an adapter, `params`.
         tokenizer: Tokenizer of the policy.
-        max_concurrent: Rows sampled at a time.
+        max_concurrent: Rows sampled at a time by each replica.
         kv_cache_tokens: Capacity for keys and values, in tokens; rows wait while there is none left. None
             means what `max_concurrent` rows can need, or what the device has.
         kv_cache_fraction: That capacity as a fraction of the device memory that is free; give one of the
             two.
         tools: What the policy may call; None for completions of one turn.
+        replicas: The devices that hold the variables.
     """
 
     model: Transformer
@@ -89,6 +92,7 @@ class Generator:
     kv_cache_tokens: int | None = None
     kv_cache_fraction: float | None = None
     tools: Tools | None = None
+    replicas: Replicas = Replicas()
 
     @classmethod
     def load(
@@ -121,6 +125,9 @@ class Generator:
         source: PolicySource,
         tools: ToolsConfig | None = None,
         log: Callable[[str], None] = lambda text: None,
+        *,
+        mesh: MeshConfig = ALONE,
+        rows: int = 1,
         **limits: Any,
     ) -> Self:
         """Reads the policy that a source names.
@@ -129,13 +136,16 @@ class Generator:
             source: Base and adapter.
             tools: What the policy may call.
             log: See `Tools.of`.
+            mesh: See `load_policy`, as for `rows`.
+            rows: See there.
             **limits: Those of `load`.
         """
         check_limits(limits)  # before minutes of reading
         boxes = None if tools is None else Toolboxes(tools)
         runtime.use_compilation_cache()
-        policy = load_policy(source)
-        made = cls(policy.model, policy.variables, policy.tokenizer, **limits)
+        policy = load_policy(source, mesh=mesh, rows=rows)
+        held = {"replicas": policy.replicas}
+        made = cls(policy.model, policy.variables, policy.tokenizer, **limits, **held)
         if boxes is None:
             return made
         return dataclasses.replace(made, tools=Tools.of(tools, policy.tokenizer, boxes, log))
@@ -232,7 +242,7 @@ class Generator:
         chunk: int = 32,
         columns: Sequence[Mapping[str, Any]] | None = None,
         first_row: int = 0,
-    ) -> tuple[Engine, dict[str, Any]]:
+    ) -> tuple[Engine | Fleet, dict[str, Any]]:
         """The engine, and the arguments of its `stream` and `completions`."""
         engine = Engine.of(
             self.model,
@@ -261,7 +271,7 @@ class Generator:
         ]
         # Powers of two, so that other prompts, or another number of them, rarely need a new compilation.
         most = 1 << (len(prompts) * params.n - 1).bit_length()
-        return engine, {
+        return engine_of(engine, self.replicas), {
             "variables": self.variables,
             "prompts": _from(first_row, queue),
             "temperature": params.temperature,

@@ -17,7 +17,7 @@ from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.generation import conversations
 from qerl_jax.generation.conversations import Conversation, Conversations, Tools, observed
 from qerl_jax.generation.engine import Engine
-from qerl_jax.generation.fleet import Fleet
+from qerl_jax.generation.fleet import Fleet, engine_of
 from qerl_jax.generation.scheduler import QueuedPrompt, RowTokens
 from qerl_jax.hosts import Hosts
 from qerl_jax.mesh import Replicas
@@ -242,11 +242,6 @@ def make_sampler(
         tools=tools,
         hosts=replicas.hosts,
     )
-
-
-def engine_of(engine: Engine, replicas: Replicas) -> Engine | Fleet:
-    """The engine; with several devices, a fleet of such engines."""
-    return Fleet(engine, replicas) if len(replicas) * replicas.group > 1 else engine
 
 
 def collect(
