@@ -190,9 +190,10 @@ def to_table(cfg: Any) -> dict[str, Any]:
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
-    """The types that a hint allows."""
-    is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
-    return typing.get_args(hint) if is_union else (hint,)
+    """The types that a hint allows; of a union with notes those of the union."""
+    inner = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
+    is_union = typing.get_origin(inner) in (types.UnionType, typing.Union)
+    return typing.get_args(inner) if is_union else (hint,)
 
 
 def _value(hint: Any, value: Any, name: str) -> Any:

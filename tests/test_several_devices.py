@@ -571,7 +571,16 @@ def run_commands(folder, *more):
     base = ["--dtype", "float32", *more]
     files = ["--input", f"{prompts}", "--output", f"{answers}", "--max-tokens", "20"]
     assert main.main(["generate", *files, *base]) == 0
-    asked = ["--num-problems", "3", "--max-tokens", "20", "--output-dir", f"{folder / 'eval'}"]
+    asked = [
+        "--samples",
+        "1",
+        "--num-problems",
+        "3",
+        "--max-tokens",
+        "20",
+        "--output-dir",
+        f"{folder / 'eval'}",
+    ]
     assert main.main(["eval", "arithmetic", *asked, *base]) == 0
     return [
         [json.loads(line)[column] for line in path.read_text().splitlines()]

@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from qerl_jax import config
-from qerl_jax.checked import require
+from qerl_jax.checked import Count, require
 from qerl_jax.cli import options
-from qerl_jax.config import ConfigError, RunConfig
+from qerl_jax.config import ConfigError, MeshConfig, RunConfig
 
 # The optional sections of a run's config.
 _SECTIONS = {
@@ -31,6 +31,22 @@ def log(*lines: str) -> None:
     """Writes lines to the standard output at once."""
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     sys.stdout.flush()
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices(MeshConfig, section="mesh."):
+    """The devices of a command that samples (docs/scale.md).
+
+    Attributes:
+        data: Replicas of the policy, which share the completions: devices, or groups of `fsdp` or `tensor`. Absent
+            means all devices that this process sees, but no more replicas than completions.
+    """
+
+    data: Annotated[Count | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
+
+
+# All of them.
+DEVICES = Devices()
 
 
 def use_compilation_cache() -> None:

@@ -6,8 +6,8 @@ from typing import Literal
 
 import qerl_jax
 from qerl_jax.checked import require
-from qerl_jax.cli.common import log, use_compilation_cache
-from qerl_jax.config import Drafts, Dtype, MeshConfig, Weights, load
+from qerl_jax.cli.common import DEVICES, Devices, log, use_compilation_cache
+from qerl_jax.config import Drafts, Dtype, Weights, load
 
 
 def evaluate(
@@ -35,7 +35,7 @@ def evaluate(
     max_concurrent: int = 128,
     drafts: Drafts = "off",
     seed: int = 0,
-    mesh: MeshConfig = MeshConfig(),
+    mesh: Devices = DEVICES,
 ) -> None:
     """Measures how often a policy is right on sets of problems, with confidence intervals.
 

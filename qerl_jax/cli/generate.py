@@ -10,8 +10,8 @@ import tyro
 import qerl_jax
 from qerl_jax import config as configs
 from qerl_jax.checked import is_seed, require
-from qerl_jax.cli.common import log, require_unicode
-from qerl_jax.config import Dtype, MeshConfig, ToolsConfig, Weights
+from qerl_jax.cli.common import DEVICES, Devices, log, require_unicode
+from qerl_jax.config import Dtype, ToolsConfig, Weights
 from qerl_jax.files import parse_json
 from qerl_jax.generation.sampling_params import SamplingParams
 
@@ -43,7 +43,7 @@ def generate(
     max_concurrent: int = 64,
     kv_cache_tokens: int | None = None,
     kv_cache_fraction: float | None = None,
-    mesh: MeshConfig = MeshConfig(),
+    mesh: Devices = DEVICES,
 ) -> None:
     """Prints completions of prompts. A single one is printed as it is sampled; with tools, all turns are shown.
 
