@@ -36,6 +36,7 @@ from qerl_jax.mesh import Replicas
 from qerl_jax.model.transformer import Transformer, abstract_base, random_base, trainable
 from qerl_jax.rl import grpo, rollouts, update
 from qerl_jax.tracking import logger
+from qerl_jax.training import setup
 from qerl_jax.training.trainer import train
 from tests import test_tiny_run as tiny
 from tests.qerl_jax.generation import test_drafts as draft_tests
@@ -623,3 +624,21 @@ def test_problems_are_filtered_on_the_mesh_of_the_config(tmp_path, monkeypatch):
         pass_rates.select(cfg, out, low=0, high=1, samples=2, batch_size=3)
         rates[mesh.tensor] = out.read_text()
     assert rates[1] == rates[2] and used == [2, 2]
+
+
+@devices
+def test_a_run_says_which_devices_it_uses_and_what_depends_on_timing():
+    several, shared = replicas(3), replicas(1, tensor=2)
+    cfg = tiny.small("any", deterministic=True)
+    first, warning = setup._about_devices(cfg, several)
+    assert (
+        first == f"devices: 3 of {jax.device_count()} ({jax.devices()[0].device_kind}), 3 replicas"
+    )
+    assert "set rollout.compact = false" in warning
+    fixed = {"num_generations": 4, "max_completion_length": 32, "compact": False}
+    assert setup._about_devices(tiny.small("any", deterministic=True, rollout=fixed), several) == [
+        first
+    ]
+    changes = {"model": {"gradient_checkpointing": "layer"}, "mesh": MeshConfig(data=1, tensor=2)}
+    (line,) = setup._about_devices(tiny.small("any", **changes, deterministic=True), shared)
+    assert line.endswith("1 replica, each of 2 (mesh.tensor)") and ": 2 of " in line

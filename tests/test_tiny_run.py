@@ -387,6 +387,28 @@ def test_another_config_may_not_resume_a_run(tmp_path):
         train(other)
 
 
+def test_a_run_may_go_on_with_other_settings_of_what_is_on_a_device(tmp_path):
+    cfg = small(tmp_path / "run", rollout={"num_generations": 4, "kv_cache_tokens": 4096})
+    (tmp_path / "run" / "checkpoints" / "2").mkdir(parents=True)
+    (tmp_path / "run" / "config.toml").write_text(config.dump(cfg))
+    # As where it goes on on devices that share a base, which refuses "none".
+    changes = {
+        "model": {"gradient_checkpointing": "auto"},
+        "rollout": {"num_generations": 4, "max_concurrent": 4},
+        "optim": {
+            "per_device_train_batch_size": 16,
+            "gradient_accumulation_steps": 2,
+            "max_tokens_per_microbatch": 512,
+        },
+        "mesh": config.MeshConfig(data=1, fsdp=2),
+    }
+    other = small(tmp_path / "run", **changes)
+    assert check_folder(other) == cfg
+    changes["rollout"]["temperature"] = 0.5
+    with pytest.raises(config.ConfigError, match="another rollout.temperature"):
+        check_folder(small(tmp_path / "run", **changes))
+
+
 @pytest.mark.slow
 def test_a_finished_run_can_be_made_longer_and_follows_the_longer_schedules(tmp_path, capsys):
     folder = tmp_path / "run"

@@ -28,6 +28,15 @@ from qerl_jax.training.task import Task, make_task
 
 # Independent random streams; each folds in the step.
 SAMPLE, NOISE, UPDATE, EVAL, PARAMS = range(5)
+# Settings that decide how much of a run is on a device at a time. What it learns changes only by rounding, as on
+# another mesh.
+_OF_DEVICES = (
+    ("model", "gradient_checkpointing"),
+    ("optim", "max_tokens_per_microbatch"),
+    ("rollout", "max_concurrent"),
+    ("rollout", "kv_cache_tokens"),
+    ("rollout", "kv_cache_fraction"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +169,8 @@ def setup(
         tools=tools,
         environment=environment,
     )
-    notes = [*config_rules.advice(cfg), f"update: {memory.about_update(cfg, planned)}", *task.notes]
+    notes = [*_about_devices(cfg, replicas), *config_rules.advice(cfg)]
+    notes += [f"update: {memory.about_update(cfg, planned)}", *task.notes]
     evaluator = Evaluator.of_run(
         cfg,
         task.model,
@@ -331,6 +341,26 @@ def _require_alike(cfg: config.RunConfig, hosts: Hosts) -> None:
         require(not differs, "hosts", hosts.count, f"{rule}: all must be given the same")
 
 
+def _about_devices(cfg: config.RunConfig, replicas: Replicas) -> list[str]:
+    """Lines on which devices the run uses, where there are several, and what then depends on timing."""
+    seen, lines = jax.local_devices(), []
+    if len(seen) * replicas.hosts.count > 1:
+        used = max(1, len(replicas.devices))
+        of_all = f" on each of {replicas.hosts.count} hosts" * (replicas.hosts.count > 1)
+        how = "tensor" if cfg.mesh.tensor > 1 else "fsdp"
+        each = f", each of {replicas.group} (mesh.{how})" * (replicas.group > 1)
+        noun = "replica" if len(replicas) == 1 else "replicas"
+        lines.append(
+            f"devices: {used} of {len(seen)} ({seen[0].device_kind}){of_all}, {len(replicas)} {noun}{each}"
+        )
+    if cfg.deterministic and cfg.rollout.compact and len(replicas) > 1:
+        lines.append(
+            f"warning: deterministic: got true; with {len(replicas)} replicas the last bits of a row depend on the "
+            "rows beside it, and these on timing: set rollout.compact = false, too"
+        )
+    return lines
+
+
 def _about_slow_sampling(cfg: config.RunConfig, model: transformer.Transformer) -> list[str]:
     """A line on why rollouts are slower on this card than they could be."""
     rows = min(cfg.generation_batch_size, cfg.rollout.max_concurrent or cfg.generation_batch_size)
@@ -343,7 +373,7 @@ def check_folder(cfg: config.RunConfig) -> config.RunConfig | None:
     """Checks that the folder's run has this config: resuming with another one would be a different run under the
     same name.
 
-    The run may be made longer, and may continue on other devices.
+    The run may be made longer, and may continue on other devices, with other settings of what is on them at a time.
 
     Returns:
         The config of the run in the folder, or None.
@@ -359,6 +389,9 @@ def check_folder(cfg: config.RunConfig) -> config.RunConfig | None:
     found = config.load_run(folder)
     before, now = config.to_table(found), config.to_table(cfg)
     free = {"output_dir", "report_to", "run_name", "mesh"}
+    for table in (before, now):
+        for section, field in _OF_DEVICES:
+            table[section].pop(field, None)
     free |= {
         name
         for name in ("max_steps", "num_train_epochs")
