@@ -278,8 +278,19 @@ def launches_early() -> bool:
 
 
 def memory_stats() -> dict[str, int] | None:
-    """Memory of the first local device in bytes (`bytes_limit`, `bytes_in_use`, ...), or None if not reported."""
-    return jax.local_devices()[0].memory_stats()
+    """Memory of a local device in bytes (`bytes_limit`, `bytes_in_use`, ...), or None if not reported.
+
+    `bytes_in_use` and `peak_bytes_in_use` are those of the fullest device, other numbers those of the first.
+    """
+    first, *others = [device.memory_stats() for device in jax.local_devices()]
+    if not first:
+        return first
+    fullest = {
+        name: max(stats[name] for stats in (first, *others) if stats and name in stats)
+        for name in ("bytes_in_use", "peak_bytes_in_use")
+        if name in first
+    }
+    return first | fullest
 
 
 def has_cudnn_attention(head_size: int) -> bool:

@@ -316,7 +316,7 @@ def require_context(cfg: RunConfig, arch: architecture.Architecture | None = Non
 
 
 def device_memory() -> int | None:
-    """Bytes that XLA may use on the first device; None where it does not say, as on a CPU."""
+    """Bytes that XLA may use on a device; None where it does not say, as on a CPU."""
     return (runtime.memory_stats() or {}).get("bytes_limit")
 
 

@@ -101,6 +101,19 @@ def test_the_card_says_how_many_processors_it_has_and_a_table_the_rest(
 
 
 @pytest.mark.skipif(runtime.platform() != "cpu", reason="asks what happens elsewhere")
+def test_memory_is_that_of_the_fullest_of_several_devices(monkeypatch):
+    def seen(*stats):
+        devices = [types.SimpleNamespace(memory_stats=lambda each=each: each) for each in stats]
+        monkeypatch.setattr(jax, "local_devices", lambda: devices)
+        return runtime.memory_stats()
+
+    first = {"bytes_limit": 80, "bytes_in_use": 30, "peak_bytes_in_use": 40}
+    other = {"bytes_limit": 70, "bytes_in_use": 20, "peak_bytes_in_use": 60}
+    assert seen(first) == first
+    assert seen(first, other, None) == first | {"peak_bytes_in_use": 60}
+    assert seen(None, None) is None
+
+
 def test_without_a_gpu_what_is_planned_is_planned_for_an_h200():
     device, card = runtime.device(), runtime.H200
     assert (device.name, device.platform) == ("cpu", "cpu")
