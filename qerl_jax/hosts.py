@@ -22,8 +22,11 @@ from qerl_jax.checked import require
 LOST = 4
 # Seconds of silence after which a process counts as dead.
 _SILENCE = 30
-# Milliseconds between two checks whether the awaited process has ended.
+# Milliseconds between two checks whether the awaited process has ended. A piece of a message must arrive in this time.
 _LOOK = 1000
+# Bytes of a piece of a message. Below a megabyte per second no piece would arrive.
+_PIECE = 1 << 20
+_NUMBER_BYTES = 4
 # Seconds that the first process, which serves the others, stays after an error, so that they can read the reason.
 _FAREWELL = 3
 _ADDRESS, _COUNT, _INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
@@ -81,8 +84,7 @@ class Hosts:
         if self.count == 1:
             return [value]
         number, client = next(_numbers), _service()
-        with _reaching():
-            client.key_value_set_bytes(f"qerl/{number}/{self.index}", messages.encode(value))
+        _put(f"qerl/{number}/{self.index}", messages.encode(value))
         found = [
             value if each == self.index else messages.decode(_awaited(f"qerl/{number}/{each}"))
             for each in range(self.count)
@@ -128,8 +130,7 @@ class Hosts:
         Raises:
             HostLost: When the first process cannot be reached.
         """
-        with _reaching():
-            _service().key_value_set_bytes(f"qerl/{name}", messages.encode(value))
+        _put(f"qerl/{name}", messages.encode(value))
 
     def received(self, name: str, is_over: Callable[[], bool] = lambda: False) -> tuple[Any] | None:
         """Waits for a value that another process sends, and removes it; any thread may call this.
@@ -262,8 +263,26 @@ def _service() -> Any:
     return _state().client
 
 
+def _put(key: str, data: bytes) -> None:
+    """Writes a message in pieces: the first one, with their number before it, when all others are there."""
+    first, *others = (data[start : start + _PIECE] for start in range(0, len(data) or 1, _PIECE))
+    with _reaching():
+        for number, piece in enumerate(others, 1):
+            _service().key_value_set_bytes(f"{key}/{number}", piece)
+        _service().key_value_set_bytes(key, len(others).to_bytes(_NUMBER_BYTES) + first)
+
+
 def _awaited(key: str, is_over: Callable[[], bool] = lambda: False) -> bytes | None:
     """What another process writes under a key; waits for it. None when `is_over` says that nobody waits any more."""
+    head = _awaited_piece(key, is_over)
+    if head is None:
+        return None
+    count = int.from_bytes(head[:_NUMBER_BYTES])
+    others = [_awaited_piece(f"{key}/{number}") for number in range(1, count + 1)]
+    return b"".join([head[_NUMBER_BYTES:], *others])
+
+
+def _awaited_piece(key: str, is_over: Callable[[], bool] = lambda: False) -> bytes | None:
     client = _service()
     while not is_over():
         with _reaching():

@@ -56,7 +56,10 @@ class Service:
         raise RuntimeError("DEADLINE_EXCEEDED: timed out")
 
     def key_value_delete(self, key):
+        """Deletes what lies under the key, too, as JAX's service does."""
         del self.values[key]
+        for below in [each for each in self.values if each.startswith(f"{key}/")]:
+            del self.values[below]
 
 
 class Numbers(threading.local):
@@ -103,6 +106,27 @@ def test_all_get_what_each_gives_in_order(service):
     assert on_all(3, work) == [expected] * 3
     # Of what was said only the last is kept.
     assert sorted(service.values) == ["qerl/2/0", "qerl/2/1", "qerl/2/2"]
+
+
+def test_a_long_message_is_sent_in_pieces_that_each_arrive_in_time(service, monkeypatch):
+    """A message that takes longer than one look for it would never arrive."""
+    monkeypatch.setattr(hosts, "_PIECE", 16)
+    text, sizes, write = "rows " * 100, [], service.key_value_set_bytes
+
+    def noted(key, value):
+        sizes.append(len(value))
+        write(key, value)
+
+    monkeypatch.setattr(service, "key_value_set_bytes", noted)
+    said = lambda own: [own.gathered(text[: 7 * (own.index + n)]) for n in range(3)]
+    expected = [[text[: 7 * (index + n)] for index in range(2)] for n in range(3)]
+    assert on_all(2, said) == [expected] * 2
+    assert max(sizes) == 16 + hosts._NUMBER_BYTES and len(sizes) > 6
+    assert {key.split("/")[1] for key in service.values} == {"2"}
+    sent = lambda own: own.received("a") if own.leads else own.send("a", text)
+    before = dict(service.values)
+    assert on_all(2, sent) == [(text,), None]
+    assert service.values == before
 
 
 def test_an_error_in_one_process_ends_those_that_wait_for_it_and_says_why(service):
