@@ -144,13 +144,14 @@ def _holds(rule: Rule, value: Any) -> bool:
 @functools.cache
 def _rules(cls: type) -> list[tuple[str, bool, Rule]]:
     """The rules in the annotations of a class: the field, whether it may be None, the rule."""
-    hints = typing.get_type_hints(cls, include_extras=True)
-    return [
-        (name, types.NoneType in _members(hint), rule)
-        for name, hint in hints.items()
-        for member in _members(hint)
-        for rule in getattr(member, "__metadata__", ())
-    ]
+    found = []
+    for name, hint in typing.get_type_hints(cls, include_extras=True).items():
+        is_noted = typing.get_origin(hint) is Annotated
+        members = _members(typing.get_args(hint)[0] if is_noted else hint)
+        for part in (hint, *members) if is_noted else members:
+            notes = [note for note in getattr(part, "__metadata__", ()) if isinstance(note, Rule)]
+            found += [(name, types.NoneType in members, rule) for rule in notes]
+    return found
 
 
 def from_table(cls: type, table: dict[str, Any], prefix: str = "") -> Any:
@@ -190,10 +191,9 @@ def to_table(cfg: Any) -> dict[str, Any]:
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
-    """The types that a hint allows; of a union with notes those of the union."""
-    inner = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
-    is_union = typing.get_origin(inner) in (types.UnionType, typing.Union)
-    return typing.get_args(inner) if is_union else (hint,)
+    """The types that a hint allows."""
+    is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    return typing.get_args(hint) if is_union else (hint,)
 
 
 def _value(hint: Any, value: Any, name: str) -> Any:
