@@ -2,16 +2,28 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Annotated
+from numbers import Integral
+from typing import Annotated, get_args
 
 from qerl_jax.checked import Checked, Closed01, Count, NotNegative, Rule, is_seed
 from qerl_jax.config import Drafts, RepetitionPenalty, TopK, TopP
 
-_texts = Rule(lambda texts: not isinstance(texts, str) and all(texts), "must be texts, none empty")
+_texts = Rule(
+    lambda texts: (
+        not isinstance(texts, str) and all(isinstance(text, str) and text for text in texts)
+    ),
+    "must be texts, none empty",
+)
 _seeds = Rule(
-    lambda seed: all(map(is_seed, seed)) if hasattr(seed, "__len__") else is_seed(seed),
+    lambda seed: all(map(is_seed, seed)) if _is_list(seed) else is_seed(seed),
     "must be an integer in [0, 2**32), or one for each prompt",
 )
+
+_COUNTS = ("n", "max_tokens", "top_k")
+
+
+def _is_list(seed: object) -> bool:
+    return hasattr(seed, "__len__") and not isinstance(seed, dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,3 +58,16 @@ class SamplingParams(Checked):
     ignore_eos: bool = False
     drafts: Drafts = "off"
     seed: Annotated[int | Sequence[int], _seeds] = 0
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in _COUNTS:  # Python's own, where numpy's were given
+            object.__setattr__(self, name, int(getattr(self, name)))
+
+    def _across(self):
+        drafts, rule = get_args(Drafts), "must be a whole number"
+        whole = [(isinstance(getattr(self, name), Integral), name, rule) for name in _COUNTS]
+        return [
+            *whole,
+            (self.drafts in drafts, "drafts", f"must be one of {', '.join(map(repr, drafts))}"),
+        ]

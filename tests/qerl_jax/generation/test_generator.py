@@ -113,11 +113,19 @@ def test_ignoring_the_end_token_runs_to_the_limit():
 @pytest.mark.parametrize(
     "field,value",
     [("n", 0), ("max_tokens", 0), ("temperature", -1.0), ("top_p", 0.0), ("stop", "text")]
-    + [("seed", 2**32), ("seed", (1, -1)), ("seed", None), ("seed", 0.5)],
+    + [("seed", 2**32), ("seed", (1, -1)), ("seed", None), ("seed", 0.5)]
+    + [("n", 2.0), ("max_tokens", 9.5), ("top_k", 2.5), ("drafts", "on"), ("stop", [1])]
+    + [("seed", {1: 2})],
 )
 def test_an_impossible_option_names_itself(field, value):
     with pytest.raises(ValueError, match=f"{field}: got "):
         SamplingParams(**{field: value})
+
+
+def test_numbers_of_numpy_count_as_pythons_do():
+    params = SamplingParams(n=np.int64(2), max_tokens=np.int32(8), top_k=np.uint8(3))
+    assert {type(each) for each in (params.n, params.max_tokens, params.top_k)} == {int}
+    assert params == SamplingParams(n=2, max_tokens=8, top_k=3)
 
 
 @pytest.mark.slow
