@@ -7,6 +7,8 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from qerl_jax import config as configs
 from qerl_jax.api import jobs
 from qerl_jax.api.policy import Policy, load
@@ -215,7 +217,9 @@ def train(
         functions = [_on_texts(name, function) for name, function in named]
 
     def on_step(step: int, metrics: dict[str, Any]) -> bool:
-        return all([callback(step, metrics) is not False for callback in callbacks])
+        answers = [callback(step, metrics) for callback in callbacks]
+        # A comparison of numpy's numbers gives numpy's False, which is another object.
+        return not any(isinstance(each, bool | np.bool_) and not each for each in answers)
 
     trainer.train(
         cfg,

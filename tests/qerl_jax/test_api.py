@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 import qerl_jax
 from qerl_jax import rl
-from qerl_jax.api import settings
+from qerl_jax.api import runs, settings
 from qerl_jax.checked import ConfigError
 from qerl_jax.checkpoint import peft
 from qerl_jax.data.datasets import Problem
@@ -247,6 +247,18 @@ def test_a_callback_sees_every_step_and_ends_the_run_with_false(tmp_path, run):
     )
     for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "answers, goes_on",
+    [((False, None), False), ((np.bool_(False),), False), ((None, np.bool_(True), 0), True)],
+)
+def test_false_ends_a_run_be_it_pythons_or_numpys(answers, goes_on, tmp_path, monkeypatch):
+    told = {}
+    monkeypatch.setattr(runs.trainer, "train", lambda cfg, **given: told.update(given))
+    callbacks = [lambda step, metrics, each=each: each for each in answers]
+    qerl_jax.train(small(tmp_path / "run"), ROWS, digits, callbacks)
+    assert told["on_step"](1, {"reward": 0.5}) == goes_on
 
 
 @pytest.mark.slow
