@@ -41,10 +41,11 @@ def run_config(
     Raises:
         ConfigError: For an impossible config.
     """
-    table = _table(config)
-    for name, value in (overrides or {}).items():
-        if name in _LENGTHS and value is not None and name not in table:
-            table = {key: each for key, each in table.items() if key not in _LENGTHS}
+    table, overrides = _table(config), overrides or {}
+    lengths = [name for name in _LENGTHS if overrides.get(name) is not None]
+    if len(lengths) == 1 and lengths[0] not in table:  # it takes the other's place
+        table = {key: each for key, each in table.items() if key not in _LENGTHS}
+    for name, value in overrides.items():
         _change(table, name, value)
     if has_rows:
         _section(table, "data").setdefault("dataset", _ROWS)

@@ -137,6 +137,8 @@ def test_a_config_need_not_say_what_the_arguments_say(tmp_path):
         ({"config": SMALL | {"output_dir": "x", "optim": 3}}, "optim: got 3; must be a section"),
         ({"optim": {"learning_rat": 1.0}}, "optim.learning_rat: unknown field; [optim] has"),
         ({"optim": {"learning_rate": "1e-4"}}, "optim.learning_rate: got '1e-4'; must be of type"),
+        ({"max_steps": 1, "num_train_epochs": 2}, "max_steps, num_train_epochs: got (1, 2.0)"),
+        ({"num_train_epochs": 2, "max_steps": 1}, "max_steps, num_train_epochs: got (1, 2.0)"),
         ({"max_stepz": 1}, "max_stepz: unknown field; the top level has"),
         ({"dataset": "gsm8k"}, "dataset: got 'gsm8k'; must be a list of dicts"),
         ({"dataset": {"train": ROWS}}, "must be a list of dicts, or a datasets.Dataset of one split"),
