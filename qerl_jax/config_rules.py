@@ -47,6 +47,7 @@ def across_sections(cfg: Any) -> list[tuple[bool, str, str]]:
             'must be false with noise.per = "sequence" and noise.scope = "both": under noise of its own '
             "each completion has another prompt before it",
         ),
+        *_across_tables(cfg),
         *_across_lengths(cfg),
         *_across_batches(cfg),
         (
@@ -66,6 +67,25 @@ def across_sections(cfg: Any) -> list[tuple[bool, str, str]]:
             "grpo.sync_ref_model = true (ref_model_mixup_alpha = 0 keeps it as it was)",
         ),
     ]
+
+
+def _across_tables(cfg):
+    """What a user's own functions get is kept in the run's files, too: in TOML and in JSON."""
+    tables = {
+        "model.chat_template_kwargs": cfg.model.chat_template_kwargs,
+        "rewards.options": cfg.rewards.options,
+        "tools.environment_options": cfg.tools and cfg.tools.environment_options,
+    }
+    rule = "must hold texts, numbers, true or false, and lists and tables of these, with texts as names"
+    return [(_is_plain(table), name, rule) for name, table in tables.items() if table]
+
+
+def _is_plain(value):
+    if isinstance(value, dict):
+        return all(isinstance(name, str) and _is_plain(each) for name, each in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, str | bool | int | float)
 
 
 def _own_policies(noise):

@@ -738,6 +738,25 @@ BAD = [
     ("data.path", {"data__path": 3}, "3", "must be of type str"),
     ("model", {"model": "qerl-tiny"}, "'qerl-tiny'", "must be a section"),
     ("noise", {"noise": True}, "True", "must be a section"),
+    # what no file of a run can keep
+    (
+        "model.chat_template_kwargs",
+        {"model__chat_template_kwargs": {"tools": None}},
+        "{'tools': None}",
+        "must hold texts, numbers,",
+    ),
+    (
+        "rewards.options",
+        {"rewards__options": {"accuracy_reward": {"of": [{1: 2}]}}},
+        "{'accuracy_reward': {'of': [{1: 2}]}}",
+        "must hold texts, numbers,",
+    ),
+    (
+        "tools.environment_options",
+        {"tools": {"environment": "guess_number", "environment_options": {"low": print}}},
+        "{'low': <built-in function print>}",
+        "must hold texts, numbers,",
+    ),
 ]
 
 
