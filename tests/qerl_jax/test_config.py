@@ -4,6 +4,7 @@ import dataclasses
 import pathlib
 import re
 
+import numpy as np
 import pytest
 
 from qerl_jax import config, config_rules
@@ -233,6 +234,25 @@ def test_whole_numbers_are_accepted_for_floats_and_become_floats():
     values = (cfg.lora.alpha, cfg.rewards.weights[0], cfg.num_train_epochs)
     assert values == (16.0, 2.0, 1.0)
     assert {type(value) for value in values} == {float}
+
+
+def test_numbers_of_numpy_become_pythons():
+    cfg = build(
+        optim__learning_rate=np.logspace(-6, -4, 3)[0],
+        lora__rank=np.int64(8),
+        lora__rank_pattern={"down_proj": np.int32(4)},
+        log_completions=np.bool_(False),
+        rewards__options={"accuracy_reward": {"of": [np.int64(3)]}},
+    )
+    assert cfg == build(
+        optim__learning_rate=1e-6,
+        lora__rank=8,
+        lora__rank_pattern={"down_proj": 4},
+        log_completions=False,
+        rewards__options={"accuracy_reward": {"of": [3]}},
+    )
+    assert config.dump(cfg)  # TOML has no other numbers
+    assert type(cfg.optim.learning_rate) is float and type(cfg.lora.rank) is int
 
 
 BAD = [
