@@ -281,8 +281,11 @@ def write(
     )
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "index.html", text)
+    taken: dict[str, int] = {}
     for chart in itertools.chain(*sections.values()):
-        charts.png(chart, folder / f"{chart.slug}.png")
+        # A reward function may be called as a metric of the run: "reward".
+        number = taken[chart.slug] = taken.get(chart.slug, 0) + 1
+        charts.png(chart, folder / f"{chart.slug}{f'-{number}' * (number > 1)}.png")
     return folder / "index.html"
 
 

@@ -113,6 +113,17 @@ def test_the_figure_has_the_charts_of_the_page(tmp_path):
     figure.savefig(tmp_path / "all.png")
 
 
+def test_a_reward_function_with_the_name_of_a_chart_has_a_picture_of_its_own(tmp_path, monkeypatch):
+    run, drawn = make_run(tmp_path / "run"), []
+    path = run / "metrics.jsonl"
+    path.write_text(path.read_text().replace("rewards/a/mean", "rewards/reward/mean"))
+    monkeypatch.setattr(charts, "png", lambda chart, path: drawn.append((chart.title, path.name)))
+    report.write([run])
+    found = dict(drawn)
+    assert (found["Reward"], found["reward"]) == ("reward.png", "reward-2.png")
+    assert len(found) == len(set(found.values()))
+
+
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
     """Makes the page of three runs, one of which has been evaluated."""
