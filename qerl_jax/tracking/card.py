@@ -4,6 +4,7 @@ import dataclasses
 import os
 import pathlib
 import re
+import shlex
 import statistics
 from collections.abc import Iterable, Mapping
 
@@ -107,6 +108,7 @@ def _settings(cfg: RunConfig) -> dict[str, str]:
     length = f"{cfg.max_steps} steps"
     if cfg.max_steps is None:
         length = f"{cfg.num_train_epochs:g} epochs"
+    config = os.fspath(pathlib.Path(cfg.output_dir) / "config.toml")
     noise = cfg.noise and f"sigma from {cfg.noise.sigma_start:g} to {cfg.noise.sigma_end:g}"
     return {
         "base": f"{cfg.model.model_name_or_path}, held in {cfg.model.weights}",
@@ -119,7 +121,7 @@ def _settings(cfg: RunConfig) -> dict[str, str]:
         "noise (AQN)": noise or "none",
         "length": length,
         "seed": str(cfg.seed),
-        "again": f"`qerl train {os.fspath(pathlib.Path(cfg.output_dir) / 'config.toml')} --output-dir ANOTHER`",
+        "again": f"`qerl train {shlex.quote(config)} --output-dir ANOTHER`",
     }
 
 

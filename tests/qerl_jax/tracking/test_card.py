@@ -1,6 +1,7 @@
 """Tests the report card of a run: every part agrees with the run's files."""
 
 import json
+import shlex
 
 from qerl_jax.tracking import card
 from qerl_jax.tracking.card import Machine
@@ -27,6 +28,13 @@ def test_a_card_says_what_ran_and_what_came_of_it(tmp_path):
     assert "KL" not in found["Curves"]  # it is 0 throughout
     assert "| device | 2 x NVIDIA H100 |\n| jax | 0.11.2 |" in found["On what"]
     assert found["Said at the start"].startswith("- update: micro-batches of 512 tokens\n")
+
+
+def test_the_command_of_a_card_can_be_pasted_whatever_the_folder_is_called(tmp_path):
+    folder = make_run(tmp_path / "my run")
+    (row,) = (r for r in parts(folder)["What ran"].splitlines() if r.startswith("| again"))
+    words = shlex.split(row.split("`")[1])
+    assert words == ["qerl", "train", f"{folder}/config.toml", "--output-dir", "ANOTHER"]
 
 
 def test_a_card_adds_up_what_the_phases_have_cost(tmp_path):
