@@ -497,5 +497,7 @@ def samples(groups: Sequence[Group]) -> list[tuple[str, str]]:
             for word, pick in (("highest", max), ("lowest", min)) if judged else ():
                 row = pick(judged, key=lambda row: row["reward"])
                 title = f"{where}: {word} reward, {row['reward']:.3g}"
-                passages.append((title, f"{terminal.asked(row['prompt'])}\n\n{row['completion']}"))
+                text = f"{terminal.asked(row['prompt'])}\n\n{row['completion']}"
+                # The file may hold half characters (lone surrogates), as escapes; a page cannot.
+                passages.append((title, text.encode(errors="backslashreplace").decode()))
     return passages

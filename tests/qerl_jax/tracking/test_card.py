@@ -37,6 +37,13 @@ def test_the_command_of_a_card_can_be_pasted_whatever_the_folder_is_called(tmp_p
     assert words == ["qerl", "train", f"{folder}/config.toml", "--output-dir", "ANOTHER"]
 
 
+def test_half_a_character_of_a_completion_is_shown_by_its_number(tmp_path):
+    folder = make_run(tmp_path / "run")
+    for path in (folder / "completions").iterdir():
+        path.write_text(path.read_text().replace("1+1?", r"\ud83d 1+1?"))
+    assert r"\ud83d 1+1?" in parts(folder)["Samples"]
+
+
 def test_a_card_adds_up_what_the_phases_have_cost(tmp_path):
     cost = parts(make_run(tmp_path / "run"))["Time and cost"]
     # Twelve steps of 1 s and 2 s on two devices.
