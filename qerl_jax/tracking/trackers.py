@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 import os
 import pathlib
+import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -63,7 +64,9 @@ def start(
         return []
     path = folder / "tracker_id"
     if step == 0 or not path.is_file():
-        path.write_text(f"{folder.resolve().name}-{uuid.uuid4().hex[:8]}")
+        # Weights & Biases takes no id with : / \\ # ? or %, nor one of more than 128 characters.
+        place = re.sub(r"[^A-Za-z0-9._-]", "-", folder.resolve().name)[:100]
+        path.write_text(f"{place}-{uuid.uuid4().hex[:8]}")
     kinds = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}
     name = run_name or folder.resolve().name
     return [kinds[kind](folder, path.read_text(), name, step, dict(settings)) for kind in names]

@@ -1,6 +1,7 @@
 """Tests trackers: what is sent, under which name, and the error for a missing package."""
 
 import importlib.util
+import re
 import sys
 import types
 
@@ -84,6 +85,13 @@ def test_a_resumed_run_goes_on_under_its_name_and_a_new_one_does_not(packages, t
     assert names[0] == names[1] != names[2]
     purged = [o["purge_step"] for _, o in packages["tensorboardX"].named("SummaryWriter")]
     assert purged == [0, 2, 0]
+
+
+def test_a_folder_may_have_a_name_that_no_tracker_takes_as_an_id(packages, tmp_path):
+    write(tmp_path / ("12:30 50% #1?" + 150 * "x"), 0, [])
+    ((_, options),) = packages["wandb"].named("init")
+    assert re.fullmatch(r"12-30-50---1-x+-[0-9a-f]{8}", options["id"]) and len(options["id"]) < 128
+    assert options["name"].startswith("12:30 50% #1?")
 
 
 def test_a_missing_package_is_one_line_before_a_run_folder_exists(tmp_path, monkeypatch, capsys):
