@@ -64,7 +64,7 @@ def start(
         return []
     path = folder / "tracker_id"
     if step == 0 or not path.is_file():
-        # Weights & Biases takes no id with : / \\ # ? or %, nor one of more than 128 characters.
+        # Weights & Biases takes no id with : / \ # ? or %, nor one of more than 128 characters.
         place = re.sub(r"[^A-Za-z0-9._-]", "-", folder.resolve().name)[:100]
         path.write_text(f"{place}-{uuid.uuid4().hex[:8]}")
     kinds = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}
