@@ -1,5 +1,6 @@
 """What the commands share: printing lines, calling a function with options, and reading a config with options."""
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -22,6 +23,12 @@ _SECTIONS = {
     name: next(kind for kind in typing.get_args(hint) if dataclasses.is_dataclass(kind))
     for name, hint in typing.get_type_hints(RunConfig).items()
     if any(map(dataclasses.is_dataclass, typing.get_args(hint)))
+}
+# Options of which the section `tools` needs one, each with values that stand for it.
+_TOOLS: dict[str, dict[str, Any]] = {
+    "--tools.functions": {"functions": ("calculator",)},
+    "--tools.environment": {"environment": "guess_number"},
+    "--tools.environments": {"environments": {"one": "guess_number"}},
 }
 # Options of which a run needs exactly one.
 _LENGTHS = {"--max-steps", "--num-train-epochs"}
@@ -149,9 +156,11 @@ def run_config(command: str, argv: list[str], own: Sequence[str] = ()) -> RunCon
         require(value in (None, "None"), f"--{name}", value, rule)
         if value or getattr(cfg, name) is None:
             # Tools must have one; the option replaces it.
-            one = {"functions": ("calculator",)} if "--tools.functions" in given else {}
+            one = next((fields for option, fields in _TOOLS.items() if option in given), {})
             begun = section(**one if name == "tools" else {}) if is_asked_for else None
-            cfg = dataclasses.replace(cfg, **{name: begun})
+            # It is checked with all options: without a section others may be needed.
+            cfg = copy.copy(cfg)
+            object.__setattr__(cfg, name, begun)
     if len(lengths := _LENGTHS - given) == 1:
         rest += [*lengths, "None"]
     kinds = options.of_class(RunConfig)

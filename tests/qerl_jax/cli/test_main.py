@@ -301,6 +301,19 @@ def test_a_section_that_is_absent_is_switched_on_by_an_option_of_it(tmp_path):
     assert cfg.noise == NoiseConfig(num_stages=4) and cfg.eval == EvalConfig(num_problems=3)
 
 
+def test_an_environment_switches_tools_on_and_other_options_take_the_place_of_what_it_did():
+    cfg = changed("--tools.environment", "guess_number")
+    assert cfg.tools == config.ToolsConfig(environment="guess_number")
+    cfg = changed("--tools.environments", "a", "guess_number")
+    assert cfg.tools == config.ToolsConfig(environments={"a": "guess_number"})
+    # Its environment judges the rows, so it names no reward.
+    judged = QUICKSTART.with_name("guess_number_qwen2.5_7b.toml")
+    cfg = changed("--tools", "None", "--rewards.functions", "accuracy_reward", path=judged)
+    assert (cfg.tools, cfg.rewards.functions) == (None, ("accuracy_reward",))
+    with pytest.raises(config.ConfigError, match="rewards.functions: got"):
+        changed("--tools", "None", path=judged)
+
+
 def test_steps_on_the_command_line_take_the_place_of_epochs_and_epochs_that_of_steps(of_epochs):
     for given in (["--max-steps", "4"], ["--max_steps=4"]):
         cfg = changed(*given, path=of_epochs)
