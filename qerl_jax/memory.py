@@ -430,7 +430,7 @@ def _always(cfg: RunConfig, arch: architecture.Architecture) -> tuple[list[Item]
     items = [
         Item("base: linears, norms, biases", own - _bytes(frozen) + layers, "always", to_pack),
         Item("base: embedding, head", _bytes(frozen) - layers, "always"),
-        Item("what trains", adapter, "always", "lora.rank" if model.lora else ""),
+        Item("what trains", adapter, "always", _rank(cfg)),
         Item("optimizer", _bytes(state), "always", eight_bit),
     ]
     if cfg.keeps_reference:
@@ -597,7 +597,7 @@ def _update(cfg: RunConfig, arch: architecture.Architecture, adapter: int) -> li
     workspace = max(mlp * width, attention * width, head + states)
     less = 'model.gradient_checkpointing to "layer"'
     return [
-        Item("gradients, summed and new", 2 * adapter, "update"),
+        Item("gradients, summed and new", 2 * adapter, "update", _rank(cfg)),
         Item(
             "inputs of the layers", arch.num_layers * tokens * arch.width * width, "update", fewer
         ),
@@ -633,6 +633,11 @@ def _kept(cfg: RunConfig, arch: architecture.Architecture) -> Kept:
     if cfg.model.random_base or not any(folder.glob("*.safetensors")):
         return ()
     return base_model.kept_linears(folder, arch)
+
+
+def _rank(cfg: RunConfig) -> str:
+    """The field on which the size of what trains depends, if there is one."""
+    return "lora.rank" if cfg.model.trainable == "lora" else ""
 
 
 def _width(cfg: RunConfig) -> int:

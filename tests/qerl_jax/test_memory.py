@@ -343,6 +343,12 @@ def test_every_shipped_recipe_compiles_at_most_eight_updates(path):
             'change model.gradient_checkpointing to "layer"',
         ),
         ({"lora": {"rank": 1024}}, 30e9, 'change optim.optimizer to "adamw_8bit"'),
+        # Its gradients alone are more than the card has, and no other field makes them smaller.
+        (
+            {"lora": {"rank": 8192}, "optim": {"optimizer": "adamw_8bit"}},
+            80e9,
+            "gradients, summed and new take 165.36 GB: change lora.rank",
+        ),
     ],
 )
 def test_a_plan_that_cannot_fit_is_refused_with_the_field_to_change(changes, limit, advice):
