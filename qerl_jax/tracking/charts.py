@@ -101,7 +101,8 @@ def number(value: float) -> str:
     size = abs(value)
     if size >= 1e5 or 0 < size < 1e-4:
         return f"{value:.2g}".replace("e-0", "e-").replace("e+0", "e")
-    return f"{value:,.0f}" if size >= 1000 else f"{value:.3g}"
+    # From 999.5 on three digits would round to 1e+03.
+    return f"{value:,.0f}" if size >= 999.5 else f"{value:.3g}"
 
 
 def smooth(values: Sequence[float]) -> list[float]:

@@ -12,7 +12,8 @@ from qerl_jax.tracking.charts import Chart, Line
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0"), (0.12345, "0.123"), (12345.6, "12,346"), (1e-4, "0.0001"), (3.2e-5, "3.2e-5")],
+    [(0, "0"), (0.12345, "0.123"), (12345.6, "12,346"), (1e-4, "0.0001"), (3.2e-5, "3.2e-5")]
+    + [(999.4, "999"), (999.7, "1,000"), (-999.7, "-1,000")],
 )
 def test_numbers_are_short(value, text):
     assert charts.number(value) == text
