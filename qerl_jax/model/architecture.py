@@ -240,7 +240,9 @@ def from_hf(config: dict[str, Any]) -> Architecture:
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
-        context=size("max_position_embeddings") if "max_position_embeddings" in config else None,
+        context=size("max_position_embeddings")
+        if config.get("max_position_embeddings") is not None
+        else None,
     )
 
 

@@ -285,6 +285,14 @@ def test_a_window_that_hides_nothing_is_no_window(tmp_path, model_type, window):
     assert architecture.from_hf(changed).model_type == model_type
 
 
+@pytest.mark.parametrize("model_type", ["mistral", "qwen2"])
+def test_a_context_of_null_is_as_one_that_is_not_stated(model_type):
+    config = json.loads((DENSE / "config.json").read_text()) | {"model_type": model_type}
+    absent = {name: value for name, value in config.items() if name != "max_position_embeddings"}
+    null = architecture.from_hf(config | {"max_position_embeddings": None})
+    assert null == architecture.from_hf(absent) and null.context is None
+
+
 def test_a_bias_that_the_family_lacks_is_not_dropped_silently(tmp_path):
     name = "model.layers.1.self_attn.o_proj.bias"
     copy(DENSE, tmp_path, tensors={name: np.zeros(128, np.float32)})
