@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import numbers
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Self
@@ -276,7 +277,7 @@ class Generator:
             "prompts": _from(first_row, queue),
             "temperature": params.temperature,
             "max_prompt_length": 1 << (max(map(len, tokens)) - 1).bit_length(),
-            "max_concurrent": min(self.max_concurrent, most),
+            "max_concurrent": min(int(self.max_concurrent), most),
             "turns": talk,
         }
 
@@ -300,10 +301,13 @@ def check_limits(limits: dict[str, Any]) -> None:
         ConfigError: For a limit that is not possible, by its name.
     """
     tokens, fraction = limits.get("kv_cache_tokens"), limits.get("kv_cache_fraction")
+    counts = lambda value: isinstance(value, numbers.Integral) and value >= 1
+    is_share = isinstance(fraction, numbers.Real) and 0 < fraction < 1
+    whole = "must be at least 1, and a whole number"
     for name, holds, rule in (
-        ("max_concurrent", limits.get("max_concurrent", 1) >= 1, "must be at least 1"),
-        ("kv_cache_tokens", tokens is None or tokens >= 1, "must be at least 1"),
-        ("kv_cache_fraction", fraction is None or 0 < fraction < 1, "must be in (0, 1)"),
+        ("max_concurrent", counts(limits.get("max_concurrent", 1)), whole),
+        ("kv_cache_tokens", tokens is None or counts(tokens), whole),
+        ("kv_cache_fraction", fraction is None or is_share, "must be in (0, 1)"),
         ("kv_cache_fraction", None in (tokens, fraction), "must be absent beside kv_cache_tokens"),
         (
             "kv_cache_fraction",

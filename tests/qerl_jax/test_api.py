@@ -358,6 +358,9 @@ def test_without_the_adapter_log_probabilities_are_those_of_the_base(run, policy
         (lambda p: qerl_jax.load(3), "name: got 3; must be a folder or a hub name"),
         (lambda p: qerl_jax.load(lora=8), "lora: got 8; must be a LoraConfig"),
         (lambda p: qerl_jax.load(max_concurrent=0), "max_concurrent: got 0; must be at least 1"),
+        (lambda p: qerl_jax.load(max_concurrent="4"), "max_concurrent: got '4'; must be at least 1"),
+        (lambda p: qerl_jax.load(max_concurrent=1.5), "max_concurrent: got 1.5; must be at least 1"),
+        (lambda p: qerl_jax.load(kv_cache_tokens=9.5), "kv_cache_tokens: got 9.5; must be at least"),
         (lambda p: qerl_jax.evaluate(p), 'sets: got none; give at least one, such as "gsm8k"'),
         (lambda p: qerl_jax.evaluate(p, "gsm8k", drafts=True), "drafts: got True; must be"),
         (lambda p: qerl_jax.evaluate(p, ROWS), "must be the name of a set, or a file"),
@@ -370,6 +373,11 @@ def test_without_the_adapter_log_probabilities_are_those_of_the_base(run, policy
 def test_what_is_wrong_with_a_call_is_said_by_its_name(call, message, policy):
     with pytest.raises(ValueError, match=re.escape(message)):
         call(policy)
+
+
+def test_a_number_of_numpy_will_do_as_a_limit(policy):
+    few = dataclasses.replace(policy.generator, max_concurrent=np.int64(2))
+    assert len(list(few(["1+1", "2+2", "3+3"], max_tokens=1))) == 3
 
 
 @pytest.mark.slow
