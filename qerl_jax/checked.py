@@ -196,18 +196,18 @@ def _members(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if is_union else (hint,)
 
 
-def _pythons(value: Any) -> Any:
+def pythons(value: Any) -> Any:
     """A value with Python's numbers in place of numpy's, which loops over settings have."""
     if isinstance(value, dict):
-        return {name: _pythons(each) for name, each in value.items()}
+        return {name: pythons(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return (list if isinstance(value, list) else tuple)(map(_pythons, value))
+        return (list if isinstance(value, list) else tuple)(map(pythons, value))
     return value.item() if getattr(value, "shape", None) == () else value
 
 
 def _value(hint: Any, value: Any, name: str) -> Any:
     """A value of a table as a type hint wants it; a whole number will do for a float, and numpy's numbers do, too."""
-    value = _pythons(value)
+    value = pythons(value)
     (hint,) = [member for member in _members(hint) if member is not types.NoneType]
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:

@@ -14,7 +14,7 @@ from qerl_jax import memory
 from qerl_jax.api import policy as policies
 from qerl_jax.api.policy import Policy
 from qerl_jax.api.settings import Config, Mesh, given_mesh, run_config
-from qerl_jax.checked import ConfigError, require
+from qerl_jax.checked import ConfigError, pythons, require
 from qerl_jax.checkpoint import export as exports
 from qerl_jax.checkpoint import policy as sources
 from qerl_jax.checkpoint.policy import PolicySource
@@ -107,7 +107,9 @@ def evaluate(
     mesh = given_mesh(mesh, MeshConfig())
     runtime.use_compilation_cache()
     source = _source(policy)
+    # The results are JSON, which has no numbers of numpy.
     where = {"path": path, "split": split, "columns": columns, "num_problems": num_problems}
+    where, seed, max_concurrent = pythons((where, seed, max_concurrent))
     how = {
         "num_generations": samples,
         "temperature": temperature,
@@ -117,6 +119,7 @@ def evaluate(
         "prompt_template": prompt_template,
         "reward": reward,
     }
+    how = pythons(how)
     tools = loaded and loaded.generator.tools
     if tools is not None:
         how["tools"] = tools.cfg

@@ -423,6 +423,13 @@ def test_an_evaluation_makes_drafts_as_it_is_told(policy, tmp_path, monkeypatch)
     assert told == ["auto", "off"]
 
 
+def test_an_evaluation_takes_numbers_of_numpy(policy, tmp_path):
+    two = {"samples": np.int64(1), "max_tokens": np.int32(2), "num_problems": np.int64(2)}
+    two |= {"seed": np.int64(0), "max_concurrent": np.int64(2), "temperature": np.float32(0.5)}
+    found = qerl_jax.evaluate(policy, "arithmetic", **two, output_dir=tmp_path, quiet=True)
+    assert (found["arithmetic"]["problems"], found["arithmetic"]["samples"]) == (2, 1)
+
+
 @pytest.mark.slow
 def test_a_policy_is_evaluated_as_its_run_is_and_an_unsaved_one_leaves_no_file(
     run, tmp_path, monkeypatch, capsys
