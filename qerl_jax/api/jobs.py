@@ -251,8 +251,8 @@ def quantize(
         num_samples: Number of rows to calibrate on.
         max_length: The most tokens used of each row.
         seed: Random seed for the choice of the rows.
-        keep: Linears that stay in 16 bits: names, or patterns such as "model.layers.0.*" or "*.down_proj". Of
-            linears that read the same input (q, k and v; gate and up) all stay if one does.
+        keep: Linears that stay in 16 bits: a name, a pattern such as "model.layers.0.*" or "*.down_proj", or a
+            list of these. Of linears that read the same input (q, k and v; gate and up) all stay if one does.
         quiet: Show nothing.
 
     Returns:
@@ -271,8 +271,9 @@ def quantize(
         require(value in values, name, value, f"must be one of {', '.join(map(repr, values))}")
     runtime.use_compilation_cache()
     rows = Calibration(dataset, num_samples, max_length, seed)
+    kept = (keep,) if isinstance(keep, str) else tuple(keep)
     recipe = quantizer.Recipe(
-        format, method, block_scales, scale_rounding, double_quant, rows, tuple(keep)
+        format, method, block_scales, scale_rounding, double_quant, rows, kept
     )
     if quiet:
         return quantizer.quantize(os.fspath(source), target, recipe, _log(quiet))

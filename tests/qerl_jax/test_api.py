@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 import qerl_jax
 from qerl_jax import rl
-from qerl_jax.api import runs, settings
+from qerl_jax.api import jobs, runs, settings
 from qerl_jax.checked import ConfigError
 from qerl_jax.checkpoint import peft
 from qerl_jax.data.datasets import Problem
@@ -428,6 +428,14 @@ def test_an_evaluation_takes_numbers_of_numpy(policy, tmp_path):
     two |= {"seed": np.int64(0), "max_concurrent": np.int64(2), "temperature": np.float32(0.5)}
     found = qerl_jax.evaluate(policy, "arithmetic", **two, output_dir=tmp_path, quiet=True)
     assert (found["arithmetic"]["problems"], found["arithmetic"]["samples"]) == (2, 1)
+
+
+def test_one_pattern_of_linears_to_keep_may_stand_alone(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(jobs.quantizer, "quantize", lambda *given: told.append(given[2].keep))
+    for keep in ("*.down_proj", ["*.down_proj"]):
+        qerl_jax.quantize("qerl-tiny", tmp_path / "x", keep=keep, quiet=True)
+    assert told == 2 * [("*.down_proj",)]
 
 
 @pytest.mark.slow
