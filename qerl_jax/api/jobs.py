@@ -201,6 +201,11 @@ def export(
         FileNotFoundError: When the run, or what it has learned, is not there.
         ExportError: When the log-probabilities differ by more than the limit; nothing is written.
     """
+    for name, value, values in (
+        ("to", to, ("peft", "merged", "nvfp4", "pair")),
+        ("base", base, (None, "original", "packed")),
+    ):
+        require(value in values, name, value, f"must be one of {', '.join(map(repr, values))}")
     if isinstance(run, Policy):
         rule = "must come from a run as it was trained; its adapter is written by save_pretrained"
         of_run = run.source.folder is not None and not run.unsaved
@@ -363,6 +368,9 @@ def report(*runs: str | os.PathLike, output_dir: str | os.PathLike | None = None
     from qerl_jax.tracking import report as pages  # slow to import: it draws
 
     require(len(runs) > 0, "runs", runs, "must be at least one")
+    for index, run in enumerate(runs):
+        rule = "must be a run, or its folder; several are given one after the other: report(*runs)"
+        require(isinstance(run, str | os.PathLike), f"runs[{index}]", run, rule)
     return pages.write([pathlib.Path(run) for run in runs], output_dir)
 
 

@@ -367,6 +367,9 @@ def test_without_the_adapter_log_probabilities_are_those_of_the_base(run, policy
         (lambda p: qerl_jax.export(p, "x"), "must come from a run as it was trained"),
         (lambda p: qerl_jax.quantize("qerl-tiny", "x", method="hqq"), "method: got 'hqq'; must"),
         (lambda p: qerl_jax.plan(QUICKSTART, "big"), "device-memory: got 'big'; must be a size"),
+        (lambda p: qerl_jax.export("x", "y", to="gguf"), "to: got 'gguf'; must be one of 'peft'"),
+        (lambda p: qerl_jax.export("x", "y", base="fp16"), "base: got 'fp16'; must be one of None"),
+        (lambda p: qerl_jax.report(["x", "y"]), "runs[0]: got ['x', 'y']; must be a run, or its"),
         (lambda p: qerl_jax.report(), "runs: got (); must be at least one"),
     ],
 )  # fmt: skip
