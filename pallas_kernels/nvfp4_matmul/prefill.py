@@ -20,7 +20,7 @@ a tile of x: each loads half of it for both.
 Block b takes tiles b, b + blocks, .... The tiles in work at one time span up to `band` tiles of x and as
 many tiles of W as that allows, so blocks find each other's operands in the L2 cache. Tiles that would
 not fill a wave are split along K: each block sums a share of a tile and writes float32 sums, which XLA
-adds up, always in the same order; or, with `Config.finishes`, the block that is the last to write its share.
+adds up, always in the same order.
 
 An `Epilogue` is computed before a tile leaves the registers. LoRA's B comes last, as if it were 64 more
 columns of W, and x A as if it were 64 more columns of x:
@@ -150,9 +150,6 @@ def _checked(
         )
     w_rows, steps = w.words.shape[:2][:: -1 if backward else 1]
     of_blocks = cut(len(x), w_rows, steps, config, device)
-    if interpret and config.finishes:
-        # Interpreted blocks cannot count each other: one does all the work, in order.
-        of_blocks = dataclasses.replace(of_blocks, blocks=1)
     y = _multiply(x, w.words, divisor, config, of_blocks, backward, epilogue, interpret)
     return y[:m, :outputs]
 

@@ -40,7 +40,6 @@ class Config:
       cluster: blocks that share a tile of x, each with its own rows of W; 1 or 2.
       producer: whether a separate warpgroup starts the copies.
       split: blocks that share the columns of each tile that is left after the last whole wave; 1 or more.
-      finishes: whether the last of these blocks adds up the shares and finishes the tile; otherwise XLA does.
     """
 
     rows: int
@@ -50,7 +49,6 @@ class Config:
     cluster: int = 1
     producer: bool = False
     split: int = 1
-    finishes: bool = False
 
     def __post_init__(self):
         if self.rows % 8 or not 8 <= self.rows <= MAX_ROWS:
@@ -105,13 +103,10 @@ def supports(
     # The last part includes the padding of N.
     if any(size % (TILE * rows) for size in sizes[:-1]):
         return f"needs parts of whole {TILE * rows}-row tiles but for the last; got {sizes}"
-    if backward and config.finishes:
-        return "adds up shares of dX in XLA only"
-    # B has a single place in shared memory. Between two tiles, or two shares that need B, there must be enough steps
-    # that B of the second is loaded only after B of the first was read.
-    runs = config.split if config.finishes else 1
-    if sizes and layout.tiles(summed) // runs < (least := config.stages - 1):
-        return f"needs {names[1]} of {least * runs * TILE} or more; got {names[1]} = {summed}"
+    # B has a single place in shared memory. K must have enough steps that B of the next tile is loaded only after
+    # B of this one was read.
+    if sizes and layout.tiles(summed) < (least := config.stages - 1):
+        return f"needs {names[1]} of {least * TILE} or more; got {names[1]} = {summed}"
     used = shared_bytes(config, backward=backward, has_epilogue=bool(sizes))
     if used > (most := most_shared_bytes(device)):
         return f"needs {used} bytes of shared memory of {most}"
@@ -149,13 +144,10 @@ def pick_config(
     most_bytes = most_shared_bytes(device)
     fits = lambda stages: bytes_of(dataclasses.replace(best, stages=stages)) <= most_bytes
     most = 8 if best.producer else 7
-    finishes = best.split > 1 and not backward and runtime.finishes_last_parts()
     if sizes:
-        runs = best.split if finishes else 1
-        most = max(3, min(most, steps // runs + 1))  # the limit of `supports`
+        most = max(3, min(most, steps + 1))  # the limit of `supports`
     return dataclasses.replace(
         best,
-        finishes=finishes,
         stages=max(filter(fits, range(3, most + 1))),
         cluster=1 + pairs,
     )

@@ -8,21 +8,20 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import collectives, fragments, registers
 from pallas_kernels.mosaic import launch as mosaic
+from pallas_kernels.mosaic import registers
 from pallas_kernels.mosaic.ring import Ring
 from pallas_kernels.nvfp4_matmul import layout, packed_tile
 from pallas_kernels.nvfp4_matmul.layout import TILE
 from pallas_kernels.nvfp4_matmul.prefill import Epilogue
 from pallas_kernels.nvfp4_matmul.prefill_config import Config, Cut
 
-# The most rows of x whose epilogue fits into registers at once, also beside a producer; and those whose shares do.
-_MOST_AT_ONCE, _COLUMNS_OF_SHARES = 96, 64
+# The most rows of x whose epilogue fits into registers at once, also beside a producer.
+_MOST_AT_ONCE = 96
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,16 +48,6 @@ class Problem:
         return self.cut.steps + (self.epilogue is not None)
 
     @property
-    def finishes(self) -> bool:
-        """Whether the block that sums the last share of a tile finishes the tile."""
-        return self.config.finishes and self.cut.shared > 0
-
-    @property
-    def units_of_share(self) -> int:
-        """Units of a share; one more where the tile may have to be finished, which multiplies B."""
-        return self.cut.run + (self.finishes and self.epilogue is not None)
-
-    @property
     def in_memory(self) -> bool:
         """Whether `wgmma` takes W from shared memory: for dX, and interpreted, where registers are no operand."""
         return self.backward or self.interpret
@@ -82,20 +71,13 @@ def launch(
 
     Returns:
       The product bfloat16 [M, N], in which shared columns are not written; None if all columns are shared. And the
-      float32 sums [split, columns, M] of the shared columns, or None. If the kernel finishes the shared columns too, the
-      whole product and None.
+      float32 sums [split, columns, M] of the shared columns, or None.
     """
     config, cut, epilogue = problem.config, problem.cut, problem.epilogue
     rows, warpgroups, stages = config.rows, config.warpgroups, config.stages
     w_rows = words.shape[1 if problem.backward else 0]
     shared_rows = (w_rows - cut.whole_w_tiles * warpgroups * config.cluster) * TILE
-    sums = (shared_rows, cut.x_tiles * rows)
-    if problem.finishes:
-        sums = fragments.shape(*sums)
-    # The kernel sets each back to 0. XLA would make zeros by a kernel of its own, but it keeps a constant whose values
-    # are not all the same.
-    counters = np.append(np.zeros(cut.shared * config.cluster * warpgroups, np.int32), np.int32(1))
-    counts = problem.finishes and not problem.interpret
+    sums = (cut.split, shared_rows, cut.x_tiles * rows)
     empty = plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)
     if config.cluster > 1 and not problem.interpret:
         empty = plgpu.ClusterBarrier(
@@ -105,8 +87,6 @@ def launch(
     def tiles_of_x(*shape: int) -> plgpu.SMEM:
         return plgpu.SMEM(shape, jnp.bfloat16, transforms=mosaic.SWIZZLED)
 
-    result = tiles_of_x(warpgroups, rows // problem.halves, TILE)
-    flags = plgpu.SMEM((warpgroups, rows * TILE // 2), jnp.int32)
     results = mosaic.launch(
         functools.partial(_kernel, problem=problem),
         {
@@ -117,19 +97,17 @@ def launch(
             "b": epilogue and epilogue.b.reshape(w_rows, TILE, TILE),
             "unit": epilogue and epilogue.unit,
             "bias": epilogue and epilogue.bias,
-            "counters": jnp.asarray(counters) if counts else None,
         },
         {
             "out": jax.ShapeDtypeStruct((len(x), w_rows * TILE), jnp.bfloat16)
-            if cut.whole or problem.finishes
+            if cut.whole
             else None,
-            "sums": jax.ShapeDtypeStruct((cut.split, *sums), jnp.float32) if cut.shared else None,
+            "sums": jax.ShapeDtypeStruct(sums, jnp.float32) if cut.shared else None,
         },
         {
             "x_slots": tiles_of_x(stages, rows, TILE),
             "w_slots": plgpu.SMEM((stages, warpgroups, *layout.TILE_SHAPE), jnp.int32),
-            # A flag of each warpgroup, and then its result: for a place of its own there may be no room.
-            "result": plgpu.RefUnion(result, flags) if counts else result,
+            "result": tiles_of_x(warpgroups, rows // problem.halves, TILE),
             "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             "empty": empty,
             "decoded": tiles_of_x(2, warpgroups, TILE, TILE) if problem.in_memory else None,
@@ -144,7 +122,7 @@ def launch(
         num_threads=warpgroups + config.producer,
         thread_name="warpgroup",
     )
-    return results.get("out"), None if problem.finishes else results.get("sums")
+    return results.get("out"), results.get("sums")
 
 
 def _kernel(refs: types.SimpleNamespace, *, problem: Problem) -> None:
@@ -194,7 +172,7 @@ class _Work:
         turns = lax.div(whole + cut.shared * cut.split - number + blocks - 1, blocks)
         whole_turns = lax.div(whole - number + blocks - 1, blocks)
         whole_units = whole_turns * problem.units_of_tile
-        units = whole_units + (turns - whole_turns) * problem.units_of_share
+        units = whole_units + (turns - whole_turns) * cut.run
         return cls(problem, number, rank, turns, whole_turns, whole_units, units)
 
     def place(self, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -219,12 +197,9 @@ class _Work:
             turn, at = _divide(unit, self.problem.units_of_tile)
             found.append((*self.place(turn), at))
         if cut.shared:
-            turn, at = _divide(unit - self.whole_units, self.problem.units_of_share)
+            turn, at = _divide(unit - self.whole_units, cut.run)
             x_tile, w_tile, share = self.place_of_share(self.whole_turns + turn)
-            step = share * cut.run + at
-            if self.problem.units_of_share > cut.run:
-                step = jnp.where(at < cut.run, step, cut.steps)
-            found.append((x_tile, w_tile, step))
+            found.append((x_tile, w_tile, share * cut.run + at))
         if len(found) == 1:
             return found[0]
         is_whole = unit < self.whole_units
@@ -252,11 +227,6 @@ class _Block:
         """The ring of slots; each holds a unit of x and W, or of x A and B."""
         stages, refs = self.problem.config.stages, self.refs
         return Ring(stages, self._copy_unit, refs.full, refs.empty, end=self.work.units)
-
-    @property
-    def _result(self) -> jax.Ref:
-        counts = self.problem.finishes and not self.problem.interpret
-        return self.refs.result[0] if counts else self.refs.result
 
     # Copies --------------------------------------------------------------------------------------
     def fetch_all(self) -> None:
@@ -405,81 +375,21 @@ class _Block:
                 self._write_finished(total, first_unit + steps, x_tile, w_row)
 
     def _one_share(self, turn: jax.Array) -> None:
-        """Sums a tile over a share of the columns, and writes the sums; finishes the tile if this is its last share."""
+        """Sums a tile over a share of the columns, and writes the sums."""
         work, cut, config = self.work, self.problem.cut, self.problem.config
         x_tile, w_tile, share = work.place_of_share(turn)
-        first_unit = work.whole_units + (turn - work.whole_turns) * self.problem.units_of_share
-        total = self._sum_of(first_unit, cut.run)
+        total = self._sum_of(work.whole_units + (turn - work.whole_turns) * cut.run, cut.run)
         with jax.named_scope("store"):
-            row_tile = w_tile * config.warpgroups + self.group
-            own = row_tile - cut.whole_w_tiles * config.cluster * config.warpgroups
-            if self.problem.finishes:
-                self._leave_share(total, share, own, x_tile)
-                self._finish_last(share, own, first_unit + cut.run, x_tile, row_tile * TILE)
-                return
-            rows, columns = pl.ds(own * TILE, TILE), pl.ds(x_tile * config.rows, config.rows)
+            w_tile -= cut.whole_w_tiles * config.cluster
+            w_row = (w_tile * config.warpgroups + self.group) * TILE
+            x_row = x_tile * config.rows
+            rows, columns = pl.ds(w_row, TILE), pl.ds(x_row, config.rows)
             registers.store(total, self.refs.sums.at[share, rows, columns])
-
-    def _leave_share(
-        self, total: jax.Array, share: jax.Array, own: jax.Array, x_tile: jax.Array
-    ) -> None:
-        """Writes the sums of a share, and counts it; `own` is the tile of 64 rows among those that are shared."""
-        rows, interpret = self.problem.config.rows, self.problem.interpret
-        ref = self._pieces(share, own, x_tile * rows, rows)
-        fragments.store(total, ref, interpret=interpret)
-        if not interpret:
-            counter = self.refs.counters.at[own * self.problem.cut.x_tiles + x_tile]
-            last = jnp.int32(self.problem.cut.split - 1)
-            # The flag takes the place of a result: wait until that has been copied.
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            collectives.count(counter, last, self.refs.result[1].at[self.group, pl.ds(0, 1)])
-
-    def _finish_last(
-        self,
-        share: jax.Array,
-        own: jax.Array,
-        branch_unit: jax.Array,
-        x_tile: jax.Array,
-        w_row: jax.Array,
-    ) -> None:
-        """Adds up a tile's shares, in order, and writes the result, if the other warpgroups have left theirs."""
-        config, has_branch = self.problem.config, self.problem.epilogue is not None
-        if self.problem.interpret:  # the only block does the last shares last
-            is_last = share == self.problem.cut.split - 1
-        else:
-            is_last = self.refs.result[1][self.group, 0] != 0
-        if has_branch:
-            self.ring.wait(self.ring.slot(branch_unit))
-
-        def added_up(first: int, count: int) -> jax.Array:
-            at = x_tile * config.rows + first
-            load = lambda i: fragments.load(
-                self._pieces(i, own, at, count), interpret=self.problem.interpret
-            )
-            return functools.reduce(jnp.add, map(load, range(self.problem.cut.split)))
-
-        @pl.when(is_last)
-        def _finish():
-            cuts = (*range(0, config.rows, _COLUMNS_OF_SHARES), config.rows)
-            block, unit = self._with_own_addresses(branch_unit)
-            block._write_columns(added_up, cuts, unit, x_tile, w_row)
-            block._copy_out(x_tile, 0, config.rows, w_row)
-
-        if has_branch:
-            self._refill_last(branch_unit)
-            self._leave(branch_unit)
-
-    def _pieces(
-        self, share: jax.Array | int, own: jax.Array, first: jax.Array, count: int
-    ) -> jax.Ref:
-        """The sums of a share for 64 rows of W and `count` rows of x, as `fragments`."""
-        pieces = pl.ds(lax.div(first, fragments.COLUMNS), count // fragments.COLUMNS)
-        return self.refs.sums.at[share, own, pieces]
 
     def _write_scaled(self, total: jax.Array, x_tile: jax.Array, w_row: jax.Array) -> None:
         halves, rows = self.problem.halves, self.problem.config.rows
         total *= _spread(self._multiplier(w_row), 0, total.shape)
-        result, total = self._result.at[self.group], total.astype(jnp.bfloat16)
+        result, total = self.refs.result.at[self.group], total.astype(jnp.bfloat16)
         for half in range(halves):
             first, count = half * (rows // halves), rows // halves
             # Wait until the copy before this one has read it.
@@ -491,69 +401,30 @@ class _Block:
         self, total: jax.Array, branch_unit: jax.Array, x_tile: jax.Array, w_row: jax.Array
     ) -> None:
         """Writes a tile after its epilogue."""
-        rows = self.problem.config.rows
+        rows, refs, slot = self.problem.config.rows, self.refs, self.ring.slot(branch_unit)
         # Few enough rows of x at a time that a second float32 tile fits into registers.
         cuts = (0, rows) if rows <= _MOST_AT_ONCE else (0, rows // 16 * 8, rows)
+        # Rounding before the division by DECODED_SCALE is the same as after it: that is a power of two.
         base = registers.to_bfloat16(total, interpret=self.problem.interpret)
-        part = lambda first, count: base[:, first : first + count] if count < rows else base
-        block, unit = (
-            self._with_own_addresses(branch_unit) if self.problem.finishes else (self, branch_unit)
-        )
-        block._write_columns(part, cuts, unit, x_tile, w_row, waits=True)
-        self._refill_last(branch_unit)
-        self._leave(branch_unit)
-        block._copy_out(x_tile, 0, rows, w_row)
-
-    def _with_own_addresses(self, unit: jax.Array) -> tuple["_Block", jax.Array]:
-        """This block and a unit for what ends a tile: its addresses are not kept in registers while tiles are summed."""
-        opaque = functools.partial(registers.opaque, interpret=self.problem.interpret)
-        return dataclasses.replace(self, group=opaque(self.group)), opaque(unit)
-
-    def _write_columns(
-        self,
-        sums_of: Callable[[int, int], jax.Array],
-        cuts: tuple[int, ...],
-        branch_unit: jax.Array,
-        x_tile: jax.Array,
-        w_row: jax.Array,
-        *,
-        waits: bool = False,
-    ) -> None:
-        """Writes a tile to shared memory after its epilogue, if there is one.
-
-        Args:
-          sums_of: sums_of(first, count) are the sums [64, count] of these rows of the tile of x.
-          cuts: where the rows of x are cut.
-          branch_unit: the unit that holds B and x A.
-          x_tile: tile of x.
-          w_row: first row of W.
-          waits: whether to wait for that unit.
-        """
-        refs, slot, interpret = self.refs, self.ring.slot(branch_unit), self.problem.interpret
         scale = self._multiplier(w_row)
         bias = None if refs.bias is None else _load(0, refs.bias.at[pl.ds(w_row, TILE)])
-        if waits:
-            self.ring.wait(slot)
+        self.ring.wait(slot)
         for first, last in itertools.pairwise(cuts):
             count = last - first
-            sums = sums_of(first, count)
-            if self.problem.epilogue is None:
-                y = sums * _spread(scale, 0, sums.shape)
-            else:
-                at = pl.ds(x_tile * self.problem.config.rows + first, count)
-                unit_of_x = _load(1, refs.unit.at[at])
-                added = self._branch(refs.x_slots.at[slot, pl.ds(first, count)], count)
-                # Rounding before the division by DECODED_SCALE is the same as after it: that is a power of two.
-                if sums.dtype != jnp.bfloat16:
-                    sums = registers.to_bfloat16(sums, interpret=interpret)
-                y = sums.astype(jnp.float32) * _spread(scale, 0, sums.shape)
-                y += registers.rounded_to_bfloat16(added, interpret=interpret)
-                y *= _spread(unit_of_x, 1, y.shape)
+            unit_of_x = _load(1, refs.unit.at[pl.ds(x_tile * rows + first, count)])
+            added = self._branch(refs.x_slots.at[slot, pl.ds(first, count)], count)
+            y = base[:, first:last] if count < rows else base
+            y = y.astype(jnp.float32) * _spread(scale, 0, y.shape)
+            y += registers.rounded_to_bfloat16(added, interpret=self.problem.interpret)
+            y *= _spread(unit_of_x, 1, y.shape)
             if bias is not None:
                 y += _spread(bias, 0, y.shape)
             if not first:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            self._result.at[self.group, pl.ds(first, count)].T[...] = y.astype(jnp.bfloat16)
+            refs.result.at[self.group, pl.ds(first, count)].T[...] = y.astype(jnp.bfloat16)
+        self._refill_last(branch_unit)
+        self._leave(branch_unit)
+        self._copy_out(x_tile, 0, rows, w_row)
 
     def _branch(self, u: jax.Ref, count: int) -> jax.Array:
         """The product of B and x A, float32 [64, count]."""
@@ -570,7 +441,7 @@ class _Block:
         plgpu.commit_smem()
         x_row = x_tile * self.problem.config.rows + first
         out = self.refs.out.at[pl.ds(x_row, count), pl.ds(w_row, TILE)]
-        plgpu.copy_smem_to_gmem(self._result.at[self.group], out)
+        plgpu.copy_smem_to_gmem(self.refs.result.at[self.group], out)
 
     def _multiplier(self, w_row: jax.Array) -> jax.Array:
         """The factor for sums of 64 rows of W, from `w_row`: a scalar, or [64]."""

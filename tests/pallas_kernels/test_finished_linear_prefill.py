@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import re
 
 import jax
@@ -157,67 +156,6 @@ def test_its_derivatives_are_those_of_the_definition(monkeypatch, on_hopper):
     jax.tree.map(np.testing.assert_array_equal, vjp(dy), expected)
 
 
-@on_cpu
-@pytest.mark.parametrize(
-    ("m", "sizes", "k", "config", "traits"),
-    [
-        # All shared, of two parts; the last tile of N filled up.
-        (20, (64, 40), 256, prefill_config.Config(16, 1, 3, split=2), {"scale_per_row": True}),
-        # Two tiles whole, one shared by four, with a producer.
-        pytest.param(
-            16,
-            (128, 128, 128),
-            256,
-            prefill_config.Config(16, 2, 2, producer=True, split=4),
-            {"scale_per_row": True, "rank": 64},
-            marks=pytest.mark.slow,
-        ),
-        # More rows of x than are added up at once, in unequal cuts.
-        pytest.param(
-            *(300, (64,), 384, prefill_config.Config(152, 1, 3, split=2), {"with_bias": False}),
-            marks=pytest.mark.slow,
-        ),
-        # Without an epilogue.
-        pytest.param(
-            44, (128,), 256, prefill_config.Config(16, 2, 3, split=2), None, marks=pytest.mark.slow
-        ),
-        (44, (64,), 128, prefill_config.Config(16, 1, 2, producer=True, split=2), None),
-    ],
-)
-def test_shares_that_the_kernel_adds_up_give_the_bits_of_those_that_xla_does(
-    capfd, m, sizes, k, config, traits
-):
-    device = like(processors=2)
-    case = random(m, sizes, k, **traits or {})
-    epilogue = None
-    if traits is not None:
-        epilogue = fused_wide.epilogue(case.branches, case.unit, case.bias)
-    w, how = to_hopper(case.weight), {"epilogue": epilogue, "device": device, "interpret": True}
-    expected = prefill.matmul(case.x, w, config, **how)
-    actual = prefill.matmul(case.x, w, dataclasses.replace(config, finishes=True), **how)
-    np.testing.assert_array_equal(actual, expected)
-    assert "RACE" not in capfd.readouterr().out
-
-
-def test_shares_are_added_up_by_the_kernel_where_that_is_asked_for(on_hopper, monkeypatch):
-    pick = functools.partial(prefill_config.pick_config, 256, 3584, 18944, sizes=(3584,))
-    assert pick().split > 1 and not pick().finishes
-    monkeypatch.setenv("PALLAS_LAST_ADDS", "1")
-    for p, m in itertools.product(shapes.PROBLEMS, (129, 192, 256, 512, 1100)):
-        config = prefill_config.pick_config(m, p.n, p.k, sizes=(p.n,))
-        assert config.finishes == (config.split > 1), (p, m)
-        assert prefill_config.supports(p.n, p.k, config, sizes=(p.n,)) is None, (p, m, config)
-        back = prefill_config.pick_config(m, p.k, p.n, backward=True)
-        assert not back.finishes
-    refused = prefill_config.Config(64, 2, 5, split=4, finishes=True)
-    assert "needs K of 1024 or more; got K = 512" == prefill_config.supports(
-        128, 512, refused, sizes=(128,)
-    )
-    assert "adds up shares of dX in XLA only" == prefill_config.supports(
-        128, 512, refused, backward=True
-    )
-
-
 def test_x_and_branches_must_fit_the_weight():
     case = random(136, (256,), 512)
     with pytest.raises(ValueError, match=r"got shape \(256, 512\)"):
@@ -308,29 +246,6 @@ def test_on_its_device_every_tile_meets_the_definition(case, k):
     epilogue = fused_wide.epilogue(case.branches, case.unit, case.bias)
     run = jax.jit(lambda x, w, epilogue: prefill.matmul(x, w, config, epilogue=epilogue))
     assert_almost_all_are_equal(run(case.x, w, epilogue), case.expected())
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("m", "sizes", "k"),
-    [
-        (256, (3584,), 18944),  # down of 7B: all shared
-        (192, (18944, 18944), 3584),  # gate_up: some shared
-        (136, (3584, 512, 512), 3584),
-        (300, (576, 192, 192), 576),
-        (1100, (1000,), 2000),
-    ],
-)
-def test_on_its_device_shares_are_added_up_in_the_kernel_again_and_again(m, sizes, k):
-    case = random(m, sizes, k, rank=32)
-    w, config = to_hopper(case.weight), prefill_config.pick_config(m, sum(sizes), k, sizes=sizes)
-    if config.split == 1:
-        config = dataclasses.replace(config, split=2, stages=3)
-    epilogue = fused_wide.epilogue(case.branches, case.unit, case.bias)
-    run = jax.jit(lambda x, c: prefill.matmul(x, w, c, epilogue=epilogue), static_argnames="c")
-    expected, finishes = run(case.x, config), dataclasses.replace(config, finishes=True)
-    for _ in range(20):  # the counters are as they were before
-        np.testing.assert_array_equal(run(case.x, finishes), expected)
 
 
 @pytest.mark.gpu
