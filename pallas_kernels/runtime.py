@@ -252,15 +252,6 @@ def finishes_few_rows() -> bool:
     return os.environ.get("PALLAS_FEW_ROWS", "0") not in ("", "0")
 
 
-def finishes_last_parts() -> bool:
-    """Whether the last block of a tile finishes qkv, o and down in decoding: with PALLAS_LAST_ADDS=1 in the environment.
-
-    Asked while a decoding step is traced. An experiment that has not been timed. Where `finishes_few_rows` applies too,
-    that one is used.
-    """
-    return os.environ.get("PALLAS_LAST_ADDS", "0") not in ("", "0")
-
-
 def shares_pages() -> bool:
     """Whether decode attention reads shared pages once for several rows: with PALLAS_SHARED_PAGES=1 in the environment.
 

@@ -5,14 +5,12 @@ and residual additions. Attention is replaced by a copy of the right size. First
 with those of the plain functions. Then for each base, adapter and M the script prints: the wall time of all layers and
 of one, the device time of every kernel by name, and gaps (wall time without a running kernel). Each arm runs in its own
 process, which is killed at its time limit. In arm "nvfp4-paired" gate_up is finished inside its product, in arm
-"nvfp4-few" qkv and o of up to 16 rows are, and in arm "nvfp4-paired-few" all three. In arm "nvfp4-last" qkv, o and down
-are finished by the last block of a tile, and in arm "nvfp4-paired-last" gate_up is one kernel, too. In arm "nvfp4-apart"
-each layer has arrays of its own, not slices of stacks, and all layers are written out. "nvfp4-early" is the same with kernels that
+"nvfp4-few" qkv and o of up to 16 rows are, and in arm "nvfp4-paired-few" all three. In arm "nvfp4-apart" each layer has
+arrays of its own, not slices of stacks, and all layers are written out. "nvfp4-early" is the same with kernels that
 start before the one before them is done:
 
     python -m scripts.bench_layer --arms nvfp4,nvfp4-paired --m 8 64 128
     python -m scripts.bench_layer --arms nvfp4,nvfp4-few --m 8 16
-    python -m scripts.bench_layer --arms nvfp4,nvfp4-last,nvfp4-paired-last --m 8 64 128
     python -m scripts.bench_layer --arms nvfp4,nvfp4-apart,nvfp4-early --m 8 64
 """
 
@@ -36,7 +34,6 @@ BASE_KERNELS = (
     "nvfp4_matmul",
     "nvfp4_gated",
     "nvfp4_few_rows",
-    "nvfp4_last_adds",
     "gemm",
     "nvjet",
     "cutlass",
@@ -83,8 +80,6 @@ def run_arm(args: argparse.Namespace) -> None:
         os.environ["PALLAS_PAIRED_GATES"] = "1"
     if "few" in traits:
         os.environ["PALLAS_FEW_ROWS"] = "1"
-    if "last" in traits:
-        os.environ["PALLAS_LAST_ADDS"] = "1"
     if "early" in traits:
         os.environ["PALLAS_EARLY_LAUNCH"] = "1"
     is_apart = "apart" in traits or "early" in traits

@@ -14,8 +14,6 @@ values. Every row of the table runs in its own process, which is killed at its t
                                                                   # gate_up finished inside its product
     python -m scripts.bench_rollouts --arms nvfp4 nvfp4-few nvfp4-paired-few --batch 1 8 16
                                                                   # qkv and o, too
-    python -m scripts.bench_rollouts --arms nvfp4 nvfp4-last nvfp4-paired-last --batch 8 64 128
-                                                                  # qkv, o and down by the last block of a tile
     timeout 100 python -m scripts.bench_rollouts --arms nvfp4 nvfp4-shared --batch 128 --siblings 8 --timeout 48
                                                                   # 16 prompts x 8; prompt pages read once for all
     python -m scripts.bench_rollouts --kernels portable --arms nvfp4 --batch 8 64
@@ -95,15 +93,12 @@ class Bench:
         weights, _, trait = arm.partition("-")
         self.rank = 0 if trait == "no-lora" else args.rank
         self.prompt, self.siblings = args.prompt, args.siblings
-        if trait in ("paired", "paired-few", "paired-last"):
+        if trait in ("paired", "paired-few"):
             # gate_up is finished inside its product.
             os.environ["PALLAS_PAIRED_GATES"] = "1"
         if trait in ("few", "paired-few"):
             # qkv and o of up to 16 rows are finished inside their products.
             os.environ["PALLAS_FEW_ROWS"] = "1"
-        if trait in ("last", "paired-last"):
-            # The last block of a tile finishes qkv, o and down.
-            os.environ["PALLAS_LAST_ADDS"] = "1"
         if trait == "shared":
             # Attention reads the pages of a prompt once for several of its completions.
             os.environ["PALLAS_SHARED_PAGES"] = "1"
@@ -329,8 +324,6 @@ def main() -> int:
                 "-paired",
                 "-few",
                 "-paired-few",
-                "-last",
-                "-paired-last",
                 "-shared",
             )
         ],

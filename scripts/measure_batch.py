@@ -128,20 +128,6 @@ BATCHES = {
         Command(
             90, "scripts.bench_layer --arms nvfp4,nvfp4-few,nvfp4-paired-few --m 8 16 --layers 4"
         ),
-        Command(
-            120,
-            "scripts.bench_layer --arms nvfp4,nvfp4-last,nvfp4-paired-last --m 8 64 128 --layers 4",
-        ),
-        Command(
-            200,
-            "scripts.bench_rollouts --model 7b --arms nvfp4 nvfp4-last nvfp4-paired-last --batch 8 64 "
-            "--out {out}/rollouts.jsonl",
-        ),
-        Command(
-            170,
-            "scripts.bench_rollouts --model 7b --arms nvfp4 nvfp4-last --batch 192 256 512 "
-            "--out {out}/rollouts.jsonl",
-        ),
     ],
 }
 

@@ -1,8 +1,7 @@
 """A linear of a decoding step with the operations around it, in two kernels: the product and its epilogue.
 
 The base may be packed or dense bfloat16. For a dense base XLA computes the product; the epilogue is the same. A packed
-SwiGLU whose rows are in pairs takes one kernel (`gated`). So do, if asked for, qkv and o of few rows (`few_rows`), and
-qkv, o and down (`last_adds`).
+SwiGLU whose rows are in pairs takes one kernel (`gated`), and so do qkv and o of few rows if asked for (`few_rows`).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import runtime
-from pallas_kernels.finished_linear import epilogue, few_rows, gated, last_adds, lora
+from pallas_kernels.finished_linear import epilogue, few_rows, gated, lora
 from pallas_kernels.finished_linear.epilogue import Stream
 from pallas_kernels.finished_linear.lora import Branch
 from pallas_kernels.nvfp4_matmul import config as configs
@@ -101,7 +100,7 @@ def linear(
       config: configuration of the packed product; None for the tuned one. For rows in pairs a `gated.Config`.
       following: of the next linear, for prefetching (`nvfp4_matmul.decode.Upcoming`): weight, branch, and whether it
         is a SwiGLU.
-      counters: `counters_for` zeros; see `gated.linear`, `few_rows.linear` and `last_adds.linear`, which alone use them.
+      counters: see `gated.linear` and `few_rows.linear`, which alone use them.
       interpret: run on a CPU, and report data races.
 
     Returns:
@@ -124,14 +123,10 @@ def linear(
     sizes = (n // 2, n // 2) if is_swiglu else (n,) if branch is None else branch.sizes
     rank = 0 if branch is None else branch.rank
     if isinstance(w, HopperNVFP4) and not is_swiglu and config is None:
-        problem = len(values), sizes, w.shape[1], rank
-        options = {"divisor": divisor, "bias": bias, "branch": branch, "eps": eps}
-        options |= {"residual": residual, "following": upcoming}
-        options |= {"counters": counters, "interpret": interpret}
-        if (of_few := _few_rows(*problem)) is not None:
-            return few_rows.linear(x, w, config=of_few, **options)
-        if (of_last := _last_adds(*problem)) is not None:
-            return last_adds.linear(x, w, config=of_last, **options)
+        if (of_few := _few_rows(len(values), sizes, w.shape[1], rank)) is not None:
+            options = {"divisor": divisor, "bias": bias, "branch": branch, "eps": eps}
+            options |= {"following": upcoming, "counters": counters, "interpret": interpret}
+            return few_rows.linear(x, w, config=of_few, residual=residual, **options)
     if isinstance(w, HopperNVFP4):
         a = None if branch is None else branch.a
         config = config or _config(len(values), *w.shape, branch is not None)
@@ -157,17 +152,6 @@ def linear(
         interpret=interpret,
     )
     return y if is_swiglu or residual is not None else _unfilled(y, sizes)
-
-
-def counters_for(sizes: Sequence[int], rank: int) -> int:
-    """Number of counters that `linear` needs at most, whichever of its kernels runs.
-
-    Args:
-      sizes: rows of W of each joined linear.
-      rank: LoRA's rank; 0 without LoRA.
-    """
-    ranks = lora.filled_rank(rank) if rank else 0
-    return max(gated.COUNTERS, last_adds.counters_for(sizes, ranks))
 
 
 def _filled(values: jax.Array, sizes: Sequence[int], value: float = 0) -> jax.Array:
@@ -229,14 +213,6 @@ def _few_rows(m: int, sizes: Sequence[int], k: int, rank: int) -> few_rows.Confi
     if not runtime.finishes_few_rows() or few_rows.supports(m, sizes, k, rank=rank) is not None:
         return None
     return few_rows.pick_config(m, sizes, k, rank=rank)
-
-
-def _last_adds(m: int, sizes: Sequence[int], k: int, rank: int) -> Config | None:
-    """The configuration with which `last_adds` computes a linear; None if it cannot, or is not asked for."""
-    if not runtime.finishes_last_parts():
-        return None
-    config = _config(m, sum(sizes), k, rank > 0)
-    return last_adds.fitted(m, sizes, k, config, rank=rank)
 
 
 def _config(m: int, n: int, k: int, with_branch: bool) -> Config:

@@ -173,10 +173,6 @@ class Tile:
     def run(self) -> None:
         """Reads everything, computes, and writes."""
         self.ask_for_b()
-        self.run_but_for_b()
-
-    def run_but_for_b(self) -> None:
-        """What `run` does after it has asked for B."""
         # All loads are issued before any value is used, since this kernel mostly waits for memory.
         us, parts, around = self.load_us(), self.load_parts(), self.load_around()
         self.put_u(us)
@@ -195,7 +191,7 @@ class Tile:
             r = self._rounded(around.residual + y)
             registers.store(r.astype(jnp.bfloat16), self.refs.stream.at[self.rows[0], self.window])
             self._write((r * around.scale).astype(jnp.bfloat16))
-            squares = self.sum_rows(r * r)
+            squares = jnp.sum(r * r, axis=0)
             registers.store(squares, self.refs.new_squares.at[self.tile, self.window])
 
     # Reading -------------------------------------------------------------------------------------
@@ -205,15 +201,7 @@ class Tile:
             return
         refs = self.refs
         for half, rows in enumerate(self.rows):
-            plgpu.copy_gmem_to_smem(refs.b.at[rows], refs.b_tiles.at[half], self.arrived(half))
-
-    def arrived(self, half: int) -> jax.Ref:
-        """The barrier at which B of one half of N arrives."""
-        return self.refs.arrived.at[half]
-
-    def await_b(self, half: int) -> None:
-        """Waits until B of one half of N has arrived."""
-        plgpu.barrier_wait(self.arrived(half))
+            plgpu.copy_gmem_to_smem(refs.b.at[rows], refs.b_tiles.at[half], refs.arrived.at[half])
 
     def load_us(self) -> list[list[jax.Array]]:
         """Loads x A: for each tile of ranks, its parts."""
@@ -298,12 +286,8 @@ class Tile:
             some if at + TILE <= tiles else jnp.where(row < tiles - at, some, 0.0)
             for at, some in zip(range(0, tiles, TILE), squares, strict=True)
         ]
-        total = self.sum_rows(functools.reduce(jnp.add, squares))
+        total = jnp.sum(functools.reduce(jnp.add, squares), axis=0)
         return lax.rsqrt(total / stream.width + eps)
-
-    def sum_rows(self, values: jax.Array) -> jax.Array:
-        """The sum over the 64 rows of values."""
-        return jnp.sum(values, axis=0)
 
     def added_up(self, parts: list[jax.Array], half: int) -> jax.Array:
         """The sum of the parts of one half of N that are filled, in order."""
@@ -332,7 +316,7 @@ class Tile:
     def _branch(self, half: int) -> jax.Array:
         """The product of B and x A, float32 [64, columns]."""
         refs = self.refs
-        self.await_b(half)
+        plgpu.barrier_wait(refs.arrived.at[half])
 
         def multiply(acc):
             u = refs.u_tiles.at[min(half, self.problem.distinct - 1)]
@@ -348,7 +332,10 @@ class Tile:
     def _write(self, values: jax.Array) -> None:
         """Writes bfloat16 [64, columns], transposed."""
         ref = self.refs.out.at[self.window, self.rows[0]]
-        transposed.store(values, ref, interpret=self.problem.interpret)
+        if self.problem.interpret:
+            ref[...] = values.T
+        else:
+            transposed.store(values, ref)
 
 
 def _load(ref: jax.Ref, kind: plgpu.Layout = plgpu.Layout.WGMMA) -> jax.Array:

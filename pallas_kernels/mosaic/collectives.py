@@ -18,8 +18,6 @@ from pallas_kernels.mosaic.registers import i32, index, llvm, place
 utils = mgpu.utils
 
 WARPS = 4
-# Values of shared memory that `sum_rows` needs.
-SCRATCH = 512
 
 
 def sync(*, interpret: bool) -> None:
@@ -220,7 +218,7 @@ def _put_row_interpreted(row: jax.Array, tile: jax.Ref, slot: jax.Array, *, clea
     tile[...] = jnp.where(slots == slot, lax.broadcast_in_dim(row, old.shape, (1,)), rest)
 
 
-def count(counter: jax.Ref, last: jax.Array, flag: jax.Ref, watched: jax.Ref | None = None) -> None:
+def count(counter: jax.Ref, last: jax.Array, flag: jax.Ref) -> None:
     """Adds this warpgroup to a counter, and tells it whether it is the last one.
 
     The last warpgroup sees everything that the others wrote to device memory before they were counted. It leaves the
@@ -230,16 +228,10 @@ def count(counter: jax.Ref, last: jax.Array, flag: jax.Ref, watched: jax.Ref | N
       counter: int32 in device memory, 0 before the first warpgroup is counted.
       last: int32, the number of warpgroups to count minus one.
       flag: int32 [1] in this warpgroup's shared memory. It becomes 1 for the last warpgroup, otherwise 0.
-      watched: another counter, which another thread reads meanwhile; its value becomes the second value of `flag`, an
-        int32 [2] then. What was written before that value was published is seen, too.
     """
 
     def emit(
-        _: mgpu.LaunchContext,
-        counter: ir.Value,
-        last: mgpu.FragmentedArray,
-        flag: ir.Value,
-        watched: ir.Value | None = None,
+        _: mgpu.LaunchContext, counter: ir.Value, last: mgpu.FragmentedArray, flag: ir.Value
     ) -> None:
         utils.warpgroup_barrier()
         predicate = utils.single_thread_predicate(scope=utils.ThreadSubset.WARPGROUP)
@@ -255,25 +247,10 @@ def count(counter: jax.Ref, last: jax.Array, flag: jax.Ref, watched: jax.Ref | N
             predicate,
             has_side_effects=True,
         )
-        if watched is not None:
-            utils.inline_ptx(
-                "{ .reg .b32 seen;\n"
-                "@$2 ld.acquire.gpu.global.b32 seen, [$0];\n"
-                "@$2 st.shared.b32 [$1 + 4], seen; }",
-                utils.memref_ptr(watched),
-                utils.memref_ptr(flag),
-                arith.cmpi(arith.CmpIPredicate.eq, registers.thread(), i32(32)),
-                has_side_effects=True,
-            )
         utils.warpgroup_barrier()
 
     arg_types = (plgpu.RefType(), plgpu.Layout.WG_SPLAT(()), plgpu.RefType())
-    if watched is None:
-        plgpu.inline_mgpu(arg_types=arg_types)(emit)(counter, last, flag)
-    else:
-        plgpu.inline_mgpu(arg_types=(*arg_types, plgpu.RefType()))(emit)(
-            counter, last, flag, watched
-        )
+    plgpu.inline_mgpu(arg_types=arg_types)(emit)(counter, last, flag)
 
 
 def put_units(
@@ -312,28 +289,6 @@ def put_units(
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 2)(emit)(squares, out)
 
 
-def sum_rows(values: jax.Array, scratch: jax.Ref, *, interpret: bool) -> jax.Array:
-    """Adds up the 64 rows of values in the order of `jnp.sum`, in memory that belongs to this warpgroup alone.
-
-    Pallas gives `jnp.sum` one place in shared memory, which several warpgroups of a block would write at once.
-
-    Args:
-      values: float32 [64, M] in the layout `WGMMA`.
-      scratch: float32 [SCRATCH] in shared memory. All threads have read it when this returns.
-      interpret: whether this runs on a CPU.
-
-    Returns:
-      float32 [M] in the layout `WGMMA.reduce(0)`.
-    """
-    if interpret:
-        return jnp.sum(values, axis=0)
-    kind = plgpu.ShapeDtypeStruct(
-        values.shape[1:], values.dtype, layout=plgpu.Layout.WGMMA.reduce(0)
-    )
-    emit = plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()), return_type=kind)
-    return emit(lambda _, values, scratch: values.reduce("add", 0, scratch))(values, scratch)
-
-
 def publish(counter: jax.Ref) -> None:
     """Adds 1 to a counter for this warpgroup.
 
@@ -355,7 +310,7 @@ def publish(counter: jax.Ref) -> None:
 
 
 def await_published(counter: jax.Ref, readers: jax.Ref, count: int, blocks: int) -> None:
-    """Waits until `count` warpgroups have called `publish`, and counts itself as a reader.
+    """Waits until `count` warpgroups have called `publish`.
 
     One warpgroup of each block waits. The last of these blocks to finish waiting sets both counters back to 0.
 
@@ -369,71 +324,30 @@ def await_published(counter: jax.Ref, readers: jax.Ref, count: int, blocks: int)
     def emit(_: mgpu.LaunchContext, counter: ir.Value, readers: ir.Value) -> None:
         counter, readers = map(utils.memref_ptr, (counter, readers))
         predicate = utils.single_thread_predicate(scope=utils.ThreadSubset.WARPGROUP)
-        _emit_await_count(counter, count, predicate)
-        _emit_count_reader(counter, readers, blocks, predicate)
-
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 2)(emit)(counter, readers)
-
-
-def await_count(counter: jax.Ref, count: int, seen: jax.Array) -> None:
-    """The first half of `await_published`, which waits. `count_reader` must follow.
-
-    Args:
-      counter: int32 in device memory, 0 before the first count.
-      count: number of warpgroups to wait for.
-      seen: int32, the value of `counter` that `count` has read for this warpgroup, or 0. If it is `count`, nothing is
-        asked again.
-    """
-
-    def emit(_: mgpu.LaunchContext, counter: ir.Value, seen: mgpu.FragmentedArray) -> None:
-        predicate = utils.single_thread_predicate(scope=utils.ThreadSubset.WARPGROUP)
-        is_early = arith.cmpi(arith.CmpIPredicate.ult, seen.registers.item(), i32(count))
-        predicate = arith.andi(predicate, is_early)
-        _emit_await_count(utils.memref_ptr(counter), count, predicate)
-
-    arg_types = (plgpu.RefType(), plgpu.Layout.WG_SPLAT(()))
-    plgpu.inline_mgpu(arg_types=arg_types)(emit)(counter, seen)
-
-
-def count_reader(counter: jax.Ref, readers: jax.Ref, blocks: int) -> None:
-    """The second half of `await_published`, which sets both counters back."""
-
-    def emit(_: mgpu.LaunchContext, counter: ir.Value, readers: ir.Value) -> None:
-        counter, readers = map(utils.memref_ptr, (counter, readers))
-        predicate = utils.single_thread_predicate(scope=utils.ThreadSubset.WARPGROUP)
-        _emit_count_reader(counter, readers, blocks, predicate)
-
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 2)(emit)(counter, readers)
-
-
-def _emit_await_count(counter: ir.Value, count: int, predicate: ir.Value) -> None:
-    # One thread asks: requests of all threads would queue up before those that count.
-    with utils.when(predicate):
+        # One thread asks: requests of all threads would queue up before those that count.
+        with utils.when(predicate):
+            utils.inline_ptx(
+                "{ .reg .b32 seen; .reg .pred is_early;\n"
+                "again: ld.acquire.gpu.global.b32 seen, [$0];\n"
+                "setp.lt.u32 is_early, seen, $1;\n"
+                "@is_early bra again; }",
+                counter,
+                i32(count),
+                has_side_effects=True,
+            )
+        utils.warpgroup_barrier()
+        utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
         utils.inline_ptx(
-            "{ .reg .b32 seen; .reg .pred is_early;\n"
-            "again: ld.acquire.gpu.global.b32 seen, [$0];\n"
-            "setp.lt.u32 is_early, seen, $1;\n"
-            "@is_early bra again; }",
+            "{ .reg .b32 before; .reg .pred is_last;\n"
+            "setp.ne.u32 is_last, 0, 0;\n"
+            "@$3 atom.relaxed.gpu.global.inc.u32 before, [$1], $2;\n"
+            "@$3 setp.eq.u32 is_last, before, $2;\n"
+            "@is_last st.relaxed.gpu.global.b32 [$0], 0; }",
             counter,
-            i32(count),
+            readers,
+            i32(blocks - 1),
+            predicate,
             has_side_effects=True,
         )
-    utils.warpgroup_barrier()
-    utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
 
-
-def _emit_count_reader(
-    counter: ir.Value, readers: ir.Value, blocks: int, predicate: ir.Value
-) -> None:
-    utils.inline_ptx(
-        "{ .reg .b32 before; .reg .pred is_last;\n"
-        "setp.ne.u32 is_last, 0, 0;\n"
-        "@$3 atom.relaxed.gpu.global.inc.u32 before, [$1], $2;\n"
-        "@$3 setp.eq.u32 is_last, before, $2;\n"
-        "@is_last st.relaxed.gpu.global.b32 [$0], 0; }",
-        counter,
-        readers,
-        i32(blocks - 1),
-        predicate,
-        has_side_effects=True,
-    )
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 2)(emit)(counter, readers)

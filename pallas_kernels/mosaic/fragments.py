@@ -6,11 +6,8 @@ warp moves 512 contiguous bytes. With a matrix stored by rows, the same move tak
 touches eight cache lines.
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
@@ -68,19 +65,6 @@ def load(ref: jax.Ref, *, interpret: bool) -> jax.Array:
     kind = plgpu.ShapeDtypeStruct(size, jnp.float32, layout=plgpu.Layout.WGMMA)
     emit = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=kind)
     return emit(lambda _, ref: _emit_load(ref, kind))(ref)
-
-
-def added_up(load: Callable[[jax.Array | int], jax.Array], parts: int, at_once: int) -> jax.Array:
-    """The sum of all parts, added in order; `at_once` are loaded together, as many as registers hold."""
-
-    def some(turn: jax.Array, total: jax.Array) -> jax.Array:
-        first = 1 + turn * at_once
-        loaded = [load(lax.min(first + i, parts - 1)) for i in range(at_once)]
-        for i, more in enumerate(loaded):
-            total += jnp.where(first + i < parts, more, jnp.zeros_like(more))
-        return total
-
-    return lax.fori_loop(0, -(-(parts - 1) // at_once), some, load(0))
 
 
 def _emit_store(_: mgpu.LaunchContext, values: mgpu.FragmentedArray, ref: ir.Value) -> None:

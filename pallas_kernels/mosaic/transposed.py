@@ -11,17 +11,13 @@ from jax.extend.mlir.dialects import arith
 from pallas_kernels.mosaic.registers import llvm
 
 
-def store(values: jax.Array, ref: jax.Ref, *, interpret: bool) -> None:
+def store(values: jax.Array, ref: jax.Ref) -> None:
     """Stores ref[:, :] = values.T.
 
     Args:
       values: bfloat16 [64, M] in the layout `WGMMA`.
       ref: bfloat16 [M, 64] in device memory.
-      interpret: run on a CPU.
     """
-    if interpret:
-        ref[...] = values.T
-        return
 
     def place(ref: ir.Value, row: ir.Value, column: ir.Value) -> ir.Value:
         (stride, _), _ = ir.MemRefType(ref.type).get_strides_and_offset()

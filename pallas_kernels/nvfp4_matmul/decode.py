@@ -32,10 +32,7 @@ If the product has a LoRA branch, the last blocks of the grid multiply the same 
 way: A is stored like W, in tiles of four times as many words (`dense_tile`), and uses the same slots.
 """
 
-from __future__ import annotations
-
 import dataclasses
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -47,9 +44,6 @@ from pallas_kernels.nvfp4_matmul import dense_tile, layout
 from pallas_kernels.nvfp4_matmul.config import Config, supports
 from pallas_kernels.nvfp4_matmul.layout import TILE, HopperNVFP4
 from pallas_kernels.runtime import Device
-
-if TYPE_CHECKING:
-    from pallas_kernels.nvfp4_matmul import decode_kernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,11 +112,6 @@ class Beside:
     shares: int
     width: int
     pieces: int
-
-    @property
-    def parts(self) -> int:
-        """Number of sums that are added up for each tile of ranks."""
-        return self.shares * self.width // TILE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +198,7 @@ class Sums:
         parts, tiles, columns, piece = self.partials.shape
         return parts, tiles * TILE, columns * piece // TILE
 
-    def in_rows(self) -> Sums:
+    def in_rows(self) -> "Sums":
         """The sums of all parts, stored in rows; added up in the same order as in `epilogue`."""
         from pallas_kernels.mosaic import fragments
 
@@ -257,30 +246,6 @@ def product(
       ValueError: K of x is not that of w.
       NotImplementedError: the reason `supports` gives.
     """
-    # Imported here because the import takes half a second.
-    from pallas_kernels.nvfp4_matmul import decode_kernel
-
-    operands, problem = described(
-        x, w, config, a_words, following, device=device, interpret=interpret
-    )
-    name = f"nvfp4_matmul_sm90_{len(w.words) * TILE}x{w.shape[1]}"
-    partials, adapter = decode_kernel.launch(operands, problem, name=name)
-    return Sums(partials, problem.plan, TILE * config.warpgroups, adapter)
-
-
-def described(
-    x: jax.Array,
-    w: HopperNVFP4,
-    config: Config,
-    a_words: jax.Array | None,
-    following: Upcoming | None,
-    *,
-    device: Device | None,
-    interpret: bool,
-) -> tuple[dict[str, jax.Array | None], decode_kernel.Problem]:
-    """Operands and description of `product`'s kernel; arguments and errors are those of `product`."""
-    from pallas_kernels.nvfp4_matmul import decode_kernel
-
     m, k = x.shape
     if k not in (w.shape[1], layout.whole(w.shape[1])):
         raise ValueError(
@@ -293,14 +258,7 @@ def described(
     # `wgmma` needs M in multiples of 8. K is padded like the weight's K.
     x = jnp.pad(x, ((0, -m % 8), (0, -k % TILE)))
     plan, shares = _cut(len(x), w, config, a_words, device)
-    a = None
-    if a_words is not None:
-        a_words = dense_tile.in_units(a_words, config.warpgroups, config.step)
-        tiles, units, _, pieces = a_words.shape[:4]
-        width = dense_tile.width(w.shape[1], config.warpgroups, config.step)
-        a = Beside(tiles, units, shares, width, pieces)
-    problem = decode_kernel.Problem(config, plan, a, following, interpret)
-    return {"x": x, "w": w.words, "a": a_words}, problem
+    return _launch(x, w, config, plan, a_words, shares, following, interpret=interpret)
 
 
 def matmul(
@@ -317,3 +275,33 @@ def matmul(
     with jax.named_scope("reduce"):
         scale = w.multiplier / layout.DECODED_SCALE
         return (total.T[:m, :n] * scale).astype(x.dtype)
+
+
+def _launch(
+    x: jax.Array,
+    w: HopperNVFP4,
+    config: Config,
+    plan: Plan,
+    a_words: jax.Array | None,
+    shares: int,
+    following: Upcoming | None,
+    *,
+    interpret: bool,
+) -> Sums:
+    # Imported here because the import takes half a second.
+    from pallas_kernels.nvfp4_matmul import decode_kernel
+
+    a = None
+    if a_words is not None:
+        a_words = dense_tile.in_units(a_words, config.warpgroups, config.step)
+        tiles, units, _, pieces = a_words.shape[:4]
+        width = dense_tile.width(w.shape[1], config.warpgroups, config.step)
+        a = Beside(tiles, units, shares, width, pieces)
+    partials, adapter = decode_kernel.launch(
+        x,
+        w.words,
+        a_words,
+        decode_kernel.Problem(config, plan, a, following, interpret),
+        name=f"nvfp4_matmul_sm90_{len(w.words) * TILE}x{w.shape[1]}",
+    )
+    return Sums(partials, plan, TILE * config.warpgroups, adapter)

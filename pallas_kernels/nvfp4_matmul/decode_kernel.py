@@ -1,10 +1,8 @@
-"""The kernel of `decode`: each phase is a method of `Block`, a block's work as one of its warpgroups sees it."""
+"""The kernel of `decode`: each phase is a method of `_Block`, a block's work as one of its warpgroups sees it."""
 
 import dataclasses
 import functools
 import types
-from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,80 +55,80 @@ class Problem:
 
 
 def launch(
-    operands: Mapping[str, jax.Array | None], problem: Problem, *, name: str
+    x: jax.Array, words: jax.Array, a_words: jax.Array | None, problem: Problem, *, name: str
 ) -> tuple[jax.Array, jax.Array | None]:
     """Starts the kernel.
 
     Args:
-      operands: `x` bfloat16 [M, K], padded: M to a multiple of 8, K to whole tiles. `w` int32 [N / 64, K / 64, 3, 192].
-        `a`, from `dense_tile.in_units`; or None.
+      x: bfloat16 [M, K], padded: M to a multiple of 8, K to whole tiles.
+      words: words of W, int32 [N / 64, K / 64, 3, 192].
+      a_words: words of A, from `dense_tile.in_units`; or None.
       problem: the description of the product.
       name: the kernel's name.
 
     Returns:
       `partials` and `adapter` of `decode.Sums`.
     """
-    m = len(operands["x"])
-    found = mosaic.launch(
-        functools.partial(_kernel, problem=problem),
-        {**operands, "following": problem.following and problem.following.words},
-        results(problem, m),
-        scratch(problem, m),
-        name=name,
-        interpret=problem.interpret,
-        waits=False,
-        grid=(problem.blocks,),
-        grid_names=("block",),
-        num_threads=problem.config.warpgroups,
-        thread_name="warpgroup",
-    )
-    return found["sums"], found.get("xa")
-
-
-def results(problem: Problem, m: int) -> dict[str, jax.ShapeDtypeStruct | None]:
-    """Shapes and dtypes of the sums for m rows of x, by the names that `Block` uses."""
-    plan, a = problem.plan, problem.a
+    config, a, m = problem.config, problem.a, len(x)
+    warpgroups, stages = config.warpgroups, config.stages
 
     def sums(parts: int, n: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((parts, *fragments.shape(n, m)), jnp.float32)
-
-    return {
-        "sums": sums(plan.most_parts, plan.tiles * problem.config.warpgroups * TILE),
-        "xa": a and sums(a.parts, a.tiles * TILE),
-    }
-
-
-def scratch(problem: Problem, m: int) -> dict[str, Any]:
-    """Shared memory and barriers of a block for m rows of x, by the names that `Block` uses."""
-    config, a = problem.config, problem.a
-    warpgroups, stages = config.warpgroups, config.stages
 
     def slots_of_x(columns: int) -> plgpu.SMEM:
         return plgpu.SMEM((stages, m, columns), jnp.bfloat16, transforms=mosaic.SWIZZLED)
 
     x_slots = slots_of_x(config.step)
     decoded = plgpu.SMEM((warpgroups, TILE, TILE), jnp.bfloat16, transforms=mosaic.SWIZZLED)
-    return {
-        "x_slots": plgpu.RefUnion(x_slots, slots_of_x(a.width)) if a else x_slots,
-        "w_slots": plgpu.SMEM((stages, warpgroups, problem.depth, *layout.TILE_SHAPE), jnp.int32),
-        "full": plgpu.Barrier(num_arrivals=warpgroups + 1, num_barriers=stages),
-        "empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
-        "decoded": decoded if problem.interpret else None,
-    }
+    results = mosaic.launch(
+        functools.partial(_kernel, problem=problem),
+        {
+            "x": x,
+            "w": words,
+            "a": a_words,
+            "following": problem.following and problem.following.words,
+        },
+        {
+            "sums": sums(problem.plan.most_parts, len(words) * TILE),
+            "xa": a and sums(a.shares * a.width // TILE, a.tiles * TILE),
+        },
+        {
+            "x_slots": plgpu.RefUnion(x_slots, slots_of_x(a.width)) if a else x_slots,
+            "w_slots": plgpu.SMEM(
+                (stages, warpgroups, problem.depth, *layout.TILE_SHAPE), jnp.int32
+            ),
+            "full": plgpu.Barrier(num_arrivals=warpgroups + 1, num_barriers=stages),
+            "empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+            "decoded": decoded if problem.interpret else None,
+        },
+        name=name,
+        interpret=problem.interpret,
+        waits=False,
+        grid=(problem.blocks,),
+        grid_names=("block",),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+    )
+    return results["sums"], results.get("xa")
 
 
 def _kernel(refs: types.SimpleNamespace, *, problem: Problem) -> None:
-    Block(problem, refs, lax.axis_index("block"), lax.axis_index("warpgroup")).run()
+    block = _Block(problem, refs, lax.axis_index("block"), lax.axis_index("warpgroup"))
+    if problem.a is None:
+        block.multiply_w()
+        return
+    pl.when(block.number < problem.plan.blocks)(block.multiply_w)
+    pl.when(block.number >= problem.plan.blocks)(block.multiply_a)
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
-    """A block's work as one of its warpgroups sees it; a subclass may do more with the sums.
+class _Block:
+    """A block's work as one of its warpgroups sees it.
 
     Attributes:
       problem: the description of the product, the same for all blocks.
       refs: operands, results and scratch of `launch`.
-      number: the block's number; those that multiply W come first.
+      number: the block's number.
       group: the warpgroup's number in the block.
     """
 
@@ -143,14 +141,6 @@ class Block:
     def rows(self) -> int:
         """Rows of x: M."""
         return self.refs.x.shape[0]
-
-    def run(self) -> None:
-        """Multiplies what this block has of W, or of A."""
-        if self.problem.a is None:
-            self.multiply_w()
-            return
-        pl.when(self.number < self.problem.plan.blocks)(self.multiply_w)
-        pl.when(self.number >= self.problem.plan.blocks)(self.multiply_a)
 
     def multiply_w(self) -> None:
         """Multiplies a block's run of units of W, tile by tile."""
@@ -177,16 +167,9 @@ class Block:
                 )
                 pl.when((self.group == 0) & (tile == last_tile))(ask)
             with jax.named_scope("store"):
-                self.leave(total, tile)
-
-    def leave(self, total: jax.Array, tile: jax.Array) -> None:
-        """Stores this warpgroup's part of the sums of a tile of the plan."""
-        part = self.number - self.problem.plan.first_block(tile)
-        self._store(total, self.refs.sums.at[part, self.row_tile(tile)])
-
-    def row_tile(self, tile: jax.Array) -> jax.Array:
-        """Number of the 64 rows of W that this warpgroup has of a tile of the plan."""
-        return tile * self.problem.config.warpgroups + self.group
+                part = self.number - plan.first_block(tile)
+                row_tile = tile * self.problem.config.warpgroups + self.group
+                self._store(total, self.refs.sums.at[part, row_tile])
 
     def _fill(self, ring: Ring) -> None:
         """Fills the slots. If kernels start early, W is asked for before the wait for x: no kernel writes W."""
@@ -282,11 +265,7 @@ class Block:
         @pl.when(self.group < a.width // TILE)
         def _():
             part = share * (a.width // TILE) + self.group
-            self.leave_of_a(total, part, tile)
-
-    def leave_of_a(self, total: jax.Array, part: jax.Array, tile: jax.Array) -> None:
-        """Stores this warpgroup's part of the sums of a tile of A."""
-        self._store(total, self.refs.xa.at[part, tile])
+            self._store(total, self.refs.xa.at[part, tile])
 
     def _copy_unit_of_a(self, tile: jax.Array, unit: jax.Array, slot: jax.Array) -> None:
         """Starts the copies of a unit of A and x."""

@@ -20,7 +20,7 @@ from flax.traverse_util import flatten_dict
 
 from pallas_kernels import decode_attention, rounded, runtime
 from pallas_kernels.finished_linear import decode as fused
-from pallas_kernels.finished_linear import epilogue
+from pallas_kernels.finished_linear import epilogue, gated
 from pallas_kernels.finished_linear.lora import Branch, pack_branch
 from pallas_kernels.portable import epilogue as portable
 from pallas_kernels.portable import layout as portable_layout
@@ -397,13 +397,7 @@ def step(
         return (index + 1, stream, state), None
 
     # One for all layers: without the barrier XLA clears one for each.
-    counted = (
-        fused.counters_for(
-            [size for _, size in parts], getattr(policy.branches.get(name), "rank", 0)
-        )
-        for name, parts in model.arch.linears().items()
-    )
-    counters = jax.lax.optimization_barrier(jnp.zeros((max(counted),), jnp.int32))
+    counters = jax.lax.optimization_barrier(jnp.zeros((gated.COUNTERS,), jnp.int32))
     start = epilogue.stream(x, policy.first_scale)
     # The layer number is carried: a scanned list of numbers would cost a four-byte copy per layer.
     (_, stream, state), _ = jax.lax.scan(

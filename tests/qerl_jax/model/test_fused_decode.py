@@ -82,8 +82,6 @@ def prepared(variables, prepare=layout.prepare):
         pytest.param(ARCH, "nvfp4-paired", marks=pytest.mark.slow),
         # qkv, o and down are.
         pytest.param(ARCH, "nvfp4-few", marks=pytest.mark.slow),
-        # They are, by the last block of a tile.
-        pytest.param(ARCH, "nvfp4-last", marks=pytest.mark.slow),
         pytest.param(ODD, "bfloat16", marks=pytest.mark.slow),
         pytest.param(ODD, "nvfp4", marks=pytest.mark.slow),
         pytest.param(SMALL, "bfloat16", marks=pytest.mark.slow),
@@ -105,8 +103,6 @@ def test_the_fused_step_rounds_where_the_plain_model_does(monkeypatch, arch, wei
     if trait == "few":
         config = few_rows.Config(2, 64, 4, shares=2)
         monkeypatch.setattr(fused, "_few_rows", lambda *_: config)
-    if trait == "last":
-        monkeypatch.setenv("PALLAS_LAST_ADDS", "1")
     if trait == "paired":
         gate_up = variables["frozen"]["layers"]["gate_up"]
         gate_up["weight"] = layout.prepare(layout.unprepare(gate_up["weight"]), is_paired=True)
