@@ -244,14 +244,6 @@ def pairs_gates() -> bool:
     return os.environ.get("PALLAS_PAIRED_GATES", "0") not in ("", "0")
 
 
-def finishes_few_rows() -> bool:
-    """Whether qkv and o of up to 16 rows are one kernel each in decoding: with PALLAS_FEW_ROWS=1 in the environment.
-
-    Asked while a decoding step is traced. An experiment that has not been timed.
-    """
-    return os.environ.get("PALLAS_FEW_ROWS", "0") not in ("", "0")
-
-
 def shares_pages() -> bool:
     """Whether decode attention reads shared pages once for several rows: with PALLAS_SHARED_PAGES=1 in the environment.
 

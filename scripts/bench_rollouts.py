@@ -12,8 +12,6 @@ values. Every row of the table runs in its own process, which is killed at its t
                                                                   # beside the layers of training
     python -m scripts.bench_rollouts --arms nvfp4 nvfp4-paired --batch 8 64 128
                                                                   # gate_up finished inside its product
-    python -m scripts.bench_rollouts --arms nvfp4 nvfp4-few nvfp4-paired-few --batch 1 8 16
-                                                                  # qkv and o, too
     timeout 100 python -m scripts.bench_rollouts --arms nvfp4 nvfp4-shared --batch 128 --siblings 8 --timeout 48
                                                                   # 16 prompts x 8; prompt pages read once for all
     python -m scripts.bench_rollouts --kernels portable --arms nvfp4 --batch 8 64
@@ -93,12 +91,9 @@ class Bench:
         weights, _, trait = arm.partition("-")
         self.rank = 0 if trait == "no-lora" else args.rank
         self.prompt, self.siblings = args.prompt, args.siblings
-        if trait in ("paired", "paired-few"):
+        if trait == "paired":
             # gate_up is finished inside its product.
             os.environ["PALLAS_PAIRED_GATES"] = "1"
-        if trait in ("few", "paired-few"):
-            # qkv and o of up to 16 rows are finished inside their products.
-            os.environ["PALLAS_FEW_ROWS"] = "1"
         if trait == "shared":
             # Attention reads the pages of a prompt once for several of its completions.
             os.environ["PALLAS_SHARED_PAGES"] = "1"
@@ -322,8 +317,6 @@ def main() -> int:
                 "-plain",
                 "-wide",
                 "-paired",
-                "-few",
-                "-paired-few",
                 "-shared",
             )
         ],

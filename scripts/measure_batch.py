@@ -121,13 +121,6 @@ BATCHES = {
             110,
             "scripts.bench_rollouts --model 7b --arms nvfp4 nvfp4-paired --batch 64 128 --out {out}/rollouts.jsonl",
         ),
-        Command(
-            150,
-            "scripts.bench_rollouts --model 7b --arms nvfp4 nvfp4-few nvfp4-paired-few --batch 8 --out {out}/rollouts.jsonl",
-        ),
-        Command(
-            90, "scripts.bench_layer --arms nvfp4,nvfp4-few,nvfp4-paired-few --m 8 16 --layers 4"
-        ),
     ],
 }
 

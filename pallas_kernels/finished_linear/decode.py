@@ -1,7 +1,7 @@
 """A linear of a decoding step with the operations around it, in two kernels: the product and its epilogue.
 
 The base may be packed or dense bfloat16. For a dense base XLA computes the product; the epilogue is the same. A packed
-SwiGLU whose rows are in pairs takes one kernel (`gated`), and so do qkv and o of few rows if asked for (`few_rows`).
+SwiGLU whose rows are in pairs takes one kernel (`gated`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import runtime
-from pallas_kernels.finished_linear import epilogue, few_rows, gated, lora
+from pallas_kernels.finished_linear import epilogue, gated, lora
 from pallas_kernels.finished_linear.epilogue import Stream
 from pallas_kernels.finished_linear.lora import Branch
 from pallas_kernels.nvfp4_matmul import config as configs
@@ -59,8 +59,6 @@ def supports(
     ranks = lora.filled_rank(rank) if rank else 0
     if is_packed and is_swiglu and runtime.pairs_gates() and layout.can_pair(n):
         return gated.supports(m, n, k, rank=ranks)
-    if is_packed and not is_swiglu and _few_rows(m, sizes, k, ranks) is not None:
-        return None
     whole = sum(map(layout.whole, sizes))
     if reason := epilogue.supports(m, whole, rank=ranks, is_swiglu=is_swiglu):
         return reason
@@ -80,7 +78,7 @@ def linear(
     residual: tuple[Stream, jax.Array] | None = None,
     is_swiglu: bool = False,
     config: Config | gated.Config | None = None,
-    following: tuple[HopperNVFP4 | jax.Array, Branch | None, bool] | None = None,
+    following: tuple[HopperNVFP4 | jax.Array, Branch | None] | None = None,
     counters: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array | Stream:
@@ -98,9 +96,8 @@ def linear(
         of w are in pairs.
       is_swiglu: whether y is gate and up, so that the result is silu(gate) * up.
       config: configuration of the packed product; None for the tuned one. For rows in pairs a `gated.Config`.
-      following: of the next linear, for prefetching (`nvfp4_matmul.decode.Upcoming`): weight, branch, and whether it
-        is a SwiGLU.
-      counters: see `gated.linear` and `few_rows.linear`, which alone use them.
+      following: weight and branch of the next linear, for prefetching (`nvfp4_matmul.decode.Upcoming`).
+      counters: see `gated.linear`; used only if the rows of w are in pairs.
       interpret: run on a CPU, and report data races.
 
     Returns:
@@ -119,14 +116,6 @@ def linear(
         options = {"divisor": divisor, "branch": branch, "eps": eps, "config": config}
         options |= {"following": upcoming, "counters": counters, "interpret": interpret}
         return gated.linear(x, w, **options)
-    # All rows of a tile must belong to one part: one LoRA branch, or one of gate and up.
-    sizes = (n // 2, n // 2) if is_swiglu else (n,) if branch is None else branch.sizes
-    rank = 0 if branch is None else branch.rank
-    if isinstance(w, HopperNVFP4) and not is_swiglu and config is None:
-        if (of_few := _few_rows(len(values), sizes, w.shape[1], rank)) is not None:
-            options = {"divisor": divisor, "bias": bias, "branch": branch, "eps": eps}
-            options |= {"following": upcoming, "counters": counters, "interpret": interpret}
-            return few_rows.linear(x, w, config=of_few, residual=residual, **options)
     if isinstance(w, HopperNVFP4):
         a = None if branch is None else branch.a
         config = config or _config(len(values), *w.shape, branch is not None)
@@ -135,6 +124,8 @@ def linear(
     else:
         sums = _dense_product(values, w, branch)
         divisor = jnp.full((1,), 1 / layout.DECODED_SCALE)
+    # All rows of a tile must belong to one part: one LoRA branch, or one of gate and up.
+    sizes = (n // 2, n // 2) if is_swiglu else (n,) if branch is None else branch.sizes
     fill = functools.partial(_filled, sizes=sizes)
     if any(size % TILE for size in sizes[:-1]):
         in_rows = sums.in_rows()
@@ -193,26 +184,15 @@ def _dense_product(x: jax.Array, w: jax.Array, branch: Branch | None) -> Sums:
 
 
 def _upcoming(
-    m: int, w: HopperNVFP4 | jax.Array, branch: Branch | None, is_swiglu: bool
-) -> decode.Upcoming | few_rows.Following | gated.Following | None:
+    m: int, w: HopperNVFP4 | jax.Array, branch: Branch | None
+) -> decode.Upcoming | gated.Following | None:
     if not isinstance(w, HopperNVFP4):
         return None
-    (n, k), rank = w.shape, 0 if branch is None else branch.rank
     if w.is_paired:
-        config = gated.pick_config(m, *w.shape, rank=rank)
+        config = gated.pick_config(m, *w.shape, rank=0 if branch is None else branch.rank)
         return None if config is None else gated.Following(w.words, config)
-    sizes = (n,) if branch is None else branch.sizes
-    if not is_swiglu and (of_few := _few_rows(m, sizes, k, rank)) is not None:
-        return few_rows.Following(w.words, of_few)
-    config = _config(m, n, k, branch is not None)
+    config = _config(m, *w.shape, branch is not None)
     return decode.upcoming(m, w, config, None if branch is None else branch.a)
-
-
-def _few_rows(m: int, sizes: Sequence[int], k: int, rank: int) -> few_rows.Config | None:
-    """The configuration with which `few_rows` computes a linear; None if it cannot, or is not asked for."""
-    if not runtime.finishes_few_rows() or few_rows.supports(m, sizes, k, rank=rank) is not None:
-        return None
-    return few_rows.pick_config(m, sizes, k, rank=rank)
 
 
 def _config(m: int, n: int, k: int, with_branch: bool) -> Config:

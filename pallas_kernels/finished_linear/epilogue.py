@@ -63,7 +63,7 @@ def stream(values: jax.Array, scale: jax.Array) -> Stream:
     more = -width % TILE
     values, scale = jnp.pad(values, ((0, 0), (0, more))), jnp.pad(scale, (0, more))
     wide = values.astype(jnp.float32)
-    squares = jnp.zeros((square_rows(width), len(values)), jnp.float32)
+    squares = jnp.zeros((_square_rows(width), len(values)), jnp.float32)
     squares = squares.at[0].set(jnp.sum(wide * wide, axis=1))
     return Stream(values.T, (wide * scale).astype(values.dtype), squares, width)
 
@@ -151,33 +151,10 @@ def finish(
     rank = 0 if branch is None else branch.rank
     if reason := supports(m, n, rank=rank, is_swiglu=is_swiglu):
         raise NotImplementedError(reason)
-    around = operands_around(n, divisor, bias=bias, branch=branch, norm=norm, residual=residual)
-    operands = {"partials": sums.partials, "u": None if branch is None else sums.adapter, **around}
-    problem = epilogue_kernel.Problem(
-        mode="swiglu" if is_swiglu else "plain" if residual is None else "residual",
-        sums=sums,
-        columns=_columns(m),
-        branch=branch,
-        norm=norm,
-        square_rows=square_rows(n),
-        interpret=interpret,
-    )
-    results = epilogue_kernel.launch(operands, problem)
-    return results[0] if residual is None else Stream(*results, len(residual[1]))
-
-
-def operands_around(
-    n: int,
-    divisor: jax.Array,
-    *,
-    bias: jax.Array | None,
-    branch: Branch | None,
-    norm: tuple[Stream, float] | None,
-    residual: tuple[jax.Array, jax.Array] | None,
-) -> dict[str, jax.Array | None]:
-    """What the operations after a product of n columns read besides sums, by the kernel's names; see `finish`."""
     scale = None if residual is None else jnp.pad(residual[1], (0, n - len(residual[1])))
-    return {
+    operands = {
+        "partials": sums.partials,
+        "u": None if branch is None else sums.adapter,
         "divisor": divisor,
         "bias": bias,
         "b": None if branch is None else branch.b,
@@ -185,6 +162,17 @@ def operands_around(
         "residual": None if residual is None else residual[0],
         "scale": scale,
     }
+    problem = epilogue_kernel.Problem(
+        mode="swiglu" if is_swiglu else "plain" if residual is None else "residual",
+        sums=sums,
+        columns=_columns(m),
+        branch=branch,
+        norm=norm,
+        square_rows=_square_rows(n),
+        interpret=interpret,
+    )
+    results = epilogue_kernel.launch(operands, problem)
+    return results[0] if residual is None else Stream(*results, len(residual[1]))
 
 
 def _columns(m: int) -> int:
@@ -192,6 +180,6 @@ def _columns(m: int) -> int:
     return 8 if m <= 32 else 16 if m <= 64 else 32
 
 
-def square_rows(width: int) -> int:
-    """Rows of `Stream.squares` for a stream of this width: the kernels read them in tiles of 64."""
+def _square_rows(width: int) -> int:
+    # The kernel reads squares in tiles of 64 rows.
     return -(-width // (TILE * TILE)) * TILE

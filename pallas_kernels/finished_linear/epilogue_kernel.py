@@ -1,4 +1,4 @@
-"""The kernel of `epilogue`: each phase is a method of `Tile`, a block's tile of the result."""
+"""The kernel of `epilogue`: each phase is a method of `_Block`, a block's tile of the result."""
 
 import dataclasses
 import functools
@@ -89,14 +89,21 @@ def launch(operands: Mapping[str, jax.Array | None], problem: Problem) -> list[j
     """
     _, n, m = problem.sums.size
     halves, ranks = len(problem.halves), max(problem.ranks, TILE)
+    is_stream = problem.mode == "residual"
 
     def in_tiles(*shape: int) -> plgpu.SMEM:
         return plgpu.SMEM(shape, jnp.bfloat16, transforms=mosaic.SWIZZLED)
 
-    found = mosaic.launch(
+    results = mosaic.launch(
         functools.partial(_kernel, problem=problem),
         operands,
-        results(problem, m),
+        {
+            "stream": jax.ShapeDtypeStruct((n, m), jnp.bfloat16) if is_stream else None,
+            "out": jax.ShapeDtypeStruct((m, problem.outputs), jnp.bfloat16),
+            "new_squares": jax.ShapeDtypeStruct((problem.square_rows, m), jnp.float32)
+            if is_stream
+            else None,
+        },
         {
             "b_tiles": in_tiles(halves, TILE, ranks),
             "u_tiles": in_tiles(problem.distinct, problem.columns, ranks),
@@ -107,25 +114,16 @@ def launch(operands: Mapping[str, jax.Array | None], problem: Problem) -> list[j
         grid=(problem.tiles, m // problem.columns),
         grid_names=("tile", "columns"),
     )
-    return list(found.values())
-
-
-def results(problem: Problem, m: int) -> dict[str, jax.ShapeDtypeStruct | None]:
-    """Shapes and dtypes of the results for M rows of x, by the names that `Tile` uses."""
-    n, is_stream = problem.sums.size[1], problem.mode == "residual"
-    squares = jax.ShapeDtypeStruct((problem.square_rows, m), jnp.float32)
-    return {
-        "stream": jax.ShapeDtypeStruct((n, m), jnp.bfloat16) if is_stream else None,
-        "out": jax.ShapeDtypeStruct((m, problem.outputs), jnp.bfloat16),
-        "new_squares": squares if is_stream else None,
-    }
+    return list(results.values())
 
 
 @dataclasses.dataclass(frozen=True)
-class Around:
-    """What is loaded into registers besides sums, before the computation. Tiles are [64, columns].
+class _Read:
+    """What a block loads into registers before it computes. Tiles are [64, columns].
 
     Attributes:
+      us: for each tile of ranks, the parts of x A.
+      parts: for each half of N, the parts of the sums.
       squares: tiles of 64 rows of `squares`.
       divisors: for each half of N, the divisor: a scalar, or a tile.
       biases: for each half of N, the bias as a tile; empty without a bias.
@@ -133,6 +131,8 @@ class Around:
       scale: the next norm's scale as a tile; or None.
     """
 
+    us: list[list[jax.Array]]
+    parts: list[list[jax.Array]]
     squares: list[jax.Array]
     divisors: list[jax.Array]
     biases: list[jax.Array]
@@ -147,20 +147,20 @@ def _kernel(refs: types.SimpleNamespace, *, problem: Problem) -> None:
         pl.ds(lax.axis_index("columns") * size, size) for size in (size, size // fragments.COLUMNS)
     )
     rows = [pl.ds((half * problem.tiles + tile) * TILE, TILE) for half in problem.halves]
-    Tile(problem, refs, tile, window, pieces, rows).run()
+    _Block(problem, refs, tile, window, pieces, rows).run()
 
 
 @dataclasses.dataclass(frozen=True)
-class Tile:
-    """A tile of the result that one warpgroup finishes; a subclass may have the sums elsewhere.
+class _Block:
+    """A block's tile of the result.
 
     Attributes:
       problem: the description of the epilogue, the same for all blocks.
       refs: operands, results and scratch of `launch`.
       tile: number of the tile of 64 columns of the result.
-      window: the tile's rows of x.
+      window: the block's rows of x.
       pieces: the same rows, counted in pieces of fragments.
-      rows: for each half of N, the tile's rows of the sums.
+      rows: for each half of N, the block's rows of the sums.
     """
 
     problem: Problem
@@ -172,30 +172,25 @@ class Tile:
 
     def run(self) -> None:
         """Reads everything, computes, and writes."""
-        self.ask_for_b()
-        # All loads are issued before any value is used, since this kernel mostly waits for memory.
-        us, parts, around = self.load_us(), self.load_parts(), self.load_around()
-        self.put_u(us)
-        self.finish(parts, around)
-
-    def finish(self, parts: list[list[jax.Array]], around: Around) -> None:
-        """Computes and writes the result; x A is in shared memory."""
-        unit = self._unit(around.squares)
-        y = self._product(parts, around, unit, 0)
+        self._ask_for_b()
+        read = self._read()
+        self._put_u(read.us)
+        unit = self._unit(read.squares)
+        y = self._product(read, unit, 0)
         if self.problem.mode == "swiglu":
-            gate, up = self._rounded(y), self._rounded(self._product(parts, around, unit, 1))
+            gate, up = self._rounded(y), self._rounded(self._product(read, unit, 1))
             self._write((gate / (1 + jnp.exp(-gate)) * up).astype(jnp.bfloat16))
         elif self.problem.mode == "plain":
             self._write(y.astype(jnp.bfloat16))
         else:
-            r = self._rounded(around.residual + y)
+            r = self._rounded(read.residual + y)
             registers.store(r.astype(jnp.bfloat16), self.refs.stream.at[self.rows[0], self.window])
-            self._write((r * around.scale).astype(jnp.bfloat16))
+            self._write((r * read.scale).astype(jnp.bfloat16))
             squares = jnp.sum(r * r, axis=0)
             registers.store(squares, self.refs.new_squares.at[self.tile, self.window])
 
     # Reading -------------------------------------------------------------------------------------
-    def ask_for_b(self) -> None:
+    def _ask_for_b(self) -> None:
         """Starts the copies of B."""
         if not self.problem.ranks:
             return
@@ -203,27 +198,18 @@ class Tile:
         for half, rows in enumerate(self.rows):
             plgpu.copy_gmem_to_smem(refs.b.at[rows], refs.b_tiles.at[half], refs.arrived.at[half])
 
-    def load_us(self) -> list[list[jax.Array]]:
-        """Loads x A: for each tile of ranks, its parts."""
-        u_parts = 0 if self.problem.branch is None else self.refs.u.shape[0]
-        return [
-            [self._load_sum(self.refs.u, i, at) for i in range(u_parts)]
-            for at in self._rank_tiles()
-        ]
-
-    def load_parts(self) -> list[list[jax.Array]]:
-        """Loads the sums: for each half of N, their parts."""
-        return [
-            [
-                self._load_sum(self.refs.partials, i, half * self.problem.tiles + self.tile)
-                for i in range(self.refs.partials.shape[0])
-            ]
-            for half in self.problem.halves
-        ]
-
-    def load_around(self) -> Around:
-        """Loads everything else."""
+    def _read(self) -> _Read:
+        """Issues all loads before any value is used, since this kernel mostly waits for memory."""
         problem, refs = self.problem, self.refs
+        u_parts = 0 if problem.branch is None else refs.u.shape[0]
+        us = [[self._load_sum(refs.u, i, at) for i in range(u_parts)] for at in self._rank_tiles()]
+        parts = [
+            [
+                self._load_sum(refs.partials, i, half * problem.tiles + self.tile)
+                for i in range(refs.partials.shape[0])
+            ]
+            for half in problem.halves
+        ]
         squares = [
             _load(refs.squares.at[pl.ds(at, TILE), self.window])
             for at in range(0, problem.square_tiles, TILE)
@@ -238,7 +224,7 @@ class Tile:
         if problem.mode == "residual":
             residual = _load(refs.residual.at[self.rows[0], self.window]).astype(jnp.float32)
             scale = self._along_rows(refs.scale, self.rows[0])
-        return Around(squares, divisors, biases, residual, scale)
+        return _Read(us, parts, squares, divisors, biases, residual, scale)
 
     def _rank_tiles(self) -> list[jax.Array | int]:
         """Numbers of the tiles of ranks that this block's rows need."""
@@ -263,7 +249,7 @@ class Tile:
         return lax.broadcast_in_dim(values, (TILE, self.problem.columns), (0,))
 
     # Computing -----------------------------------------------------------------------------------
-    def put_u(self, us: list[list[jax.Array]]) -> None:
+    def _put_u(self, us: list[list[jax.Array]]) -> None:
         """Writes x A, transposed, to shared memory as the second operand of `wgmma`."""
         for i, more in enumerate(us):
             u = functools.reduce(jnp.add, more).astype(jnp.bfloat16)
@@ -289,28 +275,21 @@ class Tile:
         total = jnp.sum(functools.reduce(jnp.add, squares), axis=0)
         return lax.rsqrt(total / stream.width + eps)
 
-    def added_up(self, parts: list[jax.Array], half: int) -> jax.Array:
-        """The sum of the parts of one half of N that are filled, in order."""
+    def _product(self, read: _Read, unit: jax.Array | None, half: int) -> jax.Array:
+        """One half of the linear with LoRA, norm and bias, float32 [64, columns]; without SwiGLU and residual."""
         sums = self.problem.sums
         row = (half * self.problem.tiles + self.tile) * TILE
         filled = sums.plan.parts(lax.div(row, sums.rows))
-        y, *others = parts
+        y, *others = read.parts[half]
         for part, more in enumerate(others, 1):
             y += jnp.where(part < filled, more, jnp.zeros_like(more))
-        return y
-
-    def _product(
-        self, parts: list[list[jax.Array]], around: Around, unit: jax.Array | None, half: int
-    ) -> jax.Array:
-        """One half of the linear with LoRA, norm and bias, float32 [64, columns]; without SwiGLU and residual."""
-        y = self._rounded(self.added_up(parts[half], half))
-        y *= 1 / around.divisors[half] / layout.DECODED_SCALE
+        y = self._rounded(y) * (1 / read.divisors[half] / layout.DECODED_SCALE)
         if self.problem.ranks:
             y += self._rounded(self._branch(half))
         if unit is not None:
             y *= lax.broadcast_in_dim(unit, y.shape, (1,))
-        if around.biases:
-            y += around.biases[half]
+        if read.biases:
+            y += read.biases[half]
         return y
 
     def _branch(self, half: int) -> jax.Array:

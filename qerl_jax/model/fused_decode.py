@@ -363,13 +363,13 @@ def step(
         def following(name):
             if name != LINEARS[-1]:
                 after = LINEARS[LINEARS.index(name) + 1]
-                return weights[after], branches.get(after), after == "gate_up"
+                return weights[after], branches.get(after)
             if unroll == 1:
                 return None
             # The last layer has no next one: it gets its own again, which does no harm. Branches are sliced
             # the same way.
             of_next = lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index + 1, keepdims=False)
-            return jax.tree.map(of_next, policy.weights["qkv"]), branches.get("qkv"), False
+            return jax.tree.map(of_next, policy.weights["qkv"]), branches.get("qkv")
 
         def linear(name, x, **options):
             return fused.linear(
@@ -379,7 +379,6 @@ def step(
                 bias=biases.get(name),
                 branch=branches.get(name),
                 following=following(name),
-                counters=counters,
                 interpret=interpret,
                 **options,
             )
@@ -392,7 +391,7 @@ def step(
         qkv = linear("qkv", stream, eps=eps)
         mixed, state = attend(qkv, head_norms, index, state)
         stream = added("o", mixed, stream, scales["inside"])
-        hidden = linear("gate_up", stream, eps=eps, is_swiglu=True)
+        hidden = linear("gate_up", stream, eps=eps, is_swiglu=True, counters=counters)
         stream = added("down", hidden, stream, scales["after"])
         return (index + 1, stream, state), None
 

@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels import runtime
 from pallas_kernels.finished_linear import decode as fused
-from pallas_kernels.finished_linear import few_rows, gated
+from pallas_kernels.finished_linear import gated
 from pallas_kernels.nvfp4_matmul import layout
 from pallas_kernels.nvfp4_matmul.config import Config
 from pallas_kernels.portable import layout as portable_layout
@@ -80,8 +80,6 @@ def prepared(variables, prepare=layout.prepare):
         pytest.param(ARCH, "nvfp4", marks=pytest.mark.slow),
         # gate_up is finished inside its product.
         pytest.param(ARCH, "nvfp4-paired", marks=pytest.mark.slow),
-        # qkv, o and down are.
-        pytest.param(ARCH, "nvfp4-few", marks=pytest.mark.slow),
         pytest.param(ODD, "bfloat16", marks=pytest.mark.slow),
         pytest.param(ODD, "nvfp4", marks=pytest.mark.slow),
         pytest.param(SMALL, "bfloat16", marks=pytest.mark.slow),
@@ -89,7 +87,7 @@ def prepared(variables, prepare=layout.prepare):
     ],
 )
 def test_the_fused_step_rounds_where_the_plain_model_does(monkeypatch, arch, weights):
-    weights, _, trait = weights.partition("-")
+    weights, _, paired = weights.partition("-")
     plain, variables, cache = policy_of(weights, arch=arch)
     # Of SMALL's 1,536 columns of random weights one value of `gate_up` that goes the other way changes half
     # of what follows. These tokens have none.
@@ -100,10 +98,7 @@ def test_the_fused_step_rounds_where_the_plain_model_does(monkeypatch, arch, wei
     monkeypatch.setattr(fused, "_config", lambda m, n, k, _: Config(1, step, 2, layout.tiles(n)))
     monkeypatch.setattr(fused_decode, "step", functools.partial(fused_decode.step, interpret=True))
     variables = prepared(variables) if weights == "nvfp4" else variables
-    if trait == "few":
-        config = few_rows.Config(2, 64, 4, shares=2)
-        monkeypatch.setattr(fused, "_few_rows", lambda *_: config)
-    if trait == "paired":
+    if paired:
         gate_up = variables["frozen"]["layers"]["gate_up"]
         gate_up["weight"] = layout.prepare(layout.unprepare(gate_up["weight"]), is_paired=True)
         monkeypatch.setattr(gated, "pick_config", lambda *_, **__: gated.Config(1, 128, 2, 3))
