@@ -238,8 +238,8 @@ def checks_kernels() -> bool:
 def pairs_gates() -> bool:
     """Whether gate_up is finished inside its product in decoding: with PALLAS_PAIRED_GATES=1 in the environment.
 
-    Asked while a weight is prepared, whose rows then lie in pairs (`layout.paired_rows`). An experiment: off until
-    prefill and update are timed.
+    Asked while a weight is prepared, whose rows then lie in pairs (`layout.paired_rows`). An experiment: off
+    because updates take longer with it.
     """
     return os.environ.get("PALLAS_PAIRED_GATES", "0") not in ("", "0")
 
