@@ -156,6 +156,13 @@ def candidates(m: int, n: int, k: int, device: Device | None = None) -> list[Con
                     stages = min(4, _deepest(m, warpgroups, step, min(blocks, most), device))
                     if stages > 1:
                         found.append(Config(warpgroups, step, stages, min(blocks, most)))
+    # Of a small matrix every split gives less than a block to each processor. Few parts are fewer sums to add up.
+    for step in fitting:
+        steps = layout.whole(k) // step
+        for split in dict.fromkeys((steps, -(-steps // 2), -(-steps // 3))):
+            if (blocks := row_tiles * split) <= 2 * processors:
+                stages = max(2, min(4, -(-steps // split), _deepest(m, 1, step, blocks, device)))
+                found.append(Config(1, step, stages, blocks))
     return [c for c in dict.fromkeys(found) if supports(m, n, k, c, device=device) is None]
 
 

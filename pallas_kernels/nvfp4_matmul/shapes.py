@@ -2,8 +2,6 @@
 
 import dataclasses
 
-_HEAD_SIZE = 128
-
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
@@ -20,11 +18,18 @@ class Problem:
 
 
 def _linears(
-    model: str, *, width: int, feed_forward: int, heads: int, key_heads: int, vocabulary: int
+    model: str,
+    *,
+    width: int,
+    feed_forward: int,
+    heads: int,
+    key_heads: int,
+    vocabulary: int,
+    head_size: int = 128,
 ) -> tuple[Problem, ...]:
     sizes = (
-        ("qkv", (heads + 2 * key_heads) * _HEAD_SIZE, width),
-        ("o", width, heads * _HEAD_SIZE),
+        ("qkv", (heads + 2 * key_heads) * head_size, width),
+        ("o", width, heads * head_size),
         ("gate_up", 2 * feed_forward, width),
         ("down", width, feed_forward),
         ("lm_head", vocabulary, width),
@@ -33,6 +38,27 @@ def _linears(
 
 
 PROBLEMS: tuple[Problem, ...] = (
+    *_linears(
+        "smollm2-135m",
+        width=576,
+        feed_forward=1536,
+        heads=9,
+        key_heads=3,
+        vocabulary=49152,
+        head_size=64,
+    ),
+    *_linears(
+        "qwen2.5-0.5b",
+        width=896,
+        feed_forward=4864,
+        heads=14,
+        key_heads=2,
+        vocabulary=151936,
+        head_size=64,
+    ),
+    *_linears(
+        "qwen2.5-1.5b", width=1536, feed_forward=8960, heads=12, key_heads=2, vocabulary=151936
+    ),
     *_linears(
         "qwen2.5-3b", width=2048, feed_forward=11008, heads=16, key_heads=2, vocabulary=151936
     ),
