@@ -15,10 +15,8 @@ class _Reference:
     """Runs `reference.decode_attention`. It supports everything that the API accepts and needs no plan."""
 
     @staticmethod
-    def decode_attention(
-        *arguments: jax.Array, together: bool
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        *arguments, _plan, _shared = arguments
+    def decode_attention(*arguments: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        *arguments, _plan, _shared, _sequence = arguments
         return reference.decode_attention(*arguments)  # it always writes all tokens first
 
     @staticmethod
@@ -30,11 +28,9 @@ class _Hopper:
     """Runs `decode.decode_attention` with its default configuration."""
 
     @staticmethod
-    def decode_attention(
-        *arguments: jax.Array, together: bool
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        *arguments, shared = arguments
-        return decode.decode_attention(*arguments, shared=shared, appends=not together)
+    def decode_attention(*arguments: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        *arguments, shared, sequence = arguments
+        return decode.decode_attention(*arguments, shared=shared, sequence=sequence)
 
     @staticmethod
     def supports(qkv: jax.Array, keys: jax.Array, tables: jax.Array) -> str | None:
@@ -52,13 +48,11 @@ class _Portable:
     supports = staticmethod(portable.supports)
 
     @staticmethod
-    def decode_attention(
-        *arguments: jax.Array, together: bool
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        *arguments, _plan, _shared = arguments
-        if together:
+    def decode_attention(*arguments: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        *arguments, _plan, _shared, sequence = arguments
+        if sequence is not None:
             arguments[3:5] = append.append(*arguments)
-        return portable.decode_attention(*arguments, appends=not together)
+        return portable.decode_attention(*arguments, appends=sequence is None)
 
 
 # In order of preference.
@@ -102,8 +96,9 @@ def plan(
     tables: jax.Array,
     ends: jax.Array,
     shared: jax.Array | None = None,
+    sequence: jax.Array | None = None,
     *,
-    together: bool = False,
+    heads: int,
 ) -> jax.Array | None:
     """Divides the work of `decode_attention`. One plan serves all layers, because it depends on no layer.
 
@@ -112,7 +107,8 @@ def plan(
       tables: int32 [B, W], as for `decode_attention`.
       ends: int32 [B], as for `decode_attention`.
       shared: as for `decode_attention`.
-      together: as for `decode_attention`.
+      sequence: as for `decode_attention`.
+      heads: H, query heads.
 
     Returns:
       The plan for `decode_attention`; None if the Hopper kernel cannot run with this cache. Other implementations need
@@ -120,7 +116,8 @@ def plan(
     """
     if runtime.unless_hopper() or configs.supports_cache(keys.shape, keys.dtype):
         return None
-    return decode.plan(keys.shape, tables, ends, shared=shared, appends=not together)
+    of_rows = {"shared": shared, "sequence": sequence}
+    return decode.plan(keys.shape, tables, ends, **of_rows, group=heads // keys.shape[2])
 
 
 def decode_attention(
@@ -135,7 +132,7 @@ def decode_attention(
     *,
     plan: jax.Array | None = None,
     shared: jax.Array | None = None,
-    together: bool = False,
+    sequence: jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Rotates a new token's query and key, appends its key and value to the cache, and computes attention.
@@ -161,13 +158,16 @@ def decode_attention(
       layer: int32 scalar, the layer's index in the cache.
       tables: int32 [B, W], each row's pages in order.
       ends: int32 [B], the slot of the new token, which is the number of tokens before it.
-      plan: the result of `plan` for the same tables, ends, `shared` and `together`. With None, the Hopper kernel makes it here.
+      plan: the result of `plan` for the same tables, ends, `shared` and `sequence`. With None, the Hopper kernel makes it here.
       shared: int32 [B], the number of each row's first pages that other rows may share, or None. The Hopper kernel
         reads such pages once for several rows, for heads that `supports_sharing` accepts. Rows with the same number
         and the same page at its place must have all of these pages in common. The number decides in which order a row's terms
         are added, whether other rows share its pages or not.
-      together: whether rows may be consecutive tokens of one sequence. Then all new keys and values are written before
-        any row attends, and slots after a row's end must be finite.
+      sequence: int32 [B] or None: rows of one number, one behind the other, are consecutive tokens of one sequence, over
+        the same pages. Then all new keys and values are written before any row attends, and slots
+        after a row's end must be finite. The order in which a row's terms are added depends on the end of the last of
+        them. Rows with a negative number are out of use: their results are finite and mean nothing. None for rows that
+        are each of another sequence. There must be no `shared` beside it.
       implementation: "hopper", "portable" or "reference"; None chooses the first of these that supports the problem.
 
     Returns:
@@ -206,15 +206,17 @@ def decode_attention(
         ("tables", tables, (rows, tables.shape[1]), jnp.int32),
         ("ends", ends, (rows,), jnp.int32),
         ("shared", ends if shared is None else shared, (rows,), jnp.int32),
+        ("sequence", ends if sequence is None else sequence, (rows,), jnp.int32),
     ):
         if array.shape != shape or array.dtype != dtype:
             raise ValueError(
                 f"{name} must be {jnp.dtype(dtype)} {list(shape)}; got {array.dtype} {list(array.shape)}"
             )
+    if shared is not None and sequence is not None:
+        raise ValueError("shared must be None where sequence is given")
     name = _choose(implementation, qkv, keys, tables)
     chosen = _IMPLEMENTATIONS[name].decode_attention
-    arguments = qkv, cos, sin, keys, values, layer, tables, ends, plan, shared
-    return chosen(*arguments, together=together)
+    return chosen(qkv, cos, sin, keys, values, layer, tables, ends, plan, shared, sequence)
 
 
 def _choose(name: str | None, qkv: jax.Array, keys: jax.Array, tables: jax.Array) -> str:

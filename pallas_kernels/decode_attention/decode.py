@@ -29,6 +29,10 @@ If rows may share pages, a team with a piece of a tile takes the queries of up t
 from device memory, since shared memory has no room for them beside the pages. The loop over pages is the same: each
 row of an operand of `wgmma` has its own sums, whatever the others are. The piece is then one part of each of these
 rows, and the team counts in all of their units at once.
+
+If rows are consecutive tokens of sequences, as with drafts, up to 8 of a sequence are a tile with all of its pages. Each
+row of the operand has an end of its own, one after that of the token before. All parts of a tile are those of its rows,
+so the team that comes last adds them up as one.
 """
 
 import jax
@@ -53,8 +57,9 @@ def plan(
     ends: jax.Array,
     config: Config | None = None,
     shared: jax.Array | None = None,
+    sequence: jax.Array | None = None,
     *,
-    appends: bool = True,
+    group: int = SIBLINGS,
 ) -> jax.Array:
     """Lists the work of every team: an operand of `decode_attention`.
 
@@ -64,35 +69,41 @@ def plan(
       ends: int32 [B], the slot of each row's new token.
       config: by default that of `pick_config`.
       shared: int32 [B], as for `plans.make`; None if rows share no pages.
-      appends: as in `plans.Cut`.
+      sequence: int32 [B], as for `api.decode_attention`, or None.
+      group: H / J, query heads per key head; tokens of a sequence form tiles if there are not too many.
 
     Returns:
       int32 [size], as described by `plans.Cut`.
     """
-    _, pages, key_heads, _, head_size = shape
-    config = config or pick_config(len(tables), key_heads, head_size)
-    cut = _cut(tables.shape, shape, config, shares=shared is not None, appends=appends)
-    return plans.make(tables, ends, pages, cut, shared)
+    config, cut = _division(tables.shape, shape, group, config, shared, sequence)
+    return plans.make(tables, ends, shape[1], cut, shared, sequence)
 
 
-def _cut(
+def _division(
     of_tables: tuple[int, ...],
     shape: tuple[int, ...],
-    config: Config,
-    *,
-    shares: bool = False,
-    appends: bool = True,
-) -> plans.Cut:
+    group: int,
+    config: Config | None,
+    shared: jax.Array | None,
+    sequence: jax.Array | None,
+) -> tuple[Config, plans.Cut]:
+    """How the kernel and the plan divide a problem."""
     rows, width = of_tables
-    return plans.Cut(
+    key_heads, head_size = shape[2], shape[4]
+    sequences = sequence is not None and supports_sharing(group * key_heads, key_heads) is None
+    # The number of sequences is not known here. One has at most `SIBLINGS` tokens.
+    units = -(-2 * rows // SIBLINGS) if sequences else rows
+    config = config or pick_config(units, key_heads, head_size, group)
+    return config, plans.Cut(
         rows,
         width,
         shape[2],
         config.pages,
         config.parts,
         config.blocks * config.teams,
-        SIBLINGS if shares else 0,
-        appends,
+        SIBLINGS if sequences or shared is not None else 0,
+        appends=sequence is None,
+        sequences=sequences,
     )
 
 
@@ -108,49 +119,47 @@ def decode_attention(
     plan: jax.Array | None = None,
     config: Config | None = None,
     shared: jax.Array | None = None,
+    sequence: jax.Array | None = None,
     *,
-    appends: bool = True,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes `api.decode_attention` for queries and a cache in bfloat16.
 
-    `plan` defaults to one made from `tables`, `ends` and `shared`, `config` to that of `pick_config`. Where `appends` is
-    False, a kernel of its own (`append_kernel`) writes all rows' new tokens before, and rows may read each other's. The
-    plan must then be made with `appends` False, too. `interpret` runs on a CPU and reports data races; pieces are then
-    summed outside the kernel.
+    `plan` defaults to one made from `tables`, `ends`, `shared` and `sequence`, `config` to that of `pick_config`. With
+    `sequence` a kernel of its own (`append_kernel`) writes all rows' new tokens before, and rows read each other's.
+    `interpret` runs on a CPU and reports data races; pieces are then summed outside the kernel.
 
     Raises:
       ValueError: a plan for another problem.
       NotImplementedError: the reason `supports` gives.
     """
-    _, _, key_heads, _, head_size = keys.shape
+    key_heads = keys.shape[2]
     group = qkv.shape[1] // key_heads - 2
-    config = config or pick_config(len(tables), key_heads, head_size, group)
+    config, cut = _division(tables.shape, keys.shape, group, config, shared, sequence)
     if reason := supports(qkv.shape, qkv.dtype, keys.shape, keys.dtype, config):
         raise NotImplementedError(reason)
     heads = group * key_heads
     if shared is not None and (reason := supports_sharing(heads, key_heads)):
         raise NotImplementedError(reason)
-    cut = _cut(tables.shape, keys.shape, config, shares=shared is not None, appends=appends)
     if plan is not None and (plan.shape, plan.dtype) != ((cut.size,), jnp.int32):
         raise ValueError(
             f"plan must be int32 [{cut.size}], of these tables; got {plan.dtype} {list(plan.shape)}"
         )
     if plan is None:
-        plan = plans.make(tables, ends, keys.shape[1], cut, shared)
+        plan = plans.make(tables, ends, keys.shape[1], cut, shared, sequence)
     if runtime.checks_kernels():
         qkv = _after_check(qkv, plan, cut)
     # Imported here because it takes half a second.
     from pallas_kernels.decode_attention import append_kernel, decode_kernel
 
     layer = layer.reshape(1)
-    if not appends:
+    if not cut.appends:
         tokens = qkv, cos, sin, layer, plan
         keys, values = append_kernel.launch(*tokens, keys, values, cut, interpret=interpret)
     problem = decode_kernel.Problem(config, cut, group, keys.shape, interpret)
     outs, keys, values = decode_kernel.launch(qkv, cos, sin, layer, plan, keys, values, problem)
     if interpret:
-        parts = plans.totals_of(ends, cut, shared)
+        parts = plans.totals_of(ends, cut, shared, sequence)
         return _merge(*outs[1:], parts, qkv), keys, values
     return outs[0], keys, values
 

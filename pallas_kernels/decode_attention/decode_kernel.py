@@ -275,7 +275,8 @@ class _Team:
         """
         *first, ahead = pages
         count = self.agenda.count()
-        pl.when(count > 0)(lambda: self._fetch_inputs(0, piece.unit))
+        if not self.problem.cut.sequences:
+            pl.when(count > 0)(lambda: self._fetch_inputs(0, piece.unit))
         for n, page in enumerate(first):
             for ring in self._keys, self._values:
                 pl.when(page >= 0)(functools.partial(ring.fetch, jnp.int32(n), page))
@@ -371,6 +372,8 @@ class _Team:
 
     def _queries(self, parity: jax.Array, unit: jax.Array) -> list[jax.Array]:
         """The rotated queries of a unit's group, or of a tile's groups: [64, 64] for each chunk of columns."""
+        if self.problem.cut.sequences:
+            return self._gathered_queries(unit)
         if not self.problem.cut.siblings:
             return self._own_queries(parity)
         return lax.cond(
@@ -485,19 +488,22 @@ class _Team:
         softmax, n, ahead = carry
         slot = self._keys.slot(n)
         further = self.agenda.page(n + self.problem.config.stages + 1)
-        new_slot = piece.slots - 1 - turn * PAGE
+        cut = self.problem.cut
+        # The slot of the row's own token, or of a tile's first one.
+        new_slot = (piece.home if cut.sequences else piece.slots - 1) - turn * PAGE
         # `home` is negative unless this piece has the row's last page.
         has_new = (new_slot < PAGE) & (piece.home >= 0)
+        when_new = pl.when(has_new) if cut.appends else lambda write: None
         with jax.named_scope("scores"):
             self._keys.wait(slot)
-            pl.when(has_new)(lambda: self._append_key(parity, slot, new_slot, piece.home))
+            when_new(lambda: self._append_key(parity, slot, new_slot, piece.home))
             scores = self._scores(queries, slot)
         self._refill(self._keys, n, ahead)
         with jax.named_scope("softmax"):
             softmax, weights = self._weights(softmax, scores, new_slot)
         with jax.named_scope("products"):
             self._values.wait(slot)
-            pl.when(has_new)(lambda: self._append_value(parity, slot, new_slot, piece.home))
+            when_new(lambda: self._append_value(parity, slot, new_slot, piece.home))
             products = self._add_products(softmax.products, weights, slot)
         self._refill(self._values, n, ahead)
         return softmax._replace(products=products), n + 1, further
@@ -528,7 +534,12 @@ class _Team:
           The new softmax, whose products are rescaled but do not yet include this page; and P [64, slots], the
           weights of the page's values.
         """
-        is_live = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=_OF_TILE) <= new_slot
+        column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=_OF_TILE)
+        if self.problem.cut.sequences:
+            row = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=_OF_TILE)
+            # Each token of a sequence, 8 rows, ends one slot after the one before: column <= new_slot + row // 8.
+            column, new_slot = 8 * column - row, 8 * new_slot
+        is_live = column <= new_slot
         scale = self.problem.head_size**-0.5 * math.log2(math.e)
         scores = jnp.where(is_live, scores * scale, NOTHING)
         higher = jnp.maximum(softmax.maximum, jnp.max(scores, axis=1))
@@ -576,11 +587,14 @@ class _Team:
         after_following = self.agenda.piece(i + 2)
         parity = lax.rem(i, 2)
         with jax.named_scope("queries"):
-            plgpu.barrier_wait(self.refs.inputs_full.at[self.number, parity])
-            queries = self._queries(parity, piece.unit)
-            # All warps must be done with the previous piece before its buffer is overwritten.
-            collectives.sync(interpret=self.problem.interpret)
-            pl.when(i + 1 < count)(lambda: self._fetch_inputs(1 - parity, following.unit))
+            if self.problem.cut.sequences:
+                queries = self._queries(parity, piece.unit)
+            else:
+                plgpu.barrier_wait(self.refs.inputs_full.at[self.number, parity])
+                queries = self._queries(parity, piece.unit)
+                # All warps must be done with the previous piece before its buffer is overwritten.
+                collectives.sync(interpret=self.problem.interpret)
+                pl.when(i + 1 < count)(lambda: self._fetch_inputs(1 - parity, following.unit))
         softmax, n, ahead = lax.fori_loop(
             0,
             lax.div(piece.slots + PAGE - 1, PAGE),
@@ -588,8 +602,12 @@ class _Team:
             (_Softmax.start(self.problem.head_size), n, ahead),
         )
         with jax.named_scope("merge"):
-            finish = self._finish_shared if self.problem.cut.siblings else self._finish
-            finish(piece.unit, part, parts, softmax)
+            if self.problem.cut.sequences:
+                self._finish_sequence(piece.unit, part, parts, softmax)
+            elif self.problem.cut.siblings:
+                self._finish_shared(piece.unit, part, parts, softmax)
+            else:
+                self._finish(piece.unit, part, parts, softmax)
         return following, after_following, n, ahead
 
     def _finish(
@@ -636,6 +654,23 @@ class _Team:
         units = jnp.where(is_tile, cut.siblings, jnp.where(is_part, 1, 0))
         lax.fori_loop(0, units, merge_if_last, 0)
 
+    def _finish_sequence(
+        self, unit: jax.Array, part: jax.Array, parts: jax.Array, softmax: _Softmax
+    ) -> None:
+        """As `_finish`, for a tile of a sequence's tokens, whose pieces are all those of its rows."""
+        refs = self.refs
+        if self.problem.interpret:
+            self._leave_to_members(unit, part, softmax)
+            return
+        pl.when(parts == 1)(lambda: self._write_to_members(unit, softmax.result(), 0))
+        if self.problem.cut.most_parts > 1:
+
+            @pl.when(parts > 1)
+            def _leave_part():
+                self._leave_to_members(unit, part, softmax)
+                collectives.count(refs.plan.at[unit], parts - 1, refs.flags)
+                pl.when(refs.flags[0] != 0)(lambda: self._merge_tile(unit, parts))
+
     def _write(self, unit: jax.Array, softmax: _Softmax, *, is_quarter: bool) -> None:
         out = softmax.result().astype(self.refs.out.dtype)
         row, head = self._place(unit)
@@ -653,16 +688,58 @@ class _Team:
             collectives.count(refs.plan.at[unit], parts - 1, refs.flags)
 
     def _leave_to_members(self, unit: jax.Array, part: jax.Array, softmax: _Softmax) -> None:
-        """Writes a tile's part to device memory for each of its rows, with a flag for each as in `_leave`."""
+        """Writes a tile's part to device memory for each of its rows, and, where its rows have other parts too, counts it
+        in each with a flag as in `_leave`.
+        """
         refs, cut, interpret = self.refs, self.problem.cut, self.problem.interpret
         tile, head = self._place(unit)
         members, at = self.agenda.members(tile), (cut.key_heads, head, part)
         gathered.store_parts(softmax.products, refs.products, members, at, interpret=interpret)
         for which, values in enumerate((softmax.maximum, softmax.total)):
             gathered.store_part_values(values, refs.totals, members, at, which, interpret=interpret)
-        if not interpret:
+        if not (interpret or cut.sequences):
             counters, totals = refs.plan.at[pl.ds(0, cut.units)], self.agenda.totals()
             gathered.count(counters, totals, members, cut.key_heads, head, refs.flags)
+
+    def _write_to_members(self, unit: jax.Array, out: jax.Array, at: int) -> None:
+        """Writes columns of a tile's result, [64, n], from column `at` on."""
+        tile, head = self._place(unit)
+        first, count = head * self.problem.group, self.problem.group
+        out = out.astype(self.refs.out.dtype)
+        gathered.store_heads(out, self.refs.out, self.agenda.members(tile), first, count, at)
+
+    def _merge_tile(self, unit: jax.Array, parts: jax.Array) -> None:
+        """Sums the parts of a tile in order and writes the result: first their weights, then 64 columns at a time."""
+        refs, (tile, head) = self.refs, self._place(unit)
+        members = self.agenda.members(tile)
+
+        def of_part(k: jax.Array) -> tuple[jax.Array, jax.Array]:
+            """Maximum and sum of a part."""
+            place = self.problem.key_heads, head, k
+            return tuple(
+                gathered.load_part_values(refs.totals, members, place, which) for which in range(2)
+            )
+
+        def add_totals(k: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+            maximum, total = carry
+            own, its_total = of_part(k)
+            higher = jnp.maximum(maximum, own)
+            scaled = total * jnp.exp2(maximum - higher) + its_total * jnp.exp2(own - higher)
+            return higher, scaled
+
+        start = _Softmax.start(64)
+        maximum, total = lax.fori_loop(0, parts, add_totals, (start.maximum, start.total))
+        for chunk in range(self.problem.chunks):
+
+            def add_products(k: jax.Array, products: jax.Array, chunk: int = chunk) -> jax.Array:
+                share = jnp.exp2(of_part(k)[0] - maximum)
+                place = self.problem.key_heads, head, k
+                of_chunk = gathered.load_parts(refs.products, members, place, 64 * chunk)
+                return products + of_chunk * _broadcast(share, of_chunk.shape, 0)
+
+            products = lax.fori_loop(0, parts, add_products, start.products)
+            result = _Softmax(maximum, total, products).result()
+            self._write_to_members(unit, result, 64 * chunk)
 
     def _merge(self, unit: jax.Array, parts: jax.Array) -> None:
         """Sums a unit's parts in order and writes the result."""

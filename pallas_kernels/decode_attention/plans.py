@@ -13,10 +13,14 @@ form a tile, which its first row names. A piece of a tile is read once for all o
 pieces of each. Tiles are dealt before all other pieces: then most rows end with a piece of their own, and are summed
 by different teams.
 
+Or rows are consecutive tokens of sequences. Then up to `siblings` tokens of a sequence form a tile with all of its pages,
+and no row has a piece of its own.
+
 The code calls a team a block: `Cut.blocks` counts the teams of all blocks of the kernel.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +29,8 @@ PAGE = 64
 # The fields of a piece. UNIT: row * J + head, or (B + first row) * J + head for a tile. PART: its index in the unit,
 # times SHIFT, plus the unit's number of pieces (for a tile that of its first row). SLOTS: its number of live slots.
 # HOME: page * J + head of the row's last page if the piece ends there and the
-# kernel appends the new token, else -1.
+# kernel appends the new token, else -1. Of a tile of a sequence's tokens it is the slot of the first of them, counted
+# from the piece's first slot.
 FIELDS = UNIT, PART, SLOTS, HOME = range(4)
 SHIFT = 2**16
 
@@ -49,6 +54,7 @@ class Cut:
       blocks: number of teams in all blocks of the kernel.
       siblings: most rows of a tile; 0 if rows share no pages.
       appends: whether attention's kernel writes each row's new token to the cache; if not, it is there already.
+      sequences: whether tiles are consecutive tokens of sequences.
     """
 
     rows: int
@@ -59,6 +65,7 @@ class Cut:
     blocks: int
     siblings: int = 0
     appends: bool = True
+    sequences: bool = False
 
     @property
     def longest_run(self) -> int:
@@ -68,7 +75,7 @@ class Cut:
     @property
     def most_parts(self) -> int:
         """Most pieces of a unit. Shared pages and others are cut apart, which rounds up twice."""
-        if not self.siblings:
+        if self.sequences or not self.siblings:
             return self.longest_run
         return min(2 * self.longest_run, -(-self.width // self.pages) + 1)
 
@@ -128,9 +135,17 @@ def parts_of(live: jax.Array, cut: Cut) -> jax.Array:
     return jnp.minimum(-(-live // cut.pages), cut.parts)
 
 
-def totals_of(ends: jax.Array, cut: Cut, shared: jax.Array | None = None) -> jax.Array:
+def totals_of(
+    ends: jax.Array,
+    cut: Cut,
+    shared: jax.Array | None = None,
+    sequence: jax.Array | None = None,
+) -> jax.Array:
     """Number of pieces of each row's units, int32 [B]; arguments as for `make`."""
-    live = _clipped(ends, cut) // PAGE + 1
+    ends = _clipped(ends, cut)
+    if cut.sequences:
+        ends = _last_ends(ends, _tiles_of((sequence,), cut.siblings))
+    live = ends // PAGE + 1
     if shared is None:
         return parts_of(live, cut)
     shared = _shared(shared, ends, cut)
@@ -152,6 +167,7 @@ def make(
     pages: int,
     cut: Cut,
     shared: jax.Array | None = None,
+    sequence: jax.Array | None = None,
 ) -> jax.Array:
     """Lists the work of every team.
 
@@ -165,6 +181,7 @@ def make(
       cut: how units are cut.
       shared: int32 [B], the number of each row's first pages that other rows may share; None if `cut.siblings` is 0.
         Rows with the same number and the same page at its place must have all of these pages in common.
+      sequence: int32 [B], as for `api.decode_attention`, if `cut.sequences`.
 
     Returns:
       int32 [cut.size], laid out as `Cut` describes.
@@ -177,10 +194,18 @@ def make(
     # the row names.
     row_of = each_row
     first, live = jnp.zeros(rows, jnp.int32), ends // PAGE + 1
-    totals = totals_of(ends, cut, shared)
-    if shared is not None:
+    totals = totals_of(ends, cut, shared, sequence)
+    last = ends
+    if cut.sequences:
+        tile = _tiles_of((sequence,), cut.siblings)
+        tiles, is_named = _members(tile, cut.siblings)
+        last = _last_ends(ends, tile)
+        live = jnp.where(is_named, last // PAGE + 1, 0)
+    elif shared is not None:
         shared = _shared(shared, ends, cut)
-        tiles, is_named = _tiles(tables[each_row, jnp.maximum(shared - 1, 0)], shared, cut.siblings)
+        last_page = tables[each_row, jnp.maximum(shared - 1, 0)]
+        tiles, is_named = _members(_tiles_of((last_page, shared), cut.siblings), cut.siblings)
+        is_named = is_named & (shared > 0)
         row_of = jnp.concatenate([each_row, each_row])
         live = jnp.concatenate([live - shared, jnp.where(is_named, shared, 0)])
         first = jnp.concatenate([shared, first])
@@ -212,7 +237,7 @@ def make(
     part = within % in_head + jnp.where(kind < runs, 0, longer[run])
     begin = first[run] + part * size[run] + jnp.minimum(part, longer[run])
     row = row_of[run]
-    slots = jnp.minimum(ends[row] + 1 - begin * PAGE, sizes[kind] * PAGE)
+    slots = jnp.minimum(last[row] + 1 - begin * PAGE, sizes[kind] * PAGE)
     slots = jnp.where(is_piece, slots, 0)
     lengths = -(-slots // PAGE)
     earlier = jnp.arange(rounds) < jnp.arange(rounds)[:, None]
@@ -220,6 +245,8 @@ def make(
     home = tables[each_row, ends // PAGE][row] * key_heads + head
     is_last = (part == parts[run] - 1) & (run < rows) & cut.appends
     home = jnp.where(is_last, home, -1)
+    if cut.sequences:
+        home = ends[row] - begin * PAGE
     # A row's own pieces come after those of its tile.
     before = totals - parts[:rows] if shared is not None else jnp.zeros_like(totals)
     part = part + jnp.where(run < rows, before[row], 0)
@@ -234,7 +261,7 @@ def make(
     page = tables[row, jnp.minimum(at, cut.width - 1)] * key_heads + head
     page = jnp.where(owner < rounds, page, -1)
     lists = [pieces, page, jnp.sum(is_piece, axis=1)]
-    if shared is not None:
+    if cut.siblings:
         lists += [tiles, totals]
     if not cut.appends:
         lists += places(tables, ends, pages)
@@ -264,22 +291,34 @@ def places(
     return jnp.where(is_overwritten, pages + jnp.arange(rows), page), slot
 
 
-def _tiles(last_pages: jax.Array, shared: jax.Array, siblings: int) -> tuple[jax.Array, jax.Array]:
-    """Puts rows that share pages into tiles.
+def _tiles_of(keys: tuple[jax.Array, ...], siblings: int) -> jax.Array:
+    """The rows in each row's tile, bool [B, B]: those with the same keys, in their order, at most `siblings` in a tile.
 
     Args:
-      last_pages: int32 [B], the last page that each row may share.
-      shared: int32 [B], the number of pages that each row may share.
+      keys: int32 [B] each.
       siblings: most rows of a tile.
-
-    Returns:
-      int32 [B, siblings], the rows of the tile that each row names, as in `Cut`; bool [B], whether the row names one.
     """
-    rows = jnp.arange(len(shared))
-    is_sibling = (last_pages == last_pages[:, None]) & (shared == shared[:, None])
+    is_sibling = functools.reduce(jnp.logical_and, (key == key[:, None] for key in keys))
+    rows = jnp.arange(len(is_sibling))
     rank = jnp.sum(is_sibling & (rows < rows[:, None]), axis=1)
-    is_named = (shared > 0) & (rank % siblings == 0)
+    return is_sibling & (rank // siblings == (rank // siblings)[:, None])
+
+
+def _members(tile: jax.Array, siblings: int) -> tuple[jax.Array, jax.Array]:
+    """The rows of the tile that each row names, int32 [B, siblings], as in `Cut`; and whether it is the first in a tile.
+
+    Args:
+      tile: bool [B, B], from `_tiles_of`.
+      siblings: most rows of a tile.
+    """
+    rows = jnp.arange(len(tile))
+    rank = jnp.sum(tile & (rows < rows[:, None]), axis=1)
     wanted = rank[:, None] + jnp.arange(siblings)
-    is_member = is_sibling[:, None] & (rank == wanted[..., None])  # [B, siblings, B]
-    tiles = jnp.sum(jnp.where(is_member, rows, 0), axis=-1)
-    return jnp.where(jnp.any(is_member, axis=-1), tiles, -1 - rows[:, None]), is_named
+    is_member = tile[:, None] & (rank == wanted[..., None])  # [B, siblings, B]
+    members = jnp.sum(jnp.where(is_member, rows, 0), axis=-1)
+    return jnp.where(jnp.any(is_member, axis=-1), members, -1 - rows[:, None]), rank == 0
+
+
+def _last_ends(ends: jax.Array, tile: jax.Array) -> jax.Array:
+    """The largest end in each row's tile, int32 [B]."""
+    return jnp.max(jnp.where(tile, ends, 0), axis=1)

@@ -161,6 +161,96 @@ def store_part_values(
     plgpu.inline_mgpu(arg_types=arg_types)(emit)(values, ref, members, unit, part)
 
 
+def load_parts(
+    ref: jax.Ref, members: jax.Ref, place_of: tuple[int, jax.Array, jax.Array], at: int
+) -> jax.Array:
+    """Loads 64 columns of what `store_parts` stored: float32 [64, 64]. It cannot be interpreted.
+
+    Args:
+      ref: float32 [units, parts, 8, n] in device memory.
+      members: the list.
+      place_of: as for `store_parts`.
+      at: the first column.
+    """
+    stride, unit, part = place_of
+
+    def emit(_: mgpu.LaunchContext, ref, members, unit, part) -> mgpu.FragmentedArray:
+        _, row, column = place()
+
+        def load(member: ir.Value, tile: int, kind: ir.Type) -> ir.Value:
+            of_unit = arith.addi(arith.muli(member, i32(stride)), unit.registers.item())
+            where = arith.addi(column, i32(at + 8 * tile))
+            begin = [of_unit, part.registers.item(), row, where]
+            return vector.load(kind, ref, [index(each) for each in begin])
+
+        return _loaded(ref, members, load)
+
+    arg_types, kind = (_OF_REF, _OF_REF, _OF_SCALAR, _OF_SCALAR), _tile_of(ref.dtype)
+    return plgpu.inline_mgpu(arg_types=arg_types, return_type=kind)(emit)(ref, members, unit, part)
+
+
+def load_part_values(
+    ref: jax.Ref, members: jax.Ref, place_of: tuple[int, jax.Array, jax.Array], which: int
+) -> jax.Array:
+    """Loads what `store_part_values` stored: float32 [64]. It cannot be interpreted.
+
+    Args:
+      ref: float32 [units, parts, kinds, 8] in device memory.
+      members: the list.
+      place_of: as for `store_parts`.
+      which: the kind of value.
+    """
+    stride, unit, part = place_of
+    kind = plgpu.ShapeDtypeStruct((64,), ref.dtype, layout=_OF_TILE.reduce(1))
+
+    def emit(_: mgpu.LaunchContext, ref, members, unit, part) -> mgpu.FragmentedArray:
+        _, row, _ = place()
+        single = ir.VectorType.get((1,), ir.MemRefType(ref.type).element_type)
+        layout = kind.layout.to_mgpu()
+        made = np.empty(layout.registers_shape((64,)), object)
+        for half, member in enumerate(_members_of_halves(members)):
+            of_unit = arith.addi(arith.muli(_row_of(member), i32(stride)), unit.registers.item())
+            at = [of_unit, part.registers.item(), i32(which), row]
+            made.flat[half] = vector.load(single, ref, [index(each) for each in at])
+        return mgpu.FragmentedArray(_registers=made, _layout=layout, _is_signed=None)
+
+    arg_types = (_OF_REF, _OF_REF, _OF_SCALAR, _OF_SCALAR)
+    return plgpu.inline_mgpu(arg_types=arg_types, return_type=kind)(emit)(ref, members, unit, part)
+
+
+def store_heads(
+    values: jax.Array, ref: jax.Ref, members: jax.Ref, head: jax.Array, count: int, at: int
+) -> None:
+    """Stores columns of some heads of each member, the reverse of `load_heads`. It cannot be interpreted.
+
+    Args:
+      values: [64, n] of a 16-bit type, 8 rows a member, of which the first `count` are stored.
+      ref: [B, heads, columns] of the same type in device memory.
+      members: the list.
+      head: int32, the first head.
+      count: number of heads, at most 8.
+      at: the first column.
+    """
+
+    def emit(_: mgpu.LaunchContext, values, ref, members, head) -> None:
+        _, row, column = place()
+        is_head = arith.cmpi(arith.CmpIPredicate.ult, row, i32(count))
+        of_row = index(arith.addi(head.registers.item(), row))
+
+        def store(half: int, member: ir.Value) -> None:
+            for tile, pair in enumerate(values.registers.flat[half::2]):
+                where = index(arith.addi(column, i32(at + 8 * tile)))
+                vector.store(pair, ref, [member, of_row, where])
+
+        with utils.when(is_head):
+            for half, member in enumerate(_members_of_halves(members)):
+                with utils.when(arith.cmpi(arith.CmpIPredicate.sge, member, i32(0))):
+                    store(half, index(member))
+
+    arg_types = (_OF_TILE, _OF_REF, _OF_REF, _OF_SCALAR)
+    plgpu.inline_mgpu(arg_types=arg_types)(emit)(values, ref, members, head)
+
+
 def count(
     counters: jax.Ref,
     totals: jax.Ref,

@@ -16,7 +16,6 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import decode_attention
 from qerl_jax.generation import draft_search
 from qerl_jax.generation.decode_step import EngineSpec, drawer, extender, seen_in
 from qerl_jax.generation.draft_search import CHUNKS, MOST
@@ -99,10 +98,7 @@ def sample(
     draw = drawer(model, variables, spec, temperature)
     own_noise = noise.has_own(variables)
     extend_all = None if own_noise else extender(model, variables, positions, None)
-    shares = (
-        decode_attention.supports_sharing(model.arch.num_heads, model.arch.num_kv_heads) is None
-    )
-    vocab, page_size = len(head(variables["frozen"])), pool[0].shape[3]
+    vocab = len(head(variables["frozen"]))
 
     def unfinished(loop: _Loop):
         is_room = jnp.all(~loop.live | (loop.counts < jnp.minimum(chunk, slots.span)))
@@ -127,8 +123,7 @@ def sample(
             # A position out of use writes to page 0, and reads one slot of it.
             tables=jnp.where(at.is_used[:, None], its(slots.tables), 0),
             ends=jnp.where(at.is_used, its(ends) + at.offset, 0),
-            shared=jnp.where(at.is_used, its(ends) // page_size, 0) if shares else None,
-            together=True,
+            sequence=jnp.where(at.is_used, at.row, -1),
         )
         extend = extend_all or extender(model, variables, positions, its(slots.noise))
         their_steps = its(steps) + at.offset

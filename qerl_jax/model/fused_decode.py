@@ -297,7 +297,10 @@ def extend(
     )
 
     shared = None if cache.shared is None else jnp.pad(cache.shared, (0, more))
-    plan = decode_attention.plan(cache.keys, tables, ends, shared, together=cache.together)
+    sequence = cache.sequence
+    if sequence is not None:
+        sequence = jnp.pad(sequence, (0, more), constant_values=-1)
+    plan = decode_attention.plan(cache.keys, tables, ends, shared, sequence, heads=arch.num_heads)
 
     def attend(qkv, head_norms, index, pools):
         heads = qkv.reshape(len(qkv), -1, arch.head_size)
@@ -318,7 +321,7 @@ def extend(
             ends,
             plan=plan,
             shared=shared,
-            together=cache.together,
+            sequence=sequence,
         )
         return mixed.reshape(len(qkv), arch.query_width), tuple(pools)
 

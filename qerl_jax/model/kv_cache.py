@@ -29,7 +29,7 @@ class KVCache:
         tables: int32 [B, W], the pages of each row; 0 where it has none.
         ends: int32 [B], the slot of each row's next token.
         shared: int32 [B], how many of a row's first pages others may share, for a kernel that reads them once; or None.
-        together: Whether rows may be consecutive tokens of one sequence, over the same pages; see
+        sequence: int32 [B], which sequence each row is a token of, where a step runs several tokens of one; or None. See
             `decode_attention`.
     """
 
@@ -38,7 +38,7 @@ class KVCache:
     tables: jax.Array
     ends: jax.Array
     shared: jax.Array | None = None
-    together: bool = dataclasses.field(default=False, metadata={"static": True})
+    sequence: jax.Array | None = None
 
     def fill(self, layer: jax.Array, keys: jax.Array, values: jax.Array) -> Self:
         """Writes [B, T, J, C] into a layer from slot 0 on; `ends` does not change."""

@@ -274,7 +274,7 @@ class Block(nn.Module):
                 cache.ends,
                 plan=plan,
                 shared=cache.shared,
-                together=cache.together,
+                sequence=cache.sequence,
             )
             cache = dataclasses.replace(cache, keys=keys, values=values)
         else:
@@ -426,7 +426,12 @@ class Transformer(nn.Module):
         plan = None
         if extends:
             plan = decode_attention.plan(
-                cache.keys, cache.tables, cache.ends, cache.shared, together=cache.together
+                cache.keys,
+                cache.tables,
+                cache.ends,
+                cache.shared,
+                cache.sequence,
+                heads=self.arch.num_heads,
             )
         (x, cache), _ = stack((x, cache), jnp.arange(arch.num_layers), tables, packed, plan, kept)
         if cache is not None:

@@ -233,7 +233,7 @@ def lists_of(plan, cut):
             n += length
         assert np.all(own[n:] == -1)
     tiles = plan[cut.tiles_at : cut.totals_at].reshape(cut.rows, cut.siblings)
-    return found, tiles, plan[cut.totals_at :]
+    return found, tiles, plan[cut.totals_at : cut.places_at]
 
 
 def test_a_plan_reads_shared_pages_once_for_each_tile():
@@ -359,14 +359,14 @@ def tokens_of(seed, heads, key_heads, head_size, rows, width, **options):
     every = [end + i for end, count in rows for i in range(count)]
     new = problem(seed + 1, heads, key_heads, head_size, every, width, **options)[:3]
     caches = (jnp.nan_to_num(cache) for cache in caches)
-    shared = jnp.asarray([ends[row] // PAGE for row in at], jnp.int32)
-    return (*new, *caches, layer, tables[at], jnp.array(every, jnp.int32)), shared
+    sequence = jnp.asarray(at, jnp.int32)
+    return (*new, *caches, layer, tables[at], jnp.array(every, jnp.int32)), sequence
 
 
 def test_tokens_of_a_row_at_once_are_those_one_after_another():
-    arguments, _ = tokens_of(0, 6, 2, 8, [(62, 4), (0, 1), (5, 3)], 2, dtype=jnp.float32)
+    arguments, sequence = tokens_of(0, 6, 2, 8, [(62, 4), (0, 1), (5, 3)], 2, dtype=jnp.float32)
     qkv, cos, sin, *caches, layer, tables, ends = arguments
-    at_once = decode_attention(*arguments, together=True, implementation="reference")
+    at_once = decode_attention(*arguments, sequence=sequence, implementation="reference")
     for row in range(len(ends)):
         only = slice(row, row + 1)
         out, *caches = oracle(
@@ -382,6 +382,7 @@ TOGETHER_CASES = [
     (7, 1, 128, [(190, 5), (0, 2), (70, 1)], 4, Config(2, 2, 2, 1)),
 ]
 MORE_TOGETHER_CASES = [
+    (16, 1, 128, [(126, 3), (5, 1)], 3, Config(1, 2, 3, 2)),  # too many queries for tiles
     (4, 2, 64, [(126, 3)], 3, Config(1, 2, 3, 2, 2)),
     (8, 1, 128, [(250, 9), (64, 8), (63, 2)], 5, Config(2, 2, 4, 2)),
     (14, 2, 64, [(255, 2), (300, 7)], 5, Config(2, 3, 2, 3)),
@@ -389,19 +390,16 @@ MORE_TOGETHER_CASES = [
 
 
 @on_cpu
-@pytest.mark.parametrize("shares", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("heads", "key_heads", "head_size", "rows", "width", "config"),
     TOGETHER_CASES + [pytest.param(*case, marks=pytest.mark.slow) for case in MORE_TOGETHER_CASES],
 )
 def test_tokens_of_a_row_at_once_meet_the_reference_without_a_race(
-    capfd, heads, key_heads, head_size, rows, width, config, shares
+    capfd, heads, key_heads, head_size, rows, width, config
 ):
-    arguments, shared = tokens_of(1, heads, key_heads, head_size, rows, width)
-    subject = functools.partial(
-        decode.decode_attention, config=config, appends=False, interpret=True
-    )
-    found = jax.jit(subject)(*arguments, shared=shared if shares else None)
+    arguments, sequence = tokens_of(1, heads, key_heads, head_size, rows, width)
+    subject = functools.partial(decode.decode_attention, config=config, interpret=True)
+    found = jax.jit(subject)(*arguments, sequence=sequence)
     assert_meets_reference(found, arguments)
     assert "RACE" not in capfd.readouterr().out
 
@@ -458,17 +456,34 @@ def assert_the_kernel_appends(arguments, *, interpret=False, ulps=0):
         assert np.abs(bits[0] - bits[1]).max() <= ulps
 
 
-def test_rows_of_one_prompt_are_one_tile_only_as_far_as_they_have_the_same_pages():
-    """Two completions of one prompt have the same first page, and may have as many pages."""
-    tables = np.array([[1, 2, 3], [1, 2, 3], [1, 4, 5], [1, 4, 5]])
-    cut = plans.Cut(4, 3, 1, 4, 4, 3, siblings=8, appends=False)
-    ends, shared = np.array([130, 131, 130, 132]), np.full(4, 2)
-    plan = plans.make(tables, ends, 6, cut, shared)
-    found, tiles, _ = lists_of(plan, cut)
-    assert [[m for m in tile if m >= 0] for tile in tiles.tolist()] == [[0, 1], [1], [2, 3], [3]]
-    of_tiles = {unit - cut.units: own for (unit, *_), own in found if unit >= cut.units}
-    assert of_tiles == {0: [1, 2], 2: [1, 4]}
-    assert {fields[plans.HOME] for fields, _ in found} == {-1}
+def test_a_plan_reads_the_pages_of_a_sequence_once():
+    """Nine tokens are two tiles; rows out of use are tiles of their own, with the page that they point to."""
+    counts, ends = [9, 1, 3], [110, 64, 190]
+    tables = np.repeat([[1, 2, 0], [3, 4, 0], [5, 6, 7]], counts, axis=0)
+    ends = np.concatenate([end + np.arange(n) for end, n in zip(ends, counts, strict=True)])
+    sequence = np.repeat(np.arange(3), counts)
+    # Two rows out of use.
+    tables, ends = np.pad(tables, ((0, 2), (0, 0))), np.pad(ends, (0, 2))
+    sequence = np.pad(sequence, (0, 2), constant_values=-1)
+    cut = plans.Cut(15, 3, 2, 2, 4, 5, siblings=8, appends=False, sequences=True)
+    plan = plans.make(tables, ends, 8, cut, sequence=sequence)
+    found, tiles, totals = lists_of(plan, cut)
+    members = {0: [*range(8)], 8: [8], 9: [9], 10: [10, 11, 12], 13: [13, 14]}
+    for row, own in members.items():
+        assert tiles[row].tolist() == own + [-1 - row] * (8 - len(own))
+    pages = {0: [[1, 2]], 8: [[1, 2]], 9: [[3, 4]], 10: [[5, 6], [7]], 13: [[0]]}
+    assert totals[[0, 8, 9, 10, 13]].tolist() == [1, 1, 1, 2, 1]
+    seen = {}
+    for (unit, part, slots, home), own in found:
+        row, head = divmod(unit, 2)
+        number, parts = divmod(part, plans.SHIFT)
+        begin = sum(map(len, pages[row][:number])) * PAGE
+        assert [page * 2 + head for page in pages[row][number]] == own
+        assert home == ends[row] - begin
+        assert slots == min(ends[members[row][-1]] + 1 - begin, len(own) * PAGE)
+        assert parts == len(pages[row])
+        seen[unit, number] = True
+    assert len(seen) == len(found) == 2 * sum(map(len, pages.values()))
 
 
 @pytest.mark.gpu
@@ -479,10 +494,13 @@ def test_on_its_device_tokens_of_a_row_at_once_meet_the_reference(heads, key_hea
     counts = 8, 1, 4, 7, 2, 8, 1, 1
     ends = np.random.default_rng(0).integers(0, 3000, len(counts)).tolist()
     rows = list(zip(ends, counts, strict=True))
-    arguments, shared = tokens_of(2, heads, key_heads, head_size, rows, 48)
-    for each in shared, None:
-        run = jax.jit(functools.partial(decode_attention, together=True))
-        assert_meets_reference(run(*arguments, shared=each), arguments, ulps=1)
+    arguments, sequence = tokens_of(2, heads, key_heads, head_size, rows, 48)
+    run = jax.jit(decode_attention)
+    found = run(*arguments, sequence=sequence)
+    assert_meets_reference(found, arguments, ulps=1)
+    # Counters are 0 again, and nothing depends on what an earlier launch left.
+    for actual, expected in zip(run(*arguments, sequence=sequence), found, strict=True):
+        np.testing.assert_array_equal(actual, expected)
 
 
 # Which implementation ------------------------------------------------------------------------

@@ -40,8 +40,10 @@ def test_attention_meets_the_reference(
 
 def test_tokens_of_a_row_at_once_meet_the_reference(monkeypatch, portable):  # noqa: F811
     monkeypatch.setattr(attention, "pages_of_a_piece", lambda *_: 2)
-    arguments, _ = siblings.tokens_of(1, 4, 2, 64, [(126, 4), (5, 1)], 3)
-    together = jax.jit(lambda *a: decode_attention(*a, together=True, implementation="portable"))
+    arguments, sequence = siblings.tokens_of(1, 4, 2, 64, [(126, 4), (5, 1)], 3)
+    together = jax.jit(
+        lambda *a: decode_attention(*a, sequence=sequence, implementation="portable")
+    )
     siblings.assert_meets_reference(together(*arguments), arguments, ulps=1)
 
 
