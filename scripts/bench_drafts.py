@@ -197,7 +197,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     table, first = [], None
     for rows in args.rows:
-        compile_all(functools.partial(timed, rows, turn=-1), args)
+        compile_all(functools.partial(timed, rows, turn=-1), args, rows)
         times: dict[str, list[float]] = {arm: [] for arm in args.arms}
         records = {arm: draft_control.Record() for arm in args.arms}
         counts, said = dict.fromkeys(args.arms, 0), {arm: {} for arm in args.arms}
@@ -231,15 +231,19 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     return table
 
 
-def compile_all(work: Any, args: argparse.Namespace) -> None:
+def compile_all(work: Any, args: argparse.Namespace, rows: int) -> None:
     """Does the work once for each arm, so that its programs are compiled.
 
-    Arms are done at the same time if nothing is timed afterwards. Else one after the other: XLA times kernels while it
-    compiles, and would choose worse ones beside other work.
+    Arms are done at the same time if nothing is timed afterwards, or with --hasty, and then also those whose steps "auto"
+    may choose. Else one after the other: XLA times kernels while it compiles, and would choose worse ones beside other
+    work.
     """
-    is_timed = args.repeats > 0 and not args.profile
+    is_timed = args.repeats > 0 and not (args.profile or args.hasty)
+    arms = args.arms
+    if args.hasty and "auto" in arms:
+        arms = list(dict.fromkeys([*arms, *(n for n in STEPS if n.isdigit() and int(n) >= rows)]))
     with concurrent.futures.ThreadPoolExecutor(1 if is_timed else 6) as threads:
-        list(threads.map(work, args.arms))
+        list(threads.map(work, arms))
 
 
 def price_table(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -267,7 +271,7 @@ def price_table(args: argparse.Namespace) -> list[dict[str, Any]]:
         if args.profile:
             profile(timed, rows, args)
             continue
-        compile_all(timed, args)
+        compile_all(timed, args, rows)
         least = None
         for arm in args.arms if args.repeats else ():
             steps, accepted = zip(*(timed(arm) for _ in range(args.repeats + 1)), strict=True)
@@ -310,7 +314,7 @@ def profile(timed: Any, rows: int, args: argparse.Namespace) -> None:
 
     engine.decode = watched
     try:
-        compile_all(begun, args)
+        compile_all(begun, args, rows)
     finally:
         engine.decode = plain
     for arm, (steps, run) in ready.items():
@@ -355,6 +359,11 @@ def main() -> None:
     parser.add_argument("--least-limit", type=int, default=512, help="see draft_control.Drafting")
     parser.add_argument(
         "--repeats", type=int, default=2, help="0: only compile, several programs at a time"
+    )
+    parser.add_argument(
+        "--hasty",
+        action="store_true",
+        help="compile programs at the same time; XLA may choose a slower product for the head then",
     )
     parser.add_argument(
         "--arms",

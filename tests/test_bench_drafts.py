@@ -57,6 +57,20 @@ def test_a_step_is_timed_behind_the_chunk_that_brings_prefill(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("arms", "hasty", "done"),
+    [
+        (["off", "auto"], False, ["off", "auto"]),
+        (["off", "auto"], True, ["off", "auto", "16", "32", "64"]),
+        (["off", "again"], True, ["off", "again"]),
+    ],
+)
+def test_what_auto_may_choose_is_compiled_first_in_haste(arms, hasty, done):
+    args, seen = types.SimpleNamespace(arms=arms, hasty=hasty, repeats=1, profile=False), []
+    bench_drafts.compile_all(seen.append, args, 16)
+    assert sorted(seen) == sorted(done)
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--arms", "auto"], "first arm"),
