@@ -39,6 +39,24 @@ def _linears(
 
 PROBLEMS: tuple[Problem, ...] = (
     *_linears(
+        "qwen2.5-3b", width=2048, feed_forward=11008, heads=16, key_heads=2, vocabulary=151936
+    ),
+    *_linears(
+        "qwen2.5-7b", width=3584, feed_forward=18944, heads=28, key_heads=4, vocabulary=152064
+    ),
+    *_linears(
+        "qwen2.5-14b", width=5120, feed_forward=13824, heads=40, key_heads=8, vocabulary=152064
+    ),
+    *_linears(
+        "qwen2.5-32b", width=5120, feed_forward=27648, heads=40, key_heads=8, vocabulary=152064
+    ),
+    *_linears(
+        "qwen2.5-72b", width=8192, feed_forward=29568, heads=64, key_heads=8, vocabulary=152064
+    ),
+    *_linears(
+        "llama-3.1-8b", width=4096, feed_forward=14336, heads=32, key_heads=8, vocabulary=128256
+    ),
+    *_linears(
         "smollm2-135m",
         width=576,
         feed_forward=1536,
@@ -58,23 +76,5 @@ PROBLEMS: tuple[Problem, ...] = (
     ),
     *_linears(
         "qwen2.5-1.5b", width=1536, feed_forward=8960, heads=12, key_heads=2, vocabulary=151936
-    ),
-    *_linears(
-        "qwen2.5-3b", width=2048, feed_forward=11008, heads=16, key_heads=2, vocabulary=151936
-    ),
-    *_linears(
-        "qwen2.5-7b", width=3584, feed_forward=18944, heads=28, key_heads=4, vocabulary=152064
-    ),
-    *_linears(
-        "qwen2.5-14b", width=5120, feed_forward=13824, heads=40, key_heads=8, vocabulary=152064
-    ),
-    *_linears(
-        "qwen2.5-32b", width=5120, feed_forward=27648, heads=40, key_heads=8, vocabulary=152064
-    ),
-    *_linears(
-        "qwen2.5-72b", width=8192, feed_forward=29568, heads=64, key_heads=8, vocabulary=152064
-    ),
-    *_linears(
-        "llama-3.1-8b", width=4096, feed_forward=14336, heads=32, key_heads=8, vocabulary=128256
     ),
 )

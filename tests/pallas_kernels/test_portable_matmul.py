@@ -202,7 +202,8 @@ def test_impossible_configurations_are_refused(traits):
 def test_every_problem_has_configurations_that_can_run_it(m):
     for problem in shapes.PROBLEMS:
         found = tuning.candidates(m, problem.n, problem.k)
-        assert 1 < len(found) <= 32
+        # Of the smallest matrices one tile is all that there is.
+        assert (1 if problem.k < 1024 else 2) <= len(found) <= 32
         for config in (tuning.pick_config(m, problem.n, problem.k), *found):
             assert matmul.supports(m, problem.n, problem.k, config) is None
             rows = tuning.block_m(m, config)
