@@ -13,7 +13,6 @@ from jax.typing import DTypeLike
 from pallas_kernels.finished_linear import prefill
 from pallas_kernels.formats.rounding import rounded
 from pallas_kernels.linear import Branch, finish
-from pallas_kernels.nvfp4_matmul import layout
 from pallas_kernels.nvfp4_matmul.layout import HopperNVFP4
 from pallas_kernels.packed_matmul import PackedWeight, packed_matmul
 
@@ -27,10 +26,10 @@ class PreparedBranches:
       a: [..., K, ranks] in the activations' dtype, A of all parts side by side.
       ups: alpha / R * B in the activations' dtype: [..., R, N_i] of each part, or one matrix [..., ranks, N] with
         zeros where a rank belongs to another part; empty if `b` is set.
-      b: [..., N, 64], alpha / R * B^T of all parts for the kernel for many rows; or None.
-      bias: float32 [..., N] for that kernel; or None.
+      b: [..., N, 64], alpha / R * B^T of all parts for the kernel for many rows, in the order of the weight's rows; or
+        None.
+      bias: float32 [..., N] for that kernel, in the same order; or None.
       sizes: rows of W in each part, for that kernel.
-      is_paired: whether `ups`, `b` and `bias` are in the order of `layout.paired_rows`.
     """
 
     a: jax.Array
@@ -38,7 +37,6 @@ class PreparedBranches:
     b: jax.Array | None
     bias: jax.Array | None
     sizes: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-    is_paired: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 def prepare_branches(
@@ -62,14 +60,6 @@ def prepare_branches(
       rows: rows of x.
       has_unit: whether `finished_linear` will be given `unit`, and no residual.
     """
-    if isinstance(weight, HopperNVFP4) and weight.is_paired:
-        matrices, scaling = _paired_branches([(a, scaling * b) for a, b in matrices], dtype), 1.0
-        bias = None if bias is None else layout.paired_rows(bias, -1)
-        as_it_lies = dataclasses.replace(weight, is_paired=False)
-        found = prepare_branches(
-            matrices, bias, scaling, as_it_lies, dtype, rows=rows, has_unit=has_unit
-        )
-        return dataclasses.replace(found, is_paired=True)
     down = [a.astype(dtype) for a, _ in matrices]
     ups = [(scaling * b).astype(dtype) for _, b in matrices]
     sizes, (k, rank) = [up.shape[1] for up in ups], down[0].shape
@@ -79,12 +69,13 @@ def prepare_branches(
         if dtype == jnp.bfloat16 and isinstance(weight, jax.Array):
             ups = [block_diag(*ups)]
         return PreparedBranches(jnp.concatenate(down, axis=1), tuple(ups), None, None, ())
+    lies = {"is_paired": weight.is_paired}
     return PreparedBranches(
-        prefill.side_by_side(down, ups),
+        prefill.side_by_side(down, ups, **lies),
         (),
-        prefill.below_each_other(ups),
-        None if bias is None else rounded(bias, dtype).astype(jnp.float32),
-        prefill.kernel_sizes(sizes, rank),
+        prefill.below_each_other(ups, **lies),
+        None if bias is None else prefill.bias_of_kernel(rounded(bias, dtype), **lies),
+        prefill.kernel_sizes(sizes, rank, **lies),
     )
 
 
@@ -135,8 +126,6 @@ def finished_linear(
     Returns:
       [..., N] in x's dtype.
     """
-    if isinstance(weight, HopperNVFP4) and weight.is_paired and residual is None:
-        return layout.joined_rows(_as_it_lies(x, weight, branches, unit=unit, bias=bias), -1)
     flat = lambda of_rows: None if of_rows is None else of_rows.reshape(-1, of_rows.shape[-1])
     rows, unit, residual = flat(x), flat(unit), flat(residual)
     if isinstance(branches, PreparedBranches) and branches.b is not None:
@@ -153,35 +142,6 @@ def finished_linear(
         y = linear(rows, weight)
         y = finish(y, branches, unit=unit, bias=bias, residual=residual, over=over, dtype=x.dtype)
     return y.reshape(*x.shape[:-1], y.shape[-1])
-
-
-def _paired_branches(
-    parts: Sequence[tuple[jax.Array, jax.Array]], dtype: DTypeLike
-) -> list[tuple[jax.Array, jax.Array]]:
-    """Joins the branches of gate and up, each ([rows, R], [R, N / 2]), to one for rows in pairs."""
-    down = jnp.concatenate([down for down, _ in parts], axis=-1)
-    up = block_diag(*(up.astype(dtype) for _, up in parts))
-    return [(down, layout.paired_rows(up, -1))]
-
-
-def _as_it_lies(
-    x: jax.Array,
-    weight: HopperNVFP4,
-    branches: Sequence[Branch] | PreparedBranches,
-    *,
-    unit: jax.Array | None,
-    bias: jax.Array | None,
-) -> jax.Array:
-    """`finished_linear` for a weight whose rows are in pairs; the columns of the result stay in pairs too."""
-    if isinstance(branches, PreparedBranches):
-        if not branches.is_paired:
-            ups = (layout.paired_rows(block_diag(*branches.ups), -1),)
-            branches = dataclasses.replace(branches, ups=ups)
-    elif branches:
-        branches = _paired_branches(branches, x.dtype)
-    bias = None if bias is None else layout.paired_rows(bias, -1)
-    weight = dataclasses.replace(weight, is_paired=False)
-    return finished_linear(x, weight, branches, unit=unit, bias=bias)
 
 
 def _exact_dot(x: jax.Array, matrix: jax.Array) -> jax.Array:
@@ -205,4 +165,4 @@ def _fits_kernel(
 ) -> bool:
     if not isinstance(weight, HopperNVFP4):
         return False
-    return prefill.supports(rows, sizes, k, rank, dtype) is None
+    return prefill.supports(rows, sizes, k, rank, dtype, is_paired=weight.is_paired) is None

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import runtime
 from pallas_kernels.linear import Branch
-from pallas_kernels.nvfp4_matmul import api, config, prefill, prefill_config
+from pallas_kernels.nvfp4_matmul import api, config, layout, prefill, prefill_config
 from pallas_kernels.nvfp4_matmul.layout import TILE, HopperNVFP4
 
 
@@ -25,6 +25,8 @@ def supports(
     k: int,
     rank: int,
     dtype: DTypeLike,
+    *,
+    is_paired: bool = False,
 ) -> str | None:
     """Why this kernel cannot run a linear on this device, or None.
 
@@ -34,6 +36,7 @@ def supports(
       k: columns of x and W.
       rank: LoRA's rank.
       dtype: dtype of x.
+      is_paired: whether the rows of W are in pairs.
     """
     if reason := runtime.unless_hopper():
         return reason
@@ -43,7 +46,9 @@ def supports(
         return f"needs M > {config.MAX_M}, else another kernel is faster; got M = {m}"
     if not 1 <= rank <= TILE:
         return f"needs a rank of 1 to {TILE}; got {rank}"
-    n, sizes = sum(sizes), kernel_sizes(sizes, rank)
+    if is_paired and len(sizes) * rank > TILE:
+        return f"needs {TILE} ranks or fewer in all parts if rows are in pairs; got {len(sizes)} parts of {rank}"
+    n, sizes = sum(sizes), kernel_sizes(sizes, rank, is_paired=is_paired)
     picked = prefill_config.pick_config(m, n, k, sizes=sizes)
     return prefill_config.supports(n, k, picked, sizes=sizes)
 
@@ -81,10 +86,12 @@ def linear(
             f"w must be one [N, K] matrix with K of x {x.shape} and N of the branches, {sizes}; got "
             f"shape {w.shape}, words {w.words.shape}"
         )
-    reason = supports(len(x), sizes, x.shape[1], branches[0][1].shape[0], x.dtype)
+    rank = branches[0][1].shape[0]
+    reason = supports(len(x), sizes, x.shape[1], rank, x.dtype, is_paired=w.is_paired)
     if reason is not None:
         raise NotImplementedError(reason)
-    return prefill.matmul(x, w, epilogue=epilogue(branches, unit, bias))
+    more = epilogue(branches, unit, bias, is_paired=w.is_paired)
+    return prefill.matmul(x, w, epilogue=more)
 
 
 def _linear_fwd(x, w, branches, unit, bias):
@@ -114,30 +121,48 @@ def _branch_cotangents(branches: list[Branch], slope: jax.Array) -> list[Branch]
 linear.defvjp(_linear_fwd, _linear_bwd)
 
 
-def epilogue(branches: list[Branch], unit: jax.Array, bias: jax.Array | None) -> prefill.Epilogue:
-    """The operations after the product, in the form that the kernel reads."""
+def epilogue(
+    branches: list[Branch], unit: jax.Array, bias: jax.Array | None, *, is_paired: bool = False
+) -> prefill.Epilogue:
+    """The operations after the product, in the form that the kernel reads; `is_paired` if the rows of W are in pairs."""
     downs, ups = zip(*branches, strict=True)
-    sizes = kernel_sizes([up.shape[1] for up in ups], ups[0].shape[0])
-    return _of_kernel(side_by_side(downs, ups), below_each_other(ups), sizes, unit, bias)
+    sizes = kernel_sizes([up.shape[1] for up in ups], ups[0].shape[0], is_paired=is_paired)
+    u = side_by_side(downs, ups, is_paired=is_paired)
+    b = below_each_other(ups, is_paired=is_paired)
+    bias = None if bias is None else bias_of_kernel(bias, is_paired=is_paired)
+    return _of_kernel(u, b, sizes, unit, bias)
 
 
-def side_by_side(downs: Sequence[jax.Array], ups: Sequence[jax.Array]) -> jax.Array:
+def side_by_side(
+    downs: Sequence[jax.Array], ups: Sequence[jax.Array], *, is_paired: bool = False
+) -> jax.Array:
     """Joins x A [M, R] of all parts to the kernel's [M, 64 * parts]; or A [K, R] of all parts to [K, 64 * parts].
 
     Args:
       downs: x A, or A, of each part of N.
       ups: alpha / R * B [R, N_i] of each part.
+      is_paired: whether the rows of W are in pairs.
     """
-    if _is_one_part(ups):
+    if _is_one_part(ups, is_paired):
         return _fill(jnp.concatenate(downs, axis=1))
     return jnp.concatenate([_fill(down) for down in downs], axis=1)
 
 
-def below_each_other(ups: Sequence[jax.Array]) -> jax.Array:
-    """Joins alpha / R * B [R, N_i] of all parts to the kernel's [N, 64]: each row has its part's ranks, and zeros."""
-    if _is_one_part(ups):
-        return _fill(block_diag(*ups).T)
-    return jnp.concatenate([_fill(up.T) for up in ups])
+def below_each_other(ups: Sequence[jax.Array], *, is_paired: bool = False) -> jax.Array:
+    """Joins alpha / R * B [R, N_i] of all parts to the kernel's [N, 64]: each row has its part's ranks, and zeros.
+
+    With `is_paired` the rows of the result are in pairs, too.
+    """
+    if not _is_one_part(ups, is_paired):
+        return jnp.concatenate([_fill(up.T) for up in ups])
+    joined = block_diag(*ups)
+    return _fill((layout.paired_rows(joined, -1) if is_paired else joined).T)
+
+
+def bias_of_kernel(bias: jax.Array, *, is_paired: bool) -> jax.Array:
+    """The bias [N] as float32, in the order of the rows of W."""
+    bias = bias.astype(jnp.float32)
+    return layout.paired_rows(bias, -1) if is_paired else bias
 
 
 def prepared_linear(
@@ -158,24 +183,25 @@ def prepared_linear(
       b: bfloat16 [N, 64], from `below_each_other`.
       sizes: sizes of the parts of N, from `kernel_sizes`.
       unit: float32 [M, 1].
-      bias: [N], or None.
+      bias: float32 [N] from `bias_of_kernel`, or None.
     """
     return prefill.matmul(x, w, epilogue=_of_kernel(jnp.dot(x, a), b, sizes, unit, bias))
 
 
-def kernel_sizes(sizes: Sequence[int], rank: int) -> tuple[int, ...]:
+def kernel_sizes(sizes: Sequence[int], rank: int, *, is_paired: bool = False) -> tuple[int, ...]:
     """Sizes of the parts of N for the kernel: those of the branches, or one part with all ranks.
 
     If a part does not begin at a multiple of 64 rows, and the ranks of all parts fit into 64, the kernel treats them as
-    one part. A row of B then has zeros for the ranks of other parts, which add nothing.
+    one part. A row of B then has zeros for the ranks of other parts, which add nothing. If rows are in pairs, each 64
+    have rows of both parts, so they are always one.
     """
-    is_aligned = all(size % TILE == 0 for size in sizes[:-1])
+    is_aligned = all(size % TILE == 0 for size in sizes[:-1]) and not is_paired
     return (sum(sizes),) if not is_aligned and len(sizes) * rank <= TILE else tuple(sizes)
 
 
-def _is_one_part(ups: Sequence[jax.Array]) -> bool:
+def _is_one_part(ups: Sequence[jax.Array], is_paired: bool) -> bool:
     sizes = [up.shape[1] for up in ups]
-    return len(kernel_sizes(sizes, ups[0].shape[0])) < len(sizes)
+    return len(kernel_sizes(sizes, ups[0].shape[0], is_paired=is_paired)) < len(sizes)
 
 
 def _fill(matrix: jax.Array) -> jax.Array:
@@ -183,5 +209,4 @@ def _fill(matrix: jax.Array) -> jax.Array:
 
 
 def _of_kernel(u, b, sizes, unit, bias) -> prefill.Epilogue:
-    bias = None if bias is None else bias.astype(jnp.float32)
     return prefill.Epilogue(u=u, b=b, unit=unit[:, 0], bias=bias, sizes=tuple(sizes))

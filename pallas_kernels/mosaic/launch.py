@@ -11,6 +11,8 @@ from pallas_kernels import runtime
 
 # The layout that `wgmma` needs in shared memory: 64 columns of 16 bits in a row of 128 bytes.
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+# The same for rows of 64 bytes: bulk copies of 32 columns, which are stored and read without bank conflicts.
+NARROW = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(64))
 
 # Runs a kernel on a CPU and reports data races. `interpret=True` cannot be used: it fails on TMA copies.
 INTERPRETED = plgpu.InterpretGPUParams(detect_races=True)

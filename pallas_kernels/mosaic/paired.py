@@ -13,6 +13,34 @@ from pallas_kernels.mosaic.registers import elements, fragment, i32, llvm, threa
 _COLUMNS = 8
 
 
+# 32 rows of which each warp has eight, and a thread two neighbours along a row, as in the layout `WGMMA`.
+_HALF = plgpu.Layout.TILED(
+    mgpu.Tiling(((32, 8), (8, 8), (2,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+)
+
+
+def halves(values: jax.Array, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    """Splits pairs of rows: the first rows of all pairs, and the second rows, [32, M] each, in the order of the pairs.
+
+    No value leaves its thread.
+
+    Args:
+      values: bfloat16 [64, M] in the layout `WGMMA`.
+      interpret: whether this runs on a CPU.
+    """
+    rows, columns = values.shape
+    if interpret:
+        first, second = jnp.moveaxis(values.reshape(rows // 16, 2, 8, columns), 1, 0)
+        return first.reshape(rows // 2, columns), second.reshape(rows // 2, columns)
+    kind = plgpu.ShapeDtypeStruct((rows // 2, columns), values.dtype, layout=_HALF)
+
+    def emit(_: mgpu.LaunchContext, values: mgpu.FragmentedArray) -> tuple:
+        return tuple(fragment(kind, list(values.registers.flat[half::2])) for half in range(2))
+
+    arg_types = (plgpu.Layout.WGMMA,)
+    return plgpu.inline_mgpu(arg_types=arg_types, return_type=(kind, kind))(emit)(values)
+
+
 def gate(values: jax.Array, *, interpret: bool) -> jax.Array:
     """silu(first row) * second row for all pairs of rows, in the form that `store` takes.
 

@@ -45,7 +45,8 @@ class _Hopper:
 
     @staticmethod
     def forward(x: jax.Array, w: HopperNVFP4) -> jax.Array:
-        return decode.matmul(x, w, configs.pick_config(len(x), *w.shape))
+        y = decode.matmul(x, w.as_it_lies, configs.pick_config(len(x), *w.shape))
+        return layout.joined_rows(y, -1) if w.is_paired else y
 
     @staticmethod
     def backward(dy: jax.Array, w: HopperNVFP4) -> jax.Array:
@@ -235,10 +236,6 @@ def nvfp4_matmul(
         raise ValueError(f"w must be one [N, K] matrix; its words have shape {w.words.shape}")
     if x.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"x must be float32 or bfloat16; got {x.dtype}")
-    if isinstance(w, HopperNVFP4) and w.is_paired:
-        as_it_lies = dataclasses.replace(w, is_paired=False)
-        options = {"implementation": implementation, "out_dtype": out_dtype}
-        return layout.joined_rows(nvfp4_matmul(x, as_it_lies, **options), -1)
     n, k = w.shape
     if x.ndim == 0 or x.shape[-1] != k:
         raise ValueError(f"x must be [..., K = {k}] to meet w of shape {w.shape}; got {x.shape}")

@@ -67,6 +67,8 @@ def dequantize(
 ) -> jax.Array:
     """code * scale, without the global scale: bfloat16 [N, K], with the same bits as `nvfp4.scaled_codes`.
 
+    Rows that are stored in pairs are written in the order that they had before.
+
     Args:
       w: one [N, K] weight.
       config: None for that of `pick_config`.
@@ -82,7 +84,7 @@ def dequantize(
         raise NotImplementedError(reason)
     # Four blocks per multiprocessor were fastest on an H200.
     blocks = config.blocks or 4 * (device or runtime.device()).processors
-    return _unpack(w.words, config, blocks, interpret)[:n, :k]
+    return _unpack(w, config, blocks, interpret)[:n, :k]
 
 
 def forward(x: jax.Array, w: HopperNVFP4) -> jax.Array:
@@ -113,10 +115,11 @@ def _dot(x: jax.Array, codes: jax.Array, *, contract: int) -> jax.Array:
     return jax.lax.dot_general(x, codes, (((1,), (contract,)), ((), ())))
 
 
-def _unpack(words: jax.Array, config: Config, blocks: int, interpret: bool) -> jax.Array:
+def _unpack(w: HopperNVFP4, config: Config, blocks: int, interpret: bool) -> jax.Array:
     # Imported here because the import takes half a second.
     from pallas_kernels.nvfp4_matmul import dequantize_kernel
 
-    steps = words.shape[1] // (config.step // TILE)
-    blocks = min(blocks, len(words) * steps)
-    return dequantize_kernel.launch(words, config.step, config.stages, blocks, interpret=interpret)
+    steps = w.words.shape[1] // (config.step // TILE)
+    blocks = min(blocks, len(w.words) * steps)
+    how = {"is_paired": w.is_paired, "interpret": interpret}
+    return dequantize_kernel.launch(w.words, config.step, config.stages, blocks, **how)

@@ -10,18 +10,31 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import launch as mosaic
+from pallas_kernels.mosaic import paired
 from pallas_kernels.mosaic.ring import Ring
 from pallas_kernels.nvfp4_matmul import layout, packed_tile
 from pallas_kernels.nvfp4_matmul.layout import TILE
 
 
-def launch(words: jax.Array, step: int, stages: int, blocks: int, *, interpret: bool) -> jax.Array:
-    """Unpacks tiles, int32 [N / 64, K / 64, 3, 192], to code * scale, bfloat16 [N, K]; see `dequantize.Config`."""
+def launch(
+    words: jax.Array, step: int, stages: int, blocks: int, *, is_paired: bool, interpret: bool
+) -> jax.Array:
+    """Unpacks tiles, int32 [N / 64, K / 64, 3, 192], to code * scale, bfloat16 [N, K]; see `dequantize.Config`.
+
+    If `is_paired`, the rows of the tiles are in the order of `layout.paired_rows`, and those of the result are not.
+    """
     row_tiles, column_tiles = words.shape[:2]
     chunks = step // TILE
     out = jax.ShapeDtypeStruct((row_tiles * TILE, column_tiles * TILE), jnp.bfloat16)
     return mosaic.launch(
-        functools.partial(_unpack, step=step, stages=stages, blocks=blocks, interpret=interpret),
+        functools.partial(
+            _unpack,
+            step=step,
+            stages=stages,
+            blocks=blocks,
+            is_paired=is_paired,
+            interpret=interpret,
+        ),
         {"w": words},
         {"out": out},
         {
@@ -37,7 +50,13 @@ def launch(words: jax.Array, step: int, stages: int, blocks: int, *, interpret: 
 
 
 def _unpack(
-    refs: types.SimpleNamespace, *, step: int, stages: int, blocks: int, interpret: bool
+    refs: types.SimpleNamespace,
+    *,
+    step: int,
+    stages: int,
+    blocks: int,
+    is_paired: bool,
+    interpret: bool,
 ) -> None:
     """Unpacks units block, block + blocks, ... of 64 rows by `step` columns."""
     row_tiles, column_tiles = refs.w.shape[:2]
@@ -46,6 +65,14 @@ def _unpack(
     units = row_tiles * steps
     block = lax.axis_index("block")
     turns = lax.div(units - block + blocks - 1, blocks)
+    # Which rows of a unit are stored together, and where.
+    places = [(pl.ds(0, TILE), lambda row: pl.ds(row * TILE, TILE))]
+    if is_paired:
+        half, up = TILE // 2, row_tiles * TILE // 2
+        places = [
+            (pl.ds(0, half), lambda row: pl.ds(row * half, half)),
+            (pl.ds(half, half), lambda row: pl.ds(up + row * half, half)),
+        ]
 
     def place(turn):
         unit = block + turn * blocks
@@ -78,13 +105,18 @@ def _unpack(
                 )
                 # Exact, because the factor is a power of two.
                 values = decode(tile) * jnp.bfloat16(1 / layout.DECODED_SCALE)
-                result[:, pl.ds(chunk * TILE, TILE)] = values
+                parts = paired.halves(values, interpret=interpret) if is_paired else (values,)
+                for part, (rows, _) in zip(parts, places, strict=True):
+                    result[rows, pl.ds(chunk * TILE, TILE)] = part
         with jax.named_scope("store"):
             # All threads are done: the result may be copied out, and the packed slot refilled.
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(
-                result, refs.out.at[pl.ds(row * TILE, TILE), pl.ds(column * step, step)]
-            )
+            for at, (rows, to) in enumerate(places):
+                plgpu.copy_smem_to_gmem(
+                    result.at[rows],
+                    refs.out.at[to(row), pl.ds(column * step, step)],
+                    commit_group=at == len(places) - 1,
+                )
         pl.when(turn + stages < turns)(lambda: ring.fetch(turn + stages))
 
     plgpu.wait_smem_to_gmem(0)

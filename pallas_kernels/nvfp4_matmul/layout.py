@@ -93,7 +93,8 @@ class HopperNVFP4:
       words: int32 [..., ceil(N / 64), ceil(K / 64), 3, 192], 64 x 64 tiles of codes and scales.
       global_scale: float32 [..., 1] or [..., N], a divisor; in the same order of rows as `words`.
       shape: (N, K), without padding.
-      is_paired: whether the N rows are in the order of `paired_rows`.
+      is_paired: whether the N rows of `words` are in the order of `paired_rows`. Columns of a product are not: they are
+        those of the gate, then those of up.
     """
 
     words: jax.Array
@@ -103,8 +104,14 @@ class HopperNVFP4:
 
     @property
     def multiplier(self) -> jax.Array:
-        """float32 1 / global_scale, [..., 1] or [..., N]: the factor for the rounded sums of a product."""
-        return 1 / self.global_scale
+        """float32 1 / global_scale, [..., 1] or [..., N] in the order of a product's columns: the factor for its sums."""
+        factor = 1 / self.global_scale
+        return joined_rows(factor, -1) if self.is_paired and factor.shape[-1] > 1 else factor
+
+    @property
+    def as_it_lies(self) -> "HopperNVFP4":
+        """The matrix whose rows are in the order of `words`."""
+        return dataclasses.replace(self, is_paired=False)
 
 
 def tiles(size: int) -> int:

@@ -54,7 +54,8 @@ class Epilogue:
 
     Attributes:
       u: bfloat16 [M, 64 * parts], x A of each part, padded with zeros.
-      b: bfloat16 [N, 64], B times alpha / R; each row has the ranks of its own part, then zeros.
+      b: bfloat16 [N, 64], B times alpha / R; each row has the ranks of its own part, then zeros. Its rows are in the
+        order of those of `HopperNVFP4.words`, as are the elements of the bias.
       unit: float32 [M], 1 / RMS of each row, from the norm before.
       bias: float32 [N], or None.
       sizes: rows of W in each part.
@@ -106,6 +107,9 @@ def backward(
     """dy [M, N] -> dy @ dequantize(w) [M, K], both bfloat16; see `matmul`."""
     n, k = w.shape
     config = config or pick_config(len(dy), k, n, backward=True, device=device)
+    if w.is_paired:
+        # The columns of dY lie as the rows of W that they are multiplied with.
+        dy, w = layout.paired_rows(dy, -1), w.as_it_lies
     divisor = w.global_scale
     if len(divisor) > 1:
         # The sum is over rows with different global scales, so the multiplier must come first here.
@@ -150,13 +154,13 @@ def _checked(
         )
     w_rows, steps = w.words.shape[:2][:: -1 if backward else 1]
     of_blocks = cut(len(x), w_rows, steps, config, device)
-    y = _multiply(x, w.words, divisor, config, of_blocks, backward, epilogue, interpret)
+    y = _multiply(x, w, divisor, config, of_blocks, backward, epilogue, interpret)
     return y[:m, :outputs]
 
 
 def _multiply(
     x: jax.Array,
-    words: jax.Array,
+    w: HopperNVFP4,
     divisor: jax.Array,
     config: Config,
     of_blocks: Cut,
@@ -167,8 +171,8 @@ def _multiply(
     # Imported here because the import takes half a second.
     from pallas_kernels.nvfp4_matmul import prefill_kernel
 
-    problem = prefill_kernel.Problem(config, of_blocks, backward, epilogue, interpret)
-    out, shares = prefill_kernel.launch(x, words, divisor, problem)
+    problem = prefill_kernel.Problem(config, of_blocks, backward, epilogue, w.is_paired, interpret)
+    out, shares = prefill_kernel.launch(x, w.words, divisor, problem)
     if shares is None:
         return out
     with jax.named_scope("add_shares"):
@@ -179,7 +183,18 @@ def _multiply(
             last = (last * multiplier).astype(jnp.bfloat16)
         else:
             last = _finished(rounded(last, jnp.bfloat16), multiplier, epilogue)
+        if w.is_paired:
+            return _with_both_ends(out, layout.joined_rows(last, -1))
         return last if out is None else out.at[:, -shared_rows:].set(last)
+
+
+def _with_both_ends(out: jax.Array | None, last: jax.Array) -> jax.Array:
+    """Writes the halves of `last` to the ends of both halves of `out`, if there is one, along the columns."""
+    if out is None:
+        return last
+    columns, count = out.shape[1] // 2, last.shape[1] // 2
+    out = out.at[:, columns - count : columns].set(last[:, :count])
+    return out.at[:, -count:].set(last[:, count:])
 
 
 def _finished(base: jax.Array, multiplier: jax.Array, epilogue: Epilogue) -> jax.Array:

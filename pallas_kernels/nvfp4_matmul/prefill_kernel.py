@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import launch as mosaic
-from pallas_kernels.mosaic import registers
+from pallas_kernels.mosaic import paired, registers
 from pallas_kernels.mosaic.ring import Ring
 from pallas_kernels.nvfp4_matmul import layout, packed_tile
 from pallas_kernels.nvfp4_matmul.layout import TILE
@@ -33,6 +33,8 @@ class Problem:
       cut: which block does which tiles.
       backward: whether the product is dX.
       epilogue: the operations after the product; or None.
+      is_paired: whether the rows of W are in pairs. The columns of the product are not: a tile of 64 rows of W has 32
+        columns in the first half of N and 32 in the second.
       interpret: whether this runs on a CPU.
     """
 
@@ -40,6 +42,7 @@ class Problem:
     cut: Cut
     backward: bool
     epilogue: Epilogue | None
+    is_paired: bool
     interpret: bool
 
     @property
@@ -107,7 +110,11 @@ def launch(
         {
             "x_slots": tiles_of_x(stages, rows, TILE),
             "w_slots": plgpu.SMEM((stages, warpgroups, *layout.TILE_SHAPE), jnp.int32),
-            "result": tiles_of_x(warpgroups, rows // problem.halves, TILE),
+            "result": plgpu.SMEM(
+                (warpgroups, 2, rows, TILE // 2), jnp.bfloat16, transforms=mosaic.NARROW
+            )
+            if problem.is_paired
+            else tiles_of_x(warpgroups, rows // problem.halves, TILE),
             "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             "empty": empty,
             "decoded": tiles_of_x(2, warpgroups, TILE, TILE) if problem.in_memory else None,
@@ -389,12 +396,12 @@ class _Block:
     def _write_scaled(self, total: jax.Array, x_tile: jax.Array, w_row: jax.Array) -> None:
         halves, rows = self.problem.halves, self.problem.config.rows
         total *= _spread(self._multiplier(w_row), 0, total.shape)
-        result, total = self.refs.result.at[self.group], total.astype(jnp.bfloat16)
+        total = total.astype(jnp.bfloat16)
         for half in range(halves):
             first, count = half * (rows // halves), rows // halves
             # Wait until the copy before this one has read it.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            result.T[...] = total[:, first : first + count] if halves > 1 else total
+            self._store(0, total[:, first : first + count] if halves > 1 else total)
             self._copy_out(x_tile, first, count, w_row)
 
     def _write_finished(
@@ -421,7 +428,7 @@ class _Block:
                 y += _spread(bias, 0, y.shape)
             if not first:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            refs.result.at[self.group, pl.ds(first, count)].T[...] = y.astype(jnp.bfloat16)
+            self._store(first, y.astype(jnp.bfloat16))
         self._refill_last(branch_unit)
         self._leave(branch_unit)
         self._copy_out(x_tile, 0, rows, w_row)
@@ -436,12 +443,27 @@ class _Block:
 
         return pl.run_scoped(multiply, plgpu.ACC((TILE, count), jnp.float32))
 
+    def _store(self, first: int, values: jax.Array) -> None:
+        """Stores bfloat16 [64, count] transposed as rows `first` ... of the result in shared memory."""
+        result, rows = self.refs.result.at[self.group], pl.ds(first, values.shape[1])
+        if not self.problem.is_paired:
+            result.at[rows].T[...] = values
+            return
+        for half, part in enumerate(paired.halves(values, interpret=self.problem.interpret)):
+            result.at[half, rows].T[...] = part
+
     def _copy_out(self, x_tile: jax.Array, first: int, count: int, w_row: jax.Array) -> None:
         """Starts the copy of a result to rows `first` ... `first` + `count` - 1 of a tile of x."""
         plgpu.commit_smem()
-        x_row = x_tile * self.problem.config.rows + first
-        out = self.refs.out.at[pl.ds(x_row, count), pl.ds(w_row, TILE)]
-        plgpu.copy_smem_to_gmem(self.refs.result.at[self.group], out)
+        rows = pl.ds(x_tile * self.problem.config.rows + first, count)
+        result, out = self.refs.result.at[self.group], self.refs.out
+        if not self.problem.is_paired:
+            plgpu.copy_smem_to_gmem(result, out.at[rows, pl.ds(w_row, TILE)])
+            return
+        column = lax.div(w_row, 2)
+        for half, start in enumerate((0, out.shape[1] // 2)):
+            to = out.at[rows, pl.ds(start + column, TILE // 2)]
+            plgpu.copy_smem_to_gmem(result.at[half], to, commit_group=half == 1)
 
     def _multiplier(self, w_row: jax.Array) -> jax.Array:
         """The factor for sums of 64 rows of W, from `w_row`: a scalar, or [64]."""
