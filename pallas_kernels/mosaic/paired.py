@@ -15,7 +15,7 @@ _COLUMNS = 8
 
 # 32 rows of which each warp has eight, and a thread two neighbours along a row, as in the layout `WGMMA`.
 _HALF = plgpu.Layout.TILED(
-    mgpu.Tiling(((32, 8), (8, 8), (2,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+    plgpu.Tiling(((32, 8), (8, 8), (2,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
 )
 
 

@@ -11,12 +11,20 @@ import pytest
 
 from pallas_kernels import linear, nvfp4, nvfp4_matmul, runtime
 from pallas_kernels.finished_linear import prefill as fused_wide
-from pallas_kernels.nvfp4_matmul import api, layout, prefill, prefill_config, reference, shapes
+from pallas_kernels.nvfp4_matmul import (
+    api,
+    dequantize,
+    layout,
+    prefill,
+    prefill_config,
+    reference,
+    shapes,
+)
 from tests.combinations import spread
 from tests.pallas_kernels.devices import h200, like  # noqa: F401
 
 on_cpu = pytest.mark.skipif(runtime.platform() != "cpu", reason="interpret mode is for a CPU")
-to_hopper = jax.jit(layout.prepare)
+to_hopper = jax.jit(layout.prepare, static_argnames="is_paired")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,14 +124,40 @@ def assert_almost_all_are_equal(actual, expected):
         ),
         # An epilogue in two unequal halves.
         pytest.param(168, (64,), 192, prefill_config.Config(168, 1, 3), {}, marks=pytest.mark.slow),
+        # Rows in pairs: ragged M and K, an odd number of tiles.
+        (
+            *(44, (96, 96), 208),
+            prefill_config.Config(16, 1, 3, 2),
+            {"is_paired": True, "scale_per_row": True},
+        ),
+        # All split; two tiles whole, one split.
+        pytest.param(
+            *(16, (128, 128), 128),
+            prefill_config.Config(16, 2, 2, producer=True, split=2),
+            {"is_paired": True, "rank": 32},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *(16, (192, 192), 256),
+            prefill_config.Config(16, 2, 2, producer=True, split=4),
+            {"is_paired": True, "rank": 3, "scale_per_row": True},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *(168, (32, 32), 192),
+            prefill_config.Config(168, 1, 3),
+            {"is_paired": True, "with_bias": False},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_kernel_meets_the_definition_without_a_race(capfd, m, sizes, k, config, traits):
     device = like(processors=2)  # so that a block has several tiles
-    case = random(m, sizes, k, **traits)
-    epilogue = fused_wide.epilogue(case.branches, case.unit, case.bias)
+    is_paired = traits.get("is_paired", False)
+    case = random(m, sizes, k, **{k: v for k, v in traits.items() if k != "is_paired"})
+    epilogue = fused_wide.epilogue(case.branches, case.unit, case.bias, is_paired=is_paired)
     actual = prefill.matmul(
-        *(case.x, to_hopper(case.weight), config),
+        *(case.x, to_hopper(case.weight, is_paired=is_paired), config),
         epilogue=epilogue,
         device=device,
         interpret=True,
@@ -139,8 +173,9 @@ def on_hopper(monkeypatch, h200):  # noqa: F811
     monkeypatch.setattr(api._Wide, "backward", staticmethod(multiply_back))
 
 
-def test_its_derivatives_are_those_of_the_definition(monkeypatch, on_hopper):
-    case = random(136, (256, 128), 512)
+@pytest.mark.parametrize(("sizes", "is_paired"), [((256, 128), False), ((192, 192), True)])
+def test_its_derivatives_are_those_of_the_definition(monkeypatch, on_hopper, sizes, is_paired):
+    case = random(136, sizes, 512)
     dy = jnp.asarray(np.random.default_rng(0).standard_normal((136, 384)), jnp.bfloat16)
 
     def plain(x, branches):
@@ -149,7 +184,7 @@ def test_its_derivatives_are_those_of_the_definition(monkeypatch, on_hopper):
     y, expected_vjp = jax.vjp(plain, case.x, case.branches)
     expected = expected_vjp(dy)
     monkeypatch.setattr(prefill, "matmul", lambda *_, epilogue: y)
-    w = to_hopper(case.weight)
+    w = to_hopper(case.weight, is_paired=is_paired)
     run = lambda x, branches: fused_wide.linear(x, w, branches, case.unit, case.bias)
     out, vjp = jax.vjp(run, case.x, case.branches)
     np.testing.assert_array_equal(out, y)
@@ -246,6 +281,34 @@ def test_on_its_device_every_tile_meets_the_definition(case, k):
     epilogue = fused_wide.epilogue(case.branches, case.unit, case.bias)
     run = jax.jit(lambda x, w, epilogue: prefill.matmul(x, w, config, epilogue=epilogue))
     assert_almost_all_are_equal(run(case.x, w, epilogue), case.expected())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("m", "n", "k", "config"),
+    [
+        (8192, 37888, 3584, None),
+        (300, 9728, 896, None),
+        (136, 9728, 896, None),
+        (500, 4864, 576, prefill_config.Config(88, 2, 8, producer=True)),
+        (2200, 2432, 208, None),
+        (1000, 1984, 208, None),
+    ],
+)
+def test_on_its_device_rows_in_pairs_give_what_rows_in_order_give(m, n, k, config):
+    case = random(m, (n // 2, n // 2), k, rank=32)
+
+    def results(*, is_paired):
+        w = to_hopper(case.weight, is_paired=is_paired)
+        more = fused_wide.epilogue(case.branches, case.unit, case.bias, is_paired=is_paired)
+        run = jax.jit(lambda x, w, more: prefill.matmul(x, w, config, epilogue=more))
+        return run(case.x, w, None), jax.jit(dequantize.dequantize)(w), run(case.x, w, more)
+
+    *paired, finished = results(is_paired=True)
+    *joined, wanted = results(is_paired=False)
+    jax.tree.map(np.testing.assert_array_equal, paired, joined)
+    # The ranks are summed in other places of B.
+    assert_almost_all_are_equal(finished, wanted)
 
 
 @pytest.mark.gpu

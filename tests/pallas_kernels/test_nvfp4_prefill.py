@@ -22,7 +22,7 @@ from pallas_kernels.nvfp4_matmul import (
 from tests.pallas_kernels.devices import h200, like  # noqa: F401
 
 random = jax.jit(nvfp4.random, static_argnums=1)
-to_hopper = jax.jit(layout.prepare)
+to_hopper = jax.jit(layout.prepare, static_argnames="is_paired")
 on_cpu = pytest.mark.skipif(runtime.platform() != "cpu", reason="interpret mode is for a CPU")
 interpreted = functools.partial(dequantize.dequantize, interpret=True)
 dequantized = functools.partial(nvfp4_matmul, implementation="dequantized")
@@ -97,6 +97,23 @@ def test_a_step_that_does_not_divide_k_is_refused_and_never_picked():
         assert dequantize.supports(n, k, dequantize.pick_config(k)) is None
 
 
+@on_cpu
+@pytest.mark.parametrize(
+    ("k", "config"),
+    [
+        (208, None),  # ragged K
+        pytest.param(*(320, dequantize.Config(64, 2, 2)), marks=pytest.mark.slow),
+        pytest.param(*(256, dequantize.Config(128, 2, 3)), marks=pytest.mark.slow),
+        pytest.param(*(256, dequantize.Config(256, 2, 3)), marks=pytest.mark.slow),
+    ],
+)
+def test_rows_in_pairs_are_written_out_in_order(capfd, k, config):
+    t = weight(k, 192, k)
+    actual = interpreted(to_hopper(t, is_paired=True), config)
+    np.testing.assert_array_equal(actual, nvfp4.scaled_codes(t), strict=True)
+    assert "RACE" not in capfd.readouterr().out
+
+
 # The kernel that multiplies ------------------------------------------------------------------
 
 
@@ -147,6 +164,40 @@ def test_derivatives_meet_the_reference_without_a_race(capfd, m, n, k, config):
     actual = prefill.backward(dy, to_hopper(t), config, device=device, interpret=True)
     assert_within_an_ulp(actual, reference.backward(dy.astype(jnp.float32), t))
     assert "RACE" not in capfd.readouterr().out
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("m", "n", "k", "config"),
+    [
+        (44, 192, 208, prefill_config.Config(16, 1, 3, 2)),  # ragged M and K
+        pytest.param(
+            *(44, 128, 256, prefill_config.Config(16, 2, 2, producer=True, split=2)),
+            marks=pytest.mark.slow,
+        ),  # all tiles split
+        # One split, the others whole.
+        pytest.param(
+            *(16, 192, 256, prefill_config.Config(16, 1, 3, split=4)), marks=pytest.mark.slow
+        ),
+        pytest.param(*(256, 384, 64, prefill_config.Config(256, 3, 3)), marks=pytest.mark.slow),
+    ],
+)
+def test_the_order_of_rows_in_memory_changes_no_bit(capfd, m, n, k, config):
+    x, t = normal(m, (m, k)), weight(n, n, k, scale_per_row=n == 192)
+    how = {"device": like(processors=2), "interpret": True}
+    found = [prefill.matmul(x, to_hopper(t, is_paired=p), config, **how) for p in (False, True)]
+    np.testing.assert_array_equal(*found)
+    assert "RACE" not in capfd.readouterr().out
+
+
+@on_cpu
+@pytest.mark.parametrize("scale_per_row", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_dx_of_rows_in_pairs_meets_the_reference(scale_per_row):
+    t = weight(5, 192, 128, scale_per_row=scale_per_row)
+    dy, config = normal(4, (44, 192)), prefill_config.Config(16, 2, 3)
+    how = {"device": like(processors=2), "interpret": True}
+    actual = prefill.backward(dy, to_hopper(t, is_paired=True), config, **how)
+    assert_within_an_ulp(actual, reference.backward(dy.astype(jnp.float32), t))
 
 
 @on_cpu
@@ -240,11 +291,16 @@ def test_dx_in_other_than_sixteens_of_rows_is_refused():
 # Through the front door ----------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("is_paired", [False, True])
 @pytest.mark.parametrize("scale_per_row", [False, True])
-def test_products_and_their_derivative_meet_the_reference(pretended_hopper, scale_per_row):
-    x, dy = normal(0, (2, 65, 208)), normal(1, (2, 65, 96))
-    t = weight(2, 96, 208, scale_per_row=scale_per_row)
-    actual, vjp = jax.vjp(lambda x: dequantized(x, to_hopper(t)), x)
+def test_products_and_their_derivative_meet_the_reference(
+    pretended_hopper, scale_per_row, is_paired
+):
+    n = 192 if is_paired else 96
+    x, dy = normal(0, (2, 65, 208)), normal(1, (2, 65, n))
+    t = weight(2, n, 208, scale_per_row=scale_per_row)
+    w = to_hopper(t, is_paired=is_paired)
+    actual, vjp = jax.vjp(lambda x: dequantized(x, w), x)
     expected, expected_vjp = jax.vjp(lambda x: nvfp4_matmul(x, t), x.astype(jnp.float32))
     assert_within_an_ulp(actual, expected)
     assert_within_an_ulp(vjp(dy)[0], expected_vjp(dy.astype(jnp.float32))[0])
@@ -377,12 +433,15 @@ def test_on_its_device_the_kernel_writes_scaled_codes(n, k):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("is_paired", [False, True])
 @pytest.mark.parametrize("scale_per_row", [False, True])
 @pytest.mark.parametrize("name", ["wide", "dequantized"])
-def test_on_its_device_the_product_and_its_derivative_meet_the_reference(name, scale_per_row):
+def test_on_its_device_the_product_and_its_derivative_meet_the_reference(
+    name, scale_per_row, is_paired
+):
     m, n, k = 300, 4608, 3584
     x, dy, t = normal(0, (m, k)), normal(1, (m, n)), weight(2, n, k, scale_per_row=scale_per_row)
-    w = to_hopper(t)
+    w = to_hopper(t, is_paired=is_paired)
     product = jax.jit(functools.partial(nvfp4_matmul, implementation=name))
     assert_within_an_ulp(product(x, w), reference.forward(x.astype(jnp.float32), t))
     actual = jax.jit(lambda x, dy: jax.vjp(lambda x: product(x, w), x)[1](dy)[0])(x, dy)
