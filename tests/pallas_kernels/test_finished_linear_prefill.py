@@ -213,6 +213,14 @@ def test_what_it_cannot_run_is_refused_with_its_reason(on_hopper, m, sizes, k, r
     assert re.match(reason, fused_wide.supports(m, sizes, k, rank, dtype))
 
 
+def test_rows_in_pairs_have_room_for_the_ranks_of_both_parts(on_hopper):
+    supports = functools.partial(fused_wide.supports, 256, (256, 256), 512, dtype=jnp.bfloat16)
+    assert supports(rank=32, is_paired=True) is None
+    assert supports(rank=33, is_paired=False) is None
+    reason = "needs 64 ranks or fewer in all parts if rows are in pairs; got 2 parts of 33"
+    assert supports(rank=33, is_paired=True) == reason
+
+
 @pytest.mark.parametrize(
     ("sizes", "k", "rank"),
     [
