@@ -3,7 +3,8 @@
 It measures the forward pass, dX and the gradients of the adapter and of trained norms of the model's own layer,
 including attention, on random weights. Several layers with different weights follow one another, so that none is in the
 L2 cache. All arms are compiled first and then timed in turn, several times, because a warm card is slower. "apart" lets
-XLA do the operations after a product, which otherwise the kernel for many rows does (`finished_linear.prefill`).
+XLA do the operations after a product, which otherwise the kernel for many rows does (`finished_linear.prefill`), and in
+"paired" rows of gate and up lie in pairs.
 `kernels` is the sum of device times from CUPTI and `wall` the time of a call, both per layer. The script ends itself if
 a kernel hangs.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -28,7 +30,12 @@ from qerl_jax.config import LoraConfig
 from qerl_jax.model import architecture, layers
 from qerl_jax.model.transformer import Block, Role
 
-ARMS = {"bfloat16": "bfloat16", "nvfp4": "nvfp4", "nvfp4-apart": "nvfp4"}
+ARMS = {
+    "bfloat16": "bfloat16",
+    "nvfp4": "nvfp4",
+    "nvfp4-apart": "nvfp4",
+    "nvfp4-paired": "nvfp4",
+}
 
 
 def prepare(args: argparse.Namespace, arm: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -39,7 +46,9 @@ def prepare(args: argparse.Namespace, arm: str) -> tuple[Callable[..., Any], tup
     x = jax.random.normal(jax.random.key(0), (args.rows, args.length, arch.width), jnp.bfloat16)
     run = lambda variables, x: block.apply(variables, (x, None), 0, tables)[0][0]
     init = jax.jit(lambda key: block.init(key, (x[:1, :8], None), 0, _short(tables)))
-    variables = [init(jax.random.key(1 + i)) for i in range(args.layers)]
+    pairs = {"PALLAS_PAIRED_GATES": str(int(arm == "nvfp4-paired"))}
+    with mock.patch.dict(os.environ, pairs):
+        variables = [init(jax.random.key(1 + i)) for i in range(args.layers)]
     frozen = [v["frozen"] for v in variables]
     params = [jax.tree.map(lambda leaf: leaf + 1e-3, v["params"]) for v in variables]
 
