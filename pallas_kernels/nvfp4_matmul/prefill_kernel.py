@@ -410,7 +410,10 @@ class _Block:
         """Writes a tile after its epilogue."""
         rows, refs, slot = self.problem.config.rows, self.refs, self.ring.slot(branch_unit)
         # Few enough rows of x at a time that a second float32 tile fits into registers.
-        cuts = (0, rows) if rows <= _MOST_AT_ONCE else (0, rows // 16 * 8, rows)
+        # Beside a producer, two stores for each piece of rows in pairs take more registers, so there are three pieces.
+        many = 3 if self.problem.is_paired and self.problem.config.producer else 2
+        pieces = 1 if rows <= _MOST_AT_ONCE else many
+        cuts = (*(rows // (8 * pieces) * 8 * piece for piece in range(pieces)), rows)
         # Rounding before the division by DECODED_SCALE is the same as after it: that is a power of two.
         base = registers.to_bfloat16(total, interpret=self.problem.interpret)
         scale = self._multiplier(w_row)

@@ -149,6 +149,13 @@ def assert_almost_all_are_equal(actual, expected):
             {"is_paired": True, "with_bias": False},
             marks=pytest.mark.slow,
         ),
+        # Beside a producer, an epilogue of three pieces.
+        pytest.param(
+            *(112, (64, 64), 128),
+            prefill_config.Config(112, 2, 2, producer=True),
+            {"is_paired": True, "rank": 32},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_kernel_meets_the_definition_without_a_race(capfd, m, sizes, k, config, traits):
