@@ -287,6 +287,8 @@ def price_table(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def profile(timed: Any, rows: int, args: argparse.Namespace) -> None:
     """Prints the kernels of a step of each arm, for a chunk in the middle of its rows."""
+    import jax
+
     from qerl_jax.generation import engine
     from qerl_jax.generation.draft_search import CHUNKS
     from scripts.bench_rollouts import by_kernel, undonated
@@ -297,13 +299,14 @@ def profile(timed: Any, rows: int, args: argparse.Namespace) -> None:
     plain, chunks, ready = engine.decode, collections.Counter(), {}
 
     def watched(*arguments, **traits):
-        slots, positions = arguments[2], traits["positions"]
-        arm = "off" if slots.texts is None else positions or 0
+        has_texts, positions = len(arguments) > 5, traits["positions"]
+        arm = positions or 0 if has_texts else "off"
         chunks[arm] += 1
         if chunks[arm] == 2:
             # No draft is right.
+            slots = jax.device_get(arguments[2]).tree()
             most = traits["spec"].chunk * (CHUNKS if positions else 1)
-            steps = min(most, int(np.max(np.asarray(slots.limit) - np.asarray(slots.step))))
+            steps = min(most, int(np.max(slots.limit - slots.step)))
             ready[arm] = steps, undonated(plain, *arguments, **traits)
             raise Stopped
         return plain(*arguments, **traits)

@@ -84,6 +84,7 @@ def arguments(
     from qerl_jax.generation.draft_control import MOST_ENDED
     from qerl_jax.generation.draft_search import KINDS, Texts
     from qerl_jax.generation.engine import EngineSpec
+    from qerl_jax.generation.packed import Packed
     from qerl_jax.generation.scheduler import Slots
     from qerl_jax.model import architecture, kv_cache
     from qerl_jax.model.transformer import Transformer, init_params, random_base
@@ -103,14 +104,15 @@ def arguments(
         live=jax.ShapeDtypeStruct((rows,), bool),
         keys=jax.ShapeDtypeStruct((rows, 2), jnp.uint32),
         history=None if positions is None else numbers(rows, TOKENS),
-        texts=None if positions is None else Texts(numbers(rows, MOST_ENDED), numbers(rows)),
         span=None if positions is None else numbers(),
         patience=None if positions is None else numbers(),
     )
+    packed = jax.eval_shape(Packed.of, slots)
     temperature = jax.ShapeDtypeStruct((), jnp.float32)
-    shapes = [{"frozen": frozen, "params": params}, pool, slots, temperature, numbers(8)]
+    shapes = [{"frozen": frozen, "params": params}, pool, packed, temperature, numbers(8)]
     static = {"model": model, "spec": EngineSpec(min(151_665, arch.vocab_size))}
     if positions is not None:
+        shapes.append(Texts(numbers(rows, MOST_ENDED), numbers(rows)))
         shapes.append(jax.ShapeDtypeStruct((KINDS,), jnp.float32))
         shapes.append(jax.ShapeDtypeStruct((), bool))
         static["positions"] = positions or None

@@ -4,6 +4,7 @@ import jax
 import pytest
 
 from qerl_jax.generation import engine
+from qerl_jax.generation.packed import Packed
 from scripts import compile_decode
 
 
@@ -12,9 +13,10 @@ def test_the_chunk_can_be_traced_from_shapes_alone(base):
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     shapes, traits = compile_decode.arguments("qwen2.5-0.5b", base, 2, 8, device)
     traced = engine.decode.of(traits["model"]).trace(*shapes, **traits)
-    _, (tokens, logps, *_), moved = traced.out_info
+    _, brought, rows = traced.out_info
+    tokens, logps, *_ = jax.eval_shape(Packed.tree, brought)
     assert tokens.shape == logps.shape == (2, traits["spec"].chunk)
-    assert set(moved) == {"ends", "token", "step", "live"}
+    assert rows == jax.tree.map(lambda x: x.update(sharding=rows.words.sharding), shapes[2])
 
 
 @pytest.mark.parametrize("is_early", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from qerl_jax.generation import draft_search, verifying
 from qerl_jax.generation.decode_step import EngineSpec, drawer, extender, seen_in
 from qerl_jax.generation.device_pool import BY_HEADS
+from qerl_jax.generation.packed import Packed
 from qerl_jax.generation.programs import program
 from qerl_jax.generation.scheduler import Slots
 from qerl_jax.model import kv_cache, noise
@@ -31,9 +32,10 @@ def prefill(variables, pool, tokens, tables, numbers=None, *, model: Transformer
 def decode(
     variables,
     pool,
-    slots: Slots,
+    rows: Packed,
     temperature,
     stop_tokens,
+    texts: draft_search.Texts | None = None,
     odds=None,
     compares=None,
     *,
@@ -46,9 +48,10 @@ def decode(
     Args:
         variables: See `Engine.stream`.
         pool: Keys and values.
-        slots: The rows; with `texts` where drafts are looked for.
+        rows: The rows: `Slots` without `texts`.
         temperature: float32 scalar.
         stop_tokens: int32 [n].
+        texts: Where drafts are looked for; None for no drafts.
         odds: float32 [draft_search.KINDS], where drafts are looked for.
         compares: bool scalar, where drafts are looked for: whether a chunk without any makes some, which are only compared.
         model: The policy.
@@ -56,13 +59,17 @@ def decode(
         positions: Tokens of all rows that a step runs, those of drafts included; None for one token of each row.
 
     Returns:
-        The pool; tokens and log-probabilities [B, n], how many of them each row has, who lives, entropies [B, n] or None, and what became of drafts (`draft_search.Outcome`) or None; and the fields of
-        `slots` that have moved.
+        The pool; `Packed`, what the chunk brought: tokens and log-probabilities [B, n], how many of them each row has,
+        who lives, entropies [B, n] or None, and what became of drafts (`draft_search.Outcome`) or None; and the rows as
+        the next chunk finds them.
     """
+    slots: Slots = dataclasses.replace(rows.tree(), texts=texts)
     how = variables, pool, slots, temperature, stop_tokens, model, spec
     if positions:
-        return verifying.sample(*how, odds, positions)
-    return _sample(*how, compares)
+        pool, brought, moved = verifying.sample(*how, odds, positions)
+    else:
+        pool, brought, moved = _sample(*how, compares)
+    return pool, Packed.of(brought), Packed.of(dataclasses.replace(slots, texts=None, **moved))
 
 
 @jax.tree_util.register_dataclass
@@ -91,7 +98,9 @@ def _sample(
     spec: EngineSpec,
     compares,
 ):
-    """`decode` with one token of each row in a step."""
+    """`decode` with one token of each row in a step: gives the pool, what the chunk brought, and the fields of `slots`
+    that have moved.
+    """
     chunk = spec.chunk
     rows = jnp.arange(len(slots.live))
     row_keys = jax.random.wrap_key_data(slots.keys)

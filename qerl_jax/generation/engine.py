@@ -32,6 +32,7 @@ from qerl_jax.generation import device_pool, draft_control, kv_capacity, samplin
 from qerl_jax.generation.decoding import EngineSpec, decode, prefill
 from qerl_jax.generation.draft_control import MOST_ENDED, Drafting
 from qerl_jax.generation.draft_search import LONGEST_MATCH
+from qerl_jax.generation.packed import Packed
 from qerl_jax.generation.recall import Recall
 from qerl_jax.generation.sampling_params import SamplingParams
 from qerl_jax.generation.scheduler import (
@@ -332,13 +333,14 @@ class Engine:
             poll: Called before each chunk instead of the engine's own.
             compiles: Around each call of a program.
         """
-        poll, temperature = poll or self.poll, np.float32(temperature)
+        poll = poll or self.poll
         # All of it said to be on one device: else a chunk whose rows come from the host and one whose
         # rows come from the chunk before would be two programs.
         leaf = jax.tree.leaves(variables["frozen"])[0]
         device, *others = sorted(leaf.devices(), key=lambda each: each.id)
         where = NamedSharding(leaf.sharding.mesh, PartitionSpec()) if others else device
         pool = device_pool.made(self._model, schedule.num_pages, self._page_size, device, where)
+        always = jax.device_put((np.float32(temperature), self._stop_tokens), where)
         traits = {"model": self._model, "spec": self._spec}
         # Once: the policy has many arrays, and stays the same.
         policy = self._model, _form(variables)
@@ -370,34 +372,34 @@ class Engine:
                             break
                         with_history = self._spec.repetition_penalty != 1
                         slots = schedule.slots(with_history)
-                        if slots.texts is not known:
-                            known, known_here = slots.texts, jax.device_put(slots.texts, where)
-                        slots = jax.device_put(dataclasses.replace(slots, texts=None), where)
-                        slots = dataclasses.replace(slots, texts=known_here)
+                        rows = Packed.of(dataclasses.replace(slots, texts=None))
+                        if slots.texts is known:
+                            rows = jax.device_put(rows, where)
+                        else:
+                            known = slots.texts
+                            rows, known_here = jax.device_put((rows, known), where)
                     positions, drafting = None, ()
                     if slots.texts is not None:
                         positions = control.positions(len(slots.live), schedule.live)
-                        drafting = control.odds(), np.bool_(positions == 0)
-                    form = _form(pool, slots)
+                        drafting = known_here, control.odds(), np.bool_(positions == 0)
+                    form = _form(pool, rows, drafting)
                     with compiles(device, *policy, self._spec, positions or None, form):
-                        pool, brought, moved = decode(
+                        # The rows are then those that the next chunk finds.
+                        pool, brought, rows = decode(
                             variables,
                             pool,
-                            slots,
-                            temperature,
-                            self._stop_tokens,
+                            rows,
+                            *always,
                             *drafting,
                             **traits,
                             positions=positions or None,
                         )
                     chunks.append((positions, brought))
-                    # The rows as the next chunk finds them.
-                    slots = dataclasses.replace(slots, **moved)
                 if not chunks:
                     schedule.wait(_REPLY_SECONDS)
                     continue
                 with_positions, brought = chunks.popleft()
-                *brought, entropies, outcome = jax.device_get(brought)
+                *brought, entropies, outcome = jax.device_get(brought).tree()
                 if outcome is not None:
                     _, _, lengths, live = brought
                     control.learn(len(live), with_positions, outcome, int(lengths.sum()))

@@ -379,8 +379,9 @@ def test_a_row_that_a_stop_string_ended_runs_one_chunk_too_far_at_most(monkeypat
     monkeypatch.setattr(
         engine,
         "decode",
-        lambda variables, pool, slots, *args, **options: (
-            live.append(int(np.sum(slots.live))) or decode(variables, pool, slots, *args, **options)
+        lambda variables, pool, rows, *args, **options: (
+            live.append(int(rows.tree().live.sum()))
+            or decode(variables, pool, rows, *args, **options)
         ),
     )
     texts = lambda tokens: "".join(f"<{token}>" for token in tokens)
