@@ -346,13 +346,17 @@ class Engine:
         policy = self._model, _form(variables)
         control = self._control(schedule)
         chunks = collections.deque()
+        # What the last chunk brought; None when it has been given. It is given when the next is under way, so that the
+        # device does not wait for whoever takes it.
+        held: Iterator[RowTokens] | None = None
         # Where drafts are found, as the schedule has it and on the device: it is large, and seldom changes.
         known, known_here = None, None
         try:
             while schedule.unfinished():
                 poll()
                 if not chunks and (over := schedule.take_replies()):
-                    yield over
+                    yield [*(held or ()), *over]
+                    held = None
                     continue
                 # Where no row waits, the device goes on while the host reads what it brought.
                 while not chunks or (
@@ -395,6 +399,9 @@ class Engine:
                             positions=positions or None,
                         )
                     chunks.append((positions, brought))
+                if held is not None:
+                    yield list(held)
+                    held = None
                 if not chunks:
                     schedule.wait(_REPLY_SECONDS)
                     continue
@@ -403,9 +410,11 @@ class Engine:
                 if outcome is not None:
                     _, _, lengths, live = brought
                     control.learn(len(live), with_positions, outcome, int(lengths.sum()))
-                yield schedule.harvest(
+                held = schedule.harvest(
                     *brought, self._stop_tokens, self._stop_strings, entropies=entropies
                 )
+            if held is not None:
+                yield list(held)
         finally:
             # The traceback of an error keeps what this frame holds, in a notebook until the next error.
             del pool

@@ -9,7 +9,7 @@ import collections
 import concurrent.futures
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -379,8 +379,8 @@ class Schedule:
         left: list[Move] = []
         rows = sorted((row for _, row in self._running()), key=lambda row: row.turn)
         # Where nobody waits for a page, rows take all they can need, and the device goes on without the host.
-        missing = sum(self._most(row) - len(row.pages) for row in rows)
-        is_enough = not self._waits() and missing <= self._pages.free
+        missing = (self._most(row) - len(row.pages) for row in rows)
+        is_enough = not self._waits() and sum(missing) <= self._pages.free
         going = [row for row in rows if row.reply is None]
         ahead = _AHEAD * self._shapes.stride(self._size())
         while going:
@@ -586,10 +586,13 @@ class Schedule:
         stop_tokens: np.ndarray,
         stop_strings: StopStrings | None,
         entropies: np.ndarray | None = None,
-    ) -> list[RowTokens]:
+    ) -> Iterator[RowTokens]:
         """Takes in what a chunk brought, and frees the slots and pages of rows that ended.
 
         A row whose turn has ended by a stop waits in its slot, unless its `TurnTaker` ends it there.
+
+        Returns:
+            The tokens of each row, which are not looked up before they are asked for: the next chunk can begin first.
         """
         brought = []
         for slot, row in self._running():
@@ -609,19 +612,20 @@ class Schedule:
                 row.reply = self._turns(row.index, row.made)
                 ended = "stop" if row.reply is None else None
             self._overtaken |= bool(live[slot]) and (ended is not None or row.reply is not None)
-            brought.append(
-                RowTokens(
-                    row.index,
-                    tokens[slot, :length],
-                    logps[slot, :length],
-                    ended,
-                    None if entropies is None else entropies[slot, :length],
-                    None if self._turns is None else np.arange(length) < given,
-                )
-            )
+            brought.append((row.index, slot, length, given, ended))
             if ended:
                 self._free(slot)
-        return brought
+        return (
+            RowTokens(
+                row,
+                tokens[slot, :length],
+                logps[slot, :length],
+                ended,
+                None if entropies is None else entropies[slot, :length],
+                None if self._turns is None else np.arange(length) < given,
+            )
+            for row, slot, length, given, ended in brought
+        )
 
     def _free(self, slot: int) -> None:
         row = self._slots[slot]
@@ -647,6 +651,10 @@ class Schedule:
     def _most(self, row: _Row) -> int:
         """Pages that a row can need."""
         return self._ceil(row.cached.filled + row.cached.prompt.limit)
+
+    def _grows(self, row: _Row) -> bool:
+        """Whether a row may ask for more pages than it has."""
+        return len(row.pages) < self._most(row)
 
     def _soon(self, row: _Row, ahead: int) -> int:
         """Pages that a row needs for so many tokens more."""
@@ -701,10 +709,12 @@ class Schedule:
         """Gives free slots to parked rows, then to rows whose prompt is cached, in order, while there are pages."""
         if self._waits():
             self._slots += [None] * (self._shapes.sizes[0] - len(self._slots))
+        if None not in self._slots:
+            return
+        # A page for each row that will ask for one, so that none has to leave at once.
+        spare = sum(self._grows(row) for _, row in self._running())
         while None in self._slots and (waiting := self._parked or self._ready):
             shared, own = self._begins_with(row := waiting[0])
-            # A page for each row that will ask for one, so that none has to leave at once.
-            spare = sum(len(each.pages) < self._most(each) for _, each in self._running())
             if own + spare > self._pages.free:
                 return
             self._slots[self._slots.index(None)] = row
@@ -714,6 +724,7 @@ class Schedule:
             else:
                 self._parked.pop(0)
                 self._return(row, shared, self._pages.take(own))
+            spare += self._grows(row)
 
     def _begins_with(self, row: _Row) -> tuple[list[int], int]:
         """Pages of its prompt that a row takes over or shares, and how many more it takes for its next tokens."""

@@ -373,6 +373,17 @@ def test_the_device_goes_on_while_the_host_reads_unless_a_row_waits(monkeypatch,
     assert " ".join(seen) == events
 
 
+def test_rows_are_given_when_the_next_chunk_is_under_way(monkeypatch):
+    """The device does not wait for what is done with them."""
+    seen, decode = [], engine.decode
+    noted = lambda *args, **options: seen.append("start") or decode(*args, **options)
+    monkeypatch.setattr(engine, "decode", noted)
+    queue, sizes = prompts(0, (5, 5, 5), (1, 1, 1), limit=4), {"max_prompt_length": WIDTH}
+    for pieces in make().stream(policy()[1], queue, 1.0, max_concurrent=1, **sizes):
+        seen += [piece.row for piece in pieces]
+    assert seen == ["start", "start", 0, "start", 1, 2]
+
+
 def test_a_row_that_a_stop_string_ended_runs_one_chunk_too_far_at_most(monkeypatch):
     free, live = run(prompts(0, (5, 5), (1, 1), limit=40)), []
     decode = engine.decode
