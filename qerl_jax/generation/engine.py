@@ -353,7 +353,13 @@ class Engine:
         known, known_here = None, None
         try:
             while schedule.unfinished():
-                poll()
+                try:
+                    poll()
+                except BaseException:
+                    # What was sampled is not lost.
+                    if held is not None:
+                        yield list(held)
+                    raise
                 if not chunks and (over := schedule.take_replies()):
                     yield [*(held or ()), *over]
                     held = None

@@ -1,9 +1,11 @@
 """Tests continuous batching: under any schedule, a row gets the tokens that it would get alone."""
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import gc
+import itertools
 import types
 
 import jax
@@ -152,6 +154,25 @@ def test_an_error_whose_traceback_is_kept_keeps_no_cache_on_the_device():
     with pytest.raises(KeyboardInterrupt) as kept:
         run(prompts(), poll=interrupt, chunk=2)
     assert kept.tb is not None and pools() == before
+
+
+def test_what_was_sampled_before_a_run_is_told_to_end_is_given():
+    """The rows of a chunk are given when the next one is under way, or before the error that keeps it from beginning."""
+    calls = itertools.count()
+
+    def interrupt():
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+
+    tokens = collections.Counter()
+    stream = make(poll=interrupt, chunk=2).stream(
+        policy()[1], prompts(limit=12), 1.0, max_prompt_length=WIDTH
+    )
+    with pytest.raises(KeyboardInterrupt):
+        for piece in itertools.chain.from_iterable(stream):
+            tokens[piece.row] += len(piece.tokens)
+    # Three chunks, but for a row that ended.
+    assert max(tokens.values()) == 6
 
 
 def test_calls_that_may_compile_are_told_apart_wherever_programs_differ():
