@@ -261,6 +261,7 @@ def test_ended_completions_are_looked_through_and_other_groups_too():
     assert second <= 8 + jnp.ceil(40 / 8)
 
 
+@pytest.mark.slow
 def test_the_control_begins_by_itself_where_drafts_come_true():
     queue = prompts(0, (5, 9), (3, 2), limit=300)
     subject = plain.make(chunk=8, drafts=Drafting(least_limit=1))

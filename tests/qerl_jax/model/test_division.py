@@ -223,6 +223,7 @@ def test_prompts_and_tokens_get_the_hidden_states_of_the_whole_model(weights, ar
             assert_close(each, wanted)
 
 
+@pytest.mark.slow
 def test_a_model_puts_its_parts_together_again():
     """Updates do this, and so does whoever runs the model as a whole."""
     model, variables = policy("nvfp4", of_heads(6, 2))

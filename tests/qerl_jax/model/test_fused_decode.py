@@ -232,7 +232,8 @@ def test_a_slow_way_on_a_fast_card_is_told_with_its_remedy(monkeypatch):
     assert 'set model.dtype to "bfloat16"' in single
 
 
-@pytest.mark.parametrize(("unroll", "asked"), [pytest.param(2, 4, marks=pytest.mark.slow), (1, 3)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("unroll", "asked"), [(2, 4), (1, 3)])
 def test_each_product_asks_for_the_next_ones_words(monkeypatch, unroll, asked):
     monkeypatch.setattr(fused, "_config", lambda m, n, k, _: Config(1, 256, 2, n // 64))
     plain, variables, _ = policy_of("nvfp4")

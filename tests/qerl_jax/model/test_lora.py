@@ -105,6 +105,7 @@ def test_what_fills_up_a_branch_has_no_gradient(params):
         assert not np.any(leaf[unreal]) and np.all(leaf[~unreal] != 0)
 
 
+@pytest.mark.slow
 def test_a_step_of_decoding_reads_the_same_branches(params):
     variables = {"params": params, "frozen": base(DENSE, "float32")}
     cache = caches.create(ARCH, 1, 16, jnp.float32)

@@ -166,7 +166,13 @@ def plain_logps(variables, prompt_lengths, tokens):
 
 
 @pytest.mark.parametrize("remat", ["none", pytest.param("layer", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("share", [True, False], ids=["shared", "alone"])
+@pytest.mark.parametrize(
+    "share",
+    [
+        pytest.param(True, id="shared"),
+        pytest.param(False, id="alone", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(
     ("tokens", "arrays"),
     [

@@ -576,6 +576,7 @@ def test_later_steps_of_a_rollout_leave_the_recomputed_policy_behind():
     np.testing.assert_allclose(metrics["learning_rate"], TWO_BATCHES.learning_rate / 2, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_behaviour_is_recompute_where_the_sampler_was_the_policy():
     own = dataclasses.replace(sample_experience(), behaviour_logps=np.asarray(own_logps()))
     behaviour = dataclasses.replace(SEVERAL_STEPS, old_logprobs="behaviour")
