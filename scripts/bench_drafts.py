@@ -21,7 +21,6 @@ is what `draft_control` calls a price. The program ends itself after --seconds.
 from __future__ import annotations
 
 import argparse
-import collections
 import concurrent.futures
 import contextlib
 import functools
@@ -126,15 +125,54 @@ def sampled(
     return time.perf_counter() - begin, {row.row: row for row in found}
 
 
-def step_seconds(engine: Any, variables: Any, queue: list, rows: int, longest: int) -> float:
-    """Seconds of a step behind the first chunk, of rows that get a token in each step."""
-    marks = []
+class Measured(Exception):
+    """Ends a run whose second chunk has been measured; its argument is the result."""
+
+
+@contextlib.contextmanager
+def second_chunks(measure: Any) -> Any:
+    """Calls measure(decode, arguments, traits) in place of the second chunk of every run, which ends with `Measured`.
+
+    The first chunk brings prefill with it. Several threads may each have a run at the same time.
+    """
+    from qerl_jax.generation import engine
+
+    decode, own = engine.decode, threading.local()
+
+    def watched(*arguments: Any, **traits: Any) -> Any:
+        own.is_second = not getattr(own, "is_second", True)
+        if not own.is_second:
+            return decode(*arguments, **traits)
+        raise Measured(measure(decode, arguments, traits))
+
+    engine.decode = watched
+    try:
+        yield
+    finally:
+        engine.decode = decode
+
+
+def step_seconds(decode: Any, arguments: tuple, traits: dict) -> float:
+    """Seconds of a step of a chunk."""
+    import jax
+
+    jax.block_until_ready(arguments)
+    begin = time.perf_counter()
+    _, brought, _ = jax.block_until_ready(decode(*arguments, **traits))
+    seconds = time.perf_counter() - begin
+    *_, lengths, _, _, outcome = jax.device_get(brought).tree()
+    return seconds / int(lengths.max() if outcome is None else outcome.calls)
+
+
+def measured(engine: Any, variables: Any, queue: list, rows: int, longest: int) -> Any:
+    """What `second_chunks` measures of a run."""
     limits = {"max_prompt_length": longest - queue[0].limit, "max_concurrent": rows}
-    for pieces in engine.stream(variables, queue, 1.0, **limits):
-        marks.append((time.perf_counter(), len(pieces[0].tokens)))
-    # The first chunk brings prefill with it.
-    steps = sum(tokens for _, tokens in marks[1:])
-    return (marks[-1][0] - marks[0][0]) / steps
+    try:
+        for _ in engine.stream(variables, queue, 1.0, **limits):
+            pass
+    except Measured as end:
+        return end.args[0]
+    raise ValueError("the run had one chunk only")
 
 
 def differences(found: dict, expected: dict) -> dict[str, float]:
@@ -262,26 +300,27 @@ def price_table(args: argparse.Namespace) -> list[dict[str, Any]]:
         ids = [draw.integers(0, bench.arch.vocab_size, 256).tolist() for _ in range(rows)]
         drawn = argparse.Namespace(**vars(args) | {"generations": 1})
 
-        def timed(arm: str, ids=ids, rows=rows, how=drawn) -> tuple[float, float | None]:
+        def timed(arm: str, ids=ids, rows=rows, how=drawn) -> tuple[Any, float | None]:
             engine = Engine(bench.model, spec, drafts=drafting_of(arm, 1))
             queue = queue_of(ids, how, 0)
-            step = step_seconds(engine, bench.variables, queue, rows, 256 + args.limit)
-            return step, engine.drafted.accepted_per_call
+            found = measured(engine, bench.variables, queue, rows, 256 + args.limit)
+            return found, engine.drafted.accepted_per_call
 
         if args.profile:
             profile(timed, rows, args)
             continue
-        compile_all(timed, args, rows)
-        least = None
-        for arm in args.arms if args.repeats else ():
-            steps, accepted = zip(*(timed(arm) for _ in range(args.repeats + 1)), strict=True)
-            step = statistics.median(steps)
-            least = least or step
-            row = {"model": args.prices, "rows": rows, "arm": arm, "step_ms": 1e3 * step}
-            # 1 where no draft was right: only then a token is a step.
-            row |= {"price": step / least, "tokens_per_call": accepted[0]}
-            table.append(row | {"device": jax.devices()[0].device_kind})
-            print("ROW " + json.dumps(table[-1]), flush=True)
+        with second_chunks(step_seconds):
+            compile_all(timed, args, rows)
+            least = None
+            for arm in args.arms if args.repeats else ():
+                steps, accepted = zip(*(timed(arm) for _ in range(args.repeats + 1)), strict=True)
+                step = statistics.median(steps)
+                least = least or step
+                row = {"model": args.prices, "rows": rows, "arm": arm, "step_ms": 1e3 * step}
+                # 1 where no draft was right: only then a token is a step.
+                row |= {"price": step / least, "tokens_per_call": accepted[0]}
+                table.append(row | {"device": jax.devices()[0].device_kind})
+                print("ROW " + json.dumps(table[-1]), flush=True)
     return table
 
 
@@ -289,37 +328,22 @@ def profile(timed: Any, rows: int, args: argparse.Namespace) -> None:
     """Prints the kernels of a step of each arm, for a chunk in the middle of its rows."""
     import jax
 
-    from qerl_jax.generation import engine
     from qerl_jax.generation.draft_search import CHUNKS
     from scripts.bench_rollouts import by_kernel, undonated
 
-    class Stopped(Exception):
-        pass
+    ready = {}
 
-    plain, chunks, ready = engine.decode, collections.Counter(), {}
-
-    def watched(*arguments, **traits):
+    def compiled(decode: Any, arguments: tuple, traits: dict) -> None:
         has_texts, positions = len(arguments) > 5, traits["positions"]
+        # No draft is right.
+        slots = jax.device_get(arguments[2]).tree()
+        most = traits["spec"].chunk * (CHUNKS if positions else 1)
+        steps = min(most, int(np.max(slots.limit - slots.step)))
         arm = positions or 0 if has_texts else "off"
-        chunks[arm] += 1
-        if chunks[arm] == 2:
-            # No draft is right.
-            slots = jax.device_get(arguments[2]).tree()
-            most = traits["spec"].chunk * (CHUNKS if positions else 1)
-            steps = min(most, int(np.max(slots.limit - slots.step)))
-            ready[arm] = steps, undonated(plain, *arguments, **traits)
-            raise Stopped
-        return plain(*arguments, **traits)
+        ready[arm] = steps, undonated(decode, *arguments, **traits)
 
-    def begun(arm):
-        with contextlib.suppress(Stopped):
-            timed(arm)
-
-    engine.decode = watched
-    try:
-        compile_all(begun, args, rows)
-    finally:
-        engine.decode = plain
+    with second_chunks(compiled):
+        compile_all(timed, args, rows)
     for arm, (steps, run) in ready.items():
         print(f"{rows} rows, positions: {arm}", flush=True)
         for name, us, launches in by_kernel(run(), steps):

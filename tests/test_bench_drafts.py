@@ -1,5 +1,6 @@
 """Tests the arithmetic of scripts/bench_drafts.py, and that it runs."""
 
+import concurrent.futures
 import itertools
 import json
 import sys
@@ -8,6 +9,7 @@ import types
 import numpy as np
 import pytest
 
+from qerl_jax.generation import engine
 from qerl_jax.generation.scheduler import RowTokens
 from scripts import bench_drafts, bench_rollouts
 
@@ -47,13 +49,29 @@ def test_the_trial_runs_on_a_cpu(monkeypatch, tmp_path, capsys):
     assert "| 4 | again |" in capsys.readouterr().out
 
 
-def test_a_step_is_timed_behind_the_chunk_that_brings_prefill(monkeypatch):
-    now = iter([70.0, 70.5, 71.5])
+@pytest.mark.parametrize(("calls", "expected"), [(None, 1.5 / 15), (5, 1.5 / 5)])
+def test_a_step_is_a_call_of_the_model(monkeypatch, calls, expected):
+    now = iter([70.0, 71.5])
     monkeypatch.setattr(bench_drafts.time, "perf_counter", lambda: next(now))
-    chunks = [[row([0] * size, [0] * size)] * 2 for size in (32, 5, 10)]
-    engine = types.SimpleNamespace(stream=lambda *args, **limits: iter(chunks))
-    asked = types.SimpleNamespace(limit=47)
-    assert bench_drafts.step_seconds(engine, {}, [asked], 2, 100) == pytest.approx(1.5 / 15)
+    outcome = calls and types.SimpleNamespace(calls=np.int32(calls))
+    brought = None, None, np.array([15, 7]), None, None, outcome
+    packed = types.SimpleNamespace(tree=lambda: brought)
+    monkeypatch.setattr("jax.device_get", lambda tree: tree)
+    monkeypatch.setattr("jax.block_until_ready", lambda tree: tree)
+    decode = lambda *arguments, **traits: (None, packed, None)
+    assert bench_drafts.step_seconds(decode, (), {}) == pytest.approx(expected)
+
+
+def test_the_second_chunk_of_each_run_is_measured(monkeypatch):
+    monkeypatch.setattr(engine, "decode", lambda number: number)
+    made = types.SimpleNamespace(stream=lambda *args, **limits: map(engine.decode, range(9)))
+    run = lambda _: bench_drafts.measured(made, {}, [types.SimpleNamespace(limit=4)], 2, 9)
+    with bench_drafts.second_chunks(lambda decode, arguments, traits: decode(*arguments) + 10):
+        assert [run(0), run(1)] == [11, 11]
+        with concurrent.futures.ThreadPoolExecutor(2) as threads:
+            assert list(threads.map(run, range(4))) == [11] * 4
+    with pytest.raises(ValueError, match="one chunk only"):
+        run(0)
 
 
 @pytest.mark.parametrize(

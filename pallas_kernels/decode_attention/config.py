@@ -17,10 +17,7 @@ from pallas_kernels.runtime import Device
 GROUP = 16
 # Rows that read a shared page together, each with 8 queries: a `wgmma` operand has 64 rows.
 SIBLINGS = 8
-# The most query heads per key head, by head size. With more than 8 heads of size 64 and several pages in a piece,
-# results on an H100 differed from the reference, although interpreted results agree. Size 128 agreed in all cases.
-MOST_QUERIES = {64: 8, 128: GROUP}
-HEAD_SIZES = tuple(MOST_QUERIES)
+HEAD_SIZES = 64, 128
 # Pieces that are read at once when the pieces of a unit are summed, by number of teams: as many as fit in registers
 # with 8 rows.
 BATCH = {1: 16, 2: 16, 3: 8, 4: 8}
@@ -67,8 +64,8 @@ def supports_heads(heads: int, key_heads: int, head_size: int) -> str | None:
     """
     if head_size not in HEAD_SIZES:
         return f"needs a head size of 64 or 128; got {head_size}"
-    if (group := heads // key_heads) > (most := MOST_QUERIES[head_size]):
-        return f"needs at most {most} query heads per key head of size {head_size}; got {group}"
+    if (group := heads // key_heads) > GROUP:
+        return f"needs at most {GROUP} query heads per key head; got {group}"
     return None
 
 

@@ -497,7 +497,7 @@ class _Team:
         with jax.named_scope("scores"):
             self._keys.wait(slot)
             when_new(lambda: self._append_key(parity, slot, new_slot, piece.home))
-            scores = self._scores(queries, slot)
+            scores = self._scores(self._reloaded(queries, ahead), slot)
         self._refill(self._keys, n, ahead)
         with jax.named_scope("softmax"):
             softmax, weights = self._weights(softmax, scores, new_slot)
@@ -513,6 +513,16 @@ class _Team:
         # All warps must have read the slot before it is overwritten.
         collectives.sync(interpret=self.problem.interpret)
         pl.when(ahead >= 0)(lambda: ring.fetch(n + ring.stages, ahead))
+
+    def _reloaded(self, queries: list[jax.Array], ahead: jax.Array) -> list[jax.Array]:
+        """Returns the queries, which a compiler must believe to differ from page to page: no page is less than -1.
+
+        With one chunk, queries and weights are operands of equal shape. The ptxas of CUDA 13.0 gives both the same
+        registers, and sets them to the queries before the loop only, so that the second page meets weights.
+        """
+        if self.problem.chunks > 1 or self.problem.interpret:
+            return queries
+        return [jnp.where(ahead < -1, jnp.zeros_like(chunk), chunk) for chunk in queries]
 
     def _scores(self, queries: list[jax.Array], slot: jax.Array) -> jax.Array:
         """Q K^T of a page, float32 [64, slots]."""

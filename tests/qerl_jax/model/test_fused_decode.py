@@ -298,7 +298,7 @@ def test_what_the_fused_layers_refuse_is_decoded_plainly_on_a_hopper_card(
         ({"full": True}, "needs frozen weights"),
         (
             {"arch": dataclasses.replace(ARCH, num_heads=17, num_kv_heads=1)},
-            "attention needs at most 8 query heads per key head of size 64; got 17",
+            "attention needs at most 16 query heads per key head; got 17",
         ),
         (
             {"arch": dataclasses.replace(ARCH, head_size=96)},
