@@ -110,9 +110,10 @@ def launch(
 
     units = (cut.rows * cut.key_heads, cut.most_parts)
     of_pages = shared((config.stages, PAGE, head_size), keys.dtype, mosaic.SWIZZLED)
-    # A short head is stored twice, so that a row shifted by half a head is a slice. XLA fuses this into whatever
-    # computes qkv.
-    qkv = jnp.concatenate([qkv] * (columns // head_size), axis=-1)
+    # A short head is stored twice, so that a row shifted by half a head is a slice of shared memory. XLA fuses this
+    # into whatever computes qkv. Tokens of sequences are read from device memory.
+    if not cut.sequences:
+        qkv = jnp.concatenate([qkv] * (columns // head_size), axis=-1)
     # Layers, pages, heads and slots are one axis, because bulk copies take at most five.
     caches = [jax.new_ref(cache.reshape(-1, head_size)) for cache in (keys, values)]
     results = mosaic.launch(

@@ -35,11 +35,22 @@ def load_heads(
       members: the list.
       head: int32, the first head.
       count: number of heads, at most 8.
-      at: the first column.
+      at: the first column; a multiple of 8. After the last column comes the first.
       interpret: run on a CPU.
     """
+    columns = ref.shape[-1]
     if interpret:
-        own = [ref[_present(members[k]), pl.ds(head, count), pl.ds(at, 64)] for k in range(MEMBERS)]
+        at %= columns
+        parts = [(at, min(64, columns - at)), (0, max(0, at + 64 - columns))]
+        heads_of = lambda k: jnp.concatenate(
+            [
+                ref[_present(members[k]), pl.ds(head, count), pl.ds(begin, length)]
+                for begin, length in parts
+                if length
+            ],
+            axis=-1,
+        )
+        own = [heads_of(k) for k in range(MEMBERS)]
         return jnp.concatenate([jnp.pad(heads, ((0, EACH - count), (0, 0))) for heads in own])
 
     def emit(
@@ -49,7 +60,7 @@ def load_heads(
         of_row = index(arith.addi(head.registers.item(), arith.minui(row, i32(count - 1))))
 
         def load(member: ir.Value, tile: int, kind: ir.Type) -> ir.Value:
-            where = index(arith.addi(column, i32(at + 8 * tile)))
+            where = index(arith.addi(column, i32((at + 8 * tile) % columns)))
             return vector.load(kind, ref, [index(member), of_row, where])
 
         return _loaded(ref, members, load)
