@@ -198,10 +198,12 @@ def differences(found: dict, expected: dict) -> dict[str, float]:
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each number of rows and each arm."""
+    from pallas_kernels import runtime
     from qerl_jax.checkpoint.policy import find_policy, load_policy
     from qerl_jax.generation import draft_control
     from qerl_jax.generation.engine import Engine, EngineSpec
 
+    runtime.use_compilation_cache()
     policy = load_policy(
         find_policy(args.model, args.adapter, weights=args.weights, dtype=args.dtype)
     )

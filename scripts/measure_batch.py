@@ -31,7 +31,7 @@ _GRACE = 15
 _SEVEN = "--rows 7b-update --tokenizer qerl_jax/assets/tiny"
 # Worked answers of up to 512 tokens by a small policy: text in which drafts find something.
 _WORKED = (
-    "--data.dataset gsm8k --data.name None --data.num-problems 128 --data.max-prompt-length 320 "
+    "--data.dataset gsm8k {gsm8k} --data.name None --data.num-problems 128 --data.max-prompt-length 320 "
     "--rollout.max-completion-length 512 --optim.per-device-train-batch-size 32 --rollout.temperature 0.6 "
     '--data.system-prompt "Solve the problem step by step. End with the final number."'
 )
@@ -43,7 +43,8 @@ class Command:
 
     Attributes:
         seconds: Its time limit.
-        line: What is run, as arguments of `python -m`. {out} is the folder of results, {smollm2} that of the model.
+        line: What is run, as arguments of `python -m`. {out} is the folder of results, {smollm2} that of the model,
+            and {gsm8k} names a copy of GSM8K, if there is one.
         environment: Variables that are set for it.
     """
 
@@ -90,36 +91,48 @@ BATCHES = {
             "qerl_jax train configs/smollm2_arithmetic.toml --model.model-name-or-path {smollm2} --eval None "
             f"{_WORKED} --max-steps 24 --save-steps 6 --output-dir {{out}}/worked",
         ),
-        Command(290, f"scripts.bench_drafts {_ON_RUN} --rows 8 16 --arms off auto --seconds 285"),
-        Command(130, f"scripts.bench_drafts {_ON_RUN} --rows 1 --groups 1 --arms off auto"),
-        Command(170, f"scripts.bench_drafts {_ON_RUN} --rows 32 --arms off auto"),
-        Command(
-            110, "scripts.bench_drafts --prices 7b --rows 8 --limit 160 --profile --arms off 0 8 64"
+        *(
+            Command(
+                250,
+                f"scripts.bench_drafts {_ON_RUN} --rows {rows} --arms off auto --hasty --repeats 3",
+            )
+            for rows in (8, 16, 32, 64)
         ),
         Command(
-            130,
-            "scripts.bench_drafts --prices 7b --rows 8 --limit 320 --repeats 1 --out {out}/prices.jsonl",
-        ),
-        Command(
-            130,
-            "scripts.bench_drafts --prices {smollm2} --rows 8 --limit 320 --repeats 1 --out {out}/prices.jsonl",
-        ),
-        Command(
-            90,
-            "scripts.bench_drafts --prices {smollm2} --rows 32 --arms off 0 64 --limit 320 --repeats 1 "
+            80,
+            "scripts.bench_drafts --prices {smollm2} --rows 16 --limit 320 --repeats 3 --hasty "
             "--out {out}/prices.jsonl",
+        ),
+        Command(80, f"scripts.bench_drafts {_ON_RUN} --rows 1 --groups 1 --arms off auto --hasty"),
+        Command(
+            60,
+            "scripts.bench_drafts --prices {smollm2} --rows 16 --arms off 64 --limit 320 --repeats 3 --hasty",
+            {"PALLAS_PAIRED_GATES": "0"},
+        ),
+        Command(
+            80,
+            "scripts.bench_drafts --prices {smollm2} --rows 32 --arms off 0 64 --limit 320 --repeats 3 --hasty "
+            "--out {out}/prices.jsonl",
+        ),
+        Command(
+            130,
+            "scripts.bench_drafts --prices 7b --rows 8 --limit 320 --repeats 2 --hasty --out {out}/prices.jsonl",
+        ),
+        Command(
+            110,
+            "scripts.bench_drafts --prices {smollm2} --rows 16 --limit 320 --profile --arms off 64",
         ),
     ],
     "gates": [
         Command(75, f"scripts.bench_step {_SEVEN} --out {{out}}/update.json"),
         Command(
             75,
-            f"scripts.bench_step {_SEVEN} --out {{out}}/update_paired.json",
-            {"PALLAS_PAIRED_GATES": "1"},
+            f"scripts.bench_step {_SEVEN} --out {{out}}/update_unpaired.json",
+            {"PALLAS_PAIRED_GATES": "0"},
         ),
         Command(
-            110,
-            "scripts.bench_rollouts --model 7b --arms nvfp4 nvfp4-paired --batch 64 128 --out {out}/rollouts.jsonl",
+            150,
+            "scripts.bench_rollouts --model 7b --arms nvfp4 nvfp4-unpaired --batch 128 64 --out {out}/rollouts.jsonl",
         ),
     ],
 }
@@ -132,7 +145,7 @@ def run(command: Command, out: pathlib.Path, number: int, places: dict[str, str]
         command: The command.
         out: Folder of results; what the command prints goes to `NUMBER.log` in it.
         number: Its number in the batch, from 1.
-        places: What {out} and {smollm2} stand for.
+        places: What {out}, {smollm2} and {gsm8k} stand for.
     """
     line = shlex.split(command.line.format(**places))
     shown = " ".join(f"{name}={value}" for name, value in command.environment.items())
@@ -166,10 +179,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("name", choices=BATCHES)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("measured"))
     parser.add_argument("--smollm2", default="smollm2", help="a folder of scripts.make_smollm2")
+    parser.add_argument("--gsm8k", help="a copy of GSM8K on disk; default: the hub's")
     parser.add_argument("--only", type=int, nargs="+", help="numbers of commands; default: all")
     parser.add_argument("--list", action="store_true", help="only print the commands")
     args = parser.parse_args(argv)
-    places = {"out": str(args.out), "smollm2": args.smollm2}
+    gsm8k = "" if args.gsm8k is None else f"--data.path {args.gsm8k}"
+    places = {"out": str(args.out), "smollm2": args.smollm2, "gsm8k": gsm8k}
     chosen = [
         (number, command)
         for number, command in enumerate(BATCHES[args.name], 1)
