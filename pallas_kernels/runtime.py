@@ -236,12 +236,11 @@ def checks_kernels() -> bool:
 
 
 def pairs_gates() -> bool:
-    """Whether gate_up is finished inside its product in decoding: with PALLAS_PAIRED_GATES=1 in the environment.
+    """Whether gate_up is finished inside its product in decoding: unless PALLAS_PAIRED_GATES=0 is in the environment.
 
-    Asked while a weight is prepared, whose rows then lie in pairs (`layout.paired_rows`). An experiment: off
-    because updates were not timed since products of many rows write gate and up apart.
+    Asked while a weight is prepared, whose rows then lie in pairs (`layout.paired_rows`).
     """
-    return os.environ.get("PALLAS_PAIRED_GATES", "0") not in ("", "0")
+    return os.environ.get("PALLAS_PAIRED_GATES", "1") not in ("", "0")
 
 
 def shares_pages() -> bool:

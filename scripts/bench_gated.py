@@ -3,7 +3,7 @@
 For each model and M, gate_up at full size runs in one kernel with rows in pairs (`finished_linear.gated`), after a
 norm and with LoRA (`--rank`). Its values are compared with a float32 product that is rounded where kernels round. Ten
 calls must give equal bits, and so must a call in which all rows but the first are replaced. Then a call is timed in
-two kernels, product and epilogue, which is the default, and in one kernel with each of the first `--candidates`
+two kernels, product and epilogue, and in one kernel, which is the default, with each of the first `--candidates`
 configurations. Weights rotate among enough copies to miss the L2 cache. The script needs only jax and numpy, and ends
 itself if a kernel hangs.
 

@@ -4,11 +4,11 @@ All layers of a model run in a loop with an end that depends on data, as in gene
 and residual additions. Attention is replaced by a copy of the right size. First the values of two layers are compared
 with those of the plain functions. Then for each base, adapter and M the script prints: the wall time of all layers and
 of one, the device time of every kernel by name, and gaps (wall time without a running kernel). Each arm runs in its own
-process, which is killed at its time limit. In arm "nvfp4-paired" gate_up is finished inside its product. In
+process, which is killed at its time limit. In arm "nvfp4-unpaired" gate_up is finished by a kernel after its product. In
 arm "nvfp4-apart" each layer has arrays of its own, not slices of stacks, and all layers are written out. "nvfp4-early"
 is the same with kernels that start before the one before them is done:
 
-    python -m scripts.bench_layer --arms nvfp4,nvfp4-paired --m 8 64 128
+    python -m scripts.bench_layer --arms nvfp4,nvfp4-unpaired --m 8 64 128
     python -m scripts.bench_layer --arms nvfp4,nvfp4-apart,nvfp4-early --m 8 64
 """
 
@@ -73,8 +73,8 @@ def run_arm(args: argparse.Namespace) -> None:
 
     runtime.use_compilation_cache()
     weights, *traits = args.child.split("-")
-    if "paired" in traits:
-        os.environ["PALLAS_PAIRED_GATES"] = "1"
+    if "unpaired" in traits:
+        os.environ["PALLAS_PAIRED_GATES"] = "0"
     if "early" in traits:
         os.environ["PALLAS_EARLY_LAUNCH"] = "1"
     is_apart = "apart" in traits or "early" in traits

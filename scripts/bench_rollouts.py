@@ -10,8 +10,8 @@ values. Every row of the table runs in its own process, which is killed at its t
     python -m scripts.bench_rollouts --arms nvfp4 nvfp4-no-lora   # the cost of LoRA
     python -m scripts.bench_rollouts --arms nvfp4 nvfp4-plain nf4 mxfp4 --batch 8 64
                                                                   # beside the layers of training
-    python -m scripts.bench_rollouts --arms nvfp4 nvfp4-paired --batch 8 64 128
-                                                                  # gate_up finished inside its product
+    python -m scripts.bench_rollouts --arms nvfp4 nvfp4-unpaired --batch 8 64 128
+                                                                  # gate_up finished by a kernel after its product
     timeout 100 python -m scripts.bench_rollouts --arms nvfp4 nvfp4-shared --batch 128 --siblings 8 --timeout 48
                                                                   # 16 prompts x 8; prompt pages read once for all
     python -m scripts.bench_rollouts --kernels portable --arms nvfp4 --batch 8 64
@@ -91,9 +91,9 @@ class Bench:
         weights, _, trait = arm.partition("-")
         self.rank = 0 if trait == "no-lora" else args.rank
         self.prompt, self.siblings = args.prompt, args.siblings
-        if trait == "paired":
-            # gate_up is finished inside its product.
-            os.environ["PALLAS_PAIRED_GATES"] = "1"
+        if trait == "unpaired":
+            # gate_up is finished by a kernel after its product.
+            os.environ["PALLAS_PAIRED_GATES"] = "0"
         if trait == "shared":
             # Attention reads the pages of a prompt once for several of its completions.
             os.environ["PALLAS_SHARED_PAGES"] = "1"
@@ -316,7 +316,7 @@ def main() -> int:
                 "-no-lora",
                 "-plain",
                 "-wide",
-                "-paired",
+                "-unpaired",
                 "-shared",
             )
         ],

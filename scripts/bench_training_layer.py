@@ -4,7 +4,7 @@ It measures the forward pass, dX and the gradients of the adapter and of trained
 including attention, on random weights. Several layers with different weights follow one another, so that none is in the
 L2 cache. All arms are compiled first and then timed in turn, several times, because a warm card is slower. "apart" lets
 XLA do the operations after a product, which otherwise the kernel for many rows does (`finished_linear.prefill`), and in
-"paired" rows of gate and up lie in pairs.
+"unpaired" rows of gate and up do not lie in pairs.
 `kernels` is the sum of device times from CUPTI and `wall` the time of a call, both per layer. The script ends itself if
 a kernel hangs.
 """
@@ -34,7 +34,7 @@ ARMS = {
     "bfloat16": "bfloat16",
     "nvfp4": "nvfp4",
     "nvfp4-apart": "nvfp4",
-    "nvfp4-paired": "nvfp4",
+    "nvfp4-unpaired": "nvfp4",
 }
 
 
@@ -46,7 +46,7 @@ def prepare(args: argparse.Namespace, arm: str) -> tuple[Callable[..., Any], tup
     x = jax.random.normal(jax.random.key(0), (args.rows, args.length, arch.width), jnp.bfloat16)
     run = lambda variables, x: block.apply(variables, (x, None), 0, tables)[0][0]
     init = jax.jit(lambda key: block.init(key, (x[:1, :8], None), 0, _short(tables)))
-    pairs = {"PALLAS_PAIRED_GATES": str(int(arm == "nvfp4-paired"))}
+    pairs = {"PALLAS_PAIRED_GATES": str(int(arm != "nvfp4-unpaired"))}
     with mock.patch.dict(os.environ, pairs):
         variables = [init(jax.random.key(1 + i)) for i in range(args.layers)]
     frozen = [v["frozen"] for v in variables]

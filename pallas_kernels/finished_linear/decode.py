@@ -57,7 +57,7 @@ def supports(
         return f"needs 1 <= M <= {MAX_M}; got M = {m}"
     m, n = padded(m), sum(sizes)
     ranks = lora.filled_rank(rank) if rank else 0
-    if is_packed and is_swiglu and runtime.pairs_gates() and layout.can_pair(n):
+    if is_packed and is_swiglu and runtime.pairs_gates() and layout.can_pair(n, rank):
         return gated.supports(m, n, k, rank=ranks)
     whole = sum(map(layout.whole, sizes))
     if reason := epilogue.supports(m, whole, rank=ranks, is_swiglu=is_swiglu):

@@ -164,7 +164,11 @@ _PORTABLE_IMPLEMENTATIONS: dict[str, Any] = {
 
 
 def prepare(
-    t: NVFP4Tensor | MXFP4Tensor | NF4Tensor, dtype: DTypeLike, *, is_gated: bool = False
+    t: NVFP4Tensor | MXFP4Tensor | NF4Tensor,
+    dtype: DTypeLike,
+    *,
+    is_gated: bool = False,
+    rank: int = 0,
 ) -> PackedWeight | MXFP4Tensor | NF4Tensor:
     """Converts a weight, or a stack of weights, to the layout that this device's kernels read.
 
@@ -172,11 +176,12 @@ def prepare(
       t: the weight, in any packed format.
       dtype: dtype of the activations. All kernels need bfloat16. The Hopper kernels read NVFP4; the portable
         kernels read every format. If no kernel fits, the weight is returned unchanged.
-      is_gated: whether the rows are gate and up of a SwiGLU. If `runtime.pairs_gates()`, they are put in pairs
-        (`layout.paired_rows`).
+      is_gated: whether the rows are gate and up of a SwiGLU. They are then put in pairs (`layout.paired_rows`) if
+        `layout.can_pair` and `runtime.pairs_gates()` say so.
+      rank: rank of LoRA beside the weight; 0 without.
     """
     if isinstance(t, NVFP4Tensor) and _unfit(dtype) is None:
-        is_paired = is_gated and runtime.pairs_gates() and layout.can_pair(t.shape[0])
+        is_paired = is_gated and runtime.pairs_gates() and layout.can_pair(t.shape[0], rank)
         return layout.prepare(t, is_paired=is_paired)
     if portable.unless_fit(dtype) is None and portable_layout.supports(t) is None:
         return portable_layout.prepare(t)

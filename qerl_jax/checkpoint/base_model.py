@@ -13,7 +13,7 @@ from qerl_jax.checked import require
 from qerl_jax.checkpoint import hf_folder, packed_formats, safetensors
 from qerl_jax.config import DENSE, BlockScales, LoraConfig, ModelConfig
 from qerl_jax.data import tokenizer
-from qerl_jax.model import architecture
+from qerl_jax.model import architecture, lora
 from qerl_jax.model.transformer import Kept, Transformer, abstract_base, random_base
 
 _FLOATS = ("F32", "BF16", "F16", "F64")
@@ -185,9 +185,12 @@ def read_base(
 
     dtype = abstract_base(model)["embed_tokens"].dtype
 
+    branches = lora.shapes(model.lora, arch) if model.lora else {}
+
     @functools.partial(jax.jit, static_argnums=1)
     def arrange(weight: packed_formats.Packed, linear: str) -> PackedWeight:
-        return prepare(weight, model.dtype, is_gated=linear == "gate_up")
+        rank = branches[linear].rank if linear in branches else 0
+        return prepare(weight, model.dtype, is_gated=linear == "gate_up", rank=rank)
 
     split = jax.jit(model.division.split, static_argnums=0)
     shared = _shared_scales(arch, tensors, source) if source and source.name == "nvfp4" else set()

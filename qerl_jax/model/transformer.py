@@ -206,7 +206,8 @@ class FusedLinear(nn.Module):
         match self.weights:
             case "nvfp4":
                 is_gated = [name for name, _ in self.parts] == ["gate_proj", "up_proj"]
-                return prepare(nvfp4.random(key, shape, std=0.02), x.dtype, is_gated=is_gated)
+                beside = {"is_gated": is_gated, "rank": self.shape.rank if self.shape else 0}
+                return prepare(nvfp4.random(key, shape, std=0.02), x.dtype, **beside)
             case "mxfp4":
                 return prepare(mxfp4.random(key, shape, std=0.02), x.dtype)
             case "nf4":

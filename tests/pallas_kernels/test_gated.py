@@ -129,13 +129,16 @@ def test_products_of_many_rows_do_not_see_the_order_of_rows(has_own_scales):
         np.testing.assert_allclose(finish(paired, more), wanted, rtol=0.01, atol=0.02)
 
 
-def test_only_gates_are_put_in_pairs_and_only_where_that_is_asked_for(monkeypatch):
+def test_only_gates_are_put_in_pairs_and_only_beside_ranks_that_lose_nothing(monkeypatch):
     t = weight(128, 64)
     with runtime.on(runtime.H200):
         is_paired = lambda **kind: api.prepare(t, jnp.bfloat16, **kind).is_paired
-        assert not is_paired(is_gated=True)
-        monkeypatch.setenv("PALLAS_PAIRED_GATES", "1")
         assert is_paired(is_gated=True) and not is_paired()
+        # Products of many rows add 64 ranks to rows in order, 32 to rows in pairs, and no more in any case.
+        ranks = {rank: is_paired(is_gated=True, rank=rank) for rank in (32, 33, 64, 65, 128, 129)}
+        assert ranks == {32: True, 33: False, 64: False, 65: True, 128: True, 129: False}
+        monkeypatch.setenv("PALLAS_PAIRED_GATES", "0")
+        assert not is_paired(is_gated=True)
 
 
 # The kernel ----------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ from qerl_jax.checkpoint import base_model, hf_folder
 from qerl_jax.checkpoint.safetensors import SafetensorsError
 from qerl_jax.config import LoraConfig, ModelConfig
 from qerl_jax.model import architecture
-from qerl_jax.model.transformer import Transformer
+from qerl_jax.model.transformer import Transformer, abstract_base
+from scripts.compile_decode import as_on_an_h200
 from tests import golden_files
 from tests.golden_files import GOLDEN
 from tests.model_folders import ARCH, DENSE, PACKED, assert_trees_equal, base, copy
@@ -115,6 +116,26 @@ def test_a_policy_has_the_adapter_and_the_dtypes_that_were_asked_for():
     assert frozen["embed_tokens"].dtype == frozen["norm"]["scale"].dtype == jnp.bfloat16
     assert frozen["layers"]["qkv"]["weight"].codes.dtype == jnp.uint8
     assert tokens.num_tokens <= model.arch.vocab_size
+
+
+@pytest.mark.parametrize(
+    ("lora", "is_paired"),
+    [
+        (None, True),
+        (LoraConfig(32), True),
+        (LoraConfig(64), False),
+        (LoraConfig(64, rank_pattern={"gate_proj": 8, "up_proj": 8}), True),
+        (LoraConfig(64, target_modules=("q_proj",)), True),
+    ],
+)
+def test_bases_that_are_read_and_random_bases_have_one_layout(lora, is_paired):
+    cfg = ModelConfig(str(DENSE), "qerl-tiny", "nvfp4", "bfloat16")
+    with as_on_an_h200():
+        model, frozen, _ = base_model.load_base(cfg, lora)
+        expected = abstract_base(model)
+    assert jax.tree.structure(frozen) == jax.tree.structure(expected)
+    assert frozen["layers"]["gate_up"]["weight"].is_paired == is_paired
+    assert not frozen["layers"]["qkv"]["weight"].is_paired
 
 
 # What is refused at the door
