@@ -7,6 +7,7 @@ assertions. A case that does not finish counts as failed (red), like one that fi
     python -m scripts.check_device --out checked.jsonl       # all; exit status 1 if one is red
     python -m scripts.check_device --smoke                   # a dozen cases
     python -m scripts.check_device --only weights=nf4 --only rows=33 --jobs 2
+    python -m scripts.check_device --cards 2                 # the processes share two cards of a kind
     python -m scripts.check_device --smoke --devices 1 2 4   # each on 1, 2 and 4 devices of this machine
     python -m scripts.check_device --smoke --devices 4 --meshes   # each on every mesh of 4: data, fsdp, tensor
     python -m scripts.check_device --write-cases             # after a change of the factors
@@ -110,9 +111,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="run each case on every mesh of --devices: data, fsdp and tensor",
     )
-    jobs = max(1, min(14, (os.cpu_count() or 1) - 2))
     parser.add_argument(
-        "--jobs", type=int, default=jobs, help="number of processes that share the device"
+        "--jobs",
+        type=int,
+        help="number of processes; default: 14 for each card, if there are cores",
+    )
+    parser.add_argument(
+        "--cards",
+        type=int,
+        default=1,
+        help="number of NVIDIA cards among which the processes are divided; each case runs on one",
     )
     parser.add_argument(
         "--stagger", type=float, default=0.5, help="seconds between the starts of processes"
@@ -147,6 +155,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.cases:
         listed = [case for case in listed if case["number"] in args.cases]
     listed = cases.smoke(listed) if args.smoke else listed
+    if args.cards < 1 or (args.cards > 1 and args.devices):
+        parser.error("--cards: must be at least 1, and 1 with --devices")
     if args.meshes and not args.devices:
         parser.error("--meshes: give the numbers of devices too, as in --devices 2 4")
     meshes = [{"data": count} for count in args.devices or ()]
@@ -169,12 +179,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = args.keep or pathlib.Path(made)
         folder.mkdir(parents=True, exist_ok=True)
         table = Table(args.out, len(chosen))
+        most = max(1, min(14 * args.cards, (os.cpu_count() or 1) - 2))
+        jobs = min(args.jobs or most, len(chosen))
         run(
             chosen,
             [*WORKER, str(folder)],
-            environment(folder, min(args.jobs, len(chosen)), autotune=args.autotune),
+            environment(folder, -(-jobs // args.cards), autotune=args.autotune),
             folder,
-            jobs=min(args.jobs, len(chosen)),
+            jobs=jobs,
+            cards=args.cards,
             seconds=args.seconds,
             budget=args.seconds - 50 if args.budget is None else args.budget,
             case_seconds=args.case_seconds,
@@ -195,7 +208,9 @@ def select_cases(found: Sequence[Case], parts: Sequence[str]) -> list[Case]:
 
 
 def environment(folder: pathlib.Path, jobs: int, *, autotune: bool) -> dict[str, str]:
-    """Environment variables of the workers: a memory share for each, and one compilation cache for all."""
+    """Environment variables of the workers, `jobs` of which share a card: a share of its memory for each, and one
+    compilation cache for all.
+    """
     flags = [os.environ.get("XLA_FLAGS", ""), *(() if autotune else QUICK_XLA)]
     threads = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")
     given = {
@@ -219,6 +234,7 @@ def run(
     folder: pathlib.Path,
     *,
     jobs: int,
+    cards: int = 1,
     seconds: float,
     budget: float,
     case_seconds: float,
@@ -237,6 +253,7 @@ def run(
         env: Environment variables of a worker.
         folder: Folder for the workers' logs.
         jobs: Number of workers.
+        cards: Number of cards among which they are divided.
         seconds: Running cases are killed after this time.
         budget: No other case starts after this many seconds.
         case_seconds: A worker is killed if a case takes longer than this, without the worker's start.
@@ -269,7 +286,8 @@ def run(
                 if started >= last_start:
                     raise NotRun(f"not run: {started - begun:.0f} s had passed")
                 if worker is None:
-                    worker = Worker(command, env, log)
+                    own = {"CUDA_VISIBLE_DEVICES": str(number % cards)} if cards > 1 else {}
+                    worker = Worker(command, {**env, **own}, log)
                     workers.append(worker)
                     ready(worker.listen(deadline - time.monotonic()))
                 started = time.monotonic()

@@ -7,9 +7,12 @@ import sys
 
 import pytest
 
+from scripts.check_device import QUICK_XLA
+
 
 def pytest_addoption(parser):
     parser.addoption("--runslow", action="store_true", help="run tests marked slow, too")
+    parser.addoption("--cards", type=int, default=1, help="with -m gpu: cards that workers share")
 
 
 def pytest_configure(config):
@@ -36,6 +39,11 @@ def pytest_configure(config):
     else:
         # Each worker would take three quarters of the card's memory otherwise.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        # Almost all of the time is compilation.
+        os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_XLA))
+        number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+        if (cards := config.getoption("--cards")) > 1:
+            os.environ["CUDA_VISIBLE_DEVICES"] = str(number % cards)
     # What is traced lives on: looking for garbage so often finds little.
     gc.set_threshold(100_000)
     # Workers, runs that tests start, and the tests' next run compile the same programs: once is enough. Most are single

@@ -319,8 +319,8 @@ for line in sys.stdin:
 """
 
 
-def run_fake(tmp_path, numbers, **limits):
-    (tmp_path / "fake.py").write_text(FAKE)
+def run_fake(tmp_path, numbers, *, fake=FAKE, **limits):
+    (tmp_path / "fake.py").write_text(fake)
     heard, rows = [], []
     check_device.run(
         [CASES[number - 1] for number in numbers],
@@ -384,6 +384,15 @@ def test_after_the_budget_no_case_starts_and_those_that_run_go_on(tmp_path):
 def test_several_processes_answer_every_case_once(tmp_path):
     heard, rows = run_fake(tmp_path, (1, 5, 6, 7, 8), jobs=3)
     assert len(heard) == 1 and sorted(rows) == [1, 5, 6, 7, 8]
+
+
+def test_processes_are_divided_among_cards(tmp_path):
+    answers = 'json.dumps({"ok": True, "pid": os.getpid()})'
+    fake = FAKE.replace(
+        answers, answers.replace("os.getpid()", 'os.environ["CUDA_VISIBLE_DEVICES"]')
+    )
+    _, rows = run_fake(tmp_path, range(5, 25), fake=fake, jobs=4, cards=2)
+    assert len(rows) == 20 and {row["pid"] for row in rows.values()} == {"0", "1"}
 
 
 STAGES = [
