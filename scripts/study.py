@@ -10,7 +10,8 @@ to work ("LoRA Without Regret", Thinking Machines 2025, finds a factor of 10).
 A run has 100 steps of 256 completions of at most 48 tokens, and 2048 held-out completions at both ends. On one H100 a
 step is expected to take 0.4 to 0.7 s, which is not measured yet (512 completions of up to 160 tokens took 1.67 s). So a
 run with its start takes 70 to 110 s. With four at a time, each of which keeps the card busy about half of the time, the
-72 runs take about an hour: two or three sessions of 30 minutes. `--timing` takes 5 minutes more.
+72 runs take about an hour: two or three sessions of 30 minutes. `--cards 2` divides the runs among two cards, with
+`--jobs` at a time in all. `--timing` takes 5 minutes more.
 
 A run is a process with one result file, RESULTS/RUN.json. A run with a result file is not repeated. A run that does not
 end within `--seconds` is repeated by the next call. In pieces of at most ten minutes, on a machine that starts empty
@@ -146,7 +147,10 @@ def main() -> None:
     parser.add_argument(
         "--stage", choices=["rates", "seeds"], help="make only the runs of this stage"
     )
-    parser.add_argument("--jobs", type=int, default=1, help="number of runs at once on the card")
+    parser.add_argument("--jobs", type=int, default=1, help="number of runs at once")
+    parser.add_argument(
+        "--cards", type=int, default=1, help="number of NVIDIA cards among which runs are divided"
+    )
     parser.add_argument(
         "--seconds", type=float, default=1e9, help="seconds after which the call ends"
     )
@@ -156,6 +160,8 @@ def main() -> None:
     )
     parser.add_argument("--piece", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.jobs < args.cards:
+        parser.error(f"--jobs {args.jobs}: must be at least --cards, which is {args.cards}")
     args.out.mkdir(parents=True, exist_ok=True)
     if args.piece:
         run_piece(args)
@@ -253,7 +259,9 @@ def work_off(args: argparse.Namespace) -> bool:
 
     A failed run is reported and left for the next call. When the time is over, runs still in progress are ended.
     """
-    began, running, failed, took = time.monotonic(), {}, set(), []
+    began, failed, took = time.monotonic(), set(), []
+    # By name: the process, when it began, and its card.
+    running: dict[str, tuple[subprocess.Popen, float, int]] = {}
     left = lambda: args.seconds - (time.monotonic() - began)
     try:
         if not prepare(args):
@@ -261,8 +269,9 @@ def work_off(args: argparse.Namespace) -> bool:
         while True:
             todo = waiting(args, {*running, *failed})
             while todo and len(running) < args.jobs and left() > max(took, default=_FIRST_GUESS):
-                piece = todo.pop(0)
-                running[piece.name] = (begin(args, piece.name), time.monotonic())
+                name, used = todo.pop(0).name, [card for *_, card in running.values()]
+                card = min(range(args.cards), key=used.count)
+                running[name] = (begin(args, name, card), time.monotonic(), card)
             if not running:
                 return not todo and not failed
             if left() <= 0:
@@ -270,9 +279,9 @@ def work_off(args: argparse.Namespace) -> bool:
                 return False
             time.sleep(0.2)
             for name in [
-                name for name, (process, _) in running.items() if process.poll() is not None
+                name for name, (process, *_) in running.items() if process.poll() is not None
             ]:
-                process, start = running.pop(name)
+                process, start, _ = running.pop(name)
                 if process.returncode:
                     failed.add(name)
                     print(f"{name} FAILED: {last_line(args, name)}", flush=True)
@@ -280,7 +289,7 @@ def work_off(args: argparse.Namespace) -> bool:
                     took.append(time.monotonic() - start)
                     print(f"{name} {took[-1]:.0f} s, {left():.0f} s left", flush=True)
     finally:
-        for process, _ in running.values():
+        for process, *_ in running.values():
             end(process)
 
 
@@ -305,19 +314,21 @@ def prepare(args: argparse.Namespace) -> bool:
     return done.returncode == 0
 
 
-def begin(args: argparse.Namespace, name: str) -> subprocess.Popen:
-    """Starts a run as a process with its share of the card. Its output goes to a file."""
-    options = ["--out", args.out, "--work", args.work, "--config", args.config, "--jobs", args.jobs]
+def begin(args: argparse.Namespace, name: str, card: int = 0) -> subprocess.Popen:
+    """Starts a run as a process with its share of a card. Its output goes to a file."""
+    together = -(-args.jobs // args.cards)
+    options = ["--out", args.out, "--work", args.work, "--config", args.config, "--jobs", together]
     timing = ["--timing"] if args.timing else []
     command = [sys.executable, "-m", "scripts.study", args.base, *options, "--piece", name, *timing]
-    share = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / args.jobs:.3f}"}
+    share = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / together:.3f}"}
+    own = {"CUDA_VISIBLE_DEVICES": str(card)} if args.cards > 1 else {}
     args.work.mkdir(parents=True, exist_ok=True)
     with log_of(args, name).open("w") as log:
         return subprocess.Popen(
             [str(each) for each in command],
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=share | dict(os.environ),
+            env=share | dict(os.environ) | own,
         )
 
 
@@ -370,7 +381,7 @@ def run_piece(args: argparse.Namespace) -> None:
 
 
 def surroundings(args: argparse.Namespace) -> dict[str, Any]:
-    """The base, the device, and the number of runs at a time of a run."""
+    """The base and the device of a run, and how many runs shared the device."""
     import jax
 
     from pallas_kernels import runtime
@@ -424,7 +435,7 @@ def short(value: float) -> float:
 
 def time_arms(args: argparse.Namespace) -> bool:
     """Times the arms without timings, each alone on the card. Returns whether all are timed."""
-    began, args.jobs = time.monotonic(), 1
+    began, args.jobs, args.cards = time.monotonic(), 1, 1
     if not prepare(args):
         return False
     for arm in args.arms:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import pathlib
+import types
 
 import pytest
 
@@ -97,6 +98,7 @@ def two_steps(tmp_path):
         arms=["bf16", "nvfp4-aqn"],
         stage="rates",
         jobs=1,
+        cards=1,
         seconds=1e9,
         timing=False,
         piece=None,
@@ -144,6 +146,24 @@ def test_a_study_of_two_steps_is_done_in_pieces_by_several_processes(two_steps, 
     args.timing = True
     assert study.time_arms(args)
     assert json.loads((args.out / "timing_bf16.json").read_text())["step"] > 0
+
+
+def test_runs_are_divided_among_cards(two_steps, monkeypatch):
+    args, cards = two_steps, []
+    args.out.mkdir()
+    args.jobs, args.cards = 3, 2
+
+    def begin(args, name, card):
+        (args.out / f"{name}.json").write_text(json.dumps(result([0.5, 0.5])))
+        cards.append(card)
+        # The first run outlasts the next five, which therefore are not all on its card.
+        is_first = len(cards) == 1
+        poll = lambda: None if is_first and len(cards) < 6 else 0
+        return types.SimpleNamespace(poll=poll, returncode=0)
+
+    monkeypatch.setattr(study, "begin", begin)
+    assert study.work_off(args)
+    assert len(cards) == 12 and cards[:3] == [0, 1, 0] and set(cards[3:]) == {0, 1}
 
 
 @pytest.mark.slow
