@@ -280,6 +280,9 @@ def rows_of(args: argparse.Namespace, arm: str, what: str) -> tuple[list[dict], 
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
+    except KeyboardInterrupt:  # it is not in this process's group, and would go on
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
     rows = [json.loads(line[4:]) for line in output.splitlines() if line.startswith("ROW ")]
     notes = [line for line in output.splitlines() if " us x" in line]
     if process.returncode:

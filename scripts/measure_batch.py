@@ -4,6 +4,10 @@ A card that is lent for minutes should not wait for somebody to type. Each comma
 one starts whatever became of the last, and all that they print goes to a file each. What they measure is written to
 FOLDER; it is copied to docs/ by hand, after it has been looked at.
 
+    python -m scripts.measure_batch checks --out measured                # every path, and the tests for a GPU
+    python -m scripts.measure_batch sanitizer --out measured             # the kernels' tests, each access checked
+    python -m scripts.measure_batch table --out measured                 # decoding, for docs/benchmarks.md
+    python -m scripts.measure_batch h100 --out measured                  # tunes an H100, and times it before and after
     python -m scripts.measure_batch portable --out measured
     python -m scripts.measure_batch drafts --out measured --smollm2 FOLDER    # of scripts.make_smollm2
     python -m scripts.measure_batch gates --out measured --only 2 3           # some of its commands
@@ -24,6 +28,7 @@ import subprocess
 import sys
 import time
 
+from pallas_kernels.nvfp4_matmul import config
 from pallas_kernels.portable import tuning
 
 # Seconds that a command has for ending after its time limit.
@@ -46,13 +51,24 @@ class Command:
         line: What is run, as arguments of `python -m`. {out} is the folder of results, {smollm2} that of the model,
             and {gsm8k} names a copy of GSM8K, if there is one.
         environment: Variables that are set for it.
+        under: A program that runs it, such as one that checks each access to memory, and that program's options.
     """
 
     seconds: int
     line: str
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    under: str = ""
 
 
+_TESTS = "pytest -q -p no:cacheprovider -m gpu"
+# The tests of every kernel of a decoding step and of an update.
+_KERNELS = " ".join(
+    f"tests/pallas_kernels/test_{name}.py"
+    for name in (
+        *("nvfp4_decode", "finished_linear_decode", "gated", "decode_attention"),
+        *("nvfp4_prefill", "finished_linear_prefill"),
+    )
+)
 _ON_RUN = "--model {smollm2} --adapter {out}/worked --limit 512 --out {out}/drafts.jsonl"
 BATCHES = {
     "portable": [
@@ -123,6 +139,56 @@ BATCHES = {
             "scripts.bench_drafts --prices {smollm2} --rows 16 --limit 320 --profile --arms off 64",
         ),
     ],
+    "checks": [
+        Command(
+            590, "scripts.check_device --seconds 585 --out {out}/checked.jsonl --keep {out}/kept"
+        ),
+        Command(330, f"{_TESTS} -n 10"),
+    ],
+    "sanitizer": [
+        Command(
+            280,
+            f"{_TESTS} -n 0 {_KERNELS}",
+            under=f"compute-sanitizer --tool {tool} --error-exitcode 9",
+        )
+        for tool in ("memcheck", "racecheck")
+    ],
+    "table": [
+        *(
+            Command(
+                seconds,
+                f"scripts.bench_rollouts --model {model} --arms nvfp4 --batch {rows} --out {{out}}/rollouts.jsonl",
+            )
+            for seconds, model, rows in (
+                (230, "7b", "1 8 32 64 128 256"),
+                (200, "14b", "1 8 32 64"),
+                (330, "32b", "1 8 32 64 128"),
+            )
+        ),
+        Command(90, "scripts.bench_layer --arms nvfp4 --m 8 64 128"),
+        Command(
+            150,
+            "scripts.bench_step --rows 32b-step-auto --tokenizer qerl_jax/assets/tiny --out {out}/step.json",
+        ),
+    ],
+    "h100": [
+        Command(
+            120,
+            "scripts.bench_rollouts --model 7b --arms nvfp4 --batch 8 64 128 --out {out}/before.jsonl",
+        ),
+        Command(
+            290,
+            "scripts.tune_kernels --models qwen2.5-7b qwen2.5-32b --layers qkv o down --m 8 64 128 --seconds 275",
+        ),
+        Command(
+            120,
+            "scripts.bench_rollouts --model 7b --arms nvfp4 --batch 8 64 128 --out {out}/after.jsonl",
+        ),
+        Command(
+            200,
+            "scripts.bench_step --rows 72b-step --tokenizer qerl_jax/assets/tiny --out {out}/step.json",
+        ),
+    ],
     "gates": [
         Command(75, f"scripts.bench_step {_SEVEN} --out {{out}}/update.json"),
         Command(
@@ -149,11 +215,12 @@ def run(command: Command, out: pathlib.Path, number: int, places: dict[str, str]
     """
     line = shlex.split(command.line.format(**places))
     shown = " ".join(f"{name}={value}" for name, value in command.environment.items())
-    print(f"\n{number}. {shown} {shlex.join(line)}".replace("  ", " "), flush=True)
+    words = filter(None, [f"{number}.", shown, command.under, shlex.join(line)])
+    print("\n" + " ".join(words), flush=True)
     begin, log = time.perf_counter(), out / f"{number}.log"
     with log.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", *line],
+            [*shlex.split(command.under), sys.executable, "-m", *line],
             stdout=file,
             stderr=subprocess.STDOUT,
             env=os.environ | command.environment,
@@ -197,8 +264,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     args.out.mkdir(parents=True, exist_ok=True)
     failed = sum(not run(command, args.out, number, places) for number, command in chosen)
-    if args.name == "portable" and tuning.TABLES.exists():
-        shutil.copytree(tuning.TABLES, args.out / "tuned", dirs_exist_ok=True)
+    if tables := {"portable": tuning.TABLES, "h100": config.TABLES}.get(args.name):
+        shutil.copytree(tables, args.out / "tuned", dirs_exist_ok=True)
     print(f"\n{failed} of {len(chosen)} did not end well")
     return min(failed, 100)
 
