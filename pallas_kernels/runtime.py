@@ -300,12 +300,16 @@ def use_deterministic_kernels() -> bool:
 def use_compilation_cache() -> None:
     """Caches compiled GPU programs in ~/.cache/qerl_jax/xla, unless JAX is configured with another folder.
 
-    The second start of a run then compiles almost nothing. CPU programs are not cached: they depend on the processor
-    that they were compiled on, and machines with different processors may share a home folder.
+    The second start of a run then compiles almost nothing. Small programs are cached, too, unless JAX's variable says
+    otherwise: a run has dozens, each of which compiles for a tenth of a second, and JAX by itself only caches those
+    that take a second. CPU programs are not cached: they depend on the processor that they were compiled on, and
+    machines with different processors may share a home folder.
     """
     if platform() == "gpu" and jax.config.jax_compilation_cache_dir is None:
         folder = pathlib.Path.home() / ".cache" / "qerl_jax" / "xla"
         jax.config.update("jax_compilation_cache_dir", str(folder))
+        if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def use_several_devices() -> None:

@@ -33,7 +33,7 @@ LIMITS = {"bfloat16": 0.05, "float32": 1e-4}
 
 _DIFFERENCE = "sampling/sampling_logp_difference/mean"
 _HOLD = "CHECK_DEVICE_HOLD_AT_STEP"
-_CHILD_SECONDS = 120
+_CHILD_SECONDS = 180
 _PROMPTS = ("What is 12+30?", "Tom has 55 apples and sells 3. How many are left?", "7*8=")
 
 

@@ -192,7 +192,6 @@ def read_base(
         rank = branches[linear].rank if linear in branches else 0
         return prepare(weight, model.dtype, is_gated=linear == "gate_up", rank=rank)
 
-    split = jax.jit(model.division.split, static_argnums=0)
     shared = _shared_scales(arch, tensors, source) if source and source.name == "nvfp4" else set()
     in_16_bits = {linear: set(at) for linear, at in kept}
     _, partly = model.kept_linears()
@@ -219,8 +218,11 @@ def read_base(
         apart = {"shared": False} if source.name == "nvfp4" and linear not in shared else {}
         return arrange(source.fuse(parts, **apart), linear)
 
-    read_parts = lambda linear, names: split(linear, read_linear(linear, names))
-    frozen = assemble(arch, tensors, dtype, read_parts, progress, places)
+    read = read_linear
+    if model.division.count > 1:
+        split = jax.jit(model.division.split, static_argnums=0)
+        read = lambda linear, names: split(linear, read_linear(linear, names))
+    frozen = assemble(arch, tensors, dtype, read, progress, places)
     return frozen | ({"kept": stacks} if stacks else {})
 
 

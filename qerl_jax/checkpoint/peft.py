@@ -252,12 +252,12 @@ def import_adapter(folder: str | pathlib.Path, model: transformer.Transformer) -
         for part, n in arch.linears()[linear]:
             names = [f"{prefix}{architecture.PARENT[linear]}.{part}" for prefix in prefixes]
             pairs = [branch(name, n, arch.input_width(linear), shape.rank) for name in names]
-            a, b = map(jnp.stack, zip(*pairs, strict=True))
-            layers[linear][part] = {"a": a, "b": b}
+            a, b = map(np.stack, zip(*pairs, strict=True))
+            layers[linear][part] = {"a": jnp.asarray(a), "b": jnp.asarray(b)}
     if ours.train_norms:
         for norm in architecture.LAYER_NORMS:
             scales = [read(f"{prefix}{norm}", (arch.width,)) for prefix in prefixes]
-            layers[norm] = {"scale": jnp.stack(scales)}
+            layers[norm] = {"scale": jnp.asarray(np.stack(scales))}
     if unread:
         raise ValueError(
             f"{folder}: {min(unread)} has no place in the model ({len(unread)} such tensors)"

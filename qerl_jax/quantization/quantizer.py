@@ -270,6 +270,11 @@ def _open(source: pathlib.Path, target: pathlib.Path, recipe: Recipe) -> _Job:
     return job
 
 
+@jax.jit
+def _number_not_finite(values: jax.Array) -> jax.Array:
+    return jnp.sum(~jnp.isfinite(values))
+
+
 def _quantized_layer(
     job: _Job,
     recipe: Recipe,
@@ -284,10 +289,9 @@ def _quantized_layer(
     types = {linear: type_of(linear) for linear in job.arch.linears()}
     for name, values in tensors.items():
         # A value that is not finite would spoil its whole block, or with a global scale its whole tensor.
-        values = jnp.asarray(values)
-        if bad := int(jnp.sum(~jnp.isfinite(values))):
+        if bad := int(_number_not_finite(values)):
             rule = f"all weights must be finite; {bad} of {values.size} are not"
-            require(False, f"{job.source}: {name}", float(values.sum()), rule)
+            require(False, f"{job.source}: {name}", float(np.float32(values).sum()), rule)
     packed: dict[str, list[Any]] = {}
     grams: dict[str, jax.Array] = {}
     outputs: dict[str, tuple[float, float]] = {}

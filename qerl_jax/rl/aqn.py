@@ -103,6 +103,7 @@ def sigma_schedule(
     require(kind in curves, "kind", kind, f"must be one of {', '.join(curves)}")
     sigmas = [0.0] + [curves[kind]((j - 1) / last) for j in range(1, num_stages)]
 
+    @jax.jit
     def sigma(step: Array | int) -> Array:
         # A table, since jit may change the last bits of a formula.
         table = jnp.array(sigmas, jnp.float32)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.checked import require
@@ -244,6 +243,12 @@ def make_sampler(
     )
 
 
+@jax.jit
+def _row_keys(key: jax.Array, rows: jax.Array) -> jax.Array:
+    """The data of the keys of rows, uint32 [B, 2]."""
+    return jax.random.key_data(jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, rows))
+
+
 def collect(
     sampler: Sampler,
     variables: dict[str, Any],
@@ -280,8 +285,8 @@ def collect(
             sampler.tools, sampler.tokenizer, problems, group=sampler.num_generations
         )
     prompts = encode(problems, sampler.tokenizer, sampler.tools)
-    rows = first_row + jnp.arange(len(problems) * sampler.num_generations)
-    keys = jax.random.key_data(jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, rows))
+    rows = np.arange(first_row, first_row + len(problems) * sampler.num_generations, dtype=np.int32)
+    keys = _row_keys(key, rows)
     sampled = sampler.engine.completions(
         variables,
         _queue(
@@ -439,5 +444,5 @@ def score(
             record,
         )
     )
-    combined = grpo.combine_rewards(per_function, jnp.asarray(weights, jnp.float32))
+    combined = grpo.combine_rewards(per_function, np.asarray(weights, np.float32))
     return np.asarray(combined).reshape(-1, group), per_function

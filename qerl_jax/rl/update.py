@@ -88,9 +88,14 @@ def init_state(
         params=params,
         opt_state=optimizer.transformation(cfg).init(params),
         skipped=jnp.int32(0),
-        reference=jax.tree.map(jnp.copy, params) if keep_reference else None,
+        reference=_copied(params) if keep_reference else None,
         entropy=jax.tree.map(jnp.asarray, control),
     )
+
+
+@jax.jit
+def _copied(params):
+    return jax.tree.map(jnp.copy, params)
 
 
 @jax.jit

@@ -125,7 +125,13 @@ def mean_scales(
     """
     held = flatten_dict(frozen) | flatten_dict(params)
     paths = flatten_dict(transformer.noise_shapes(model.arch, final_norm))
-    return {path[-2]: float(jnp.mean(jnp.abs(held[path].astype(jnp.float32)))) for path in paths}
+    means = _mean_sizes([held[path] for path in paths])
+    return {path[-2]: float(mean) for path, mean in zip(paths, means, strict=True)}
+
+
+@jax.jit
+def _mean_sizes(arrays: list[jax.Array]) -> list[jax.Array]:
+    return [jnp.mean(jnp.abs(x.astype(jnp.float32))) for x in arrays]
 
 
 def describe(

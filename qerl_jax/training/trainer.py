@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import runtime
@@ -352,8 +351,8 @@ def _advantages(
             scored.rewards, scale=cfg.scale_rewards, estimator=cfg.advantage_estimator
         )
     return grpo.decoupled_advantages(
-        jnp.asarray(scored.per_function).reshape(*scored.rewards.shape, -1),
-        jnp.asarray(weights, jnp.float32),
+        np.asarray(scored.per_function).reshape(*scored.rewards.shape, -1),
+        np.asarray(weights, np.float32),
         scale=cfg.scale_rewards,
         estimator=cfg.advantage_estimator,
     )

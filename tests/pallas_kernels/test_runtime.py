@@ -31,10 +31,12 @@ from pallas_kernels.nvfp4_matmul import (
 
 @pytest.fixture
 def folder_of_programs(monkeypatch):
-    """Sets where JAX keeps compiled programs, and resets it afterwards."""
-    before = jax.config.jax_compilation_cache_dir
-    yield lambda folder: jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_compilation_cache_dir", before)
+    """Sets where JAX keeps compiled programs, and resets that and which it keeps afterwards."""
+    names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+    before = {name: getattr(jax.config, name) for name in names}
+    yield lambda folder: jax.config.update(names[0], folder)
+    for name, value in before.items():
+        jax.config.update(name, value)
 
 
 @pytest.mark.parametrize(
@@ -52,6 +54,21 @@ def test_a_gpus_programs_are_kept_unless_jax_is_told_where(
     folder_of_programs(given)
     runtime.use_compilation_cache()
     assert jax.config.jax_compilation_cache_dir == kept
+
+
+@pytest.mark.parametrize(("given", "seconds"), [(None, 0.0), ("2", 7.0)])
+def test_programs_that_compile_quickly_are_kept_too_unless_jax_is_told_which(
+    monkeypatch, folder_of_programs, given, seconds
+):
+    monkeypatch.setattr(runtime, "platform", lambda: "gpu")
+    name = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
+    monkeypatch.delenv(name, raising=False)
+    if given is not None:
+        monkeypatch.setenv(name, given)
+    folder_of_programs(None)
+    jax.config.update(name.lower(), 7.0)
+    runtime.use_compilation_cache()
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == seconds
 
 
 def test_deterministic_kernels_are_asked_for_once(monkeypatch):

@@ -13,6 +13,7 @@ from qerl_jax.config import GrpoConfig
 from qerl_jax.rl import entropy, grpo
 from scripts import compare_trl
 from tests import golden_files
+from tests.programs import compiled
 
 CASES = json.loads((golden_files.GOLDEN / "loss" / "cases.json").read_text())
 VECTORS = golden_files.load("loss/vectors.safetensors")
@@ -819,3 +820,20 @@ def test_a_wrong_argument_of_the_loss_is_named(change, message):
 def test_a_wrong_argument_is_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_each_function_of_a_batch_is_one_program(caplog):
+    """Operation by operation they would be sixty, and each takes a tenth of a second to compile on a GPU."""
+    scores = np.random.default_rng(0).normal(size=(7, 5, 3)).astype(np.float32)
+    rows, weights, lengths = scores.reshape(35, 3), np.ones(3, np.float32), np.arange(35)
+    calls = {
+        "combine_rewards": lambda: grpo.combine_rewards(rows, weights),
+        "informative": lambda: grpo.informative(scores[..., 0]),
+        "group_advantages": lambda: grpo.group_advantages(scores[..., 0], estimator="rloo"),
+        "decoupled_advantages": lambda: grpo.decoupled_advantages(scores, weights),
+        "soft_overlong_punishment": lambda: grpo.soft_overlong_punishment(
+            lengths, max_completion_length=33, soft_punish_cache=9
+        ),
+    }
+    for name, call in calls.items():
+        assert compiled(caplog, call) == [name]

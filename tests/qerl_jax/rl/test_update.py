@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +24,7 @@ from qerl_jax.rl import update, update_metrics
 from qerl_jax.rl.entropy import EntropyControl
 from qerl_jax.rl.experience import Experience
 from qerl_jax.rl.objective import Objective
+from tests.programs import compiled
 
 ARCH = Architecture("qwen2", 64, 32, 48, 2, 4, 2, 8)
 NUM_TOKENS, TEMPERATURE = 60, 0.7
@@ -878,15 +878,6 @@ def test_padding_is_what_is_neither_a_row_nor_its_prompt():
     real = LENGTHS[learned].sum() + experience.prompt_lengths.sum()
     assert metrics["update/programs"] == 1
     np.testing.assert_allclose(metrics["update/padding"], 1 - real / 88)
-
-
-def compiled(caplog, f):
-    """Returns the names of the programs that JAX compiled during a call."""
-    caplog.clear()
-    with jax.log_compiles(), caplog.at_level("WARNING", logger="jax"):
-        f()
-    found = (re.match(r"Compiling (?:jit\()?(\w+)", record.message) for record in caplog.records)
-    return [match[1] for match in found if match]
 
 
 def test_the_second_rollout_does_not_recompile(caplog):
