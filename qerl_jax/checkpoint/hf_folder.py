@@ -140,6 +140,11 @@ def _state_end_token(folder: pathlib.Path) -> None:
         (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
 
 
+@jax.jit
+def _layer(stacks: Any, index: int) -> Any:
+    return jax.tree.map(lambda stack: stack[index], stacks)
+
+
 def export_model(
     folder: str | pathlib.Path, model: Transformer, base: Any, source: str | pathlib.Path
 ) -> None:
@@ -167,7 +172,7 @@ def export_model(
         outside["lm_head.weight"] = base["lm_head"]
 
     def layer(index: int) -> dict[str, np.ndarray]:
-        content = jax.device_get(jax.tree.map(lambda stack: stack[index], base["layers"]))
+        content = jax.device_get(_layer(base["layers"], index))
         tensors = {
             f"model.layers.{index}.{name}.weight": content[norm]["scale"]
             for norm, (name, _) in arch.norms().items()

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
-import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.data.datasets import Problem
@@ -133,11 +132,11 @@ def by_functions(weights: Mapping[int, float]) -> Callable[[rollouts.Scored], np
     Args:
         weights: Weight of each reward function that is used, by its place among all.
     """
-    columns, factors = list(weights), jnp.array(list(weights.values()), jnp.float32)
+    columns, factors = list(weights), np.array(list(weights.values()), np.float32)
 
     def informative(scored: rollouts.Scored) -> np.ndarray:
         values = grpo.combine_rewards(scored.per_function[:, columns], factors)
-        return np.asarray(grpo.informative(values.reshape(scored.rewards.shape)))
+        return np.asarray(grpo.informative(np.asarray(values).reshape(scored.rewards.shape)))
 
     return informative
 
