@@ -404,8 +404,13 @@ class _Sums:
             frozenset((linear, index) for linear, at in model.kept for index in at),
         )
 
+    @property
+    def form(self) -> packed_formats.Format | None:
+        """The format of the base's packed linears, if any are packed."""
+        return self.stored or self.held
+
     def packed(self, linear: str, index: int) -> list[Any] | None:
-        """A linear's packed weights, if it is packed."""
+        """A linear's packed weights in `form`, if it is packed."""
         if (linear, index) in self.kept:
             return None
         names = self.arch.linear_names(linear, index)
@@ -419,8 +424,7 @@ class _Sums:
     def weights(self, linear: str, index: int, packed: list[Any] | None) -> list[jax.Array]:
         """A linear's weights [N, K], with the adapter added; float32 if there is an adapter."""
         if packed is not None:
-            form = self.stored or self.held
-            weights = [form.unpack(part, jnp.float32) for part in packed]
+            weights = [self.form.unpack(part, jnp.float32) for part in packed]
         else:
             names = self.arch.linear_names(linear, index)
             read = functools.partial(base_model.read_dense, self.tensors, self.stored)
@@ -516,7 +520,7 @@ def _write_pair(
 
     Trained norms are written into the base: serving engines do not read norms from an adapter.
     """
-    form = sums.stored or sums.held or packed_formats.named("nvfp4")
+    form = sums.form or packed_formats.named("nvfp4")
     linears = {name: None for name in sums.arch.linears()}
     norms = {name: value for name, value in sums.params.items() if name not in linears}
     base, adapter = folder / "base", folder / "adapter"
@@ -560,7 +564,7 @@ def _write_model(
             if form is None or (linear, index) in sums.kept:
                 files = [{"weight": np.asarray(weight.astype(dtype))} for weight in weights]
             else:
-                if linear in sums.params or packed is None:
+                if linear in sums.params or packed is None or sums.form.name != form.name:
                     packed = form.packed(weights, "search", like=_like(form, packed))
                 files = map(form.write, jax.device_get(packed))
             for name, file in zip(names, files, strict=True):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import nvfp4
+from pallas_kernels import nf4, nvfp4
 from qerl_jax import config
 from qerl_jax.checkpoint import base_model, export, hf_folder, packed_formats, peft
 from qerl_jax.checkpoint.run_state import StateFiles
@@ -286,6 +286,17 @@ def test_an_adapter_of_some_linears_is_exported_in_every_way(to, tmp_path):
     base = {"base": "packed"} if to == "nvfp4" else {}
     report = export.export(tmp_path / "run", to, tmp_path / "out", **base)
     assert report["mean_effect_of_training"] > 0
+
+
+def test_linears_without_a_branch_are_packed_anew_where_the_format_is_another(tmp_path):
+    lora = LoraConfig(4, 8.0, target_modules=("q_proj", "up_proj"))
+    model, variables = finished_run(tmp_path / "run", weights="nf4", lora=lora)
+    export.export(tmp_path / "run", "nvfp4", tmp_path / "out", base="packed", limit=9.0)
+    _, read_back = read(tmp_path / "out", "nvfp4")
+    down = read_back["frozen"]["layers"]["down"]["weight"]
+    before = nf4.dequantize(variables["frozen"]["layers"]["down"]["weight"])
+    error = np.asarray(nvfp4.dequantize(down) - before)
+    assert 0.02 < np.sqrt(np.mean(error**2) / np.mean(np.square(before))) < 0.2
 
 
 @pytest.mark.slow
