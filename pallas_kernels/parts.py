@@ -99,9 +99,7 @@ def assembled(sources: Sequence[Weight], places: np.ndarray, axis: Axis) -> Weig
         found = {name: x.reshape(*x.shape[:-2], -1) for name, x in found.items()}
         return NF4Tensor(absmax2=None, offset=None, shape=shape, **found)
     if getattr(first, "is_paired", False):
-        # `places` counts rows in their order before they were put in pairs.
-        whole = assembled([layout.unprepare(source) for source in sources], places, axis)
-        return layout.prepare(whole, is_paired=layout.can_pair(shape[0]))
+        return _assembled_in_pairs(sources, places, axis)
     joined = lambda name, cut, **fill: _joined(
         [getattr(source, name) for source in sources], places, cut, size, **fill
     )
@@ -116,6 +114,21 @@ def assembled(sources: Sequence[Weight], places: np.ndarray, axis: Axis) -> Weig
     if axis == "rows" and divisor is not None and divisor.shape[-1] > 1:
         found["global_scale"] = joined("global_scale", _Cut(-1), fill=1)
     return dataclasses.replace(first, shape=shape, **found)
+
+
+def _assembled_in_pairs(
+    sources: Sequence[HopperNVFP4], places: np.ndarray, axis: Axis
+) -> HopperNVFP4:
+    """Assembles weights whose rows are in pairs. `places` counts rows in their order before that."""
+    if axis == "rows":
+        if not layout.can_pair(len(places)):
+            return layout.prepare(assembled([layout.unprepare(s) for s in sources], places, axis))
+        rows_of = lambda n: layout.paired_rows(np.arange(n), 0)
+        lies_at = np.argsort(rows_of(sources[0].shape[0]))
+        moved = np.where(places[:, :1] < 0, places, np.c_[places[:, 0], lies_at[places[:, 1]]])
+        places = moved[rows_of(len(places))]
+    whole = assembled([source.as_it_lies for source in sources], places, axis)
+    return dataclasses.replace(whole, is_paired=True)
 
 
 def _by_rows(t: NF4Tensor) -> dict[str, jax.Array]:

@@ -133,7 +133,7 @@ def can_pair(n: int, rank: int = 0) -> bool:
     return n % TILE == 0 and (2 * rank <= TILE or TILE < rank <= 2 * TILE)
 
 
-def paired_rows(a: jax.Array, axis: int) -> jax.Array:
+def paired_rows(a: jax.Array | np.ndarray, axis: int) -> jax.Array | np.ndarray:
     """Reorders gate and up, the halves of an axis, so that one thread of `wgmma` holds the same row of both.
 
     Each 64 rows of the result hold 32 rows of both: rows 16 w + g are gate rows, and rows 16 w + 8 + g are the
@@ -141,7 +141,7 @@ def paired_rows(a: jax.Array, axis: int) -> jax.Array:
     """
     shape, axis = a.shape, axis % a.ndim
     a = a.reshape(*shape[:axis], 2, shape[axis] // 16, 8, *shape[axis + 1 :])
-    return jnp.swapaxes(a, axis, axis + 1).reshape(shape)
+    return a.swapaxes(axis, axis + 1).reshape(shape)
 
 
 def joined_rows(a: jax.Array, axis: int) -> jax.Array:
