@@ -300,8 +300,8 @@ def use_deterministic_kernels() -> bool:
 def use_compilation_cache() -> None:
     """Caches compiled GPU programs in ~/.cache/qerl_jax/xla, unless JAX is configured with another folder.
 
-    The second start of a run then compiles almost nothing. Small programs are cached, too, unless JAX's variable says
-    otherwise: a run has dozens, each of which compiles for a tenth of a second, and JAX by itself only caches those
+    The second start of a run then compiles almost nothing. In that folder small programs are cached, too, unless JAX's
+    variable says otherwise: a run has dozens, each of which compiles for a tenth of a second, and JAX by itself only caches those
     that take a second. CPU programs are not cached: they depend on the processor that they were compiled on, and
     machines with different processors may share a home folder.
     """

@@ -229,6 +229,9 @@ def main() -> int:
         except subprocess.TimeoutExpired:
             process.kill()
             output, _ = process.communicate()
+        except KeyboardInterrupt:  # it would go on, on the card
+            process.kill()
+            raise
         failed |= process.returncode != 0
         for line in output.splitlines():
             if line.startswith("ROW "):

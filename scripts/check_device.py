@@ -207,6 +207,15 @@ def select_cases(found: Sequence[Case], parts: Sequence[str]) -> list[Case]:
     return sorted(chosen, key=cases.cost, reverse=True)
 
 
+def card(number: int, cards: int) -> str:
+    """The card of one of several processes, of those that CUDA_VISIBLE_DEVICES names, as its value for the process."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = given.split(",") if given else [str(index) for index in range(cards)]
+    if len(names) < cards:
+        raise ValueError(f"--cards {cards}: CUDA_VISIBLE_DEVICES names {len(names)}: {given}")
+    return names[number % cards]
+
+
 def environment(folder: pathlib.Path, jobs: int, *, autotune: bool) -> dict[str, str]:
     """Environment variables of the workers, `jobs` of which share a card: a share of its memory for each, and one
     compilation cache for all.
@@ -286,7 +295,7 @@ def run(
                 if started >= last_start:
                     raise NotRun(f"not run: {started - begun:.0f} s had passed")
                 if worker is None:
-                    own = {"CUDA_VISIBLE_DEVICES": str(number % cards)} if cards > 1 else {}
+                    own = {"CUDA_VISIBLE_DEVICES": card(number, cards)} if cards > 1 else {}
                     worker = Worker(command, {**env, **own}, log)
                     workers.append(worker)
                     ready(worker.listen(deadline - time.monotonic()))

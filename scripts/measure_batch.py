@@ -59,6 +59,11 @@ class Command:
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     under: str = ""
 
+    @property
+    def shown(self) -> str:
+        """The variables as a shell takes them."""
+        return " ".join(f"{name}={value}" for name, value in self.environment.items())
+
 
 _TESTS = "pytest -q -p no:cacheprovider -m gpu"
 # The tests of every kernel of a decoding step and of an update.
@@ -214,27 +219,35 @@ def run(command: Command, out: pathlib.Path, number: int, places: dict[str, str]
         places: What {out}, {smollm2} and {gsm8k} stand for.
     """
     line = shlex.split(command.line.format(**places))
-    shown = " ".join(f"{name}={value}" for name, value in command.environment.items())
-    words = filter(None, [f"{number}.", shown, command.under, shlex.join(line)])
+    words = filter(None, [f"{number}.", command.shown, command.under, shlex.join(line)])
     print("\n" + " ".join(words), flush=True)
     begin, log = time.perf_counter(), out / f"{number}.log"
     with log.open("w") as file:
-        process = subprocess.Popen(
-            [*shlex.split(command.under), sys.executable, "-m", *line],
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=os.environ | command.environment,
-        )
+        try:
+            process = subprocess.Popen(
+                [*shlex.split(command.under), sys.executable, "-m", *line],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=os.environ | command.environment,
+                start_new_session=True,
+            )
+        except OSError as error:  # `under` is not installed
+            print(f"status {error}", flush=True)
+            return False
         try:
             status = str(process.wait(command.seconds))
         except subprocess.TimeoutExpired:
             # A training run saves its adapter on Ctrl-C.
-            process.send_signal(signal.SIGINT)
+            os.killpg(process.pid, signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_GRACE)
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             status = f"ended after {command.seconds} s"
+        except KeyboardInterrupt:  # it is in a session of its own, and would go on
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
     print("".join(log.read_text(errors="replace").splitlines(keepends=True)[-25:]))
     print(f"status {status}, {time.perf_counter() - begin:.0f} s", flush=True)
     return status == "0"
@@ -259,7 +272,8 @@ def main(argv: list[str] | None = None) -> int:
     ]
     if args.list:
         for number, command in chosen:
-            print(f"{number}. {command.seconds:3} s  {command.line.format(**places)}")
+            words = filter(None, [command.shown, command.under, command.line.format(**places)])
+            print(f"{number}. {command.seconds:3} s  {' '.join(words)}")
         print(f"{sum(command.seconds for _, command in chosen)} s at most")
         return 0
     args.out.mkdir(parents=True, exist_ok=True)

@@ -39,6 +39,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from scripts import check_device
+
 ROOT = pathlib.Path(__file__).parents[1]
 CONFIG = ROOT / "configs/study.toml"
 RATES, FIRST_SEEDS, MORE_SEEDS = (3e-5, 3e-4, 3e-3), (0, 1), (2, 3, 4)
@@ -160,8 +162,8 @@ def main() -> None:
     )
     parser.add_argument("--piece", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.jobs < args.cards:
-        parser.error(f"--jobs {args.jobs}: must be at least --cards, which is {args.cards}")
+    if not 1 <= args.cards <= args.jobs:
+        parser.error(f"--cards {args.cards}: must be at least 1, and at most --jobs, {args.jobs}")
     args.out.mkdir(parents=True, exist_ok=True)
     if args.piece:
         run_piece(args)
@@ -241,7 +243,8 @@ def configured(piece: Piece, table: Mapping[str, Any], base: str, folder: pathli
     """
     changes = dict(ARMS[piece.arm].changes)
     own = {"model": {"model_name_or_path": base}, "optim": {"learning_rate": piece.rate}}
-    made = {**table, "output_dir": str(folder), "seed": piece.seed}
+    # One device, however many there are: a run is to be the same on every machine.
+    made = {**table, "output_dir": str(folder), "seed": piece.seed, "mesh": {"data": 1}}
     for section in {*changes, *own}:
         if section in changes and changes[section] is None:
             made.pop(section, None)
@@ -321,7 +324,7 @@ def begin(args: argparse.Namespace, name: str, card: int = 0) -> subprocess.Pope
     timing = ["--timing"] if args.timing else []
     command = [sys.executable, "-m", "scripts.study", args.base, *options, "--piece", name, *timing]
     share = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / together:.3f}"}
-    own = {"CUDA_VISIBLE_DEVICES": str(card)} if args.cards > 1 else {}
+    own = {"CUDA_VISIBLE_DEVICES": check_device.card(card, args.cards)} if args.cards > 1 else {}
     args.work.mkdir(parents=True, exist_ok=True)
     with log_of(args, name).open("w") as log:
         return subprocess.Popen(

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from scripts.check_device import QUICK_XLA
+from scripts.check_device import QUICK_XLA, card
 
 
 def pytest_addoption(parser):
@@ -41,9 +41,9 @@ def pytest_configure(config):
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         # Almost all of the time is compilation.
         os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_XLA))
-        number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-        if (cards := config.getoption("--cards")) > 1:
-            os.environ["CUDA_VISIBLE_DEVICES"] = str(number % cards)
+        worker = os.environ.get("PYTEST_XDIST_WORKER")
+        if worker and (cards := config.getoption("--cards")) > 1:
+            os.environ["CUDA_VISIBLE_DEVICES"] = card(int(worker.removeprefix("gw")), cards)
     # What is traced lives on: looking for garbage so often finds little.
     gc.set_threshold(100_000)
     # Workers, runs that tests start, and the tests' next run compile the same programs: once is enough. Most are single

@@ -395,6 +395,15 @@ def test_processes_are_divided_among_cards(tmp_path):
     assert len(rows) == 20 and {row["pid"] for row in rows.values()} == {"0", "1"}
 
 
+def test_a_card_is_one_of_those_that_may_be_seen(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert [check_device.card(number, 2) for number in range(3)] == ["0", "1", "0"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    assert [check_device.card(number, 2) for number in range(3)] == ["2", "3", "2"]
+    with pytest.raises(ValueError, match="--cards 3: CUDA_VISIBLE_DEVICES names 2: 2,3"):
+        check_device.card(0, 3)
+
+
 STAGES = [
     {"name": name, "seconds": seconds, "cpu": 2.0, "trace": 0.1, "lower": 0.2, "compile": 0.5}
     | {"programs": 7, "cached": 3}
