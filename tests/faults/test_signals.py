@@ -219,6 +219,7 @@ def test_outside_of_the_main_thread_a_run_can_be_started_too():
 
 @pytest.mark.process
 @pytest.mark.parametrize("code", [130, pytest.param(143, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_the_command_ends_with_its_documented_code_and_one_line_beside_the_notice(code, tmp_path):
     folder, path = tmp_path / "run", tmp_path / "run.toml"
     path.write_text(config.dump(harness.tiny(folder, max_steps=2000, save_steps=1000)))

@@ -122,10 +122,10 @@ def test_a_policy_has_the_adapter_and_the_dtypes_that_were_asked_for():
     ("lora", "is_paired"),
     [
         (None, True),
-        (LoraConfig(32), True),
+        pytest.param(LoraConfig(32), True, marks=pytest.mark.slow),
         (LoraConfig(64), False),
         (LoraConfig(64, rank_pattern={"gate_proj": 8, "up_proj": 8}), True),
-        (LoraConfig(64, target_modules=("q_proj",)), True),
+        pytest.param(LoraConfig(64, target_modules=("q_proj",)), True, marks=pytest.mark.slow),
     ],
 )
 def test_bases_that_are_read_and_random_bases_have_one_layout(lora, is_paired):

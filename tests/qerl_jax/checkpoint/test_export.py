@@ -288,6 +288,7 @@ def test_an_adapter_of_some_linears_is_exported_in_every_way(to, tmp_path):
     assert report["mean_effect_of_training"] > 0
 
 
+@pytest.mark.slow
 def test_linears_without_a_branch_are_packed_anew_where_the_format_is_another(tmp_path):
     lora = LoraConfig(4, 8.0, target_modules=("q_proj", "up_proj"))
     model, variables = finished_run(tmp_path / "run", weights="nf4", lora=lora)

@@ -213,6 +213,7 @@ CASES += [
 
 
 @pytest.mark.parametrize(("weights", "arch", "count", "kept"), CASES)
+@pytest.mark.slow
 def test_prompts_and_tokens_get_the_hidden_states_of_the_whole_model(weights, arch, count, kept):
     model, variables = policy(weights, arch, kept)
     prompts = jax.random.randint(jax.random.key(3), (3, 5), 0, 64)
@@ -243,6 +244,7 @@ def test_a_model_puts_its_parts_together_again():
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow
 def test_a_random_base_is_the_same_in_parts():
     model, variables = policy("nvfp4", of_heads(6, 2))
     parted = model.clone(tensor=4)

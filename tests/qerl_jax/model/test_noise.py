@@ -88,6 +88,7 @@ def test_numbers_are_those_of_groups_or_of_all_rows():
     assert numbers("token").dtype == np.int32
 
 
+@pytest.mark.slow
 def test_rows_under_noise_of_their_own_are_what_each_is_alone():
     """Hidden states are equal, and the gradient of trained norms is the sum of each row's."""
     model, variables = policy()

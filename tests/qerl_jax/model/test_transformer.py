@@ -307,6 +307,7 @@ def test_a_linear_rounds_products_and_its_result_and_nothing_between():
         pytest.param("bfloat16", jnp.float32, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_an_adapter_prepared_for_decoding_gives_the_same_bits(weights, dtype):
     model = dataclasses.replace(tiny(), weights=weights, dtype=dtype)
     frozen = random_base(model, jax.random.key(0))

@@ -76,6 +76,7 @@ def test_a_mixed_base_computes_what_its_unpacked_weights_compute(folder):
 
 
 @pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "layer"])
+@pytest.mark.slow
 def test_slopes_of_an_adapter_over_a_mixed_base_are_those_over_its_unpacked_weights(folder, remat):
     found = []
     for weights in ("nvfp4", "float32"):

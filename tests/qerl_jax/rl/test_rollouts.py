@@ -350,6 +350,7 @@ def trainers_logps(rollout, variables, numbers, share_prompts):
 
 
 @pytest.mark.parametrize("per", ["group", pytest.param("sequence", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_the_trainer_draws_the_noise_under_which_rows_were_sampled(per):
     """It needs only (seed, step, number). A prompt is shared where its completions share their noise."""
     rollout, (_, variables) = collect_noisy(per), noisy(per)

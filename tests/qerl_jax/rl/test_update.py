@@ -516,6 +516,7 @@ def test_entropies_choose_tokens_and_teach_all_rows_however_rows_are_cut(sizes):
 VESPO = dataclasses.replace(RECOMPUTE, loss_type="vespo", num_iterations=2)
 
 
+@pytest.mark.slow
 def test_rows_that_are_weighed_as_a_whole_weigh_the_same_however_rows_are_cut():
     whole, whole_metrics = run(grpo=VESPO)
     cut, cut_metrics = run(grpo=VESPO, optim=geometry(2, 4))
@@ -885,6 +886,7 @@ def test_the_second_rollout_does_not_recompile(caplog):
     assert compiled(caplog, lambda: run(seed=1)) == []
 
 
+@pytest.mark.slow
 def test_nothing_is_scored_where_the_samplers_log_probabilities_serve(caplog):
     """There is no pass before the update by default, and none where a single recomputed step is its own old policy."""
     for cfg, passes in ((DAPO, []), (RECOMPUTE, []), (GRPO, ["score"])):

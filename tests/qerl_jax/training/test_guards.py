@@ -36,6 +36,7 @@ def test_an_adapter_that_changes_less_than_rounding_tells_nothing():
     assert not guards.adapter_share(adapter, without, sampled, mask).known
 
 
+@pytest.mark.slow
 def test_a_run_says_that_its_sampler_has_the_whole_adapter(tmp_path):
     trainer.train(small(tmp_path, max_steps=3), quiet=True)
     shares = [row.get("sampling/adapter_share") for row in read_metrics(tmp_path)]
