@@ -301,9 +301,9 @@ def use_compilation_cache() -> None:
     """Caches compiled GPU programs in ~/.cache/qerl_jax/xla, unless JAX is configured with another folder.
 
     The second start of a run then compiles almost nothing. In that folder small programs are cached, too, unless JAX's
-    variable says otherwise: a run has dozens, each of which compiles for a tenth of a second, and JAX by itself only caches those
-    that take a second. CPU programs are not cached: they depend on the processor that they were compiled on, and
-    machines with different processors may share a home folder.
+    variable says otherwise: a run has dozens, each of which compiles for a tenth of a second, and JAX by itself only
+    caches those that take a second. CPU programs are not cached: they depend on the processor that they were compiled
+    on, and machines with different processors may share a home folder.
     """
     if platform() == "gpu" and jax.config.jax_compilation_cache_dir is None:
         folder = pathlib.Path.home() / ".cache" / "qerl_jax" / "xla"

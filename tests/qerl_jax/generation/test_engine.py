@@ -622,5 +622,5 @@ def test_devices_that_decode_together_share_out_the_scores(words):
     hidden = jax.random.normal(jax.random.key(1), (3, 8))
     scores = lambda model, _: decode_step.scorer(model, matrix)(hidden)
     found = of_each_device(scores, jnp.zeros(2))
-    # Scores are up to 5, and sums of 8 products that are as large.
-    np.testing.assert_allclose(found, [layers.logits(hidden, matrix)] * 2, rtol=1e-6, atol=1e-6)
+    # Scores are up to 5; one near 0 is a sum of such numbers, and as far off as the last place of these.
+    np.testing.assert_allclose(found, [layers.logits(hidden, matrix)] * 2, rtol=1e-6, atol=5e-7)

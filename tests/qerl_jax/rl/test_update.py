@@ -520,8 +520,9 @@ VESPO = dataclasses.replace(RECOMPUTE, loss_type="vespo", num_iterations=2)
 def test_rows_that_are_weighed_as_a_whole_weigh_the_same_however_rows_are_cut():
     whole, whole_metrics = run(grpo=VESPO)
     cut, cut_metrics = run(grpo=VESPO, optim=geometry(2, 4))
-    # A thousandth of a step of Adam, which divides small gradients by their own size: how they round depends on the CPU.
-    assert_close(cut.params, whole.params, atol=1e-3 * PLAIN.learning_rate)
+    # Adam divides small gradients by their own size, and how they round depends on the CPU: one without AVX-512 moved a
+    # parameter by 2.6e-4 of a step.
+    assert_close(cut.params, whole.params, atol=4e-4 * PLAIN.learning_rate)
     assert_close(of_rows(cut_metrics), of_rows(whole_metrics), atol=1e-5)
     assert whole_metrics["vespo/phi_seq_mean"] not in (0, 1)
 
