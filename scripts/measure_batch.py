@@ -51,7 +51,8 @@ class Command:
         line: What is run, as arguments of `python -m`. {out} is the folder of results, {smollm2} that of the model,
             and {gsm8k} names a copy of GSM8K, if there is one.
         environment: Variables that are set for it.
-        under: A program that runs it, such as one that checks each access to memory, and that program's options.
+        under: A program that runs it, such as one that checks each access to memory, and that program's options, which
+            may name {out}.
     """
 
     seconds: int
@@ -150,11 +151,14 @@ BATCHES = {
         ),
         Command(330, f"{_TESTS} -n 10"),
     ],
+    # Each array is an allocation of its own: memcheck finds no access beyond an array within one that is shared.
     "sanitizer": [
         Command(
             280,
-            f"{_TESTS} -n 0 {_KERNELS}",
-            under=f"compute-sanitizer --tool {tool} --error-exitcode 9",
+            f"{_TESTS} -n 14 {_KERNELS}",
+            {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"},
+            f"compute-sanitizer --tool {tool} --target-processes all --error-exitcode 9 "
+            f"--log-file {{out}}/{tool}.%p.txt",
         )
         for tool in ("memcheck", "racecheck")
     ],
@@ -218,14 +222,14 @@ def run(command: Command, out: pathlib.Path, number: int, places: dict[str, str]
         number: Its number in the batch, from 1.
         places: What {out}, {smollm2} and {gsm8k} stand for.
     """
-    line = shlex.split(command.line.format(**places))
-    words = filter(None, [f"{number}.", command.shown, command.under, shlex.join(line)])
+    line, under = (shlex.split(part.format(**places)) for part in (command.line, command.under))
+    words = filter(None, [f"{number}.", command.shown, shlex.join(under), shlex.join(line)])
     print("\n" + " ".join(words), flush=True)
     begin, log = time.perf_counter(), out / f"{number}.log"
     with log.open("w") as file:
         try:
             process = subprocess.Popen(
-                [*shlex.split(command.under), sys.executable, "-m", *line],
+                [*under, sys.executable, "-m", *line],
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env=os.environ | command.environment,
