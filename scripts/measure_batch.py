@@ -187,7 +187,7 @@ BATCHES = {
         ),
         Command(
             290,
-            "scripts.tune_kernels --models qwen2.5-7b qwen2.5-32b --layers qkv o down --m 8 64 128 --seconds 275",
+            "scripts.tune_kernels --models qwen2.5-7b qwen2.5-32b --layers down qkv o --m 16 64 128 --seconds 275",
         ),
         Command(
             120,

@@ -184,6 +184,9 @@ def main() -> None:
     )
     args = parser.parse_args()
     tables = portable_tuning if args.kernels == "portable" else configs
+    if unread := set(args.m or ()) - set(tables.TUNED_M):
+        listed = ", ".join(map(str, tables.TUNED_M))
+        parser.error(f"--m: got {min(unread)}; a table is read at {listed} only")
     tune_one = tune_portable if args.kernels == "portable" else tune
     out = args.out or tables.path_of(runtime.device_kind())
     runtime.use_kernels(args.kernels)
