@@ -342,10 +342,10 @@ class RolloutConfig(Checked, section="rollout."):
             ones; 1 is off. Other values need grpo.old_logprobs = "recompute".
         stop: Stop strings: a completion ends with the token that completes one of them.
         ignore_eos: Run every completion to `max_completion_length`, or a text of `stop`.
-        drafts: "auto" makes drafts where few rows are left and drafts are expected to pay: a step then runs tokens
-            that may come next, found in texts of the same rollout, and keeps those that are right. No token's
-            distribution changes. It needs a GPU, `compact`, and `max_completion_length` of 512 or more. An
-            experiment: what it brings is measured with a small model only. "off": none.
+        drafts: "auto" makes drafts where at most 32 rows are left and drafts are expected to pay: a step then runs
+            tokens that may come next, found in texts of the same rollout, and keeps those that are right. No
+            token's distribution changes. There are none without a Hopper GPU, without `compact`, with
+            `deterministic`, or if `max_completion_length` is below 512. "off": none.
         steps_per_generation: `generation_batch_size` as a number of micro-batches
             (optim.per_device_train_batch_size rows each); give one of the two.
     """
@@ -385,7 +385,7 @@ class RolloutConfig(Checked, section="rollout."):
         | None
     ) = None
     ignore_eos: bool = False
-    drafts: Drafts = "off"
+    drafts: Drafts = "auto"
     steps_per_generation: Count | None = None
 
     def _across(self):
@@ -956,7 +956,8 @@ class RunConfig(Checked):
         save_steps: Optimizer steps between checkpoints.
         save_total_limit: How many checkpoints are kept.
         log_completions: Write every completion with its rewards to `completions/`.
-        deterministic: Ask the GPU's compiler for run-to-run identical results.
+        deterministic: Ask the GPU's compiler for run-to-run identical results. There are no drafts then
+            (`rollout.drafts`).
         report_to: Where metrics go beside `metrics.jsonl`: "tensorboard", "wandb", "trackio".
         run_name: The run's name in those trackers; absent means the name of the run folder.
     """
@@ -992,6 +993,15 @@ class RunConfig(Checked):
         if self.grpo.beta == 0 or self.grpo.reference == "base":
             return False
         return self.grpo.sync_ref_model or self.model.adapter_name_or_path is not None
+
+    @property
+    def drafts(self) -> Drafts:
+        """`rollout.drafts`, but "off" with `deterministic`.
+
+        How many drafts are made depends on what became of earlier ones, which a checkpoint does not hold; and a step
+        with more tokens rounds differently.
+        """
+        return "off" if self.deterministic else self.rollout.drafts
 
     @property
     def train_batch_size(self) -> int:

@@ -490,7 +490,7 @@ def _sampling(
     tokens, fraction = cfg.rollout.kv_cache_tokens, cfg.rollout.kv_cache_fraction
     page = kv_cache.PAGE_SIZE
     positions = 0
-    if cfg.rollout.drafts == "auto" and cfg.rollout.compact:
+    if cfg.drafts == "auto" and cfg.rollout.compact:
         positions = Drafting().tokens_of_a_step(cfg.rollout.max_completion_length)
     demand = kv_capacity.Demand(
         arch,

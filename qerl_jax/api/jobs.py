@@ -43,7 +43,7 @@ def evaluate(
     num_problems: int | None = None,
     output_dir: str | os.PathLike | None = None,
     max_concurrent: int = 128,
-    drafts: Drafts = "off",
+    drafts: Drafts = "auto",
     seed: int = 0,
     mesh: Mesh | None = None,
     quiet: bool = False,

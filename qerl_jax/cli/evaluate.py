@@ -33,7 +33,7 @@ def evaluate(
     dtype: Dtype | None = None,
     output_dir: pathlib.Path | None = None,
     max_concurrent: int = 128,
-    drafts: Drafts = "off",
+    drafts: Drafts = "auto",
     seed: int = 0,
     mesh: Devices = DEVICES,
 ) -> None:

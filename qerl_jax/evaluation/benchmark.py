@@ -103,7 +103,7 @@ def run(
     *,
     seed: int = 0,
     max_concurrent: int = 128,
-    drafts: Drafts = "off",
+    drafts: Drafts = "auto",
     log: Callable[[str], None] = lambda text: None,
     policy: LoadedPolicy | None = None,
     toolboxes: Toolboxes | None = None,

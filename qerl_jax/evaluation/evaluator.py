@@ -84,7 +84,7 @@ class Evaluator:
         max_concurrent: int | None,
         tools: Tools | None = None,
         replicas: Replicas = Replicas(),
-        drafts: Drafts = "off",
+        drafts: Drafts = "auto",
         **cache: Any,
     ) -> Self:
         """Builds an evaluator that samples as a protocol says.
@@ -174,7 +174,7 @@ class Evaluator:
             max_concurrent=cfg.rollout.max_concurrent,
             tools=tools,
             replicas=replicas,
-            drafts=cfg.rollout.drafts,
+            drafts=cfg.drafts,
             compact=cfg.rollout.compact,
             kv_cache_tokens=cfg.rollout.kv_cache_tokens,
             kv_cache_fraction=cfg.rollout.kv_cache_fraction,

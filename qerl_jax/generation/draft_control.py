@@ -12,7 +12,9 @@ import numpy as np
 from qerl_jax.generation.draft_search import KINDS, LONGEST_MATCH, MOST, Outcome
 
 # Time of a step by the number of its tokens, in units of a step of at most 8 rows without drafts, measured with 7B on an
-# H200. Steps with drafts were measured with 8 rows; the time to find drafts is included.
+# H200. Steps with drafts were measured with 8 rows; the time to find drafts is included. Since attention reads a row's
+# pages once these steps cost less, but rows that have ended are idle until their chunk has, and these prices are near
+# what runs gained (docs/lab-notes.md, "Drafts on an H100").
 _PRICES = {8: 1.0, 32: 1.28, 64: 1.76, 128: 2.73}
 _PRICES_WITH_DRAFTS = {8: 1.22, 16: 1.33, 32: 1.46, 64: 1.65}
 # Tokens that a step may have with drafts. Each is a program to compile.

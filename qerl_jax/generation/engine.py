@@ -145,9 +145,8 @@ class Engine:
             entropies: See `EngineSpec`.
             **options: Further arguments of the engine.
         """
-        drafts = None
-        if how.drafts == "auto" and runtime.platform() == "gpu":
-            drafts = Drafting()
+        # Prices of steps are known of the Hopper kernels only.
+        drafts = Drafting() if how.drafts == "auto" and not runtime.unless_hopper() else None
         return cls(
             model,
             EngineSpec(

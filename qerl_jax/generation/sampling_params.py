@@ -41,8 +41,8 @@ class SamplingParams(Checked):
             negative ones; 1 is off.
         stop: Texts before which a completion ends; they are not part of it.
         ignore_eos: Go on after the end token.
-        drafts: "auto" makes drafts on a GPU where few rows may get 512 tokens or more, and drafts are expected to pay
-            (`rollout.drafts`; an experiment, measured with a small model only); "off" makes none.
+        drafts: "auto" makes drafts on a Hopper GPU where at most 32 rows are left that may get 512 tokens or more, and
+            drafts are expected to pay (`rollout.drafts`); "off" makes none.
         seed: Random seed for sampling; or one for each prompt, which then gets the same completions beside
             any other prompts (another batch size rounds differently, which now and then changes a token).
     """
@@ -56,7 +56,7 @@ class SamplingParams(Checked):
     repetition_penalty: RepetitionPenalty = 1.0
     stop: Annotated[tuple[str, ...], _texts] = ()
     ignore_eos: bool = False
-    drafts: Drafts = "off"
+    drafts: Drafts = "auto"
     seed: Annotated[int | Sequence[int], _seeds] = 0
 
     def __post_init__(self):

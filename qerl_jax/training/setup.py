@@ -296,7 +296,7 @@ def _sampler(
     return rollouts.make_sampler(
         task.model,
         task.tokenizer,
-        cfg.rollout,
+        dataclasses.replace(cfg.rollout, drafts=cfg.drafts),
         max_prompt_length=cfg.data.max_prompt_length,
         entropies=True,
         poll=stop.poll,

@@ -3,6 +3,7 @@
 import dataclasses
 import pathlib
 import re
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from qerl_jax.config import (
     ToolsConfig,
 )
 from qerl_jax.rewards import scoring
+from qerl_jax.training import setup
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 MINIMAL = {
@@ -79,7 +81,7 @@ FULL = RunConfig(
         repetition_penalty=1.1,
         stop=("</answer>",),
         ignore_eos=True,
-        drafts="auto",
+        drafts="off",
     ),
     grpo=GrpoConfig(
         loss_type="dr_grpo",
@@ -1022,3 +1024,15 @@ def test_a_config_of_the_package_can_be_named_from_any_folder(tmp_path, monkeypa
     (tmp_path / "quickstart").rmdir()
     (tmp_path / "quickstart").write_text("seed = 1\n")
     assert config.read_table("quickstart") == {"seed": 1}  # a file goes before
+
+
+def test_a_run_that_is_to_be_repeated_exactly_makes_no_drafts(monkeypatch):
+    told = []
+    monkeypatch.setattr(
+        setup.rollouts, "make_sampler", lambda *of, **options: told.append(of[2].drafts)
+    )
+    for deterministic in (False, True):
+        run = build(deterministic=deterministic)
+        setup._sampler(run, *[mock.Mock()] * 3)
+        told.append(run.drafts)
+    assert told == ["auto", "auto", "off", "off"]

@@ -1,5 +1,6 @@
 """Tests that rows get the tokens with drafts that they get without."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import runtime
 from qerl_jax.config import RolloutConfig
 from qerl_jax.generation import draft_control, engine, recall
 from qerl_jax.generation.draft_control import Drafting
@@ -237,13 +239,15 @@ def test_a_batch_that_grows_again_has_no_drafts():
     assert texts[0] == texts[1] and set(sizes) == {8}
 
 
-def test_a_config_makes_drafts_on_a_gpu_only(monkeypatch):
+def test_a_config_makes_drafts_on_a_hopper_gpu_only():
     model = plain.policy()[0]
     tokenizer = type("Tokenizer", (), {"num_tokens": 64, "stop_tokens": ()})
     made = lambda drafts: Engine.of(model, tokenizer, RolloutConfig(drafts=drafts))._drafts
     assert made("auto") is None
-    monkeypatch.setattr(engine.runtime, "platform", lambda: "gpu")
-    assert made("auto") == Drafting() and made("off") is None
+    with runtime.on(runtime.H200):
+        assert made("auto") == Drafting() and made("off") is None
+    with runtime.on(dataclasses.replace(runtime.H200, compute_capability="8.9")):
+        assert made("auto") is None
 
 
 @pytest.mark.slow
