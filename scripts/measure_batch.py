@@ -51,14 +51,11 @@ class Command:
         line: What is run, as arguments of `python -m`. {out} is the folder of results, {smollm2} that of the model,
             and {gsm8k} names a copy of GSM8K, if there is one.
         environment: Variables that are set for it.
-        under: A program that runs it, such as one that checks each access to memory, and that program's options, which
-            may name {out}.
     """
 
     seconds: int
     line: str
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
-    under: str = ""
 
     @property
     def shown(self) -> str:
@@ -67,14 +64,6 @@ class Command:
 
 
 _TESTS = "pytest -q -p no:cacheprovider -m gpu"
-# The tests of every kernel of a decoding step and of an update.
-_KERNELS = " ".join(
-    f"tests/pallas_kernels/test_{name}.py"
-    for name in (
-        *("nvfp4_decode", "finished_linear_decode", "gated", "decode_attention"),
-        *("nvfp4_prefill", "finished_linear_prefill"),
-    )
-)
 _ON_RUN = "--model {smollm2} --adapter {out}/worked --limit 512 --out {out}/drafts.jsonl"
 BATCHES = {
     "portable": [
@@ -151,16 +140,8 @@ BATCHES = {
         ),
         Command(330, f"{_TESTS} -n 10"),
     ],
-    # Each array is an allocation of its own: memcheck finds no access beyond an array within one that is shared.
     "sanitizer": [
-        Command(
-            280,
-            f"{_TESTS} -n 14 {_KERNELS}",
-            {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"},
-            f"compute-sanitizer --tool {tool} --target-processes all --error-exitcode 9 "
-            f"--log-file {{out}}/{tool}.%p.txt",
-        )
-        for tool in ("memcheck", "racecheck")
+        Command(290, "scripts.sanitize_kernels --every 3 --seconds 280 --out {out}/sanitized.jsonl")
     ],
     "table": [
         *(
@@ -222,22 +203,18 @@ def run(command: Command, out: pathlib.Path, number: int, places: dict[str, str]
         number: Its number in the batch, from 1.
         places: What {out}, {smollm2} and {gsm8k} stand for.
     """
-    line, under = (shlex.split(part.format(**places)) for part in (command.line, command.under))
-    words = filter(None, [f"{number}.", command.shown, shlex.join(under), shlex.join(line)])
+    line = shlex.split(command.line.format(**places))
+    words = filter(None, [f"{number}.", command.shown, shlex.join(line)])
     print("\n" + " ".join(words), flush=True)
     begin, log = time.perf_counter(), out / f"{number}.log"
     with log.open("w") as file:
-        try:
-            process = subprocess.Popen(
-                [*under, sys.executable, "-m", *line],
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=os.environ | command.environment,
-                start_new_session=True,
-            )
-        except OSError as error:  # `under` is not installed
-            print(f"status {error}", flush=True)
-            return False
+        process = subprocess.Popen(
+            [sys.executable, "-m", *line],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=os.environ | command.environment,
+            start_new_session=True,
+        )
         try:
             status = str(process.wait(command.seconds))
         except subprocess.TimeoutExpired:
@@ -276,7 +253,7 @@ def main(argv: list[str] | None = None) -> int:
     ]
     if args.list:
         for number, command in chosen:
-            words = filter(None, [command.shown, command.under, command.line.format(**places)])
+            words = filter(None, [command.shown, command.line.format(**places)])
             print(f"{number}. {command.seconds:3} s  {' '.join(words)}")
         print(f"{sum(command.seconds for _, command in chosen)} s at most")
         return 0

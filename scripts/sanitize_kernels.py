@@ -1,0 +1,150 @@
+"""Runs the kernels' GPU tests under NVIDIA's compute-sanitizer: `python -m scripts.sanitize_kernels`.
+
+memcheck finds accesses beyond an array, racecheck threads of a block that read and write the same shared memory without
+waiting for each other. Each test runs in a process of its own, under each tool, several at a time; a test that hangs or
+breaks the tool costs only itself. It prints a row for each, and writes them to --out as JSON lines. A test counts as
+clean if it passed, the tool said that it has looked, and found nothing. Exit status 1 if a test is not clean or was not
+run.
+
+    python -m scripts.sanitize_kernels --every 4               # every fourth test of each file
+    python -m scripts.sanitize_kernels --tools racecheck --only 180-208 --seconds 120
+    python -m scripts.sanitize_kernels --cards 2 --jobs 28
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from scripts.check_device import QUICK_XLA, ROOT, card
+
+# Tests of every kernel of a decoding step and of an update.
+FILES = tuple(
+    f"tests/pallas_kernels/test_{name}.py"
+    for name in (
+        *("nvfp4_decode", "finished_linear_decode", "gated", "decode_attention"),
+        *("nvfp4_prefill", "finished_linear_prefill"),
+    )
+)
+TOOLS = ("memcheck", "racecheck")
+_PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", "-m", "gpu")
+# The tool's last line: "ERROR SUMMARY: 0 errors", "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)".
+_SUMMARY = re.compile(r"=+ (?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)")
+
+type Row = dict[str, Any]
+
+
+def collected(files: Sequence[str], only: str, every: int) -> list[str]:
+    """The ids of the tests for a GPU in these files whose id has a text, every n-th of each file."""
+    command = [*_PYTEST, "--collect-only", *files]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    chosen = []
+    for file in files:
+        of_file = [line for line in listed.splitlines() if line.startswith(f"{file}::")]
+        chosen += [test for test in of_file if only in test][::every]
+    return chosen
+
+
+def verdict(status: int | None, text: str) -> str:
+    """What a run says: "clean", or what is wrong.
+
+    Args:
+        status: The exit status of the tool, negative for a signal; None if the run was ended.
+        text: What the tool and the test printed.
+    """
+    if status is None:
+        return "ended: no time left"
+    found = [int(number) for number in _SUMMARY.findall(text)]
+    if any(found):
+        return f"{sum(found)} found"
+    if not re.search(r"\b1 passed\b", text):
+        return f"the test did not pass: status {status}"
+    return "clean" if found else f"the tool has no summary: status {status}"
+
+
+def run(tool: str, test: str, number: int, args: argparse.Namespace, deadline: float) -> Row:
+    """Runs a test under a tool. Returns its row; `number` determines its card."""
+    own = {
+        # Arrays are allocated one by one: memcheck finds no access beyond an array within a larger allocation.
+        "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "XLA_FLAGS": " ".join(QUICK_XLA),
+        "CUDA_VISIBLE_DEVICES": card(number, args.cards),
+    }
+    command = [args.program, "--tool", tool, "--error-exitcode", "9", *_PYTEST, test]
+    begin = time.monotonic()
+    status, text = None, ""
+    if (left := deadline - begin) > 0:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | own,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            text, _ = process.communicate(timeout=min(left, args.test_seconds))
+            status = process.returncode
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # the tool and the test
+            text, _ = process.communicate()
+        text = text.decode(errors="replace")
+    row = {"tool": tool, "test": test, "found": verdict(status, text)}
+    row["seconds"] = round(time.monotonic() - begin, 1)
+    if row["found"] != "clean":
+        row["text"] = text[-4000:]
+    return row
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the tests and prints the table. Returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tools", nargs="+", default=TOOLS, choices=TOOLS)
+    parser.add_argument("--files", nargs="+", default=FILES, help="files of tests")
+    parser.add_argument("--only", default="", help="only tests whose id has this text")
+    parser.add_argument("--every", type=int, default=1, help="every n-th test of each file")
+    parser.add_argument("--jobs", type=int, default=14, help="number of processes")
+    parser.add_argument("--cards", type=int, default=1, help="cards among which they are divided")
+    parser.add_argument("--seconds", type=float, default=280, help="time limit")
+    parser.add_argument("--test-seconds", type=float, default=120, help="time limit of a test")
+    parser.add_argument("--program", default="compute-sanitizer", help="path of the tool")
+    parser.add_argument("--out", type=pathlib.Path, help="write a JSON line for each to this file")
+    args = parser.parse_args(argv)
+    if shutil.which(args.program) is None:
+        parser.error(f"--program {args.program}: no such program; it is part of the CUDA toolkit")
+    deadline = time.monotonic() + args.seconds
+    tests = collected(args.files, args.only, args.every)
+    todo = [(tool, test) for test in tests for tool in args.tools]
+    rows = []
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        runs = [pool.submit(run, *each, number, args, deadline) for number, each in enumerate(todo)]
+        for done in concurrent.futures.as_completed(runs):
+            row = done.result()
+            rows.append(row)
+            print(
+                f"{row['tool']:9} {row['seconds']:6.1f} s  {row['found']}  {row['test']}",
+                flush=True,
+            )
+            if args.out:
+                with args.out.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+    for tool in args.tools:
+        clean = sum(row["tool"] == tool and row["found"] == "clean" for row in rows)
+        print(f"{tool}: {clean} of {len(tests)} tests are clean")
+    return int(not rows or any(row["found"] != "clean" for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
