@@ -442,6 +442,7 @@ class Table:
         self._file = None if out is None else out.open("w")
         self._rows: list[Row] = []
         self._total, self._started = total, time.monotonic()
+        self._about: Row = {}
 
     def header(self, environment_: str) -> None:
         """Writes versions, devices and date."""
@@ -449,14 +450,15 @@ class Table:
         waited = time.monotonic() - self._started
         print(f"{self._total} cases, {now}, the first process was ready after {waited:.0f} s")
         print(f"{environment_.strip()}\n\n{_HEAD}", flush=True)
+        self._about = {"date": now[:10], **about(environment_)}
 
     def row(self, row: Row) -> None:
-        """Writes the row of a case."""
+        """Writes the row of a case; in the file also the date, the device and the version of JAX."""
         self._rows.append(row)
         if not row.get("not_run"):
             print(line(row), flush=True)
         if self._file is not None:
-            self._file.write(json.dumps(row) + "\n")
+            self._file.write(json.dumps(row | self._about) + "\n")
             self._file.flush()
 
     def end(self) -> int:
@@ -476,6 +478,19 @@ class Table:
             print("\nfailed:", *failures(red), sep="\n")
         print(f"{len(passed)} passed, {len(red)} failed, {len(unrun)} not run", flush=True)
         return int(len(passed) < self._total)
+
+
+def about(environment_: str) -> Row:
+    """The first device, the version of JAX and the driver, from what `qerl env` says."""
+    patterns = {
+        "device": r"^device 0: (.+?) \(",
+        "jax": r"^jax (\S+)$",
+        "driver": r"^NVIDIA driver (\S+)$",
+    }
+    found = {
+        name: re.search(pattern, environment_, re.MULTILINE) for name, pattern in patterns.items()
+    }
+    return {name: match[1] for name, match in found.items() if match}
 
 
 _HEAD = "      case  seconds     cpu  programs  cached  longest stage"

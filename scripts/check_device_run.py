@@ -206,8 +206,8 @@ def reports_memory() -> bool:
     return jax.local_devices()[0].memory_stats() is not None
 
 
-def makes_drafts() -> bool:
-    """Whether drafts are made on the device at all."""
+def has_hopper_kernels() -> bool:
+    """Whether Hopper's kernels run on the device; only with them drafts are made."""
     from pallas_kernels import runtime
 
     return runtime.unless_hopper() is None
@@ -286,9 +286,7 @@ def run(case: Case, folder: pathlib.Path, stages: Stages) -> dict[str, Any]:
             said = _killed_and_resumed(path, folder / "run", cases.updates_per_rollout(case))
         else:
             said = qerl("train", path)
-    is_slow = "without the fused layers" in " ".join(said.split())
-    could = has_kernels() and case["rows"] <= 128 and case["trains"] != "full"
-    found = {"fused": could and not is_slow}
+    found = {"fused": _is_fused(case, said)}
     rows = read_metrics(folder / "run")
     found["laps"] = laps(rows)
     with stages("check"):
@@ -298,6 +296,20 @@ def run(case: Case, folder: pathlib.Path, stages: Stages) -> dict[str, Any]:
         with stages(case["then"]):
             found |= _THEN[case["then"]](case, table, folder) or {}
     return found
+
+
+def _is_fused(case: Case, said: str) -> bool:
+    """Whether a run was sampled by the fused layers, from what it printed.
+
+    Raises:
+        Failed: Hopper's kernels should have done it and did not, or the other way round.
+    """
+    is_slow = "without the fused layers" in " ".join(said.split())
+    is_fused = has_kernels() and case["rows"] <= 128 and case["trains"] != "full" and not is_slow
+    if has_hopper_kernels():
+        expected = cases.is_fused(case)
+        require(is_fused == expected, f"fused layers: got {is_fused}, expected {expected}")
+    return is_fused
 
 
 def write_base(case: Case, folder: pathlib.Path) -> None:
@@ -421,7 +433,7 @@ def check_metrics(case: Case, rows: list[dict[str, Any]]) -> dict[str, Any]:
             f"kl: got {found['kl']}; must be above 0 for an adapter that has learned",
         )
     is_drafted = case["drafts"] == "auto" and case["rows"] <= 32 and case["then"] != "resume"
-    if is_drafted and makes_drafts():
+    if is_drafted and has_hopper_kernels():
         each = [row.get("drafts/accepted_per_call", 0) for row in learned]
         require(min(each) >= 1, f"drafts/accepted_per_call: got {each}; each rollout has drafts")
         found["accepted"] = max(each)

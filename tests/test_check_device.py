@@ -11,18 +11,27 @@ import sys
 import typing
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import runtime
 from qerl_jax import config
 from qerl_jax.checkpoint import base_model, packed_formats
 from qerl_jax.checkpoint.safetensors import Tensors
 from qerl_jax.cli import main as cli
 from qerl_jax.data import datasets, tokenizer
-from qerl_jax.model import architecture
+from qerl_jax.model import architecture, fused_decode
 from qerl_jax.model.division import Division
+from qerl_jax.model.transformer import Transformer
 from qerl_jax.rl import microbatches
-from scripts import check_device, check_device_cases, check_device_run, check_device_stages
+from scripts import (
+    check_device,
+    check_device_cases,
+    check_device_run,
+    check_device_stages,
+    make_checked,
+)
 from scripts.check_device_cases import FACTORS, impossible
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -125,6 +134,22 @@ def test_every_case_is_a_run_that_the_config_takes_with_a_base_that_can_be_held(
             or case["source"] in check_device_cases.QUANTIZED
         ):
             packed_formats.named(check_device_cases.packed_format(case)).check(arch)
+
+
+def test_the_fused_layers_take_the_cases_that_the_list_says_and_no_others():
+    fused = 0
+    for case in CASES:
+        cfg, arch = run_config(case), architecture.from_hf(check_device_cases.architecture(case))
+        model = Transformer(
+            arch, case["weights"], cfg.lora, jnp.dtype(case["dtype"]), full=case["trains"] == "full"
+        )
+        own_noise = cfg.noise is not None and cfg.noise.per != "rollout"
+        with runtime.on(runtime.H200):
+            reason = fused_decode.supports(model, min(case["rows"], 128), own_noise=own_noise)
+        # The engine asks for up to 128 rows only.
+        assert check_device_cases.is_fused(case) == (reason is None and case["rows"] <= 128), reason
+        fused += reason is None and case["rows"] <= 128
+    assert fused >= 16
 
 
 def test_cases_run_on_every_mesh_that_can_hold_them():
@@ -419,11 +444,14 @@ def test_the_table_ends_with_the_failures_and_its_status_says_if_one_is_red(tmp_
         {"number": 4, "name": "004 d", "ok": False, "seconds": 0.0, "error": "no", "not_run": True},
     ]
     table = check_device.Table(tmp_path / "out.jsonl", 4)
+    table.header("jax 0.11.2\nNVIDIA driver 580.1\ndevice 0: NVIDIA H100 NVL (gpu, 5 GB for XLA)")
+    about = {"device": "NVIDIA H100 NVL", "jax": "0.11.2", "driver": "580.1"}
     for row in rows:
         table.row(row)
     assert table.end() == 1
     shown = capsys.readouterr().out.splitlines()
-    assert shown[0].split() == ["ok", "001", "13.0", "4.0", "14", "6", "train", "12.5", "s"]
+    begin = next(i for i, text in enumerate(shown) if "longest stage" in text) + 1
+    assert shown[begin].split() == ["ok", "001", "13.0", "4.0", "14", "6", "train", "12.5", "s"]
     assert shown[-4:] == [
         "002 b",
         "     it broke at 1.5e-3",
@@ -431,7 +459,21 @@ def test_the_table_ends_with_the_failures_and_its_status_says_if_one_is_red(tmp_
         "1 passed, 2 failed, 1 not run",
     ]
     assert "not run: 004" in shown and "001 a" not in shown
-    assert [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()] == rows
+    written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert written == [row | about | {"date": written[0]["date"]} for row in rows]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", written[0]["date"])
+
+
+def test_the_committed_page_of_all_paths_is_what_its_lines_say():
+    assert make_checked.PAGE.read_text() == make_checked.page(make_checked.read())
+    red = {"number": 1, "name": "001 a", "ok": False, "seconds": 2.0, "error": "a | b"}
+    about = {"date": "2026-11-24", "device": "a card", "jax": "0", "driver": "1"}
+    shown = make_checked.page([[red | about]])
+    assert "0 of 1 passed" in shown and "| 001 a | failed: a \\| b | no |  |  | 2 |" in shown
+
+
+def test_a_table_counts_what_has_not_come():
+    rows = [{"number": 1, "name": "001 a", "ok": True, "seconds": 13.0, "stages": STAGES}]
 
     for count, status in ((1, 0), (2, 1)):
         table = check_device.Table(None, count)
