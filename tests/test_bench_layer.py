@@ -15,6 +15,7 @@ from scripts import bench_layer, compile_decode
 
 
 @pytest.mark.parametrize("weights", [pytest.param("nvfp4", marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.slow
 def test_layers_that_were_put_apart_are_the_same_when_put_together(weights):
     shape = {"width": 128, "ffn_width": 192, "num_layers": 3, "vocab_size": 64}
     arch = dataclasses.replace(architecture.KNOWN["qwen2.5-0.5b"], **shape)

@@ -20,6 +20,7 @@ def test_the_chunk_can_be_traced_from_shapes_alone(base):
 
 
 @pytest.mark.parametrize("is_early", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_the_program_is_lowered_for_a_card_that_is_absent(monkeypatch, is_early):
     """What JAX refuses in a kernel for a card, it refuses here, and not in interpret mode."""
     monkeypatch.setenv("PALLAS_EARLY_LAUNCH", str(int(is_early)))

@@ -68,6 +68,7 @@ def test_a_tool_that_is_not_installed_is_an_error_at_the_door(capsys):
     assert "no-such-checker: no such program" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_every_nth_test_for_a_gpu_of_each_file_is_chosen():
     files = ["tests/pallas_kernels/test_nvfp4_decode.py"]
     whole = sanitize_kernels.collected(files, "180-208", 1)

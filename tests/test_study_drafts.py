@@ -239,6 +239,7 @@ def test_runs_without_completions_or_with_tools_are_refused(run):
         recorded_completions.read(run)
 
 
+@pytest.mark.slow
 def test_the_engine_source_finds_matches_as_long_as_the_engine_does():
     draw = np.random.default_rng(0)
     text = lambda n: tuple(draw.integers(0, 4, n).tolist())

@@ -20,6 +20,7 @@ def errors(round_):
     )
 
 
+@pytest.mark.slow
 def test_squares_with_clipping_are_what_the_library_does():
     library = study_scales.to_nearest("nvfp4", "search")
     np.testing.assert_array_equal(errors(study_scales.searched(2)), errors(library))

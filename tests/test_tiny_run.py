@@ -547,6 +547,7 @@ def test_a_run_takes_problems_and_rewards_from_memory_and_reports_its_rows(tmp_p
     assert set(told) == {str(a + 1) for a in range(12)}
 
 
+@pytest.mark.slow
 def test_wrong_answers_learn_nothing_from_the_length_of_one_of_them(tmp_path):
     """Dynamic sampling keeps groups that differ in accuracy; the others fill up the batch and teach nothing."""
 

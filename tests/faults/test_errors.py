@@ -91,6 +91,7 @@ def run_with(monkeypatch, tmp_path, error, *options):
     return main.main(["train", str(path), *options])
 
 
+@pytest.mark.slow
 def test_an_unforeseen_error_says_what_was_running_and_names_a_file_with_the_rest(
     tmp_path, monkeypatch, capsys
 ):

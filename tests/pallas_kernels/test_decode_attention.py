@@ -273,6 +273,7 @@ def test_a_plan_reads_shared_pages_once_for_each_tile():
     assert of_tiles == key_heads * (2 * 7 + 3 + 5 + 1)
 
 
+@pytest.mark.slow
 def test_a_row_is_cut_alike_with_and_without_its_siblings():
     cut = plans.Cut(9, 12, 1, 2, 4, 5, siblings=8)
     tables = np.arange(1, 9 * 12 + 1).reshape(9, 12)
@@ -313,6 +314,7 @@ MORE_SHARED_CASES = [
     ("heads", "key_heads", "head_size", "groups", "width", "config"),
     SHARED_CASES + [pytest.param(*case, marks=pytest.mark.slow) for case in MORE_SHARED_CASES],
 )
+@pytest.mark.slow
 def test_rows_that_share_pages_meet_the_reference_without_a_race(
     capfd, heads, key_heads, head_size, groups, width, config
 ):

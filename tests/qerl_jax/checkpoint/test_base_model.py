@@ -121,9 +121,9 @@ def test_a_policy_has_the_adapter_and_the_dtypes_that_were_asked_for():
 @pytest.mark.parametrize(
     ("lora", "is_paired"),
     [
-        (None, True),
+        pytest.param(None, True, marks=pytest.mark.slow),
         pytest.param(LoraConfig(32), True, marks=pytest.mark.slow),
-        (LoraConfig(64), False),
+        pytest.param(LoraConfig(64), False, marks=pytest.mark.slow),
         (LoraConfig(64, rank_pattern={"gate_proj": 8, "up_proj": 8}), True),
         pytest.param(LoraConfig(64, target_modules=("q_proj",)), True, marks=pytest.mark.slow),
     ],

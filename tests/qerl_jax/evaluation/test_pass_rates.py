@@ -37,6 +37,7 @@ def test_a_rate_is_the_share_of_what_was_judged():
     assert [pass_rates.pass_rate(record) for record in records] == [0.75, 0.5, None, 0.0]
 
 
+@pytest.mark.slow
 def test_a_band_is_kept_and_a_stopped_measurement_goes_on(tmp_path):
     whole, stopped = tmp_path / "whole.jsonl", tmp_path / "stopped.jsonl"
     (kept, total), said = select(whole, low=0.25, high=0.75)

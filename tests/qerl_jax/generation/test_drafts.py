@@ -76,6 +76,7 @@ def test_tokens_are_those_without_drafts(temperature, positions):
     assert drafted.accepted_per_call > (1.4 if temperature == 0 and positions == 64 else 1)
 
 
+@pytest.mark.slow
 def test_rows_that_wait_and_rows_that_stop_are_those_without_drafts():
     stops = plain.stops()
     how = {"max_concurrent": 4, "stop_tokens": stops, "chunk": 5}

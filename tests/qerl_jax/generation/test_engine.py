@@ -285,6 +285,7 @@ def test_a_row_is_bitwise_independent_of_the_others_through_all_kernels(
         assert actual == expected and neighbour != other
 
 
+@pytest.mark.slow
 def test_attention_learns_which_pages_rows_share_if_the_switch_is_on(monkeypatch):
     from pallas_kernels import decode_attention
 

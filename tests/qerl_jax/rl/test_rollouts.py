@@ -387,7 +387,7 @@ def test_rows_of_a_group_share_their_noise_and_sequences_do_not():
 
 
 @pytest.mark.parametrize(
-    "per", [pytest.param("group", marks=pytest.mark.slow), "sequence", "token"]
+    "per", [*(pytest.param(per, marks=pytest.mark.slow) for per in ("group", "sequence")), "token"]
 )
 def test_noise_of_rows_does_not_depend_on_the_slot_or_the_neighbours(per):
     together, apart = collect_noisy(per), collect_noisy(per, max_concurrent=2)

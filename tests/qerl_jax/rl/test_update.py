@@ -257,7 +257,7 @@ def direct_loss_and_gradient(grpo, optim=PLAIN, weights=None):
 @pytest.mark.parametrize(
     ("grpo", "optim"),
     [
-        (DAPO, geometry(8, 1)),
+        pytest.param(DAPO, geometry(8, 1), marks=pytest.mark.slow),
         pytest.param(DAPO, geometry(1, 8), marks=pytest.mark.slow),
         pytest.param(GRPO, geometry(8, 1), marks=pytest.mark.slow),
         pytest.param(GRPO, geometry(1, 8), marks=pytest.mark.slow),
@@ -346,7 +346,8 @@ def test_micro_batches_cut_by_tokens_give_the_unsplit_update(grpo, budget):
 
 
 @pytest.mark.parametrize(
-    "remat", ["products", pytest.param("mlp", marks=pytest.mark.slow), "layer"]
+    "remat",
+    [*(pytest.param(kept, marks=pytest.mark.slow) for kept in ("products", "mlp")), "layer"],
 )
 def test_rematerialized_layers_give_the_same_update(remat):
     kept, kept_metrics = run()
@@ -823,7 +824,7 @@ def relative_distance(actual, expected):
     "grpo",
     [
         DAPO,
-        dataclasses.replace(GRPO, beta=0.0),
+        pytest.param(dataclasses.replace(GRPO, beta=0.0), marks=pytest.mark.slow),
         pytest.param(DR_GRPO, marks=pytest.mark.slow),
         pytest.param(RECOMPUTE, marks=pytest.mark.slow),
         SEQUENCE_MASKED,
