@@ -186,7 +186,7 @@ HIGHLIGHTS = (
     Highlight(
         "training",
         "7B update, 8 x 1024 tokens, LoRA 32",
-        "update of 7B, 8 x 1024 tokens",
+        "update of 7B, 8 x 1024 tokens, layers recomputed",
         ("ROW", "7b-update"),
     ),
     Highlight(
@@ -199,6 +199,7 @@ HIGHLIGHTS = (
         "recipes",
         "GSM8K, 7B: a rollout of 512 and its 4 updates, 1 % at the limit",
         "the GSM8K recipe at 7B: a rollout of 512 completions and four updates",
+        (" --timeline FILE", ""),
     ),
     Highlight(
         "training",
