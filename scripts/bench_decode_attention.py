@@ -8,7 +8,7 @@ rows), a second line of the table times the kernel with each row reading its pag
     timeout 100 python -m scripts.bench_decode_attention --no-cudnn --only 9 10 11
 
     bytes   4 * J * C * (live tokens of all rows), keys and values in bfloat16
-    floor   bytes / 4.3 TB/s, the bandwidth that JAX reaches on one H200
+    floor   bytes / 4.3 TB/s, the bandwidth that JAX reaches on one H200; elsewhere the same share of the nominal one
 
 A call rotates, appends and attends for one layer. The caches of all layers together are larger than the L2 cache.
 `kernel` is the device time of the attention kernel. `plan` is that of all kernels that make the plan, once per step for
@@ -39,7 +39,8 @@ from pallas_kernels import runtime
 from pallas_kernels.decode_attention import config as configs
 from pallas_kernels.decode_attention import decode, reference
 from pallas_kernels.decode_attention.config import PAGE, Config
-from scripts.bench_kernels import BANDWIDTH, versions, watch
+from scripts.bench_kernels import versions, watch
+from scripts.limits import bandwidth
 
 KERNEL = "decode_attention"
 # The data read between two uses of a weight is this many times the size of the L2 cache.
@@ -76,16 +77,16 @@ class Problem:
 
     @property
     def floor_us(self) -> float:
-        """The least time that any implementation needs on an H200, in microseconds; shared pages are read once."""
+        """The least time that any implementation needs on the card at hand, in microseconds; shared pages are read once."""
         again = len(self.lengths) - len(self.lengths) // self.siblings
         tokens = sum(self.lengths) - again * self.shared * PAGE
-        return 4 * self.key_heads * self.head_size * tokens / BANDWIDTH * 1e6
+        return 4 * self.key_heads * self.head_size * tokens / bandwidth() * 1e6
 
     @property
     def layers(self) -> int:
         """The number of layers whose caches together exceed the L2 cache."""
         return max(
-            2, round(_ROTATION * runtime.device().l2_bytes / (self.floor_us * BANDWIDTH / 1e6))
+            2, round(_ROTATION * runtime.device().l2_bytes / (self.floor_us * bandwidth() / 1e6))
         )
 
 

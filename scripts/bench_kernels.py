@@ -6,7 +6,8 @@ output from a float32 product.
 
     bytes   N * K * 9 / 16 + 2 * M * (N + K)         (bf16: 2 * (N * K + M * (N + K)))
     flops   2 * M * N * K
-    floor   the larger of bytes / 4.3 TB/s and flops / 790 TFLOP/s, which JAX reaches on one H200
+    floor   the larger of bytes / 4.3 TB/s and flops / 790 TFLOP/s, which JAX reaches on one H200; on another card the
+            same share of its bandwidth
 
 Calls rotate among enough copies of a weight to miss the L2 cache, each with its own x. `kernel` is the device time of
 the product kernel. `call` is that of all kernels of a call, including the reduction of partial sums. Both are from
@@ -61,10 +62,10 @@ from pallas_kernels.nvfp4_matmul.layout import HopperNVFP4
 from pallas_kernels.portable import layout as portable_layout
 from pallas_kernels.portable import matmul as portable
 from pallas_kernels.portable import tuning as portable_tuning
+from scripts.limits import BF16_RATE, REACHED, bandwidth
 
-BANDWIDTH, BF16_RATE = 4.3e12, 790e12
-# Bandwidth of an H100, if it reaches the same share of its nominal 3.35 TB/s as an H200 of its 4.8.
-H100_BANDWIDTH = BANDWIDTH * 3.35 / 4.8
+# Bandwidths that an H200 and an H100 reach.
+H200_BANDWIDTH, H100_BANDWIDTH = 4.8e12 * REACHED, 3.35e12 * REACHED
 KERNEL = "nvfp4_matmul"
 LAYERS = ("qkv", "o", "gate_up", "down")
 # Microseconds of a call with PEER_M rows, measured on a card of the same kind: vLLM 0.26's Marlin kernel with NVFP4
@@ -127,13 +128,13 @@ def bytes_moved(m: int, n: int, k: int) -> float:
 
 
 def floor_us(m: int, n: int, k: int) -> float:
-    """The least time that an NVFP4 product needs on an H200, in microseconds."""
-    return max(bytes_moved(m, n, k) / BANDWIDTH, 2 * m * n * k / BF16_RATE) * 1e6
+    """The least time that an NVFP4 product needs on the card at hand, in microseconds."""
+    return max(bytes_moved(m, n, k) / bandwidth(), 2 * m * n * k / BF16_RATE) * 1e6
 
 
 def projected_h100_us(kernel: float, m: int, n: int, k: int) -> float:
     """Projects the time of a kernel on an H200 to an H100, in microseconds."""
-    return kernel + bytes_moved(m, n, k) * (1 / H100_BANDWIDTH - 1 / BANDWIDTH) * 1e6
+    return kernel + bytes_moved(m, n, k) * (1 / H100_BANDWIDTH - 1 / H200_BANDWIDTH) * 1e6
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))

@@ -2,7 +2,7 @@
 
 Weights are random in a known shape, prompts have 256 random tokens, end tokens are ignored, and LoRA is on. Decoding
 time is the time to generate 512 tokens minus the time for 32, so prefill and the fixed cost of a call are left out. The
-bound is the time to read what a step must read, at 4.3 TB/s: packed or 16-bit linears, head, adapters, live keys and
+bound is the time to read what a step must read, at nine tenths of the nominal bandwidth (4.3 TB/s on an H200): packed or 16-bit linears, head, adapters, live keys and
 values. Every row of the table runs in its own process, which is killed at its time limit. A row can be run alone:
 
     python -m scripts.bench_rollouts --model 7b                   # both bases at 1, 8, 32, 64, 128
@@ -35,7 +35,8 @@ import sys
 import time
 from typing import Any
 
-BANDWIDTH = 4.3e12
+from scripts import limits
+
 PROMPT, SHORT, LONG = 256, 32, 512
 KNOWN_IDS = 151_665
 # Bytes per weight of a packed linear; 16-bit ones have two.
@@ -57,14 +58,14 @@ VLLM = {
 def bound(
     arch, weights: str, batch: int, rank: int, prompt: int = PROMPT, siblings: int = 1
 ) -> float:
-    """The least time of a decode step on that card, in seconds; keys and values of a prompt are read once."""
+    """The least time of a decode step on the card at hand, in seconds; keys and values of a prompt are read once."""
     per_layer = [(arch.input_width(n), parts) for n, parts in arch.linears().items()]
     linears = sum(k * size for k, parts in per_layer for _, size in parts)
     adapters = sum(rank * (k + size) for k, parts in per_layer for _, size in parts)
     matrices = arch.num_layers * (linears * BYTES.get(weights, 2) + adapters * 2)
     tokens = batch * (prompt / siblings + (SHORT + LONG) / 2)
     live = tokens * 4 * arch.num_layers * arch.kv_width
-    return (matrices + 2 * arch.vocab_size * arch.width + live) / BANDWIDTH
+    return (matrices + 2 * arch.vocab_size * arch.width + live) / limits.bandwidth()
 
 
 class Bench:
@@ -287,7 +288,7 @@ def rows_of(args: argparse.Namespace, arm: str, what: str) -> tuple[list[dict], 
     notes = [line for line in output.splitlines() if " us x" in line]
     if process.returncode:
         print(f"{arm} {what}: failed, or was killed after {args.timeout} s", flush=True)
-    return [row | {"kernels": notes} for row in rows], process.returncode
+    return [row | ({"longest": notes} if notes else {}) for row in rows], process.returncode
 
 
 def main() -> int:
@@ -365,7 +366,7 @@ def main() -> int:
                 with args.out.open("a") as file:
                     file.writelines(json.dumps(row) + "\n" for row in found)
             for row in found:
-                print(_line(row, targets, vllm), *row["kernels"], sep="\n", flush=True)
+                print(_line(row, targets, vllm), *row.get("longest", ()), sep="\n", flush=True)
     steps = {(row["arm"], row["batch"]): row["step"] for row in rows if "step" in row}
     for (arm, batch), step in steps.items():
         for other, verb in (

@@ -40,7 +40,8 @@ from pallas_kernels.nvfp4_matmul import (
     reference,
     shapes,
 )
-from scripts.bench_kernels import BF16_RATE, LAYERS, problems, rounds_of, versions, watch
+from scripts.bench_kernels import LAYERS, problems, rounds_of, versions, watch
+from scripts.limits import BF16_RATE
 
 # The data read between two uses of an operand is this many times the size of the L2 cache.
 _ROTATION = 2
