@@ -481,11 +481,12 @@ class Table:
 
 
 def about(environment_: str) -> Row:
-    """The first device, the version of JAX and the driver, from what `qerl env` says."""
+    """The first device, the version of JAX, the driver and the kernels, from what `qerl env` says."""
     patterns = {
         "device": r"^device 0: (.+?) \(",
         "jax": r"^jax (\S+)$",
         "driver": r"^NVIDIA driver (\S+)$",
+        "kernels": r"^kernels: (.+)$",
     }
     found = {
         name: re.search(pattern, environment_, re.MULTILINE) for name, pattern in patterns.items()

@@ -213,6 +213,16 @@ def has_hopper_kernels() -> bool:
     return runtime.unless_hopper() is None
 
 
+def _require_chosen_kernels() -> None:
+    """Fails where PALLAS_KERNELS names kernels that cannot run here: others would be checked under their name."""
+    from pallas_kernels import runtime
+
+    unless = {"hopper": runtime.unless_hopper, "portable": runtime.unless_portable}
+    if (chosen := runtime.chosen_kernels()) in unless:
+        reason = unless[chosen]()
+        require(reason is None, f"PALLAS_KERNELS={chosen}: {reason}")
+
+
 def has_kernels() -> bool:
     """Whether kernels can run on the device."""
     from pallas_kernels import runtime
@@ -270,6 +280,7 @@ def run(case: Case, folder: pathlib.Path, stages: Stages) -> dict[str, Any]:
         Exception: Whatever error occurred.
     """
     base = made = folder / "base"
+    _require_chosen_kernels()
     with stages("base"):
         write_base(case, made)
         device = {"reports_memory": reports_memory()}

@@ -15,7 +15,7 @@ from typing import Any
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "checked.md"
 # What a line must say of its run.
-ABOUT = {"date", "device", "jax", "driver"}
+ABOUT = {"date", "device", "jax", "driver", "kernels"}
 HEAD = """\
 # Every path, case by case
 
@@ -38,7 +38,7 @@ def page(files: list[list[Row]]) -> str:
     for rows in files:
         first, passed = rows[0], sum(row["ok"] for row in rows)
         dates = sorted({row["date"] for row in rows})
-        about = f"jax {first['jax']}, driver {first['driver']}, {' and '.join(dates)}"
+        about = f"jax {first['jax']}, driver {first['driver']}, kernels: {first['kernels']}, {' and '.join(dates)}"
         parts.append(f"## {first['device']}\n\n{about}: {passed} of {len(rows)} passed.\n")
         parts.append("| case | result | fused | difference | effect | seconds |")
         parts.append("| --- | --- | --- | --- | --- | --- |")

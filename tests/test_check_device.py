@@ -444,8 +444,14 @@ def test_the_table_ends_with_the_failures_and_its_status_says_if_one_is_red(tmp_
         {"number": 4, "name": "004 d", "ok": False, "seconds": 0.0, "error": "no", "not_run": True},
     ]
     table = check_device.Table(tmp_path / "out.jsonl", 4)
-    table.header("jax 0.11.2\nNVIDIA driver 580.1\ndevice 0: NVIDIA H100 NVL (gpu, 5 GB for XLA)")
-    about = {"device": "NVIDIA H100 NVL", "jax": "0.11.2", "driver": "580.1"}
+    device = "device 0: NVIDIA H100 NVL (gpu, 5 GB for XLA)\nkernels: hopper\nHopper kernels: yes"
+    table.header(f"jax 0.11.2\nNVIDIA driver 580.1\n{device}")
+    about = {
+        "device": "NVIDIA H100 NVL",
+        "jax": "0.11.2",
+        "driver": "580.1",
+        "kernels": "hopper",
+    }
     for row in rows:
         table.row(row)
     assert table.end() == 1
@@ -467,7 +473,13 @@ def test_the_table_ends_with_the_failures_and_its_status_says_if_one_is_red(tmp_
 def test_the_committed_page_of_all_paths_is_what_its_lines_say():
     assert make_checked.PAGE.read_text() == make_checked.page(make_checked.read())
     red = {"number": 1, "name": "001 a", "ok": False, "seconds": 2.0, "error": "a | b"}
-    about = {"date": "2026-11-24", "device": "a card", "jax": "0", "driver": "1"}
+    about = {
+        "date": "2026-11-24",
+        "device": "a card",
+        "jax": "0",
+        "driver": "1",
+        "kernels": "hopper",
+    }
     shown = make_checked.page([[red | about]])
     assert "0 of 1 passed" in shown and "| 001 a | failed: a \\| b | no |  |  | 2 |" in shown
 
@@ -528,6 +540,16 @@ def test_cases_are_chosen_by_parts_of_their_names_longest_first():
     assert sorted(c["number"] for c in chosen) == [c["number"] for c in expected] != []
     costs = [check_device_cases.cost(case) for case in check_device.select_cases(CASES, [])]
     assert costs == sorted(costs, reverse=True) and len(costs) == len(CASES)
+
+
+@pytest.mark.parametrize("kernels", ["hopper", "portable"])
+def test_a_case_fails_where_other_kernels_would_run_than_those_that_were_chosen(
+    monkeypatch, tmp_path, kernels
+):
+    monkeypatch.setenv("PALLAS_KERNELS", kernels)
+    monkeypatch.setattr(runtime, "interprets_triton", lambda: False)
+    row = check_device.run_case(CASES[0], tmp_path, check_device_run.run)
+    assert not row["ok"] and f"PALLAS_KERNELS={kernels}: needs a" in row["error"]
 
 
 @pytest.mark.slow
