@@ -41,7 +41,7 @@ what limits the numbers.
 
 Absolute times depend on the machine. Compare the ratio to a baseline, which was measured in the same run unless stated otherwise. The
 last column has the run for each device, in the order of the device columns. [Runs](#runs) lists the command, date, device and versions
-of each run. "Missed" and "met" compare the first device with the target.
+of each run. A target, met or missed, is that of the first device, unless another one is named.
 """
 
 
@@ -264,6 +264,18 @@ def target(line: dict, higher_is_better: bool) -> str:
     return f"{shown(line['target'])}, {'met' if met else 'missed'}"
 
 
+def targets(measured: list[dict], higher_is_better: bool) -> str:
+    """Returns the target of the first device, and those of others that have one, with their names."""
+    first, *others = measured
+    said = [target(first, higher_is_better)]
+    for line in others:
+        if line["target"] is not None:
+            said.append(
+                f"{line['device'].removeprefix('NVIDIA ')}: {target(line, higher_is_better)}"
+            )
+    return "; ".join(filter(None, said))
+
+
 def markdown(rows: list[list[str]]) -> str:
     """Returns rows of cells as a Markdown table; the first row is the head. Empty columns are left out."""
     columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
@@ -299,7 +311,7 @@ def table(spec: Table, lines: list[dict], devices: list[str], runs: dict[tuple, 
                 "" if one else shown(first["baseline"]),
                 shown(first["baseline_value"]),
                 shown(first["ratio"]),
-                target(first, spec.higher_is_better),
+                targets(measured, spec.higher_is_better),
                 *(shown(first["more"].get(heading)) for heading in further),
                 first["note"],
                 ", ".join(str(runs[run(line)]) for line in measured),

@@ -65,34 +65,44 @@ class Command:
 
 _TESTS = "pytest -q -p no:cacheprovider -m gpu"
 _ON_RUN = "--model {smollm2} --adapter {out}/worked --limit 512 --out {out}/drafts.jsonl"
+
+
+def _of_kernels(kernels: str) -> list[Command]:
+    """Products of few and of many rows, rollouts and an update of 7B by some kernels."""
+    name = f"--kernels {kernels} --out {{out}}"
+    return [
+        Command(75, f"scripts.bench_kernels {name}/few_{kernels}.json --m 1 8 16 32 64 --no-bf16"),
+        Command(60, f"scripts.bench_kernels {name}/many_{kernels}.json --m 2048 8192"),
+        Command(50, f"scripts.bench_kernels {name}/dx_{kernels}.json --m 2048 8192 --dx"),
+        Command(
+            110,
+            f"scripts.bench_rollouts {name}/rollouts_{kernels}.jsonl --model 7b --arms nvfp4 --batch 8 64",
+        ),
+        Command(75, f"scripts.bench_step {name}/update_{kernels}.json {_SEVEN}"),
+    ]
+
+
 BATCHES = {
+    # Of the portable kernels first, then the same of the others: give the same card all that is compared.
     "portable": [
         Command(
             250,
             "scripts.tune_kernels --kernels portable --models qwen2.5-7b --m 16 32 64 --again --seconds 235",
         ),
-        Command(
-            75,
-            "scripts.bench_kernels --kernels portable --m 1 8 16 32 64 --no-bf16 --out {out}/few.json",
-        ),
-        Command(60, "scripts.bench_kernels --kernels portable --m 2048 8192 --out {out}/many.json"),
-        Command(
-            50, "scripts.bench_kernels --kernels portable --m 2048 8192 --dx --out {out}/dx.json"
-        ),
+        *_of_kernels("portable"),
         Command(
             110,
-            "scripts.bench_rollouts --kernels portable --model 7b --arms nvfp4 --batch 8 64 --out {out}/rollouts.jsonl",
+            "scripts.bench_kernels --values --kernels portable --m 1 8 16 33 64 128 2048",
         ),
         Command(
             150,
             "scripts.bench_rollouts --model 7b --arms nf4 mxfp4 --batch 8 64 --out {out}/rollouts.jsonl",
         ),
+        *_of_kernels("hopper"),
+        *_of_kernels("reference"),
         Command(
-            75, f"scripts.bench_step --kernels portable {_SEVEN} --out {{out}}/update_portable.json"
-        ),
-        Command(
-            290,
-            "scripts.check_device --smoke --seconds 285 --out {out}/checked_portable.jsonl",
+            590,
+            "scripts.check_device --seconds 585 --out {out}/checked_portable.jsonl",
             {"PALLAS_KERNELS": "portable"},
         ),
     ],
