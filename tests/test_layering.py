@@ -145,3 +145,10 @@ def test_only_the_shim_names_what_mosaic_gpu_may_change():
 def test_library_runs_without_torch():
     paths = (ROOT / "qerl_jax").rglob("*.py")
     assert "torch" not in set(itertools.chain(*map(roots, paths)))
+
+
+def test_no_function_of_a_kernel_is_longer_than_150_lines():
+    for path in (ROOT / "pallas_kernels").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                assert node.end_lineno - node.lineno < 150, f"{path.name}: {node.name}"
