@@ -874,6 +874,12 @@ class ToolsConfig(Checked, section="tools."):
         """Whether there is an environment, or several."""
         return self.environment is not None or self.environments is not None
 
+    @property
+    def paths(self) -> list[str]:
+        """The names or import paths of all tools and environments."""
+        one = [] if self.environment is None else [self.environment]
+        return [*self.functions, *one, *(self.environments or {}).values()]
+
     def _across(self):
         names, options = self.environments or {}, self.environment_options or {}
         return [

@@ -431,8 +431,7 @@ def _imported(path: str, stock: Mapping[str, Callable]) -> Any:
 
 def _given_path(thing: Callable, cfg: ToolsConfig) -> str | None:
     """The path "file.py:name" by which a config names an object; None where it does not name it."""
-    one, several = [cfg.environment] if cfg.environment else [], (cfg.environments or {}).values()
-    for path in (*cfg.functions, *one, *several):
+    for path in cfg.paths:
         file, _, name = path.rpartition(":")
         if file.endswith(".py") and name == getattr(thing, "__qualname__", None):
             return f"{os.path.abspath(file)}:{name}"
