@@ -184,7 +184,7 @@ def export(
 
     Args:
         run: A run, its folder, or a policy that was loaded from one.
-        out: The folder to write; it appears whole or not at all.
+        out: The new folder; one that exists must be empty. It appears whole or not at all.
         to: "peft" is the adapter; "merged" a whole 16-bit model; "nvfp4" that model packed again; "pair" the
             packed base and the adapter in two folders, which engines load side by side.
         base: Weights that the adapter is added to: the "original" 16-bit ones, or the "packed" ones
@@ -199,6 +199,7 @@ def export(
     Raises:
         ConfigError: For a policy that no run has trained: `Policy.save_pretrained` writes its adapter.
         FileNotFoundError: When the run, or what it has learned, is not there.
+        FileExistsError: When `out` holds files.
         ExportError: When the log-probabilities differ by more than the limit; nothing is written.
     """
     for name, value, values in (
@@ -242,7 +243,7 @@ def quantize(
 
     Args:
         source: A 16-bit folder or hub name.
-        target: The new folder.
+        target: The new folder; one that exists must be empty.
         format: Format that the linears are packed to.
         method: "rtn" rounds to nearest; "awq" finds scales of inputs by calibration; "gptq" corrects the
             errors of earlier columns in later ones; "awq+gptq" does one after the other.

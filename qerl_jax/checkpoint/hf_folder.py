@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from qerl_jax.checked import require
 from qerl_jax.checkpoint import gguf, safetensors
 from qerl_jax.files import read_json, whole_folder
 from qerl_jax.model.transformer import Transformer, abstract_base
@@ -143,6 +144,17 @@ def _state_end_token(folder: pathlib.Path) -> None:
 @jax.jit
 def _layer(stacks: Any, index: int) -> Any:
     return jax.tree.map(lambda stack: stack[index], stacks)
+
+
+def require_new(folder: pathlib.Path, field: str) -> None:
+    """Refuses a folder to write that is there and not empty, under the name of the argument that gave it.
+
+    Raises:
+        FileExistsError: With the remedy.
+    """
+    is_new = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    rule = "exists already: choose another folder, or remove that one"
+    require(is_new, field, str(folder), rule, FileExistsError)
 
 
 def export_model(

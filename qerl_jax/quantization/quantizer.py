@@ -241,13 +241,7 @@ def _open(source: pathlib.Path, target: pathlib.Path, recipe: Recipe) -> _Job:
     kept = kept_linears(arch, recipe.keep)
     form.check(arch)
     base_model.check_names(arch, hf_folder.open_weights(source), None)
-    require(
-        not target.exists() or (target.is_dir() and not any(target.iterdir())),
-        "target",
-        str(target),
-        "exists; give the name of a new folder",
-        FileExistsError,
-    )
+    hf_folder.require_new(target, "target")
     files = [path for path in sorted(source.iterdir()) if path.suffix in (".safetensors", ".gguf")]
     sizes = {path.name: path.stat().st_size for path in files}
     settings = {"source": str(source.resolve()), "sizes": sizes, **dataclasses.asdict(recipe)}
