@@ -234,7 +234,11 @@ async def raises_late(**_):
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda **_: 1 / 0, r"'f' raised ZeroDivisionError on 2 rows with the columns \['level'\]"),
+        (
+            lambda **_: 1 / 0,
+            r"'f' raised ZeroDivisionError on 2 rows with the columns \['level'\]: .*; it fails on rows 0 and 1, and "
+            "row 0 has prompts 'p', completions 'c', level 1$",
+        ),
         (raises_late, "'f' raised KeyError on 2 rows"),
         (lambda completions, answer, **_: [], "raised TypeError on 2 rows.*'answer'"),
         (lambda **_: [1.0], "'f', values: got 1; must be one for each of 2 rows"),
