@@ -158,7 +158,9 @@ def _check_sets(sets: tuple, path: str | None) -> None:
         rule = "must be the name of a set, or a file; rows are written to a .jsonl file first"
         require(isinstance(name, str | os.PathLike), f"sets[{index}]", name, rule)
     if path is not None and len(sets) > 1:
-        raise ConfigError(f"path: got {path!r}; is where one set lies, and there are {len(sets)}")
+        raise ConfigError(
+            f"path: got {path!r}; must be absent with several sets: it is the place of one"
+        )
 
 
 def results_folder(source: PolicySource, protocol: str | None) -> pathlib.Path:

@@ -201,7 +201,9 @@ def _trained_model(run: pathlib.Path, to: Kind, step: int | None) -> pathlib.Pat
     """The final model of a run that trained the base itself."""
     rule = f"a run with model.trainable = 'full' has no adapter, and its 16-bit model is {run / 'model'}"
     require(to == "nvfp4", "to", to, rule)
-    require(step is None, "step", step, "of a whole model only the final one is written")
+    require(
+        step is None, "step", step, "a run that trains the whole model writes only its last step"
+    )
     require(
         (run / "model").is_dir(),
         "run",

@@ -128,7 +128,7 @@ def load(
             name not in _OWN_OPTIONS and name in template,
             "model.chat_template_kwargs",
             name,
-            f"the chat template of {folder} reads no such name",
+            f"the chat template of {folder} does not use this name",
         )
     stops = [] if hf.eos_token_id is None else [hf.eos_token_id]
     stops += _stated_ends(folder)

@@ -138,7 +138,9 @@ def run(
     require(len(set(names)) == len(names), "sets", names, "must differ in name")
     for name, (_, protocol) in zip(names, sets, strict=True):
         if protocol.tools is None and source.run is not None and source.run.tools is not None:
-            log(f'{name}: asked without the tools of the run; with them by the protocol "run"')
+            log(
+                f'{name}: asked without the tools of the run; to use them, choose the protocol "run"'
+            )
     judged = [_judged(source.run, data, protocol, seed, toolboxes) for data, protocol in sets]
     opened = [
         _Set(

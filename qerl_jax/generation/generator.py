@@ -221,9 +221,9 @@ class Generator:
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[str]:
         """The text of one completion, piece by piece as it is sampled; not with tools."""
         params = SamplingParams(**options)
-        rule = "a stream calls no tools: take completions, or a generator without tools"
+        rule = "a stream calls no tools: use completions, or a generator without tools"
         require(self.tools is None, "tools", self.tools, rule)
-        require(params.n == 1, "n", params.n, "a stream is of one completion")
+        require(params.n == 1, "n", params.n, "a stream gives one completion")
         engine, asked = self._ask([prompt], params, chunk=_STREAMED_TOKENS)
         stops = StopStrings(tuple(params.stop), self.tokenizer.decode)
         tokens, shown = [], ""

@@ -248,8 +248,8 @@ def _open(source: pathlib.Path, target: pathlib.Path, recipe: Recipe) -> _Job:
     folder = target.with_name(f"{target.name}.partial")
     path = folder / _PROGRESS
     if folder.exists() and any(folder.iterdir()) and not path.is_file():
-        raise FileExistsError(f"{folder}: holds something that is no unfinished job")
-    refusal = "{folder}: is what a job with other settings left; delete it first"
+        raise FileExistsError(f"{folder}: holds files, but no unfinished job: choose another name")
+    refusal = "{folder}: holds an unfinished job with other settings: remove it first"
     try:
         job = _Job(source, target, arch, form, kept, Progress(path, settings, refusal=refusal))
     except ValueError as error:

@@ -344,8 +344,8 @@ def _require_alike(cfg: config.RunConfig, hosts: Hosts) -> None:
     }
     for host, other in enumerate(hosts.gathered(own)):
         differs = [name for name, value in own.items() if other[name] != value]
-        rule = f"{', '.join(differs)} of process {host} is another one than that of process {hosts.index}"
-        require(not differs, "hosts", hosts.count, f"{rule}: all must be given the same")
+        rule = f"{', '.join(differs)} of process {host} differs from that of process {hosts.index}"
+        require(not differs, "hosts", hosts.count, f"{rule}: all processes need the same")
 
 
 def _about_devices(cfg: config.RunConfig, replicas: Replicas) -> list[str]:

@@ -103,7 +103,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_is_the_same_from_the_one_befor
     state = train(remembering(folder))
     shown = " ".join(capsys.readouterr().out.split())
     assert shown.count("is damaged: ") == 1
-    assert "it was passed over, and the run goes on from checkpoint 2" in shown
+    assert "it is skipped, and the run goes on from checkpoint 2" in shown
     assert_same_run(folder, state, whole)
 
 

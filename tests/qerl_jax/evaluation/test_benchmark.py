@@ -321,7 +321,7 @@ def test_a_benchmark_is_read_from_a_folder_under_a_protocol(tmp_path, capsys):
         (["--protocol", "run"], "protocol: got 'run'; needs --adapter with a run folder"),
         (["--adapter", "/nowhere"], "adapter: got '/nowhere'; has no adapter_config.json"),
         (["--reward", "acuracy_reward"], "acuracy_reward"),
-        (["aime24", "--path", "/nowhere"], "--path is where one set lies; got 2 sets"),
+        (["aime24", "--path", "/nowhere"], "--path is the place of one set; got 2 sets"),
     ],
 )
 def test_bad_input_is_one_line_that_names_it(options, message, tmp_path, capsys):

@@ -181,7 +181,7 @@ def test_a_file_of_completions_goes_on_where_it_was_stopped(tmp_path, capsys, mo
     assert not (tmp_path / "out.jsonl").exists() and len(partial.read_text().splitlines()) == 4
 
     assert asked("out.jsonl", "--top-k", "5", "--seed", "1") == 2
-    assert "other settings has left (seed, top_k)" in capsys.readouterr().err
+    assert "other settings (seed, top_k)" in capsys.readouterr().err
     with partial.open("ab") as file:
         file.write('{"prompt": "cut ü'.encode()[:-1])
     assert asked("out.jsonl") == 0
@@ -212,7 +212,7 @@ def test_other_columns_beside_the_same_prompts_are_another_file(tmp_path):
         for n in range(2)
     ]
     Progress(tmp_path / "out.jsonl.partial", identities[0]).add(["a row"])
-    with pytest.raises(ValueError, match="left .prompts.sha256.: choose another file"):
+    with pytest.raises(ValueError, match="settings .prompts.sha256.: choose another file"):
         Progress(tmp_path / "out.jsonl.partial", identities[1])
 
 
