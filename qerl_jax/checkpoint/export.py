@@ -3,7 +3,7 @@
     peft     the adapter, with its trained norms
     merged   base + scaling * B A in 16 bits, as a whole model
     nvfp4    the merged weights packed again: a model of the size of the packed base
-    pair     the packed base as it is, and the adapter beside it: two folders, which vLLM loads together
+    pair     the packed base as it is, and the adapter beside it: two folders, which vLLM should load
 
 An export is read back before it gets its name: its log-probabilities on fixed prompts are compared
 with those of the policy that was trained. Packing rounds: where the adapter is smaller than a step of the 4-bit

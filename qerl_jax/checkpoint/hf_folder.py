@@ -160,7 +160,7 @@ def require_new(folder: pathlib.Path, field: str) -> None:
 def export_model(
     folder: str | pathlib.Path, model: Transformer, base: Any, source: str | pathlib.Path
 ) -> None:
-    """Writes a dense base as a Hugging Face folder that `read_base`, transformers and vLLM read.
+    """Writes a dense base as a Hugging Face folder that `read_base` and transformers read, and vLLM should.
 
     Weights are written in the type of the model's base (bfloat16 or float32); config and tokenizer are the
     source's. The folder appears whole or not at all.

@@ -1,7 +1,7 @@
 """How the weights of each packed format are made, and how a Hugging Face folder stores them.
 
-NVFP4 and MXFP4 folders are compressed-tensors', which transformers and vLLM read; NF4 folders are
-those that transformers writes with bitsandbytes.
+NVFP4 and MXFP4 folders are compressed-tensors', which transformers reads, and vLLM should (not tested). NF4 folders
+are those that transformers writes with bitsandbytes.
 """
 
 import dataclasses

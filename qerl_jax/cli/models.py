@@ -25,7 +25,7 @@ def export(
         run: A run folder.
         out: The new folder; one that exists must be empty.
         to: "peft" is the adapter; "merged" a whole 16-bit model; "nvfp4" that model packed again; "pair" the
-            packed base and the adapter in two folders, which engines load side by side.
+            packed base and the adapter in two folders, for engines that load both.
         base: Weights that the adapter is added to: the "original" 16-bit ones, or the "packed" ones that
             it was trained on. Absent means "packed" for a merged model; for "nvfp4" it must be given
             where there are both.

@@ -144,7 +144,7 @@ def load(
 
 
 def _stated_ends(folder: pathlib.Path) -> list[int]:
-    """Ids that end a completion by the model's configs, as transformers and vLLM read them."""
+    """Ids that end a completion by the model's configs, as transformers and vLLM take them."""
     places = [folder / name for name in ("generation_config.json", "config.json")]
     path = next((place for place in places if place.is_file()), None)
     listed = None if path is None else read_json(path).get("eos_token_id")
