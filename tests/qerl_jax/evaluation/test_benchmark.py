@@ -18,6 +18,7 @@ from qerl_jax.config import EvalConfig, LoraConfig, ModelConfig
 from qerl_jax.data import answers, datasets
 from qerl_jax.evaluation import benchmark, evaluator, protocols
 from qerl_jax.evaluation.comparison import compare
+from qerl_jax.model import fused_decode
 from qerl_jax.model.transformer import trainable
 from qerl_jax.rewards import scoring
 
@@ -70,6 +71,18 @@ def adapter(tmp_path_factory):
     params, _ = trainable(model, frozen, jax.random.key(0))
     peft.export_adapter(folder, params, model.lora, "qerl-tiny")
     return folder
+
+
+def test_slow_sampling_is_told_once_for_all_sets(tmp_path, monkeypatch):
+    monkeypatch.setattr(fused_decode, "slow_because", lambda model, rows: f"slow: {rows} rows")
+    monkeypatch.setattr(benchmark, "_measure", lambda *_: None)
+    monkeypatch.setattr(benchmark, "summarize", lambda values: {})
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"question": "What is 1+2?", "answer": "3"}\n')
+    sets = [(arithmetic(1), sums()), (benchmark.source_of(str(other), BASE), sums())]
+    said = []
+    assert len(benchmark.run(BASE, sets, tmp_path, max_concurrent=2, log=said.append)) == 2
+    assert said == ["slow: 2 rows"]
 
 
 @pytest.mark.parametrize("name", protocols.SPLITS)

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from pallas_kernels import runtime
 from qerl_jax import config
 from qerl_jax.checkpoint import base_model, peft
 from qerl_jax.checkpoint.policy import find_policy
@@ -20,7 +21,7 @@ from qerl_jax.generation import completion_file
 from qerl_jax.generation.conversations import Tools
 from qerl_jax.generation.generator import Generator
 from qerl_jax.generation.sampling_params import SamplingParams
-from qerl_jax.model import transformer
+from qerl_jax.model import fused_decode, transformer
 from qerl_jax.rewards.environments import Toolboxes
 from qerl_jax.rewards.stock_tools import calculator
 
@@ -49,6 +50,19 @@ def test_completions_come_in_the_order_of_the_prompts():
         assert len(row.logps) == len(row.tokens) <= 12
         stopped = row.tokens[-1] in policy().tokenizer.stop_tokens
         assert row.finish_reason == ("stop" if stopped else "length")
+
+
+def test_slow_sampling_is_told_once_with_its_reason(monkeypatch, capsys):
+    assert policy().slow_because is None  # no fast card
+    with runtime.on(runtime.H200):
+        assert "sampling goes without the fused layers" in policy().slow_because
+    monkeypatch.setattr(fused_decode, "slow_because", lambda model, rows: f"slow: {rows} rows")
+    said = []
+    Generator.of(find_policy(None, None, dtype="float32"), log=said.append, max_concurrent=3)
+    assert said == ["slow: 3 rows"]
+    words = ["generate", *PROMPTS[:2], "--dtype", "float32", "--max-tokens", "2"]
+    assert main.main(words) == 0
+    assert capsys.readouterr().err == "slow: 64 rows\n"
 
 
 def test_a_prompt_with_its_own_seed_gets_the_same_text_in_any_company():
