@@ -354,7 +354,7 @@ class RolloutConfig(Checked, section="rollout."):
         int,
         Rule(
             lambda n: n >= 2,
-            "must be at least 2, for an advantage compares the completions of one prompt",
+            "must be at least 2, because an advantage compares the completions of one prompt",
         ),
     ] = 8
     generation_batch_size: Count | None = None
@@ -594,7 +594,7 @@ class GrpoConfig(Checked, section="grpo."):
                 or self.entropy_coef_min <= self.entropy_coef <= self.entropy_coef_max,
                 "entropy_coef",
                 f"must lie between entropy_coef_min = {self.entropy_coef_min} and entropy_coef_max = "
-                f"{self.entropy_coef_max}, for it begins there",
+                f"{self.entropy_coef_max}, because it begins there",
             ),
             (
                 self.importance_sampling_clip_min is None or self.importance_sampling_correction,
@@ -635,7 +635,7 @@ class GrpoConfig(Checked, section="grpo."):
             (
                 self.reference is None or not self.sync_ref_model,
                 "reference",
-                "goes with grpo.sync_ref_model = false: a reference that follows begins as the policy does",
+                "needs grpo.sync_ref_model = false: a reference that follows begins as the policy does",
             ),
             (
                 self.dynamic_sampling or self.dynamic_sampling_metric is None,
@@ -706,7 +706,7 @@ class OptimConfig(Checked, section="optim."):
 
     def _across(self):
         holds = self.min_lr_ratio == 0 or self.lr_scheduler_type != "constant"
-        rule = 'says where a rate ends that falls; with lr_scheduler_type = "constant" none does'
+        rule = 'must be 0 with lr_scheduler_type = "constant", under which the rate does not fall'
         return [(holds, "min_lr_ratio", rule)]
 
 
@@ -717,11 +717,11 @@ class NoiseConfig(Checked, section="noise."):
     Attributes:
         sigma_start: Standard deviation of the noise in the first noisy stage.
         sigma_end: Standard deviation of the noise in the last stage. Below 0.22 % of the norms' scales, which a
-            run prints at its start, rounding to bfloat16 adds more noise than it is given; at 1e-4 of a
+            run prints at its start, rounding to bfloat16 adds more noise than this does; at 1e-4 of a
             scale seven times as much.
-        num_stages: Number of equal stages of the run; the first is silent.
+        num_stages: Number of equal stages of the run; the first has no noise.
         schedule: Shape of the decay from `sigma_start` to `sigma_end`; or "adaptive": sigma begins at
-            `sigma_start` after the silent stage and then follows `adapt_to`, between the two.
+            `sigma_start` after the stage without noise and then follows `adapt_to`, between the two.
         exponent: How the decay is spread over the stages: "code", as in the published code, reaches
             `sigma_end`; "paper", the paper's equation 8 under Algorithm 1, stops short of it.
         scope: Who acts under noise: only the sampler ("rollout", the paper's Algorithm 1), or "both" sampler
@@ -740,7 +740,7 @@ class NoiseConfig(Checked, section="noise."):
     sigma_start: Positive = 1e-2
     sigma_end: float = 1e-4
     num_stages: Annotated[
-        int, Rule(lambda n: n >= 3, "must be at least 3: one silent, two noisy")
+        int, Rule(lambda n: n >= 3, "must be at least 3: one without noise, two with noise")
     ] = 10
     schedule: Literal["exponential", "linear", "cosine", "logarithmic", "adaptive"] = "exponential"
     exponent: Literal["code", "paper"] = "code"
@@ -851,7 +851,7 @@ class ToolsConfig(Checked, section="tools."):
 
     functions: tuple[str, ...] = ()
     environment: NotEmpty | None = None
-    environments: Annotated[dict[str, str], Rule(bool, "must name one at least")] | None = None
+    environments: Annotated[dict[str, str], Rule(bool, "must name at least one")] | None = None
     environment_options: dict[str, Any] | None = None
     max_tool_calling_iterations: Count | None = None
     max_reply_tokens: Count = 256
@@ -873,6 +873,12 @@ class ToolsConfig(Checked, section="tools."):
     def has_environment(self) -> bool:
         """Whether there is an environment, or several."""
         return self.environment is not None or self.environments is not None
+
+    @property
+    def paths(self) -> list[str]:
+        """The names or import paths of all tools and environments."""
+        one = [] if self.environment is None else [self.environment]
+        return [*self.functions, *one, *(self.environments or {}).values()]
 
     def _across(self):
         names, options = self.environments or {}, self.environment_options or {}
@@ -935,7 +941,7 @@ class MeshConfig(Checked, section="mesh."):
             (
                 self.fsdp == 1 or self.tensor == 1,
                 "fsdp",
-                f"goes without mesh.tensor = {self.tensor}, whose devices share the base in updates, too: leave it out",
+                f"must be absent with mesh.tensor = {self.tensor}, whose devices share the base in updates, too",
             )
         ]
 

@@ -38,7 +38,7 @@ def across_sections(cfg: Any) -> list[tuple[bool, str, str]]:
             penalty == 1 or grpo.old_logprobs == "recompute",
             "rollout.repetition_penalty",
             "is not in the log-probabilities that the sampler reports, so a ratio to them would be "
-            'wrong: set grpo.old_logprobs = "recompute", which does not correct for how was sampled; '
+            'wrong: set grpo.old_logprobs = "recompute", which does not correct for how the sampler draws; '
             "or set the penalty to 1 and reward less repetition by get_repetition_penalty_reward",
         ),
         (
@@ -53,7 +53,7 @@ def across_sections(cfg: Any) -> list[tuple[bool, str, str]]:
         (
             lora or cfg.lora == type(cfg.lora)(),
             "model.trainable",
-            "leaves nothing for a [lora] section to say: remove it",
+            "has no adapter for a [lora] section to describe: remove that section",
         ),
         (
             grpo.reference != "adapter" or cfg.model.adapter_name_or_path is not None,
@@ -113,7 +113,7 @@ def _across_lengths(cfg):
             rollout.stop is not None
             or not (rollout.ignore_eos and cfg.grpo.mask_truncated_completions),
             "grpo.mask_truncated_completions",
-            "leaves nothing to learn from where rollout.ignore_eos lets no completion end",
+            "must be false with rollout.ignore_eos = true, under which no completion ends: nothing would be learned",
         ),
         (
             (cfg.rewards.soft_punish_cache or 0) <= longest,
@@ -158,7 +158,7 @@ def _across_batches(cfg):
         (
             cfg.optim.max_tokens_per_microbatch is None or cfg.grpo.loss_type != "bnpo",
             "optim.max_tokens_per_microbatch",
-            'goes with any grpo.loss_type but "bnpo", whose value depends on the cut: take "dapo"',
+            'cannot be used with grpo.loss_type = "bnpo", whose value depends on the cut: take "dapo"',
         ),
         (
             cfg.max_steps is None or cfg.max_steps % updates == 0,
@@ -186,7 +186,7 @@ def advice(cfg: Any) -> list[str]:
     if grpo.importance_sampling_level != "sequence":
         if grpo.loss_type == "luspo":
             lines.append(
-                f'{got}as published it is of ratios of whole rows: set grpo.importance_sampling_level = "sequence"'
+                f'{got}its paper uses ratios of whole rows: set grpo.importance_sampling_level = "sequence"'
             )
         return lines
     if grpo.loss_type == "vespo":

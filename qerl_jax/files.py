@@ -24,8 +24,8 @@ _REMEDIES = {
     errno.EROFS: "make the file system writable, or choose another folder",
     errno.EACCES: "allow this user to write there, or choose another folder",
     errno.EPERM: "allow this user to write there, or choose another folder",
-    errno.EIO: "look after the disk (the kernel's log says more), or choose another folder",
-    errno.ESTALE: "look after the network drive, or choose another folder",
+    errno.EIO: "check the disk (the kernel's log says more), or choose another folder",
+    errno.ESTALE: "check the network drive, or choose another folder",
 }
 
 
@@ -41,10 +41,10 @@ class DiskError(OSError):
             reason: The reason in words; absent means those of `number`.
         """
         reason = reason or (os.strerror(number) if number else "unknown reason")
-        remedy = _REMEDIES.get(number, "mend that, or choose another folder")
+        remedy = _REMEDIES.get(number, "correct that, or choose another folder")
         super().__init__(
             f"{os.fspath(path)}: could not be written: {reason}; {remedy}, then start the command "
-            "again: what was saved before is unhurt"
+            "again: what was saved before is intact"
         )
         self.errno = number
 
@@ -106,7 +106,8 @@ def whole_folder(folder: str | pathlib.Path, marker: str, kind: str) -> Iterator
         # The process was killed between the two renames below.
         os.replace(previous, folder)
     if folder.exists() and not (folder / marker).is_file() and any(folder.iterdir()):
-        raise FileExistsError(f"{folder}: holds something that is no {kind}; it would be deleted")
+        rule = f"holds files, but no {kind}; they would be deleted: choose another folder"
+        raise FileExistsError(f"{folder}: {rule}")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
@@ -258,7 +259,9 @@ def content_hashes(
 
 
 # The default error for a file of a call with other settings.
-_OTHER_SETTINGS = "{path} is what a call with other settings has left ({changed}): choose another file, or remove that one"
+_OTHER_SETTINGS = (
+    "{path} is from a call with other settings ({changed}): choose another file, or remove that one"
+)
 
 
 class Progress:
@@ -296,7 +299,7 @@ class Progress:
             before = read_json(settings) if lines and settings.is_file() else self.identity
             self.values = lines
         if not isinstance(before, dict) or before.keys().isdisjoint(self.identity):
-            raise ValueError(f"{path}: must be what an earlier call has left; it is something else")
+            raise ValueError(f"{path}: is not the file of an earlier call: choose another name")
         # Where there is no result yet, the first call may have been a mistake.
         if (changed := ", ".join(changes(before, self.identity))) and self.values:
             raise ValueError(refusal.format(path=path, folder=path.parent, changed=changed))
@@ -326,7 +329,7 @@ def whole_lines(path: pathlib.Path) -> list[Any]:
     try:
         return [parse_json(line) for line in lines]
     except ValueError as error:
-        raise ValueError(f"{path}: must be what an earlier call has left; {error}") from error
+        raise ValueError(f"{path}: is not the file of an earlier call: {error}") from error
 
 
 def changes(before: dict[str, Any], identity: dict[str, Any]) -> list[str]:

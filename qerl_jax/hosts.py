@@ -1,7 +1,7 @@
 """The processes of a run on several hosts: how they find each other, exchange messages, and end.
 
 Messages go through JAX's coordination service, which runs in the first process. No device takes part, so a waiting
-process can be told why its wait is hopeless. Sums of gradients do not go this way: see `mesh`.
+process can be told why its wait will not end. Sums of gradients do not go this way: see `mesh`.
 """
 
 import contextlib

@@ -137,7 +137,7 @@ class MemoryPlan:
 
         Args:
             phase: What the run was doing; "always" while its weights were loaded.
-            asked: Bytes that it asked for in vain, where they are known.
+            asked: Bytes that it could not get, where they are known.
             limit: Bytes that the device offers, where they are known.
         """
         lines = [item for item in self.items if item.phase == phase and item.field]

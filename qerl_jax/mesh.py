@@ -71,7 +71,7 @@ class Replicas:
             ConfigError: When this process does not see its share of the devices, or they are not alike.
         """
         seen, hosts = jax.local_devices(), hosts or Hosts.all()
-        rule = f"a run on {hosts.count} hosts needs as many rows in a rollout at least"
+        rule = f"a run on {hosts.count} hosts needs at least as many rows in a rollout"
         require(rows >= hosts.count, "rollout.generation_batch_size", rows, rule)
         total = places(cfg, rows, hosts)
         rule = f"must be a multiple of the number of processes, {hosts.count}"

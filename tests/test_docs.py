@@ -62,6 +62,17 @@ def test_sections_of_the_design_that_code_names_exist():
         assert f"## {name}\n" in (ROOT / page).read_text(), (page, name)
 
 
+def test_nothing_says_that_an_untested_engine_reads_our_folders():
+    """docs/exporting.md says which readers were tested."""
+    assert "| vLLM | no |\n| llama.cpp | no |" in (ROOT / "docs" / "exporting.md").read_text()
+    sources = [
+        path for name in ("qerl_jax", "pallas_kernels") for path in (ROOT / name).rglob("*.py")
+    ]
+    claim = re.compile(r"(vLLM|llama\.cpp)( and llama\.cpp)? (can )?(reads?|loads?)\b")
+    for path in (*PAGES, *sources, *(ROOT / "notebooks").glob("*.ipynb")):
+        assert not claim.search(path.read_text()), path
+
+
 def test_every_page_has_a_place_in_the_site():
     named = re.findall(r"(?m)^ +- (?:.+: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text())
     docs = ROOT / "docs"

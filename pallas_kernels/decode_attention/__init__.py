@@ -5,6 +5,7 @@ from pallas_kernels.decode_attention.api import (
     plan,
     supports_heads,
     supports_sharing,
+    unless_kernel,
 )
 
-__all__ = ["decode_attention", "plan", "supports_heads", "supports_sharing"]
+__all__ = ["decode_attention", "plan", "supports_heads", "supports_sharing", "unless_kernel"]

@@ -81,6 +81,22 @@ def supports_heads(heads: int, key_heads: int, head_size: int) -> str | None:
     return reason
 
 
+def unless_kernel(heads: int, key_heads: int, head_size: int) -> str | None:
+    """Returns why `decode_attention` runs the reference for a model's heads in bfloat16, or None if a kernel runs.
+
+    On a Hopper card the portable kernel takes the heads that Hopper's kernel does not support, if it can run there.
+
+    Args:
+      heads: H, query heads.
+      key_heads: J, key/value heads.
+      head_size: C, channels per head.
+    """
+    reason = supports_heads(heads, key_heads, head_size)
+    if reason is None or runtime.unless_portable() is not None:
+        return reason
+    return portable.supports_heads(heads, key_heads, head_size)
+
+
 def supports_sharing(heads: int, key_heads: int) -> str | None:
     """Returns why no kernel on this device reads shared pages once for several rows, or None if one does.
 

@@ -2,7 +2,7 @@
 
 An [N, K] matrix has a 4-bit E2M1 code for each entry, one E4M3 scale for each block of 16 neighbours along K, and a
 float32 global scale. All conventions, including roundings, are those of compressed-tensors' scheme NVFP4A16, so that
-packed bytes can be exchanged with that library and vLLM unchanged:
+packed bytes can be exchanged with that library unchanged (and should be with vLLM, which was not tested):
 
     weight[n, k] = value(code[n, k]) * (scale[n, k // 16] / global_scale)
 

@@ -158,7 +158,9 @@ def _check_sets(sets: tuple, path: str | None) -> None:
         rule = "must be the name of a set, or a file; rows are written to a .jsonl file first"
         require(isinstance(name, str | os.PathLike), f"sets[{index}]", name, rule)
     if path is not None and len(sets) > 1:
-        raise ConfigError(f"path: got {path!r}; is where one set lies, and there are {len(sets)}")
+        raise ConfigError(
+            f"path: got {path!r}; must be absent with several sets: it is the place of one"
+        )
 
 
 def results_folder(source: PolicySource, protocol: str | None) -> pathlib.Path:
@@ -184,9 +186,9 @@ def export(
 
     Args:
         run: A run, its folder, or a policy that was loaded from one.
-        out: The folder to write; it appears whole or not at all.
+        out: The new folder; one that exists must be empty. It appears whole or not at all.
         to: "peft" is the adapter; "merged" a whole 16-bit model; "nvfp4" that model packed again; "pair" the
-            packed base and the adapter in two folders, which engines load side by side.
+            packed base and the adapter in two folders, for engines that load both.
         base: Weights that the adapter is added to: the "original" 16-bit ones, or the "packed" ones
             that it was trained on. Absent means "packed" for a merged model; for "nvfp4" it must be
             given where there are both.
@@ -199,6 +201,7 @@ def export(
     Raises:
         ConfigError: For a policy that no run has trained: `Policy.save_pretrained` writes its adapter.
         FileNotFoundError: When the run, or what it has learned, is not there.
+        FileExistsError: When `out` holds files.
         ExportError: When the log-probabilities differ by more than the limit; nothing is written.
     """
     for name, value, values in (
@@ -242,7 +245,7 @@ def quantize(
 
     Args:
         source: A 16-bit folder or hub name.
-        target: The new folder.
+        target: The new folder; one that exists must be empty.
         format: Format that the linears are packed to.
         method: "rtn" rounds to nearest; "awq" finds scales of inputs by calibration; "gptq" corrects the
             errors of earlier columns in later ones; "awq+gptq" does one after the other.

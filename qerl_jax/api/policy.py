@@ -321,7 +321,7 @@ class Policy:
             return folder
         rule = "is packed, and has no adapter that could be saved; see qerl_jax.quantize"
         require(held.weights in DENSE, "weights", held.weights, rule)
-        rule = "splits the weights of this policy: load it without, to write it"
+        rule = "divides the weights of this policy: to save it, load it without a mesh"
         require(self.model.tensor == 1, "mesh.tensor", self.model.tensor, rule)
         base = hf_folder.local_folder(held.model_name_or_path)
         hf_folder.export_model(folder, self.model, self.variables["frozen"], base)

@@ -170,8 +170,7 @@ def read_base(
         source is None or model.weights in (source.name, *DENSE),
         "model.weights",
         model.weights,
-        f"{folder} holds {source and source.name}, which is read as that, or unpacked to "
-        f"{' or '.join(DENSE)}",
+        f"{folder} holds {source and source.name}: set it to that, or to {' or '.join(DENSE)}, which unpacks it",
         NotImplementedError,
     )
     check_names(arch, tensors, source)

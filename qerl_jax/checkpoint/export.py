@@ -3,7 +3,7 @@
     peft     the adapter, with its trained norms
     merged   base + scaling * B A in 16 bits, as a whole model
     nvfp4    the merged weights packed again: a model of the size of the packed base
-    pair     the packed base as it is, and the adapter beside it: two folders, which vLLM loads together
+    pair     the packed base as it is, and the adapter beside it: two folders, which vLLM should load
 
 An export is read back before it gets its name: its log-probabilities on fixed prompts are compared
 with those of the policy that was trained. Packing rounds: where the adapter is smaller than a step of the 4-bit
@@ -65,7 +65,7 @@ def export(
     Args:
         run: A run folder.
         to: What is written.
-        out: The folder, written whole or not at all; replaced if it is an export already.
+        out: The new folder, written whole or not at all; must not exist, or be empty.
         base: The weights that the adapter is added to: "original" means the 16-bit weights, "packed" the
             dequantized weights on which it was trained. None means "packed" for a merged model if there are packed
             weights, otherwise the only choice.
@@ -79,7 +79,7 @@ def export(
 
     Raises:
         FileNotFoundError: When the run, or its trained weights, cannot be found.
-        FileExistsError: When `out` holds something else.
+        FileExistsError: When `out` holds files.
         ValueError: When the choice of base is missing or impossible.
         ExportError: When the log-probabilities differ by more than the limit.
     """
@@ -88,7 +88,7 @@ def export(
     full, name = cfg.model.trainable == "full", cfg.model.model_name_or_path
     folder = _trained_model(run, to, step) if full else hf_folder.local_folder(name)
     base = _checked_base(cfg, folder, to, base)
-    _require_outside(pathlib.Path(out), run, folder)
+    hf_folder.require_new(pathlib.Path(out), "out")
     model, params, step, frozen, probe = _load(run, cfg, folder, step)
     seen = probe.policy(model, frozen, params)
     trained = probe.logps(seen)
@@ -201,7 +201,9 @@ def _trained_model(run: pathlib.Path, to: Kind, step: int | None) -> pathlib.Pat
     """The final model of a run that trained the base itself."""
     rule = f"a run with model.trainable = 'full' has no adapter, and its 16-bit model is {run / 'model'}"
     require(to == "nvfp4", "to", to, rule)
-    require(step is None, "step", step, "of a whole model only the final one is written")
+    require(
+        step is None, "step", step, "a run that trains the whole model writes only its last step"
+    )
     require(
         (run / "model").is_dir(),
         "run",
@@ -231,13 +233,6 @@ def _checked_base(
         f"{folder} ('original') or to packed ones ('packed'), if there are such",
     )
     return base
-
-
-def _require_outside(out: pathlib.Path, run: pathlib.Path, folder: pathlib.Path) -> None:
-    """Refuses a folder whose replacement would delete the run or its base."""
-    for source, what in ((run, "the run"), (folder, "the base of the run")):
-        if out.resolve() in (source.resolve(), *source.resolve().parents):
-            raise FileExistsError(f"{out}: holds {what}, which would be deleted")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -134,7 +134,9 @@ class _Parser:
             raise GGUFError("is no GGUF file")
         version = self._number("I")
         if version not in (2, 3):
-            raise GGUFError(f"is of version {version}; read are 2 and 3, in little-endian order")
+            raise GGUFError(
+                f"is of version {version}; only 2 and 3 can be read, in little-endian order"
+            )
         num_tensors, num_fields = self._count(), self._count()
         fields = {}
         for _ in range(num_fields):
@@ -337,7 +339,9 @@ def model_config(header: Header) -> dict[str, Any]:
     fields = header.fields
     arch = fields.get("general.architecture")
     if not isinstance(arch, str) or arch not in _MODEL_TYPES:
-        raise GGUFError(f"general.architecture: got {arch!r}; read are {', '.join(_MODEL_TYPES)}")
+        raise GGUFError(
+            f"general.architecture: got {arch!r}; must be one of {', '.join(_MODEL_TYPES)}"
+        )
     if fields.get("split.count", 1) not in (0, 1):
         raise GGUFError(
             "is one of several files of a model; join them first (llama-gguf-split --merge)"

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from qerl_jax.checked import require
 from qerl_jax.checkpoint import gguf, safetensors
 from qerl_jax.files import read_json, whole_folder
 from qerl_jax.model.transformer import Transformer, abstract_base
@@ -145,10 +146,21 @@ def _layer(stacks: Any, index: int) -> Any:
     return jax.tree.map(lambda stack: stack[index], stacks)
 
 
+def require_new(folder: pathlib.Path, field: str) -> None:
+    """Refuses a folder to write that is there and not empty, under the name of the argument that gave it.
+
+    Raises:
+        FileExistsError: With the remedy.
+    """
+    is_new = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    rule = "exists already: choose another folder, or remove that one"
+    require(is_new, field, str(folder), rule, FileExistsError)
+
+
 def export_model(
     folder: str | pathlib.Path, model: Transformer, base: Any, source: str | pathlib.Path
 ) -> None:
-    """Writes a dense base as a Hugging Face folder that `read_base`, transformers and vLLM read.
+    """Writes a dense base as a Hugging Face folder that `read_base` and transformers read, and vLLM should.
 
     Weights are written in the type of the model's base (bfloat16 or float32); config and tokenizer are the
     source's. The folder appears whole or not at all.

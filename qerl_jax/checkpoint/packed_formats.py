@@ -1,7 +1,7 @@
 """How the weights of each packed format are made, and how a Hugging Face folder stores them.
 
-NVFP4 and MXFP4 folders are compressed-tensors', which transformers and vLLM read; NF4 folders are
-those that transformers writes with bitsandbytes.
+NVFP4 and MXFP4 folders are compressed-tensors', which transformers reads, and vLLM should (not tested). NF4 folders
+are those that transformers writes with bitsandbytes.
 """
 
 import dataclasses
@@ -193,8 +193,8 @@ def of_folder(folder: str | pathlib.Path) -> Format | None:
         (method, form) in known,
         f"quantization_config: quant_method, {field}",
         (method, form),
-        "read are folders without quantization, compressed-tensors 'nvfp4-pack-quantized' and "
-        "'mxfp4-pack-quantized', ModelOpt 'NVFP4' and bitsandbytes nf4",
+        "must be absent, or compressed-tensors 'nvfp4-pack-quantized' or 'mxfp4-pack-quantized', ModelOpt 'NVFP4' or "
+        "bitsandbytes nf4",
         NotImplementedError,
     )
     if quantization.get("transform_config"):
@@ -399,7 +399,7 @@ def _read_nf4(tensors: Tensors, name: str) -> NF4Tensor:
     if state.get("blocksize") != nf4.BLOCK or state.get("nested_blocksize", nf4.GROUP) != nf4.GROUP:
         raise NotImplementedError(
             f"{name}: blocks of {state.get('blocksize')} and {state.get('nested_blocksize')}; "
-            f"read are those of {nf4.BLOCK} and {nf4.GROUP}"
+            f"must be {nf4.BLOCK} and {nf4.GROUP}"
         )
     absmax2 = offset = None
     if "nested_offset" in state:

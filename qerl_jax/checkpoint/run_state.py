@@ -78,15 +78,15 @@ class StateFiles:
             found = self._damage(step)
             if found is None:
                 self.notes += [
-                    f"warning: {text}; it was passed over, and the run goes on from checkpoint {step}"
+                    f"warning: {text}; it is skipped, and the run goes on from checkpoint {step}"
                     for text in damaged
                 ]
                 return step
             damaged.append(f"{self._path(step)} is damaged: {found}")
         if damaged:
             raise ValueError(
-                f"no checkpoint in {self._folder} can be read ({'; '.join(damaged)}): bring one back "
-                "from a copy, or remove that folder, and the run begins anew"
+                f"no checkpoint in {self._folder} can be read ({'; '.join(damaged)}): restore one "
+                "from a copy, or remove that folder, and the run starts again from step 0"
             )
         return None
 

@@ -81,7 +81,7 @@ def evaluate(
         raise ValueError("missing the sets: qerl eval SET ... [--adapter RUN_FOLDER]")
     require(max_concurrent >= 1, "max_concurrent", max_concurrent, "must be at least 1")
     if path is not None and len(sets) > 1:
-        raise ValueError(f"--path is where one set lies; got {len(sets)} sets")
+        raise ValueError(f"--path is the place of one set; got {len(sets)} sets")
     for each in sets:
         rule = f"is a run folder, not a set: qerl eval SET --adapter {each}"
         require(not pathlib.Path(each, "config.toml").is_file(), "sets", each, rule)

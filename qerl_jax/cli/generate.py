@@ -107,6 +107,8 @@ def generate(
 
         mesh = dataclasses.replace(mesh, data=places(mesh, len(prompts) * params.n))
     policy = qerl_jax.load(model, adapter, weights=weights, dtype=dtype, mesh=mesh, **limits)
+    if slow := policy.generator.slow_because:
+        _warn(slow)
     if called is not None:
         from qerl_jax.generation.completion_file import columns_of
 

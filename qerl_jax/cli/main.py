@@ -119,7 +119,7 @@ Using what was learned
 
 Models and data
   quantize MODEL DIR [--format F] [--method M]    write a 4-bit folder of a 16-bit model
-  filter CONFIG.toml OUT.jsonl [--low R]          keep the problems that are neither easy nor hopeless
+  filter CONFIG.toml OUT.jsonl [--low R]          keep the problems that are neither too easy nor too hard
 
 This installation
   env                                             versions, devices and kernels, for bug reports
@@ -133,7 +133,7 @@ Examples
 
 CONFIG.toml is a file, or the name of a config in the package. qerl COMMAND --help shows a command's options and
 examples. With --debug an error comes with its traceback. Exit codes: 0 done, 1 a fault of the program, 2 something
-to mend (input, disk, memory), 3 a run that has learned nothing, 4 another process of the run has ended, 130 and 143
+to correct (input, disk, memory), 3 a run that has learned nothing, 4 another process of the run has ended, 130 and 143
 ended by SIGINT and SIGTERM."""
 COMMANDS = {
     "train": train.train,
@@ -157,7 +157,7 @@ def main(argv: list[str] | None = None) -> int:
 
     Returns:
         0 when it is done; 1 for an unexpected error, whose traceback is in a file; 2 for something that the user
-        can mend: input, disk or memory; 3 for a run that has learned nothing; 4 when another process of the run
+        can correct: input, disk or memory; 3 for a run that has learned nothing; 4 when another process of the run
         has ended; 130 and 143 when SIGINT or SIGTERM has ended it. An error is one line on stderr; with `--debug`
         its traceback comes before.
     """

@@ -23,9 +23,9 @@ def export(
 
     Args:
         run: A run folder.
-        out: The folder to write.
+        out: The new folder; one that exists must be empty.
         to: "peft" is the adapter; "merged" a whole 16-bit model; "nvfp4" that model packed again; "pair" the
-            packed base and the adapter in two folders, which engines load side by side.
+            packed base and the adapter in two folders, for engines that load both.
         base: Weights that the adapter is added to: the "original" 16-bit ones, or the "packed" ones that
             it was trained on. Absent means "packed" for a merged model; for "nvfp4" it must be given
             where there are both.
@@ -38,11 +38,10 @@ def export(
         qerl export runs/mine models/merged --to merged
         qerl export runs/mine models/packed --to nvfp4 --from packed
     """
-    from qerl_jax.checkpoint.export import REPORT, lines
+    from qerl_jax.checkpoint.export import lines
 
-    was_there = (out / REPORT).is_file()
     report = qerl_jax.export(run, out, to=to, base=base, step=step, limit=limit)
-    log(f"{to} in {out}{', in place of the export that was there' if was_there else ''}")
+    log(f"{to} in {out}")
     log(*lines(report))
 
 
@@ -66,7 +65,7 @@ def quantize(
 
     Args:
         source: A 16-bit folder or hub name.
-        target: The new folder.
+        target: The new folder; one that exists must be empty.
         format: Format that the linears are packed to.
         method: "rtn" rounds to nearest; "awq" finds scales of inputs by calibration; "gptq" corrects the
             errors of earlier columns in later ones; "awq+gptq" does one after the other.

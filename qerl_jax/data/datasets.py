@@ -430,7 +430,7 @@ def _short_enough(prompts: Iterable[Any], limit: int, where: str) -> Sequence[in
     messages = (_messages(prompt, "a prompt") for prompt in prompts)
     sizes = [sum(len(message["content"]) for message in prompt) for prompt in messages]
     kept = [row for row, size in enumerate(sizes) if size <= limit]
-    require(kept, f"{where}: max_prompt_characters", limit, "no prompt is as short as that")
+    require(kept, f"{where}: max_prompt_characters", limit, "no prompt is that short")
     return kept
 
 

@@ -128,7 +128,7 @@ def load(
             name not in _OWN_OPTIONS and name in template,
             "model.chat_template_kwargs",
             name,
-            f"the chat template of {folder} reads no such name",
+            f"the chat template of {folder} does not use this name",
         )
     stops = [] if hf.eos_token_id is None else [hf.eos_token_id]
     stops += _stated_ends(folder)
@@ -144,7 +144,7 @@ def load(
 
 
 def _stated_ends(folder: pathlib.Path) -> list[int]:
-    """Ids that end a completion by the model's configs, as transformers and vLLM read them."""
+    """Ids that end a completion by the model's configs, as transformers and vLLM take them."""
     places = [folder / name for name in ("generation_config.json", "config.json")]
     path = next((place for place in places if place.is_file()), None)
     listed = None if path is None else read_json(path).get("eos_token_id")

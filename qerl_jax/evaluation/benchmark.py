@@ -1,6 +1,7 @@
 """Evaluates a policy on sets of problems; the folder of each set survives a kill."""
 
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -23,6 +24,7 @@ from qerl_jax.evaluation.summary import summarize
 from qerl_jax.files import Progress, content_hashes, write_whole
 from qerl_jax.generation import kv_capacity
 from qerl_jax.generation.conversations import Tools, observed
+from qerl_jax.model import fused_decode
 from qerl_jax.rewards import scoring
 from qerl_jax.rewards.environments import Toolboxes
 from qerl_jax.rl import rollouts
@@ -121,7 +123,7 @@ def run(
         seed: Random seed for sampling, and for arithmetic problems.
         max_concurrent: Most completions that each replica samples at a time; fewer where they are long.
         drafts: See `RolloutConfig`.
-        log: Called with a line for every batch.
+        log: Called with a line for every batch, and with one where sampling is slow on this GPU.
         policy: The policy of that source, where it is on the device already.
         toolboxes: Tools instead of those that protocols name, for protocols that name some.
         mesh: The devices that the policy is loaded onto.
@@ -138,7 +140,9 @@ def run(
     require(len(set(names)) == len(names), "sets", names, "must differ in name")
     for name, (_, protocol) in zip(names, sets, strict=True):
         if protocol.tools is None and source.run is not None and source.run.tools is not None:
-            log(f'{name}: asked without the tools of the run; with them by the protocol "run"')
+            log(
+                f'{name}: asked without the tools of the run; to use them, choose the protocol "run"'
+            )
     judged = [_judged(source.run, data, protocol, seed, toolboxes) for data, protocol in sets]
     opened = [
         _Set(
@@ -160,11 +164,18 @@ def run(
         )
     ]
     most = max(len(each.problems) * each.protocol.num_generations for each in opened)
+
+    @functools.cache
+    def held() -> LoadedPolicy:
+        found = policy or load_policy(source, seed, mesh=mesh, rows=most)
+        if slow := fused_decode.slow_because(found.model.own_part, max_concurrent):
+            log(slow)
+        return found
+
     summaries = {}
     for each in opened:
         if len(each.progress.values) < len(each.problems):
-            policy = policy or load_policy(source, seed, mesh=mesh, rows=most)
-            _measure(policy, each, seed, max_concurrent, drafts, log)
+            _measure(held(), each, seed, max_concurrent, drafts, log)
         asked = {"name": each.name, "protocol": dataclasses.asdict(each.protocol)}
         summaries[each.name] = asked | summarize(each.progress.values)
         text = json.dumps(summaries[each.name], indent=2) + "\n"

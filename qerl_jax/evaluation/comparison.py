@@ -50,9 +50,9 @@ def _records(folder: pathlib.Path) -> list[dict[str, Any]]:
     for number, record in enumerate(records, 1):
         right = record.get("right") if isinstance(record, dict) else None
         if not isinstance(right, list) or not right or "gold" not in record:
-            raise ValueError(f"{path}, row {number}: must be what an evaluation has left")
+            raise ValueError(f"{path}, row {number}: is not the result of an evaluation")
     if not records:
-        raise ValueError(f"{path}: must be what an evaluation has left; it is empty")
+        raise ValueError(f"{path}: is not the result of an evaluation: it is empty")
     return records
 
 

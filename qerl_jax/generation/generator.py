@@ -37,6 +37,7 @@ from qerl_jax.generation.fleet import Fleet, engine_of
 from qerl_jax.generation.sampling_params import SamplingParams
 from qerl_jax.generation.stop_strings import StopStrings
 from qerl_jax.mesh import Replicas
+from qerl_jax.model import fused_decode
 from qerl_jax.model.transformer import Transformer
 from qerl_jax.rewards.environments import Toolboxes
 
@@ -136,7 +137,7 @@ class Generator:
         Args:
             source: Base and adapter.
             tools: What the policy may call.
-            log: See `Tools.of`.
+            log: Called with a line where sampling is slow on this GPU; also see `Tools.of`.
             mesh: See `load_policy`, as for `rows`.
             rows: See there.
             **limits: Those of `load`.
@@ -147,9 +148,16 @@ class Generator:
         policy = load_policy(source, mesh=mesh, rows=rows)
         held = {"replicas": policy.replicas}
         made = cls(policy.model, policy.variables, policy.tokenizer, **limits, **held)
+        if slow := made.slow_because:
+            log(slow)
         if boxes is None:
             return made
         return dataclasses.replace(made, tools=Tools.of(tools, policy.tokenizer, boxes, log))
+
+    @property
+    def slow_because(self) -> str | None:
+        """Why this GPU samples more slowly than it could, and the remedy; None where it does not."""
+        return fused_decode.slow_because(self.model.own_part, int(self.max_concurrent))
 
     def __call__(self, prompts: Sequence[Prompt], **options: Any) -> list[str]:
         """Texts, the n of a prompt in a row."""
@@ -221,9 +229,9 @@ class Generator:
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[str]:
         """The text of one completion, piece by piece as it is sampled; not with tools."""
         params = SamplingParams(**options)
-        rule = "a stream calls no tools: take completions, or a generator without tools"
+        rule = "a stream calls no tools: use completions, or a generator without tools"
         require(self.tools is None, "tools", self.tools, rule)
-        require(params.n == 1, "n", params.n, "a stream is of one completion")
+        require(params.n == 1, "n", params.n, "a stream gives one completion")
         engine, asked = self._ask([prompt], params, chunk=_STREAMED_TOKENS)
         stops = StopStrings(tuple(params.stop), self.tokenizer.decode)
         tokens, shown = [], ""

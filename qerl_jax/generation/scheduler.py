@@ -529,7 +529,7 @@ class Schedule:
         return slots
 
     def _span(self, size: int) -> int:
-        """Tokens of a row after which a chunk with drafts ends. What comes after a stop string is sampled in vain."""
+        """Tokens of a row after which a chunk with drafts ends. What comes after a stop string is not used."""
         return self._shapes.chunk if self._shapes.stop_strings else self._shapes.stride(size)
 
     def _patience(self, size: int) -> int:

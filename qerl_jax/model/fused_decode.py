@@ -163,13 +163,23 @@ def slow_because(
         rows: The most rows that are sampled at a time.
         own_noise: Whether rows have noise of their own.
     """
-    has_kernels = runtime.unless_hopper() is None or runtime.unless_portable() is None
-    if not has_kernels or model.full:
+    is_hopper = runtime.unless_hopper() is None
+    if not is_hopper and runtime.unless_portable() is not None:
         return None
-    rows = min(rows, fused.MAX_M)
+    rows, arch, what = (
+        min(rows, fused.MAX_M),
+        model.arch,
+        "sampling goes without the fused layers of decoding",
+    )
+    # Such heads are slow in the plain layers, too.
+    attention = decode_attention.unless_kernel(arch.num_heads, arch.num_kv_heads, arch.head_size)
+    if attention is not None:
+        return f"{what}: attention {attention}: without a kernel for it, expect it to be many times slower"
+    if model.full:
+        plain = 'a base that trains (model.trainable = "full") is decoded by the plain layers'
+        return f"{what}: {plain}" if is_hopper else None
     if fit(model, rows, own_noise=own_noise) is not None:
         return None
-    is_hopper = runtime.unless_hopper() is None
     reason = (supports if is_hopper else supports_portably)(model, rows, own_noise=own_noise)
     remedy = "expect about half the speed"
     if model.weights in ("mxfp4", "nf4") and is_hopper:
@@ -180,7 +190,7 @@ def slow_because(
         remedy = 'set model.dtype to "bfloat16"'
     elif own_noise:
         remedy = 'expect about half the speed, or set noise.per to "rollout"'
-    return f"sampling goes without the fused layers of decoding: {reason}: {remedy}"
+    return f"{what}: {reason}: {remedy}"
 
 
 def policy(

@@ -241,21 +241,15 @@ def _open(source: pathlib.Path, target: pathlib.Path, recipe: Recipe) -> _Job:
     kept = kept_linears(arch, recipe.keep)
     form.check(arch)
     base_model.check_names(arch, hf_folder.open_weights(source), None)
-    require(
-        not target.exists() or (target.is_dir() and not any(target.iterdir())),
-        "target",
-        str(target),
-        "exists; give the name of a new folder",
-        FileExistsError,
-    )
+    hf_folder.require_new(target, "target")
     files = [path for path in sorted(source.iterdir()) if path.suffix in (".safetensors", ".gguf")]
     sizes = {path.name: path.stat().st_size for path in files}
     settings = {"source": str(source.resolve()), "sizes": sizes, **dataclasses.asdict(recipe)}
     folder = target.with_name(f"{target.name}.partial")
     path = folder / _PROGRESS
     if folder.exists() and any(folder.iterdir()) and not path.is_file():
-        raise FileExistsError(f"{folder}: holds something that is no unfinished job")
-    refusal = "{folder}: is what a job with other settings left; delete it first"
+        raise FileExistsError(f"{folder}: holds files, but no unfinished job: choose another name")
+    refusal = "{folder}: holds an unfinished job with other settings: remove it first"
     try:
         job = _Job(source, target, arch, form, kept, Progress(path, settings, refusal=refusal))
     except ValueError as error:

@@ -170,7 +170,7 @@ class Toolbox:
         names = [each["function"]["name"] for each in self.schemas]
         repeated = sorted({name for name in names if names.count(name) > 1})
         require(not repeated, "tools", repeated, "must differ in name")
-        require(bool(names), "tools", names, "there must be one at least")
+        require(bool(names), "tools", names, "there must be at least one")
         paths = [imports.path_of(each) or _given_path(each, cfg) for each in functions]
         place = None if factory is None else imports.path_of(factory) or _given_path(factory, cfg)
         things = [*zip(functions, paths, strict=True), *([(factory, place)] if factory else [])]
@@ -431,8 +431,7 @@ def _imported(path: str, stock: Mapping[str, Callable]) -> Any:
 
 def _given_path(thing: Callable, cfg: ToolsConfig) -> str | None:
     """The path "file.py:name" by which a config names an object; None where it does not name it."""
-    one, several = [cfg.environment] if cfg.environment else [], (cfg.environments or {}).values()
-    for path in (*cfg.functions, *one, *several):
+    for path in cfg.paths:
         file, _, name = path.rpartition(":")
         if file.endswith(".py") and name == getattr(thing, "__qualname__", None):
             return f"{os.path.abspath(file)}:{name}"

@@ -11,6 +11,7 @@ import traceback
 from types import ModuleType
 from typing import Any
 
+from qerl_jax import files
 from qerl_jax.checked import require
 
 # Frames in these packages are not the user's own code.
@@ -62,6 +63,21 @@ def path_of(thing: Any) -> str | None:
         return f"{place}:{name}" if attribute(f"{place}:{name}") is thing else None
     except ValueError:
         return None
+
+
+def source_hash(path: str) -> str | None:
+    """SHA-256 of the user's file that "package.module:name" or "folder/file.py:name" names.
+
+    The whole file counts, because a function calls others. None for code of this package or of a library, for a
+    stock name, and for what was defined in a script or a notebook.
+    """
+    place, _, _ = path.rpartition(":")
+    file = place if place.endswith(".py") else getattr(sys.modules.get(place), "__file__", None)
+    if file is None or place == "__main__":
+        return None
+    found = pathlib.Path(file).absolute()
+    is_users = not any(map(found.is_relative_to, (_OURS, *_LIBRARIES)))
+    return files.digest(found) if is_users else None
 
 
 def place_of(error: BaseException) -> str | None:

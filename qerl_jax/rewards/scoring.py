@@ -194,17 +194,20 @@ def evaluate(
 def _first_row(function: RewardFunction, arguments: Mapping[str, Any], rows: int) -> str:
     """The first row on which a function fails by itself, with the row's values; empty if the search takes long.
 
-    Also empty if the function fails on both the first and the last row: then no single row is the cause.
+    If that is row 0, it also says whether the last row fails, too: then no single row is the cause.
     """
     until = time.monotonic() + _SEARCH_SECONDS
     tried = itertools.takewhile(lambda row: time.monotonic() < until, range(rows))
     row = next((row for row in tried if _fails(function, _cut(arguments, rows, row))), None)
-    if row is None or row == 0 and _fails(function, _cut(arguments, rows, rows - 1)):
+    if row is None:
         return ""
     own = _cut(arguments, rows, row)
     shown = {name: value[0] for name, value in own.items() if isinstance(value, list)}
     shown.pop("completion_ids", None)
     text = ", ".join(f"{name} {reprlib.repr(value)}" for name, value in shown.items())
+    last = rows - 1
+    if row == 0 < last and _fails(function, _cut(arguments, rows, last)):
+        return f"; it fails on rows 0 and {last}, and row 0 has {text}"
     return f"; it fails on row {row}, which has {text}"
 
 

@@ -182,7 +182,7 @@ def _cause(health: Health) -> str:
     found = {name: health.latest(name) or 0.0 for name in _LOOKED_AT}
     if found["updates/non_finite"]:
         return (
-            "Likely cause: losses or gradients that are no numbers, so that updates are skipped. `qerl replay` of a "
+            "Likely cause: losses or gradients that are not numbers, so that updates are skipped. `qerl replay` of a "
             "file in non_finite/ says what was not finite"
         )
     if health.latest("completions/judged_ratio") == 0:
@@ -274,7 +274,7 @@ def _non_finite(health: Health) -> str | None:
         return None
     return (
         f"updates/non_finite has been above 0 in more than half of {_WINDOW} steps: updates whose loss or gradient "
-        "is no number are skipped, and little is learned. Likely cause: log-probabilities that overflow (a rate "
+        "is not a number are skipped, and little is learned. Likely cause: log-probabilities that overflow (a rate "
         "that is too high, or noise that is too large), or a fault of a kernel. `qerl replay` of a file in "
         "non_finite/ says what was not finite; lower optim.learning_rate or noise.sigma_start"
     )

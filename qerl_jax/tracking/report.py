@@ -464,7 +464,7 @@ def _evaluation_row(run: Run, path: pathlib.Path) -> tuple[str, ...]:
         policy = f"{run.folder.resolve().name}, {path.parents[1].name}"
         return (policy, summary["name"], samples, *cells)
     except (KeyError, TypeError, IndexError, ValueError) as error:
-        raise ValueError(f"{path}: must be what an evaluation has left; {error!r}") from error
+        raise ValueError(f"{path}: is not the result of an evaluation: {error!r}") from error
 
 
 def _estimate(estimate: dict[str, Any]) -> str:

@@ -162,7 +162,7 @@ def describe(
     if model.dtype == jnp.bfloat16 and last < aqn.FLOOR:
         lines.append(
             f"noise: below sigma = {aqn.FLOOR * middle:.2g} ({aqn.FLOOR:.2%} of a scale) rounding to bfloat16 "
-            "adds more noise than it is given; at sigma_end rounding's is "
-            f"{aqn.flips_to_signal(last):.0f} times the signal"
+            f"adds more noise than AQN; at sigma_end rounding adds {aqn.flips_to_signal(last):.0f} times as much noise "
+            "as AQN"
         )
     return lines

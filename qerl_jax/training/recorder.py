@@ -157,6 +157,8 @@ class Recorder:
     def _save(self) -> None:
         """Writes a checkpoint of the last complete step, with the run's progress beside its state."""
         progress = {"num_tokens": self._logger.num_tokens, "best": self._best}
+        if self._run.sources:
+            progress["sources"] = self._run.sources
         if self._pending is not None:
             progress["pending"] = {name: plain(value) for name, value in self._pending.items()}
         noise = {} if self._sigma is None else {"sigma": self._sigma}

@@ -108,11 +108,11 @@ def _read(path: pathlib.Path) -> dict[str, np.ndarray]:
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             arrays = dict(file)
     except (ValueError, zipfile.BadZipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path}: must be a step that a run has skipped; {error}") from error
+        raise ValueError(f"{path}: is not a step that a run has skipped: {error}") from error
     fields = {field.name for field in dataclasses.fields(experience.Experience)}
     given = _under("experience", arrays).keys()
     if "step" not in arrays or not fields - {"judged", "noise"} <= given <= fields:
-        raise ValueError(f"{path}: must be a step that a run has skipped; it is something else")
+        raise ValueError(f"{path}: is not a step that a run has skipped")
     return arrays
 
 

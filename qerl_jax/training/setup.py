@@ -19,7 +19,7 @@ from qerl_jax.evaluation.evaluator import Evaluator
 from qerl_jax.hosts import Hosts
 from qerl_jax.mesh import Replicas
 from qerl_jax.model import fused_decode, transformer
-from qerl_jax.rewards import environments, scoring, stock
+from qerl_jax.rewards import environments, imports, scoring, stock
 from qerl_jax.rl import dynamic_sampling, optimizer, rollouts, update
 from qerl_jax.rl.entropy import EntropyControl
 from qerl_jax.tracking import terminal, trackers
@@ -62,6 +62,8 @@ class PreparedRun:
         state: Initial or resumed state; the first update donates its buffers.
         supply: Initial or resumed position in the data.
         progress: The run's progress beside its state, as `Recorder` wrote it; empty for a new run.
+        sources: Hashes of the user's files with rewards and tools as they were when the run began, by the paths
+            that the config names.
         stop: Tells whether a signal has asked the run to end.
         memory: The memory plan; None where the device does not report its memory.
         earlier_peak: Peak device memory of this process before the run, in bytes.
@@ -87,6 +89,7 @@ class PreparedRun:
     state: update.TrainState
     supply: dynamic_sampling.Supply
     progress: dict[str, Any]
+    sources: dict[str, str]
     stop: stopping.Stop
     memory: memory.MemoryPlan | None
     earlier_peak: int
@@ -201,6 +204,9 @@ def setup(
             del state  # with full training the device cannot hold two states
             state = files.restore(like, resumed)
         state = replicas.of_first(state)
+    progress, sources = stored.get("progress", {}), hosts.told(lambda: _sources(cfg))
+    began_with = progress.get("sources", sources)
+    notes += _about_sources(cfg, began_with, sources)
     run = PreparedRun(
         cfg,
         task.model,
@@ -219,7 +225,8 @@ def setup(
         files=files,
         state=state,
         supply=_supply(cfg, task, stored),
-        progress=stored.get("progress", {}),
+        progress=progress,
+        sources=began_with,
         stop=stop,
         memory=memory_plan,
         earlier_peak=earlier_peak,
@@ -337,8 +344,8 @@ def _require_alike(cfg: config.RunConfig, hosts: Hosts) -> None:
     }
     for host, other in enumerate(hosts.gathered(own)):
         differs = [name for name, value in own.items() if other[name] != value]
-        rule = f"{', '.join(differs)} of process {host} is another one than that of process {hosts.index}"
-        require(not differs, "hosts", hosts.count, f"{rule}: all must be given the same")
+        rule = f"{', '.join(differs)} of process {host} differs from that of process {hosts.index}"
+        require(not differs, "hosts", hosts.count, f"{rule}: all processes need the same")
 
 
 def _about_devices(cfg: config.RunConfig, replicas: Replicas) -> list[str]:
@@ -417,6 +424,27 @@ def _differences(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -
         return [f"{name} ({' there, '.join(shown)} here)"]
     return [
         f"{name}.{each}" for field in files.changes(*pair) for each in _differences(field, *pair)
+    ]
+
+
+def _sources(cfg: config.RunConfig) -> dict[str, str]:
+    """Hashes of the user's files with rewards and tools, by the paths that the config names."""
+    paths = [*cfg.rewards.functions, *(cfg.tools.paths if cfg.tools else ())]
+    found = {path: imports.source_hash(path) for path in paths}
+    return {path: each for path, each in found.items() if each is not None}
+
+
+def _about_sources(
+    cfg: config.RunConfig, before: Mapping[str, str], now: Mapping[str, str]
+) -> list[str]:
+    """A warning where the code of a reward or tool is not the one with which the run in the folder began."""
+    changed = [path for path in now if before.get(path, now[path]) != now[path]]
+    if not changed:
+        return []
+    return [
+        f"warning: the code of {', '.join(changed)} has changed since the run in {cfg.output_dir} began: its steps "
+        "so far are kept as they are. To train with the new code from the start, choose another output_dir, or "
+        f"remove {cfg.output_dir}"
     ]
 
 

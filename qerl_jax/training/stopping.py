@@ -127,7 +127,7 @@ def ending_at_once(command: str) -> Iterator[None]:
         return
 
     def end(number: int, frame: FrameType | None) -> None:
-        _say(f"{command}: ended by {signal.Signals(number).name}; what was saved before is unhurt")
+        _say(f"{command}: ended by {signal.Signals(number).name}; what was saved before is intact")
         os._exit(128 + number)
 
     before = {number: signal.signal(number, end) for number in SIGNALS}

@@ -204,7 +204,7 @@ def _add_own_rewards(
 ) -> None:
     """Adds the rewards that environments compute for their rows, each with weight 1."""
     silent = [box.environment_name or "tools" for box in boxes if not box.owns_reward]
-    rule = f"must name one at least: {', '.join(silent)} has no get_reward"
+    rule = f"must name at least one: {', '.join(silent)} has no get_reward"
     require(bool(functions) or not silent, "rewards.functions", (), rule)
     own, names = boxes.own_rewards(), [name for name, _ in functions]
     both = [name for name, _ in own if name in names]

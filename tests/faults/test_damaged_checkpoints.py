@@ -54,7 +54,7 @@ def assert_passed_over(run, states):
     assert step == 2
     (note,) = notes
     assert f"{run / 'checkpoints' / '4'} is damaged: " in note and "\n" not in note
-    assert note.endswith("it was passed over, and the run goes on from checkpoint 2")
+    assert note.endswith("it is skipped, and the run goes on from checkpoint 2")
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -110,7 +110,7 @@ def test_where_all_checkpoints_are_damaged_the_run_is_refused_in_one_line(run, s
     with pytest.raises(ValueError) as error:
         StateFiles(run, keep=3).restore(states[0])
     text = str(error.value)
-    assert "no checkpoint in" in text and "bring one back from a copy" in text
+    assert "no checkpoint in" in text and "restore one from a copy" in text
     assert text.count("supply.json is not as it was written") == 2 and "\n" not in text
 
 

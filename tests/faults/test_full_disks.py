@@ -42,8 +42,8 @@ def in_small_disk(size, code, *arguments):
             "No space left on device; free some space there, then start the command again",
         ),
         (errno.EROFS, "Read-only file system; make the file system writable, or choose another"),
-        (errno.EIO, "Input/output error; look after the disk"),
-        (errno.EMFILE, "Too many open files; mend that, or choose another folder"),
+        (errno.EIO, "Input/output error; check the disk"),
+        (errno.EMFILE, "Too many open files; correct that, or choose another folder"),
     ],
 )
 def test_an_error_of_the_disk_names_path_reason_and_remedy(number, remedy, tmp_path, monkeypatch):

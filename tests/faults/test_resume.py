@@ -103,7 +103,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_is_the_same_from_the_one_befor
     state = train(remembering(folder))
     shown = " ".join(capsys.readouterr().out.split())
     assert shown.count("is damaged: ") == 1
-    assert "it was passed over, and the run goes on from checkpoint 2" in shown
+    assert "it is skipped, and the run goes on from checkpoint 2" in shown
     assert_same_run(folder, state, whole)
 
 
@@ -130,6 +130,30 @@ def test_a_warning_about_a_run_is_given_once_and_not_again_when_it_is_resumed(tm
         assert shown.count("warning: step 3: nothing was learned in the first 3") == (steps == 3)
         assert f"warning: this run has learned nothing in {steps} steps. In no group" in shown
     assert not qerl_jax.load_run(tmp_path).has_learned
+
+
+def test_a_run_says_that_the_code_of_its_reward_has_changed(tmp_path, capsys):
+    file, folder = tmp_path / "my_rewards.py", tmp_path / "run"
+    functions = (f"{file}:judge", "format_reward")
+
+    def shown(code, steps):
+        file.write_text(f"def judge(completions, **_):\n    return [{code} for _ in completions]\n")
+        train(harness.tiny(folder, max_steps=steps, rewards={"functions": functions}))
+        return " ".join(capsys.readouterr().out.split())
+
+    warning = (
+        f"warning: the code of {file}:judge has changed since the run in {folder} began: its steps so far are kept "
+        "as they are. To train with the new code from the start, choose another output_dir, or remove "
+        f"{folder}"
+    )
+    assert "warning: the code" not in shown("0.0", 2)
+    over = shown("1.0", 2)
+    assert "nothing left to do" in over and warning in over
+    longer = shown("1.0", 3)
+    assert "goes on after step 2 of 3" in longer and warning in longer
+    # The checkpoint of the longer run knows the code of its first step.
+    over = shown("0.0", 3)
+    assert "nothing left to do" in over and "warning: the code" not in over
 
 
 @pytest.mark.slow

@@ -328,7 +328,7 @@ BAD = [
         "grpo.mask_truncated_completions",
         {"rollout__ignore_eos": True, "grpo__mask_truncated_completions": True},
         "True",
-        "rollout.ignore_eos lets no completion end",
+        "rollout.ignore_eos = true, under which no completion ends",
     ),
     ("rollout.max_concurrent", {"rollout__max_concurrent": 0}, "0", "must be at least 1"),
     (
@@ -372,7 +372,7 @@ BAD = [
         "{'a': 'guess_number'}",
         "must be absent where tools.environment is given",
     ),
-    ("tools.environments", {"tools__environments": {}}, "{}", "must name one at least"),
+    ("tools.environments", {"tools__environments": {}}, "{}", "must name at least one"),
     *(
         (
             "tools.environment_options",
@@ -439,7 +439,7 @@ BAD = [
         "grpo.entropy_coef",
         {"grpo__use_adaptive_entropy": True, "grpo__entropy_coef": 2.0},
         "2.0",
-        "entropy_coef_max = 1.0, for it begins there",
+        "entropy_coef_max = 1.0, because it begins there",
     ),
     ("grpo.top_entropy_quantile", {"grpo__top_entropy_quantile": 1.5}, "1.5", "[0, 1]"),
     ("grpo.epsilon", {"grpo__epsilon": 0.0}, "0.0", "must be in (0, 1)"),
@@ -580,7 +580,7 @@ BAD = [
         "grpo.reference",
         {"grpo__reference": "base", "grpo__beta": 0.1, "grpo__sync_ref_model": True},
         "'base'",
-        "goes with grpo.sync_ref_model = false",
+        "needs grpo.sync_ref_model = false",
     ),
     (
         "grpo.dynamic_sampling_metric",
@@ -643,7 +643,7 @@ BAD = [
         "model.trainable",
         {"model__trainable": "full", "model__weights": "bfloat16", "lora__rank": 8},
         "'full'",
-        "leaves nothing for a [lora] section to say",
+        "has no adapter for a [lora] section to describe",
     ),
     (
         "grpo.beta",
@@ -665,7 +665,7 @@ BAD = [
         "optim.min_lr_ratio",
         {"optim__min_lr_ratio": 0.1, "optim__lr_scheduler_type": "constant"},
         "0.1",
-        'with lr_scheduler_type = "constant" none does',
+        'with lr_scheduler_type = "constant", under which',
     ),
     ("optim.adam_beta1", {"optim__adam_beta1": 1.0}, "1.0", "must be in [0, 1)"),
     ("optim.adam_beta2", {"optim__adam_beta2": -0.1}, "-0.1", "must be in [0, 1)"),
@@ -688,7 +688,7 @@ BAD = [
         "optim.max_tokens_per_microbatch",
         {"optim__max_tokens_per_microbatch": 4096, "grpo__loss_type": "bnpo"},
         "4096",
-        'any grpo.loss_type but "bnpo"',
+        'with grpo.loss_type = "bnpo"',
     ),
     (
         "optim.gradient_accumulation_steps",
@@ -712,7 +712,7 @@ BAD = [
         'would keep the weights that layers gather: take "auto"',
     ),
     ("mesh.tensor", {"mesh__tensor": 0}, "0", "must be at least 1"),
-    ("mesh.fsdp", {"mesh__fsdp": 2, "mesh__tensor": 4}, "2", "goes without mesh.tensor = 4"),
+    ("mesh.fsdp", {"mesh__fsdp": 2, "mesh__tensor": 4}, "2", "must be absent with mesh.tensor = 4"),
     (
         "mesh.tensor",
         {"mesh__tensor": 2, "model__trainable": "full", "model__weights": "bfloat16"},

@@ -66,7 +66,7 @@ def test_a_folder_is_put_back_after_a_kill_while_it_was_replaced(tmp_path, monke
 
 def test_a_folder_of_something_else_is_not_replaced(tmp_path):
     (tmp_path / "mine").write_text("only copy")
-    refused = pytest.raises(FileExistsError, match="no cake; it would be deleted")
+    refused = pytest.raises(FileExistsError, match="but no cake; they would be deleted")
     with refused, files.whole_folder(tmp_path, "marker", "cake"):
         pytest.fail("the block was entered")
     assert names(tmp_path) == ["mine"]
@@ -132,7 +132,7 @@ def test_values_of_other_settings_are_not_mixed_in(tmp_path):
     path, other = tmp_path / "out.partial", JOB | {"seed": 1}
     files.Progress(path, JOB)
     files.Progress(path, other).add([1])  # nothing was found yet: the first call was a mistake
-    with pytest.raises(ValueError, match="a call with other settings has left .seed."):
+    with pytest.raises(ValueError, match="a call with other settings .seed."):
         files.Progress(path, JOB)
     assert files.Progress(path, other).values == [1]
 
@@ -143,7 +143,7 @@ def test_values_of_other_settings_are_not_mixed_in(tmp_path):
 def test_a_file_of_something_else_stays(text, tmp_path):
     path = tmp_path / "out.partial"
     path.write_text(text)
-    with pytest.raises(ValueError, match=r"out\.partial: must be what an earlier call has left"):
+    with pytest.raises(ValueError, match=r"out\.partial: is not the file of an earlier call"):
         files.Progress(path, JOB)
     assert path.read_text() == text
 

@@ -285,7 +285,7 @@ QUANTIZED = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantiz
         (
             {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}},
             NotImplementedError,
-            "quant_algo: got .'modelopt', 'FP8'.; read are",
+            "quant_algo: got .'modelopt', 'FP8'.; must be",
         ),
     ],
 )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 
 import jax
@@ -174,35 +175,31 @@ def test_where_there_are_two_bases_one_must_be_chosen(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_export_that_is_off_is_an_error_and_leaves_the_folder_as_it_was(
-    run, tmp_path, monkeypatch
-):
+def test_an_export_that_is_off_is_an_error_and_leaves_nothing(run, tmp_path, monkeypatch):
     """The merge has the wrong sign."""
-    folder, out = run[0], tmp_path / "out"
-    before = export.export(folder, "merged", out, base="packed")
+    folder = run[0]
+    before = export.export(folder, "merged", tmp_path / "out", base="packed")
     merge = export._merge
     monkeypatch.setattr(export, "_merge", lambda w, pairs, scaling: merge(w, pairs, -scaling))
     limit = before["mean_effect_of_training"] / 2  # smaller than the cap, larger than the floor
     with pytest.raises(
         export.ExportError, match=f"not written: .* the limit .--limit. is {limit:.4g};"
     ):
-        export.export(folder, "merged", out, base="packed")
-    assert json.loads((out / "export.json").read_text()) == before
-    with pytest.raises(export.ExportError):
         export.export(folder, "merged", tmp_path / "new", base="packed")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_an_export_deletes_nothing_else(run, tmp_path):
-    (tmp_path / "thesis.tex").write_text("years")
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(FileExistsError, match="holds something that is no export"):
-        export.export(run[0], "merged", tmp_path, base="packed")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "thesis.tex"]
-    for place, what in ((run[0], "the run"), (hf_folder.TINY, "the base of the run")):
-        for out in (place, place.parent):
-            with pytest.raises(FileExistsError, match=f"holds {what}, which would be deleted"):
-                export.export(run[0], "peft", out)
+def test_an_export_replaces_nothing(run, tmp_path):
+    """An earlier export is refused like any other folder, as `quantize` does it."""
+    out = tmp_path / "out"
+    out.mkdir()
+    export.export(run[0], "peft", out)
+    before = (out / "export.json").read_text()
+    rule = "exists already: choose another folder, or remove that one"
+    for there in (out, out / "export.json", run[0], run[0].parent, hf_folder.TINY):
+        with pytest.raises(FileExistsError, match=re.escape(f"out: got '{there}'; {rule}")):
+            export.export(run[0], "peft", there)
+    assert (out / "export.json").read_text() == before
 
 
 @pytest.mark.slow

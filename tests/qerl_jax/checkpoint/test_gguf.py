@@ -285,7 +285,10 @@ def test_a_broken_file_is_an_error_that_says_what_is_wrong(tmp_path, change, sai
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"general.architecture": "bloom"}, "general.architecture: got 'bloom'; read are llama"),
+        (
+            {"general.architecture": "bloom"},
+            "general.architecture: got 'bloom'; must be one of llama",
+        ),
         ({"llama.embedding_length": 0}, "llama.embedding_length: got 0; must be a positive"),
         ({"llama.block_count": "many"}, "llama.block_count: got 'many'"),
         ({"llama.expert_count": 8}, "mixture of experts"),

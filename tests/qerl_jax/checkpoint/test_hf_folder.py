@@ -76,6 +76,6 @@ def test_a_copy_states_the_end_token_that_the_tokenizer_alone_knows(
 def test_an_exported_model_deletes_nothing_but_a_model(tmp_path):
     (tmp_path / "precious.txt").write_text("mine")
     model = Transformer(ARCH, "float32", None, jnp.float32)
-    with pytest.raises(FileExistsError, match=f"{tmp_path}: holds something that is no model"):
+    with pytest.raises(FileExistsError, match=f"{tmp_path}: holds files, but no model"):
         hf_folder.export_model(tmp_path, model, base(DENSE, "float32"), DENSE)
     assert [path.name for path in tmp_path.iterdir()] == ["precious.txt"]

@@ -102,7 +102,7 @@ def test_a_failing_export_leaves_the_old_adapter_and_nothing_else(tmp_path, norm
 def test_an_export_deletes_nothing_but_an_adapter(tmp_path, norms):
     model, params = norms
     (tmp_path / "thesis.tex").write_text("years")
-    with pytest.raises(FileExistsError, match=f"{tmp_path}: holds something that is no adapter"):
+    with pytest.raises(FileExistsError, match=f"{tmp_path}: holds files, but no adapter"):
         peft.export_adapter(tmp_path, params, model.lora, "base")
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 

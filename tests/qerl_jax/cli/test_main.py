@@ -51,6 +51,7 @@ def test_help_lists_the_commands(option, capsys):
     shown = capsys.readouterr().out
     assert shown.startswith("usage: qerl COMMAND")
     assert all(f"\n  {name} " in shown for name in main.COMMANDS)
+    assert "neither too easy nor too hard" in shown and "2 something\nto correct" in shown
 
 
 def test_no_command_is_an_error_that_lists_them(capsys):

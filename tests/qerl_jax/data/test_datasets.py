@@ -190,7 +190,7 @@ def test_long_problems_of_a_set_are_left_out_by_their_characters(rows):
     assert begin(load("bigmath", path=path, max_prompt_characters=1025)) == ["a", "b", "c"]
     assert begin(load("bigmath", path=path, max_prompt_characters=1)) == ["c"]
     assert len(load(path)) == 3
-    with pytest.raises(ValueError, match="max_prompt_characters: got 1; no prompt is as short"):
+    with pytest.raises(ValueError, match="max_prompt_characters: got 1; no prompt is that short"):
         load(rows({"prompt": "too long"}), max_prompt_characters=1)
 
 

@@ -18,6 +18,7 @@ from qerl_jax.config import EvalConfig, LoraConfig, ModelConfig
 from qerl_jax.data import answers, datasets
 from qerl_jax.evaluation import benchmark, evaluator, protocols
 from qerl_jax.evaluation.comparison import compare
+from qerl_jax.model import fused_decode
 from qerl_jax.model.transformer import trainable
 from qerl_jax.rewards import scoring
 
@@ -70,6 +71,18 @@ def adapter(tmp_path_factory):
     params, _ = trainable(model, frozen, jax.random.key(0))
     peft.export_adapter(folder, params, model.lora, "qerl-tiny")
     return folder
+
+
+def test_slow_sampling_is_told_once_for_all_sets(tmp_path, monkeypatch):
+    monkeypatch.setattr(fused_decode, "slow_because", lambda model, rows: f"slow: {rows} rows")
+    monkeypatch.setattr(benchmark, "_measure", lambda *_: None)
+    monkeypatch.setattr(benchmark, "summarize", lambda values: {})
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"question": "What is 1+2?", "answer": "3"}\n')
+    sets = [(arithmetic(1), sums()), (benchmark.source_of(str(other), BASE), sums())]
+    said = []
+    assert len(benchmark.run(BASE, sets, tmp_path, max_concurrent=2, log=said.append)) == 2
+    assert said == ["slow: 2 rows"]
 
 
 @pytest.mark.parametrize("name", protocols.SPLITS)
@@ -321,7 +334,7 @@ def test_a_benchmark_is_read_from_a_folder_under_a_protocol(tmp_path, capsys):
         (["--protocol", "run"], "protocol: got 'run'; needs --adapter with a run folder"),
         (["--adapter", "/nowhere"], "adapter: got '/nowhere'; has no adapter_config.json"),
         (["--reward", "acuracy_reward"], "acuracy_reward"),
-        (["aime24", "--path", "/nowhere"], "--path is where one set lies; got 2 sets"),
+        (["aime24", "--path", "/nowhere"], "--path is the place of one set; got 2 sets"),
     ],
 )
 def test_bad_input_is_one_line_that_names_it(options, message, tmp_path, capsys):

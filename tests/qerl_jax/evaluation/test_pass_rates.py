@@ -64,7 +64,7 @@ def test_a_band_is_kept_and_a_stopped_measurement_goes_on(tmp_path):
     # Another band of the same measurement samples nothing; other settings are refused.
     (kept, _), said = select(whole, low=0.0, high=0.0)
     assert said == [] and kept == rates.count(0.0) == len(read(whole))
-    with pytest.raises(ValueError, match="other settings has left .reward, samples."):
+    with pytest.raises(ValueError, match="other settings .reward, samples."):
         select(whole, samples=3, reward="format_reward")
 
 

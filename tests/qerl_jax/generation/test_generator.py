@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from pallas_kernels import runtime
 from qerl_jax import config
 from qerl_jax.checkpoint import base_model, peft
 from qerl_jax.checkpoint.policy import find_policy
@@ -20,7 +21,7 @@ from qerl_jax.generation import completion_file
 from qerl_jax.generation.conversations import Tools
 from qerl_jax.generation.generator import Generator
 from qerl_jax.generation.sampling_params import SamplingParams
-from qerl_jax.model import transformer
+from qerl_jax.model import fused_decode, transformer
 from qerl_jax.rewards.environments import Toolboxes
 from qerl_jax.rewards.stock_tools import calculator
 
@@ -49,6 +50,19 @@ def test_completions_come_in_the_order_of_the_prompts():
         assert len(row.logps) == len(row.tokens) <= 12
         stopped = row.tokens[-1] in policy().tokenizer.stop_tokens
         assert row.finish_reason == ("stop" if stopped else "length")
+
+
+def test_slow_sampling_is_told_once_with_its_reason(monkeypatch, capsys):
+    assert policy().slow_because is None  # no fast card
+    with runtime.on(runtime.H200):
+        assert "sampling goes without the fused layers" in policy().slow_because
+    monkeypatch.setattr(fused_decode, "slow_because", lambda model, rows: f"slow: {rows} rows")
+    said = []
+    Generator.of(find_policy(None, None, dtype="float32"), log=said.append, max_concurrent=3)
+    assert said == ["slow: 3 rows"]
+    words = ["generate", *PROMPTS[:2], "--dtype", "float32", "--max-tokens", "2"]
+    assert main.main(words) == 0
+    assert capsys.readouterr().err == "slow: 64 rows\n"
 
 
 def test_a_prompt_with_its_own_seed_gets_the_same_text_in_any_company():
@@ -181,7 +195,7 @@ def test_a_file_of_completions_goes_on_where_it_was_stopped(tmp_path, capsys, mo
     assert not (tmp_path / "out.jsonl").exists() and len(partial.read_text().splitlines()) == 4
 
     assert asked("out.jsonl", "--top-k", "5", "--seed", "1") == 2
-    assert "other settings has left (seed, top_k)" in capsys.readouterr().err
+    assert "other settings (seed, top_k)" in capsys.readouterr().err
     with partial.open("ab") as file:
         file.write('{"prompt": "cut ü'.encode()[:-1])
     assert asked("out.jsonl") == 0
@@ -212,7 +226,7 @@ def test_other_columns_beside_the_same_prompts_are_another_file(tmp_path):
         for n in range(2)
     ]
     Progress(tmp_path / "out.jsonl.partial", identities[0]).add(["a row"])
-    with pytest.raises(ValueError, match="left .prompts.sha256.: choose another file"):
+    with pytest.raises(ValueError, match="settings .prompts.sha256.: choose another file"):
         Progress(tmp_path / "out.jsonl.partial", identities[1])
 
 

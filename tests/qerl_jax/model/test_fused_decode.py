@@ -223,15 +223,37 @@ def test_models_of_any_width_are_decoded_so_on_a_hopper_card(monkeypatch, arch, 
         assert fused_decode.supports(Transformer(arch, weights, lora, jnp.bfloat16), rows) is None
 
 
-def test_a_slow_way_on_a_fast_card_is_told_with_its_remedy(monkeypatch):
+def test_a_slow_way_on_a_fast_card_is_told_with_its_remedy():
     policy = functools.partial(Transformer, ARCH, lora=LoraConfig(8, 8.0), dtype=jnp.bfloat16)
     assert fused_decode.slow_because(policy("nf4"), 8) is None  # no fast card
-    monkeypatch.setattr(runtime, "is_hopper", lambda: True)
-    assert fused_decode.slow_because(policy("nvfp4"), 512) is None
-    assert fused_decode.slow_because(policy("nvfp4", full=True, lora=None), 8) is None
-    assert 'set model.weights to "nvfp4"' in fused_decode.slow_because(policy("nf4"), 8)
-    single = fused_decode.slow_because(policy("nvfp4", dtype=jnp.float32), 8)
-    assert 'set model.dtype to "bfloat16"' in single
+    with runtime.on(runtime.H200):
+        assert fused_decode.slow_because(policy("nvfp4"), 512) is None
+        assert 'set model.weights to "nvfp4"' in fused_decode.slow_because(policy("nf4"), 8)
+        single = fused_decode.slow_because(policy("nvfp4", dtype=jnp.float32), 8)
+        assert 'set model.dtype to "bfloat16"' in single
+        trains = fused_decode.slow_because(policy("bfloat16", full=True, lora=None), 8)
+        assert trains.endswith('(model.trainable = "full") is decoded by the plain layers')
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"head_size": 32}, "a head size of 64 or 128; got 32"),
+        ({"num_heads": 20, "num_kv_heads": 1}, "at most 16 query heads per key head; got 20"),
+    ],
+)
+def test_attention_without_a_kernel_is_said_to_be_many_times_slower(changes, reason, monkeypatch):
+    model = Transformer(dataclasses.replace(ARCH, **changes), "nvfp4", None, jnp.bfloat16)
+    whole = model.clone(weights="bfloat16", full=True)
+    with runtime.on(runtime.H200):
+        monkeypatch.setattr(runtime, "unless_portable", lambda: "needs jax-triton")
+        for each, rows in ((model, 8), (model, 512), (whole, 8)):
+            said = fused_decode.slow_because(each, rows)
+            assert reason in said and said.endswith("expect it to be many times slower")
+        # The portable kernel of attention takes such heads where it can run.
+        monkeypatch.setattr(runtime, "unless_portable", lambda: None)
+        said = fused_decode.slow_because(model, 8)
+        assert reason in said and said.endswith("expect about half the speed")
 
 
 @pytest.mark.slow

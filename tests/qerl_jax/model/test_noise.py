@@ -126,6 +126,7 @@ def test_fused_layers_refuse_noise_of_rows_and_say_why(monkeypatch):
     monkeypatch.setattr(runtime, "unless_hopper", lambda: None)
     monkeypatch.setattr(runtime, "is_hopper", lambda: True)
     monkeypatch.setattr(decode_attention, "supports_heads", lambda *_: None)
+    monkeypatch.setattr(decode_attention, "unless_kernel", lambda *_: None)
     monkeypatch.setattr(fused, "supports", lambda *_, **__: None)
     model = policy()[0].clone(dtype=jnp.bfloat16, weights="bfloat16")
     assert fused_decode.supports(model, 8) is None and fused_decode.slow_because(model, 8) is None

@@ -7,7 +7,7 @@ import pytest
 
 from qerl_jax.config import DataConfig
 from qerl_jax.data import datasets
-from qerl_jax.rewards import scoring, stock
+from qerl_jax.rewards import imports, scoring, stock
 
 
 @pytest.mark.process
@@ -32,6 +32,17 @@ def test_functions_are_found_by_name_path_file_and_as_they_are(tmp_path):
     resolved = scoring.resolve(["accuracy_reward", "math:sqrt", f"{file}:own", length_reward])
     assert [name for name, _ in resolved] == ["accuracy_reward", "sqrt", "own", "length_reward"]
     assert resolved[2][1](["x"]) == [7.0]
+
+
+def test_only_code_of_the_user_has_a_hash(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def f(**_): return []\n")
+    before = imports.source_hash(f"{file}:f")
+    file.write_text("def f(**_): return [0]\n")
+    assert before and imports.source_hash(f"{file}:f") not in (None, before)
+    assert imports.source_hash(f"{__name__}:evaluate")
+    others = ("format_reward", "qerl_jax.rewards.stock:format_reward", "json:loads", "__main__:f")
+    assert [imports.source_hash(each) for each in others] == [None] * 4
 
 
 def test_a_file_of_functions_may_make_what_looks_for_its_module(tmp_path):
@@ -223,7 +234,11 @@ async def raises_late(**_):
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda **_: 1 / 0, r"'f' raised ZeroDivisionError on 2 rows with the columns \['level'\]"),
+        (
+            lambda **_: 1 / 0,
+            r"'f' raised ZeroDivisionError on 2 rows with the columns \['level'\]: .*; it fails on rows 0 and 1, and "
+            "row 0 has prompts 'p', completions 'c', level 1$",
+        ),
         (raises_late, "'f' raised KeyError on 2 rows"),
         (lambda completions, answer, **_: [], "raised TypeError on 2 rows.*'answer'"),
         (lambda **_: [1.0], "'f', values: got 1; must be one for each of 2 rows"),

@@ -46,7 +46,7 @@ def test_a_run_says_once_what_sigma_means_and_where_rounding_drowns_it():
     assert "mean |scale| of the norms is 1.25" in lines[0]
     assert "sigma from 0.01 to 0.0001 is 0.80% to 0.008% of a scale" in lines[0]
     assert "below sigma = 0.0028 (0.22% of a scale)" in lines[1]
-    assert lines[1].endswith("7 times the signal")
+    assert lines[1].endswith("at sigma_end rounding adds 7 times as much noise as AQN")
 
 
 def test_rounding_is_named_only_where_it_drowns_noise():
