@@ -17,7 +17,8 @@ type Kernels = Literal["auto", "hopper", "portable", "reference"]
 KERNELS: tuple[str, ...] = get_args(Kernels.__value__)
 # The lowest compute capability that Triton compiles for.
 LEAST_PORTABLE = (7, 5)
-# The versions that the portable kernels are tested with. Other versions of jax-triton call kernels in other ways.
+# The versions that the portable kernels are tested with. Other versions of jax-triton call kernels in other ways, and
+# other versions of triton compile them in other ways.
 TRITON = {"jax-triton": "0.3.1", "triton": "3.6.0"}
 
 
@@ -177,8 +178,9 @@ def unless_portable() -> str | None:
     wanted = " ".join(f"{name}=={version}" for name, version in TRITON.items())
     if not all(map(_installed, TRITON)):
         return f"needs jax-triton: pip install {wanted}"
-    if (found := _installed("jax-triton")) != TRITON["jax-triton"]:
-        return f"needs another jax-triton than {found}: pip install {wanted}"
+    for name, version in TRITON.items():
+        if (found := _installed(name)) != version:
+            return f"needs another {name} than {found}: pip install {wanted}"
     return None
 
 
