@@ -417,6 +417,21 @@ def abstract_policy(
     return model, params, frozen
 
 
+def sampled_policy(cfg: RunConfig) -> Transformer:
+    """The model that a device samples with: its own part of the policy, where devices decode rows together."""
+    arch, full = _architecture(cfg), cfg.model.trainable == "full"
+    return Transformer(
+        arch,
+        cfg.model.weights,
+        None if full else cfg.lora,
+        jnp.dtype(cfg.model.dtype),
+        full=full,
+        kept=_kept(cfg, arch),
+        fsdp=cfg.mesh.fsdp,
+        tensor=cfg.mesh.tensor,
+    ).own_part
+
+
 def _always(cfg: RunConfig, arch: architecture.Architecture) -> tuple[list[Item], int]:
     """What always stays, and bytes of what trains."""
     model, params, frozen = abstract_policy(cfg, arch)

@@ -77,7 +77,7 @@ def plan(argv: list[str]) -> None:
     made = qerl_jax.plan(cfg, offered)
     log(str(made))
     if card is not None:
-        log(f"kernels     {card.kernels(cfg.model)}")
+        log(f"sampling    {card.kernels(cfg)}")
     if options.compile:
         from qerl_jax import memory
 
