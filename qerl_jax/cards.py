@@ -165,7 +165,7 @@ def describe(card: Card) -> list[str]:
         "model may be higher, because an update uses what memory is left to be faster:",
     ]
     for model, arch in architecture.KNOWN.items():
-        plan = memory.estimate(recipe(model), arch, limit=card.limit)
+        plan = memory.estimate(recipe(model), arch, limit=card.limit, device=card.device)
         try:
             plan.require(card.limit)
             fits = "yes"
