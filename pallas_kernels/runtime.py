@@ -17,7 +17,8 @@ type Kernels = Literal["auto", "hopper", "portable", "reference"]
 KERNELS: tuple[str, ...] = get_args(Kernels.__value__)
 # The lowest compute capability that Triton compiles for.
 LEAST_PORTABLE = (7, 5)
-# The versions that the portable kernels are tested with. Other versions of jax-triton call kernels in other ways.
+# The versions that the portable kernels are tested with. Other versions of jax-triton call kernels in other ways, and
+# other versions of triton compile them in other ways.
 TRITON = {"jax-triton": "0.3.1", "triton": "3.6.0"}
 
 
@@ -33,6 +34,7 @@ class Device:
       shared_bytes: most bytes of shared memory for one block.
       platform: "cpu", "gpu" or "tpu".
       compute_capability: that of an NVIDIA GPU, e.g. "9.0"; otherwise whatever JAX says, or "".
+      has_packages: whether the packages in `TRITON` count as installed, to plan for a card of another machine.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Device:
     shared_bytes: int = 232448
     platform: str = "gpu"
     compute_capability: str = "9.0"
+    has_packages: bool = False
 
 
 # Cards of compute capability 9.0, for their bandwidth and L2 size, which JAX does not report. Another name gets the
@@ -75,14 +78,20 @@ def device() -> Device:
 
 
 @contextlib.contextmanager
-def on(assumed: Device) -> Iterator[Device]:
-    """Makes `device` return `assumed` inside a `with` block: for tests, and to compile for a card that is absent."""
-    global _ASSUMED
-    before, _ASSUMED = _ASSUMED, assumed
+def on(assumed: Device, kernels: Kernels | None = None) -> Iterator[Device]:
+    """Makes `device` return `assumed` inside a `with` block: for tests, to plan, and to compile for an absent card.
+
+    Args:
+      assumed: the device.
+      kernels: kernels that are chosen inside, as by `use_kernels`; None for those that are chosen.
+    """
+    global _ASSUMED, _CHOSEN
+    before = _ASSUMED, _CHOSEN
+    _ASSUMED, _CHOSEN = assumed, kernels or _CHOSEN
     try:
         yield assumed
     finally:
-        _ASSUMED = before
+        _ASSUMED, _CHOSEN = before
 
 
 @functools.cache
@@ -174,11 +183,14 @@ def unless_portable() -> str | None:
         least = ".".join(map(str, LEAST_PORTABLE))
         found = device().compute_capability
         return f"needs compute capability {least} or more; this is {device_kind()}, {found}"
+    if device().has_packages:
+        return None
     wanted = " ".join(f"{name}=={version}" for name, version in TRITON.items())
     if not all(map(_installed, TRITON)):
         return f"needs jax-triton: pip install {wanted}"
-    if (found := _installed("jax-triton")) != TRITON["jax-triton"]:
-        return f"needs another jax-triton than {found}: pip install {wanted}"
+    for name, version in TRITON.items():
+        if (found := _installed(name)) != version:
+            return f"needs another {name} than {found}: pip install {wanted}"
     return None
 
 

@@ -2,14 +2,31 @@
 
 import dataclasses
 
+import jax
+
+from pallas_kernels import mxfp4, nf4, nvfp4, prepare, runtime
+from pallas_kernels.finished_linear.decode import MAX_M
+from pallas_kernels.nvfp4_matmul.layout import HopperNVFP4
+from pallas_kernels.portable.layout import PortableWeight
 from qerl_jax import memory
 from qerl_jax.checked import from_table, meant, require
-from qerl_jax.config import DENSE, ModelConfig, RunConfig
-from qerl_jax.model import architecture
+from qerl_jax.config import DENSE, RunConfig
+from qerl_jax.model import architecture, fused_decode
+from qerl_jax.model.transformer import Transformer
 
 # Share of a card's memory that JAX takes in a run that may use all of it: XLA_PYTHON_CLIENT_MEM_FRACTION. JAX's
 # default is three quarters.
 FRACTION = 0.9
+# Most bytes of shared memory for one block, by compute capability.
+SHARED_BYTES = {
+    "7.5": 64 << 10,
+    "8.0": 163 << 10,
+    "8.6": 99 << 10,
+    "8.9": 99 << 10,
+    "9.0": 227 << 10,
+    "10.0": 227 << 10,
+    "12.0": 99 << 10,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,53 +37,85 @@ class Card:
         name: Its common name.
         mebibytes: Its memory in MiB, as the driver reports it.
         capability: Its compute capability.
+        processors: Number of its multiprocessors.
     """
 
     name: str
     mebibytes: int
     capability: str
+    processors: int
 
     @property
     def limit(self) -> int:
         """Bytes that a run may use."""
         return int(self.mebibytes * 2**20 * FRACTION)
 
-    def kernels(self, model: ModelConfig | None = None) -> str:
-        """The kernels that it uses by default, or for a model, and how far they were tested, in words.
+    @property
+    def device(self) -> runtime.Device:
+        """The card as kernels see it. jax-triton counts as installed: the extra `cuda` includes it."""
+        name = f"NVIDIA {self.name}"
+        return dataclasses.replace(
+            runtime.CARDS.get(name, runtime.H200),
+            name=name,
+            processors=self.processors,
+            shared_bytes=SHARED_BYTES[self.capability],
+            compute_capability=self.capability,
+            has_packages=True,
+        )
+
+    def kernels(self, cfg: RunConfig | None = None) -> str:
+        """What samples the rollouts of a run, or of `recipe`, on this card, and how far that was tested, in words.
 
         Raises:
-            ConfigError: The model names kernels that cannot run on it.
+            ConfigError: The run names kernels that cannot run on it.
         """
-        is_hopper, is_old = self.capability == "9.0", self.capability == "7.5"
-        asked, weights, dtype = "auto", "nvfp4", "bfloat16"
-        if model is not None:
-            asked, weights, dtype = model.kernels, model.weights, model.dtype
-        rule = f"cannot run on this card: needs compute capability 9.0; it has {self.capability}"
-        require(asked != "hopper" or is_hopper, "model.kernels", asked, rule)
-        if asked == "reference":
-            return "the reference, which is slow"
-        if dtype != "bfloat16":
-            return f"the reference, which is slow: kernels need bfloat16, model.dtype is {dtype}"
-        if is_old and weights == "mxfp4":
-            return "the reference, which is slow: portable kernels have no MXFP4 on this card"
-        if is_hopper and asked != "portable" and weights in (*DENSE, "nvfp4"):
-            return "Hopper kernels"
-        kinds = "float16" if is_old else "bfloat16"
-        tested = "run on an H200 only" if is_hopper else "compiled for this card, not run on it"
-        return f"portable kernels, in {kinds} (extra triton; {tested})"
+        cfg = cfg or recipe(next(iter(architecture.KNOWN)))
+        asked = cfg.model.kernels
+        with runtime.on(self.device, asked):
+            no_hopper = runtime.unless_hopper()
+            rule = f"cannot run on this card: {no_hopper}"
+            require(asked != "hopper" or no_hopper is None, "model.kernels", asked, rule)
+            model = memory.sampled_policy(cfg)
+            rows = min(cfg.generation_batch_size, cfg.rollout.max_concurrent or MAX_M, MAX_M)
+            options = {"own_noise": cfg.noise is not None and cfg.noise.per != "rollout"}
+            tested = "run on an H200 only" if self.capability == "9.0" else "compiled, never run"
+            kinds = f"{runtime.tensor_core_type()} (extra triton; {tested})"
+            names = {"hopper": "Hopper kernels", "portable": f"portable kernels, in {kinds}"}
+            if fits := fused_decode.fit(model, rows, **options):
+                return f"fused layers: {names[fits]}"
+            supports = fused_decode.supports_portably if no_hopper else fused_decode.supports
+            reason = supports(model, rows, **options)
+            products = _product_kernels(model)
+        return (
+            f"plain layers, products by {names.get(products, products)}; no fused layers: {reason}"
+        )
+
+
+def _product_kernels(model: Transformer) -> str:
+    """What multiplies with the model's weights, by the layout that they are prepared in here."""
+    if model.weights in DENSE or model.full:
+        return "cuBLAS"
+    random = {"nvfp4": nvfp4.random, "mxfp4": mxfp4.random, "nf4": nf4.random}[model.weights]
+    shape = (64, model.arch.width)
+    match jax.eval_shape(lambda: prepare(random(jax.random.key(0), shape), model.dtype)):
+        case HopperNVFP4():
+            return "hopper"
+        case PortableWeight():
+            return "portable"
+    return "the reference, which is slow"
 
 
 CARDS = (
-    Card("T4", 15360, "7.5"),
-    Card("L4", 23034, "8.9"),
-    Card("A100 40GB", 40960, "8.0"),
-    Card("A100", 81920, "8.0"),
-    Card("RTX 3090", 24576, "8.6"),
-    Card("RTX 4090", 24564, "8.9"),
-    Card("RTX 5090", 32607, "12.0"),
-    Card("H100", 81559, "9.0"),
-    Card("H200", 143771, "9.0"),
-    Card("B200", 183359, "10.0"),
+    Card("T4", 15360, "7.5", 40),
+    Card("L4", 23034, "8.9", 58),
+    Card("A100 40GB", 40960, "8.0", 108),
+    Card("A100", 81920, "8.0", 108),
+    Card("RTX 3090", 24576, "8.6", 82),
+    Card("RTX 4090", 24564, "8.9", 128),
+    Card("RTX 5090", 32607, "12.0", 170),
+    Card("H100", 81559, "9.0", 132),
+    Card("H200", 143771, "9.0", 132),
+    Card("B200", 183359, "10.0", 148),
 )
 
 
@@ -116,7 +165,7 @@ def describe(card: Card) -> list[str]:
         "model may be higher, because an update uses what memory is left to be faster:",
     ]
     for model, arch in architecture.KNOWN.items():
-        plan = memory.estimate(recipe(model), arch, limit=card.limit)
+        plan = memory.estimate(recipe(model), arch, limit=card.limit, device=card.device)
         try:
             plan.require(card.limit)
             fits = "yes"

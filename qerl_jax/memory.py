@@ -13,6 +13,7 @@ import itertools
 import os
 import pathlib
 import re
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -27,7 +28,7 @@ from qerl_jax.config import DENSE, ConfigError, MeshConfig, Remat, RunConfig
 from qerl_jax.generation import kv_capacity
 from qerl_jax.generation.draft_control import Drafting
 from qerl_jax.mesh import places
-from qerl_jax.model import architecture, kv_cache, packing
+from qerl_jax.model import architecture, kv_cache, layers, packing
 from qerl_jax.model.division import Division
 from qerl_jax.model.transformer import Kept, Transformer, abstract_base, trainable
 from qerl_jax.rl import experience, grpo, microbatches, optimizer
@@ -44,6 +45,9 @@ _TURNS: tuple[Phase, ...] = ("rollout", "update", "evaluation")
 _FFN, _WIDTH, _SLOTS = 8, 2, 4
 _KEPT_FFN, _KEPT_WIDTH, _KEPT_INPUTS = 3, 3, 3
 _CHUNK = 1.5
+# Bytes of each score of the rows of a micro-batch in the backward pass of plain attention: two float32, read off programs
+# for a T4 (7.9 to 8.5). A CPU takes 12.
+_SCORE = 8
 # What the plan chooses by itself must leave a fifth: its estimates of workspace are not exact. That of "products" at 7B
 # was 2 % above what an H200 took, that of "none" 5 %.
 _CHOSEN_SHARE = 0.8
@@ -212,7 +216,11 @@ class MemoryPlan:
 
 
 def estimate(
-    cfg: RunConfig, arch: architecture.Architecture | None = None, *, limit: int | None = None
+    cfg: RunConfig,
+    arch: architecture.Architecture | None = None,
+    *,
+    limit: int | None = None,
+    device: runtime.Device | None = None,
 ) -> MemoryPlan:
     """Estimates the memory of a run, on each of its devices.
 
@@ -221,13 +229,16 @@ def estimate(
         arch: The shape of its base; None reads it from the model's config.json, or for a published
             shape from `architecture.KNOWN`.
         limit: Bytes that the device offers, to a part of which the sampler confines its cache.
+        device: The device to plan for; None for this one.
     """
     arch = arch or _architecture(cfg)
     require_context(cfg, arch)
     division = Division(arch, cfg.mesh.tensor, cfg.model.weights)
     division.require()
     items, adapter = _always(cfg, arch)
-    chosen = _chosen(cfg, arch, limit, sum(item.size for item in items), adapter)
+    with runtime.on(device or runtime.device()):
+        chosen = _chosen(cfg, arch, limit, sum(item.size for item in items), adapter)
+        update = _update(chosen, arch, adapter)
     # Weights that train are sampled in 16 bits, which are there before the cache is.
     full = cfg.model.trainable == "full"
     sampled = adapter * _width(cfg) // 4 if full else 0
@@ -248,7 +259,7 @@ def estimate(
         items += [Item("weights as sampled", sampled, phase)] if full else []
     ends = [cfg.generation_batch_size * place // devices for place in range(devices + 1)]
     return MemoryPlan(
-        (*items, *_update(chosen, arch, adapter), *_gathered(cfg, arch, "update")),
+        (*items, *update, *_gathered(cfg, arch, "update")),
         about_update(cfg, chosen),
         tuple(end - start for start, end in itertools.pairwise(ends)),
         cfg.mesh,
@@ -256,7 +267,11 @@ def estimate(
 
 
 def planned(
-    cfg: RunConfig, arch: architecture.Architecture | None = None, *, limit: int | None = None
+    cfg: RunConfig,
+    arch: architecture.Architecture | None = None,
+    *,
+    limit: int | None = None,
+    device: runtime.Device | None = None,
 ) -> RunConfig:
     """The config with what it leaves to the plan: tokens of a micro-batch, and what is recomputed.
 
@@ -267,10 +282,12 @@ def planned(
         cfg: The run.
         arch: See `estimate`.
         limit: Likewise.
+        device: Likewise.
     """
     arch = arch or _architecture(cfg)
     items, adapter = ([], 0) if limit is None else _always(cfg, arch)
-    return _chosen(cfg, arch, limit, sum(item.size for item in items), adapter)
+    with runtime.on(device or runtime.device()):
+        return _chosen(cfg, arch, limit, sum(item.size for item in items), adapter)
 
 
 def about_update(cfg: RunConfig, chosen: RunConfig) -> str:
@@ -336,15 +353,19 @@ def parse_size(text: str) -> int:
 
 
 def compiled_update(
-    cfg: RunConfig, arch: architecture.Architecture | None = None, *, limit: int | None = None
+    cfg: RunConfig,
+    arch: architecture.Architecture | None = None,
+    *,
+    limit: int | None = None,
+    device: runtime.Device | None = None,
 ) -> Any:
     """`memory_analysis()` of the gradient of the largest micro-batch, compiled for the default device.
 
     No weight is made. The workspace depends on the kind of device. What a config leaves to the plan is
-    chosen by `planned`.
+    chosen by `planned`, for `device`.
     """
     arch = arch or _architecture(cfg)
-    cfg = planned(cfg, arch, limit=limit)
+    cfg = planned(cfg, arch, limit=limit, device=device)
     model, params, frozen = abstract_policy(cfg, arch)
     made = max(update_shapes(cfg), key=lambda shape: (shape.tokens, shape.slots))
     empty = np.zeros(made.num_rows, np.int32)
@@ -417,19 +438,34 @@ def abstract_policy(
     return model, params, frozen
 
 
+def sampled_policy(cfg: RunConfig) -> Transformer:
+    """The model that a device samples with: its own part of the policy, where devices decode rows together."""
+    arch, full = _architecture(cfg), cfg.model.trainable == "full"
+    return Transformer(
+        arch,
+        cfg.model.weights,
+        None if full else cfg.lora,
+        jnp.dtype(cfg.model.dtype),
+        full=full,
+        kept=_kept(cfg, arch),
+        fsdp=cfg.mesh.fsdp,
+        tensor=cfg.mesh.tensor,
+    ).own_part
+
+
 def _always(cfg: RunConfig, arch: architecture.Architecture) -> tuple[list[Item], int]:
     """What always stays, and bytes of what trains."""
     model, params, frozen = abstract_policy(cfg, arch)
     state = jax.eval_shape(lambda p: optimizer.transformation(cfg.optim).init(p), params)
     adapter = _bytes(params)
-    layers = _bytes([frozen.get(name, {}) for name in ("layers", "kept")])
+    stacked = _bytes([frozen.get(name, {}) for name in ("layers", "kept")])
     held = abstract_base(model.clone(tensor=cfg.mesh.tensor)) if cfg.mesh.tensor > 1 else frozen
     own = sharding.part(held, cfg.mesh.group)
     to_pack = 'model.weights to "nvfp4"' if cfg.model.weights in DENSE else ""
     eight_bit = "" if cfg.optim.optimizer == "adamw_8bit" else 'optim.optimizer to "adamw_8bit"'
     items = [
-        Item("base: linears, norms, biases", own - _bytes(frozen) + layers, "always", to_pack),
-        Item("base: embedding, head", _bytes(frozen) - layers, "always"),
+        Item("base: linears, norms, biases", own - _bytes(frozen) + stacked, "always", to_pack),
+        Item("base: embedding, head", _bytes(frozen) - stacked, "always"),
         Item("what trains", adapter, "always", _rank(cfg)),
         Item("optimizer", _bytes(state), "always", eight_bit),
     ]
@@ -603,7 +639,26 @@ def _update(cfg: RunConfig, arch: architecture.Architecture, adapter: int) -> li
         ),
         Item("kept of the layers", arch.num_layers * kept * width, "update", less if kept else ""),
         Item("workspace of a layer, or of the head", workspace, "update", fewer, estimated=True),
+        *_scores(cfg, arch, shapes, fewer),
     ]
+
+
+def _scores(
+    cfg: RunConfig,
+    arch: architecture.Architecture,
+    shapes: Sequence[microbatches.Shape],
+    fewer: str,
+) -> list[Item]:
+    """What plain attention holds of a micro-batch, on cards without cuDNN's attention: below 8.0, such as a T4.
+
+    A CPU has none either, but reports no memory; plans that are made there are for a GPU.
+    """
+    is_fused = layers.has_fused_attention(jnp.dtype(cfg.model.dtype), arch.head_size)
+    if is_fused or runtime.platform() == "cpu":
+        return []
+    most = max(sum(count * width**2 for count, width in shape.arrays) for shape in shapes)
+    size = _SCORE * arch.num_heads * most
+    return [Item("scores of attention", size, "update", fewer, estimated=True)]
 
 
 def update_shapes(cfg: RunConfig) -> tuple[microbatches.Shape, ...]:

@@ -65,10 +65,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="run only two short steps")
     args, options = parser.parse_known_args()
     cfg = configured(args, options)
-    limit = cards.named(args.device).limit if args.device else memory.device_memory()
+    card = cards.named(args.device) if args.device else None
+    limit, device = (card.limit, card.device) if card else (memory.device_memory(), None)
     # The shape of a published model is known, so a plan needs no download.
     arch = None if args.folder else architecture.KNOWN[f"qwen2.5-{args.model}"]
-    plan = memory.estimate(cfg, arch, limit=limit)
+    plan = memory.estimate(cfg, arch, limit=limit, device=device)
     print(*plan.lines(limit), *expected_time(args.model, cfg), sep="\n", flush=True)
     if limit is not None:
         plan.require(limit)

@@ -7,6 +7,7 @@ import types
 
 import pytest
 
+from qerl_jax import cards
 from qerl_jax.cli.main import COMMANDS
 from scripts import compare_trl, docs_links, make_reference
 
@@ -71,6 +72,19 @@ def test_nothing_says_that_an_untested_engine_reads_our_folders():
     claim = re.compile(r"(vLLM|llama\.cpp)( and llama\.cpp)? (can )?(reads?|loads?)\b")
     for path in (*PAGES, *sources, *(ROOT / "notebooks").glob("*.ipynb")):
         assert not claim.search(path.read_text()), path
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/performance.md"])
+def test_tables_of_cards_say_in_one_of_four_words_how_far_each_was_tested(page):
+    text = (ROOT / page).read_text()
+    table = text.partition("| card | kernels | state |\n")[2].partition("\n\n")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()[1:]]
+    states = {card: state for names, _, state in rows for card in names.split(", ")}
+    assert {*states.values()} == {"run here", "compiled here", "expected", "not supported"}
+    assert states["V100 and older"] == "not supported" and states["RTX 20"] == "expected"
+    # A card that the portable kernels are only compiled for is one that the plan knows.
+    known = " ".join(card.name for card in cards.CARDS)
+    assert all(name in known for name, state in states.items() if state == "compiled here")
 
 
 def test_every_page_has_a_place_in_the_site():

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from pallas_kernels import runtime
-from qerl_jax import memory
+from qerl_jax import cards, memory
 from qerl_jax.api import policy as policies
 from qerl_jax.api.policy import Policy
 from qerl_jax.api.settings import Config, Mesh, given_mesh, run_config
@@ -328,7 +328,12 @@ class Plan:
         return "\n".join(self.memory.lines(self.limit))
 
 
-def plan(config: Config, device_memory: str | int | None = None, **overrides: Any) -> Plan:
+def plan(
+    config: Config,
+    device_memory: str | int | None = None,
+    device: str | None = None,
+    **overrides: Any,
+) -> Plan:
     """Estimates how much device memory a run needs; no weight is made.
 
     >>> plan = qerl_jax.plan(run.config, device_memory="80GB")
@@ -339,18 +344,21 @@ def plan(config: Config, device_memory: str | int | None = None, **overrides: An
 
     Args:
         config: A config, in any form that `train` takes.
-        device_memory: Memory of the device as "80GB" or in bytes; absent means that of this device.
+        device_memory: Memory of the device as "80GB" or in bytes; absent means that of this device, or of `device`.
+        device: Name of a card to plan for, such as "RTX 4090"; absent means this device.
         **overrides: As for `train`.
 
     Raises:
-        ConfigError: For an impossible config.
+        ConfigError: For an impossible config, or an unknown card.
         ValueError: For a size that cannot be read.
     """
     cfg = run_config(config, overrides)
-    limit = memory.device_memory()
+    card = None if device is None else cards.named(device)
+    limit = memory.device_memory() if card is None else card.limit
     if device_memory is not None:
         limit = memory.parse_size(str(device_memory))
-    return Plan(memory.estimate(cfg, limit=limit), limit)
+    planned_for = None if card is None else card.device
+    return Plan(memory.estimate(cfg, limit=limit, device=planned_for), limit)
 
 
 def report(*runs: str | os.PathLike, output_dir: str | os.PathLike | None = None) -> pathlib.Path:

@@ -64,7 +64,7 @@ def plan(argv: list[str]) -> None:
     parser.add_argument("--device-memory")
     parser.add_argument("--compile", action="store_true")
     options, rest = parser.parse_known_args(argv)
-    offered, card = options.device_memory, None
+    card = None
     if options.device is not None:
         from qerl_jax import cards
 
@@ -72,17 +72,17 @@ def plan(argv: list[str]) -> None:
         if not rest:
             log(*cards.describe(card))
             return
-        offered = offered or card.limit
     cfg = run_config("plan", rest, own=("--device", "--device-memory", "--compile"))
-    made = qerl_jax.plan(cfg, offered)
+    made = qerl_jax.plan(cfg, options.device_memory, options.device)
     log(str(made))
     if card is not None:
-        log(f"kernels     {card.kernels(cfg.model)}")
+        log(f"sampling    {card.kernels(cfg)}")
     if options.compile:
         from qerl_jax import memory
 
         use_compilation_cache()
-        gigabytes = memory.compiled_update(cfg, limit=made.limit).temp_size_in_bytes / 1e9
+        planned_for = {"limit": made.limit, "device": card.device if card else None}
+        gigabytes = memory.compiled_update(cfg, **planned_for).temp_size_in_bytes / 1e9
         log(f"compiled  temporaries of one micro-batch {gigabytes:.2f} GB")
     made.require()
     if made.limit is None:

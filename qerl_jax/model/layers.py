@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from pallas_kernels import rounded, runtime
 from pallas_kernels.linear import Branch
@@ -171,7 +172,7 @@ def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     Returns:
         [B, T, H, C].
     """
-    if query.dtype == jnp.bfloat16 and runtime.has_cudnn_attention(query.shape[-1]):
+    if has_fused_attention(query.dtype, query.shape[-1]):
         # JAX cannot differentiate this for an odd number of tokens. No token sees the one added at the end.
         even = [
             jnp.pad(each, ((0, 0), (0, each.shape[1] % 2), (0, 0), (0, 0)))
@@ -180,6 +181,11 @@ def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         mixed = jax.nn.dot_product_attention(*even, is_causal=True, implementation="cudnn")
         return mixed[:, : query.shape[1]]
     return plain_attention(query, key, value)
+
+
+def has_fused_attention(dtype: DTypeLike, head_size: int) -> bool:
+    """Whether `attention` holds no scores on this device, because cuDNN computes it."""
+    return dtype == jnp.bfloat16 and runtime.has_cudnn_attention(head_size)
 
 
 def plain_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:

@@ -250,12 +250,15 @@ def test_cards_of_other_makers_have_neither_triton_nor_cudnn_here(on):
     assert not runtime.has_cudnn_attention(128)
 
 
-def test_another_jax_triton_than_the_tested_one_is_named_and_not_called(monkeypatch, on):
+@pytest.mark.parametrize(("package", "version"), [("jax-triton", "0.4.1"), ("triton", "3.9.0")])
+def test_another_version_than_the_tested_one_is_named_and_not_called(
+    monkeypatch, on, package, version
+):
     on("NVIDIA A100-SXM4-80GB", "8.0")
-    monkeypatch.setattr(runtime, "_installed", {**runtime.TRITON, "jax-triton": "0.4.1"}.get)
+    monkeypatch.setattr(runtime, "_installed", {**runtime.TRITON, package: version}.get)
     kernels, _, portable = runtime.describe_kernels()
     assert kernels == "kernels: reference"
-    assert "needs another jax-triton than 0.4.1: pip install jax-triton==0.3.1" in portable
+    assert f"needs another {package} than {version}: pip install jax-triton==0.3.1" in portable
 
 
 def test_what_is_missing_is_named_with_the_versions_of_the_project(on):

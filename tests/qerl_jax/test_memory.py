@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import runtime
-from qerl_jax import config, memory
+from qerl_jax import cards, config, memory
 from qerl_jax.checkpoint import base_model
 from qerl_jax.cli import main
 from qerl_jax.config import ConfigError
@@ -202,6 +202,58 @@ def test_activations_grow_with_tokens_as_the_compilers_do(remat):
         )
     )
     assert planned == pytest.approx(real, rel=1 / 3)
+
+
+SCORES = "scores of attention"
+T4, A100 = cards.named("T4").device, cards.named("A100").device
+
+
+def test_scores_are_planned_for_a_card_without_cudnns_attention():
+    cfg = changed(BENCH, optim={"max_tokens_per_microbatch": 1024})
+    most = max(sum(n * width**2 for n, width in s.arrays) for s in memory.update_shapes(cfg))
+    old, new = (memory.estimate(cfg, device=device) for device in (T4, A100))
+    # Two float32 for each of 28 heads.
+    assert named(old, SCORES) == 8 * 28 * most > 10**8
+    assert all(item.name != SCORES for item in new.items)
+    assert new == memory.estimate(cfg)
+    # cuDNN computes in 16 bits only.
+    wide = memory.estimate(changed(cfg, model={"dtype": "float32"}), device=A100)
+    assert named(wide, SCORES) == named(old, SCORES)
+
+
+def test_scores_are_planned_on_the_device_at_hand_too():
+    with runtime.on(T4, "reference"):
+        assert named(memory.estimate(BENCH), SCORES) > 0
+
+
+def test_micro_batches_are_smaller_where_scores_would_not_fit():
+    tokens = lambda device: max(
+        shape.tokens
+        for shape in memory.update_shapes(memory.planned(GSM8K, limit=30 * 10**9, device=device))
+    )
+    assert tokens(T4) < tokens(A100)
+
+
+@pytest.mark.slow
+def test_scores_are_as_large_as_the_compilers():
+    """On a CPU the compiler takes three float32 for a score; for a T4 it takes two, which is planned."""
+    arch = dataclasses.replace(WIDE, ffn_width=128, num_layers=2, num_heads=8)
+    cfg = changed(
+        BENCH,
+        model={"weights": "bfloat16", "gradient_checkpointing": "layer"},
+        lora={"rank": 2},
+        data={"max_prompt_length": 16},
+        rollout={"num_generations": 4, "max_completion_length": 240, "generation_batch_size": 16},
+        optim={
+            "max_tokens_per_microbatch": 1024,
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 4,
+        },
+    )
+    planned = memory.estimate(cfg, arch, device=T4)
+    rest = planned.size("update") - named(planned, SCORES)
+    real = memory.compiled_update(cfg, arch).temp_size_in_bytes - rest
+    assert real == pytest.approx(named(planned, SCORES) * 3 / 2, rel=0.1)
 
 
 def test_full_training_holds_its_weights_in_float32_and_for_sampling_in_16_bits():
