@@ -177,6 +177,7 @@ def export(
     base: Literal["original", "packed"] | None = None,
     step: int | None = None,
     limit: float | None = None,
+    overwrite: bool = False,
 ) -> dict[str, Any]:
     """Writes what a run has learned for other programs, and checks it against the trained policy.
 
@@ -186,7 +187,7 @@ def export(
 
     Args:
         run: A run, its folder, or a policy that was loaded from one.
-        out: The new folder; one that exists must be empty. It appears whole or not at all.
+        out: The new folder. It appears whole or not at all.
         to: "peft" is the adapter; "merged" a whole 16-bit model; "nvfp4" that model packed again; "pair" the
             packed base and the adapter in two folders, for engines that load both.
         base: Weights that the adapter is added to: the "original" 16-bit ones, or the "packed" ones
@@ -194,6 +195,7 @@ def export(
             given where there are both.
         step: Step of the checkpoint to take; absent means the final adapter, or the newest checkpoint.
         limit: Largest mean difference of log-probabilities, in nats; absent means what rounding explains.
+        overwrite: Whether an earlier export in `out` is replaced.
 
     Returns:
         How far the export is from the trained policy, as its export.json has it.
@@ -201,7 +203,7 @@ def export(
     Raises:
         ConfigError: For a policy that no run has trained: `Policy.save_pretrained` writes its adapter.
         FileNotFoundError: When the run, or what it has learned, is not there.
-        FileExistsError: When `out` holds files.
+        FileExistsError: When `out` holds files, or with `overwrite` files that are no export.
         ExportError: When the log-probabilities differ by more than the limit; nothing is written.
     """
     for name, value, values in (
@@ -216,7 +218,9 @@ def export(
         run = run.source.folder
     require(isinstance(run, str | os.PathLike), "run", run, "must be a run, or its folder")
     runtime.use_compilation_cache()
-    return exports.export(os.fspath(run), to, out, base=base, step=step, limit=limit)
+    return exports.export(
+        os.fspath(run), to, out, base=base, step=step, limit=limit, overwrite=overwrite
+    )
 
 
 def quantize(

@@ -59,13 +59,14 @@ def export(
     base: Base | None = None,
     step: int | None = None,
     limit: float | None = None,
+    overwrite: bool = False,
 ) -> dict[str, Any]:
     """Writes the policy that a run has trained, and checks that the written policy is the same.
 
     Args:
         run: A run folder.
         to: What is written.
-        out: The new folder, written whole or not at all; must not exist, or be empty.
+        out: The new folder, written whole or not at all.
         base: The weights that the adapter is added to: "original" means the 16-bit weights, "packed" the
             dequantized weights on which it was trained. None means "packed" for a merged model if there are packed
             weights, otherwise the only choice.
@@ -73,13 +74,14 @@ def export(
         limit: Largest mean difference of log-probabilities, in nats; None means the limit that rounding explains
             for that kind. Where the adapter is added to a base on which it was not trained, the difference is
             measured against this base with the adapter beside it.
+        overwrite: Whether an earlier export in `out` is replaced.
 
     Returns:
         The report, which is also in the folder as export.json.
 
     Raises:
         FileNotFoundError: When the run, or its trained weights, cannot be found.
-        FileExistsError: When `out` holds files.
+        FileExistsError: When `out` holds files, or with `overwrite` files that are no export.
         ValueError: When the choice of base is missing or impossible.
         ExportError: When the log-probabilities differ by more than the limit.
     """
@@ -88,7 +90,10 @@ def export(
     full, name = cfg.model.trainable == "full", cfg.model.model_name_or_path
     folder = _trained_model(run, to, step) if full else hf_folder.local_folder(name)
     base = _checked_base(cfg, folder, to, base)
-    hf_folder.require_new(pathlib.Path(out), "out")
+    if overwrite and not pathlib.Path(out).is_file():
+        _require_outside(pathlib.Path(out), run, folder)
+    else:
+        hf_folder.require_new(pathlib.Path(out), "out", " (overwrite replaces an earlier export)")
     model, params, step, frozen, probe = _load(run, cfg, folder, step)
     seen = probe.policy(model, frozen, params)
     trained = probe.logps(seen)
@@ -233,6 +238,13 @@ def _checked_base(
         f"{folder} ('original') or to packed ones ('packed'), if there are such",
     )
     return base
+
+
+def _require_outside(out: pathlib.Path, run: pathlib.Path, folder: pathlib.Path) -> None:
+    """Refuses a folder whose replacement would delete the run or its base."""
+    for source, what in ((run, "the run"), (folder, "the base of the run")):
+        if out.resolve() in (source.resolve(), *source.resolve().parents):
+            raise FileExistsError(f"{out}: holds {what}, which would be deleted")
 
 
 @dataclasses.dataclass(frozen=True)

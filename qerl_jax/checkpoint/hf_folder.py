@@ -146,14 +146,19 @@ def _layer(stacks: Any, index: int) -> Any:
     return jax.tree.map(lambda stack: stack[index], stacks)
 
 
-def require_new(folder: pathlib.Path, field: str) -> None:
-    """Refuses a folder to write that is there and not empty, under the name of the argument that gave it.
+def require_new(folder: pathlib.Path, field: str, remedy: str = "") -> None:
+    """Refuses a folder to write that is there and not empty.
+
+    Args:
+        folder: The folder.
+        field: The argument that gave it.
+        remedy: What else helps, in the words that end the error.
 
     Raises:
         FileExistsError: With the remedy.
     """
     is_new = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
-    rule = "exists already: choose another folder, or remove that one"
+    rule = f"exists already: choose another folder, or remove that one{remedy}"
     require(is_new, field, str(folder), rule, FileExistsError)
 
 

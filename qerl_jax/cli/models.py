@@ -18,12 +18,13 @@ def export(
     base: Annotated[Literal["original", "packed"] | None, tyro.conf.arg(name="from")] = None,
     step: int | None = None,
     limit: float | None = None,
+    overwrite: bool = False,
 ) -> None:
     """Writes what a run has learned for other programs, and checks it against the trained policy.
 
     Args:
         run: A run folder.
-        out: The new folder; one that exists must be empty.
+        out: The new folder.
         to: "peft" is the adapter; "merged" a whole 16-bit model; "nvfp4" that model packed again; "pair" the
             packed base and the adapter in two folders, for engines that load both.
         base: Weights that the adapter is added to: the "original" 16-bit ones, or the "packed" ones that
@@ -32,6 +33,7 @@ def export(
         step: Step of the checkpoint to take; absent means the final adapter, or the newest checkpoint.
         limit: Largest mean difference of log-probabilities, in nats; absent means what rounding
             explains.
+        overwrite: Replace an earlier export in OUT.
 
     Examples:
         qerl export runs/mine models/adapter --to peft
@@ -40,7 +42,9 @@ def export(
     """
     from qerl_jax.checkpoint.export import lines
 
-    report = qerl_jax.export(run, out, to=to, base=base, step=step, limit=limit)
+    report = qerl_jax.export(
+        run, out, to=to, base=base, step=step, limit=limit, overwrite=overwrite
+    )
     log(f"{to} in {out}")
     log(*lines(report))
 

@@ -202,6 +202,20 @@ def test_an_export_replaces_nothing(run, tmp_path):
     assert (out / "export.json").read_text() == before
 
 
+def test_an_earlier_export_is_replaced_only_if_asked_to_and_nothing_else_ever(run, tmp_path):
+    out, other = tmp_path / "out", tmp_path / "other"
+    export.export(run[0], "peft", out)
+    (out / "more").write_text("of the first export")
+    export.export(run[0], "peft", out, overwrite=True)
+    assert (out / "export.json").is_file() and not (out / "more").exists()
+    other.mkdir()
+    (other / "thesis.txt").write_text("mine")
+    for there in (other, out / "export.json", run[0], run[0].parent, hf_folder.TINY):
+        with pytest.raises(FileExistsError):
+            export.export(run[0], "peft", there, overwrite=True)
+    assert (other / "thesis.txt").read_text() == "mine" and (out / "export.json").is_file()
+
+
 @pytest.mark.slow
 def test_a_run_that_has_not_ended_is_exported_from_its_checkpoints(run, tmp_path):
     folder, _, variables = run
