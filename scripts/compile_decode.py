@@ -1,4 +1,4 @@
-"""Compiles the decoding program for an H200 without having one: `python -m scripts.compile_decode`.
+"""Compiles the decoding program for a card without having one: `python -m scripts.compile_decode`.
 
 Traces, lowers and compiles the program that samples 32 tokens of each row, ahead of time, with shapes instead of
 weights. It prints for each base: the seconds of each stage on this host, the number of matrix products that XLA gives
@@ -8,6 +8,7 @@ needs the packages of `.[cuda]`, but no card. It times no kernel; `scripts.bench
     python -m scripts.compile_decode --model qwen2.5-7b --rows 16 64
     python -m scripts.compile_decode --rows 64 --bases nvfp4 --profile    # profile of the host's time
     python -m scripts.compile_decode --bases nvfp4 mxfp4 nf4 --kernels portable    # needs `.[triton]` too
+    python -m scripts.compile_decode --bases nvfp4 --device "RTX 4090"    # likewise; an H200 by default
     python -m scripts.compile_decode --rows 8 --bases nvfp4 --drafts 64   # steps of 64 tokens of 8 rows
     python -m scripts.compile_decode --model qwen2.5-32b --tensor 4   # the program of four that decode rows together
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import cProfile
+import dataclasses
 import functools
 import itertools
 import os
@@ -28,31 +30,51 @@ from typing import Any
 from unittest import mock
 
 TOKENS = 768
-# The properties of an H200 that XLA asks for.
-H200 = """
-gpu_device_info {
+# The properties of a card that XLA asks for; those that are not filled in are an H200's, also for other cards.
+_PROPERTIES = """
+gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  shared_memory_per_core: {per_core} threads_per_core_limit: 2048 core_count: {processors} fpus_per_core: 128
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   memory_bandwidth: 4800000000000 l2_cache_size: 62914560 clock_rate_ghz: 1.98
-  device_memory_size: 150000000000 shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 }
+  device_memory_size: 150000000000 shared_memory_per_block_optin: {per_block}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
-}
+}}
 platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 12 }
-device_description_str: "NVIDIA H200"
+dnn_version_info {{ major: 9 minor: 12 }}
+device_description_str: "{name}"
 """
 
 
+def card(name: str) -> Any:
+    """A card by its name in `qerl_jax.cards`, as a `runtime.Device`. Only what is installed here counts as installed."""
+    from qerl_jax import cards
+
+    return dataclasses.replace(cards.named(name).device, has_packages=False)
+
+
+def properties(device: Any) -> str:
+    """The text that describes a card to XLA."""
+    major, minor = device.compute_capability.split(".")
+    return _PROPERTIES.format(
+        per_core=device.shared_bytes + 1024,
+        per_block=device.shared_bytes,
+        processors=device.processors,
+        major=major,
+        minor=minor,
+        name=device.name,
+    )
+
+
 @contextlib.contextmanager
-def as_on_an_h200() -> Iterator[None]:
-    """Makes the library choose kernels as on an H200, except cuDNN's attention, which needs a card to compile."""
+def as_on(name: str, kernels: str | None = None) -> Iterator[Any]:
+    """Makes the library choose kernels as on a card, except cuDNN's attention, which needs a card to compile."""
     from pallas_kernels import runtime
 
     without_cudnn = mock.patch.object(runtime, "has_cudnn_attention", lambda *_: False)
-    with runtime.on(runtime.H200), without_cudnn:
-        yield
+    with runtime.on(card(name), kernels) as device, without_cudnn:
+        yield device
 
 
 def arguments(
@@ -194,6 +216,7 @@ def main() -> None:
         type=int,
         help="tokens of a step with drafts; 0 for drafts that are only compared",
     )
+    parser.add_argument("--device", default="H200", help="a name that `qerl plan --device` knows")
     parser.add_argument("--kernels", default="auto", choices=["auto", "portable", "reference"])
     parser.add_argument(
         "--profile", action="store_true", help="print a profile of tracing and lowering"
@@ -210,7 +233,9 @@ def main() -> None:
     jax.devices()  # plugins are discovered when devices are first listed
     grid = f"1x1x{args.tensor}"
     shape = {"topology_name": grid, "topology": grid}
-    topology = topologies.get_topology_desc(platform="cuda", target_config=H200, **shape)
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=properties(card(args.device)), **shape
+    )
     device = jax.sharding.SingleDeviceSharding(topology.devices[0])
     if args.tensor > 1:
         mesh = jax.sharding.Mesh(np.array(topology.devices), (sharding.GROUP,))
@@ -221,7 +246,7 @@ def main() -> None:
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     from pallas_kernels import runtime
 
-    with as_on_an_h200():
+    with as_on(args.device):
         runtime.use_kernels(args.kernels)
         for base, rows in itertools.product(args.bases, args.rows):
             shapes, traits = arguments(

@@ -20,7 +20,7 @@ def test_layers_that_were_put_apart_are_the_same_when_put_together(weights):
     shape = {"width": 128, "ffn_width": 192, "num_layers": 3, "vocab_size": 64}
     arch = dataclasses.replace(architecture.KNOWN["qwen2.5-0.5b"], **shape)
     model = Transformer(arch, weights, LoraConfig(8, 8.0), jnp.bfloat16)
-    with compile_decode.as_on_an_h200():
+    with compile_decode.as_on("H200"):
         frozen = jax.jit(functools.partial(random_base, model))(jax.random.key(0))
         params = init_params(model, frozen, jax.random.key(1))
         policy = fused_decode.policy(model, {"frozen": frozen, "params": params})

@@ -1,5 +1,7 @@
 """Tests that `scripts/compile_decode.py` compiles what the engine runs."""
 
+import importlib.util
+
 import jax
 import pytest
 
@@ -28,7 +30,7 @@ def test_the_program_is_lowered_for_a_card_that_is_absent(monkeypatch, is_early)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     card = jax.sharding.AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
     mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=card)
-    with compile_decode.as_on_an_h200():
+    with compile_decode.as_on("H200"):
         shapes, traits = compile_decode.arguments("qwen2.5-3b", "nvfp4", 64, 8, device)
         with jax.sharding.use_abstract_mesh(mesh):
             traced = engine.decode.of(traits["model"]).trace(*shapes, **traits)
@@ -37,6 +39,31 @@ def test_the_program_is_lowered_for_a_card_that_is_absent(monkeypatch, is_early)
     # those of W and those of LoRA's A.
     assert text.count("@mosaic_gpu_v2") == 8
     assert str(traced.jaxpr).count("griddepcontrol_wait") == 11 * is_early
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="needs jax-triton")
+@pytest.mark.parametrize("name", ["A100", "RTX 4090"])
+def test_jax_triton_lowers_the_program_for_a_card_that_is_absent(monkeypatch, name):
+    """The interpreter, which other tests use, does not call jax-triton; and on a CPU nothing else does."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    jax.clear_caches()
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    with compile_decode.as_on(name, "portable") as card:
+        absent = jax.sharding.AbstractDevice(card.name, card.processors, platform="gpu")
+        mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=absent)
+        shapes, traits = compile_decode.arguments("qwen2.5-0.5b", "nvfp4", 64, 8, device)
+        with jax.sharding.use_abstract_mesh(mesh):
+            traced = engine.decode.of(traits["model"]).trace(*shapes, **traits)
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    # Four products, four kernels that finish them, and two of attention, in each layer.
+    assert text.count("@triton_kernel_call") == 10 * traits["model"].arch.num_layers
+
+
+def test_a_card_is_described_to_xla_by_its_own_numbers():
+    said = compile_decode.properties(compile_decode.card("RTX 4090"))
+    assert "{ major: 8 minor: 9 }" in said and "core_count: 128" in said
+    assert "shared_memory_per_block_optin: 101376" in said and '"NVIDIA RTX 4090"' in said
 
 
 def test_kernels_are_counted_in_the_loop_over_layers_alone():

@@ -17,7 +17,7 @@ from qerl_jax.checkpoint.safetensors import SafetensorsError
 from qerl_jax.config import LoraConfig, ModelConfig
 from qerl_jax.model import architecture
 from qerl_jax.model.transformer import Transformer, abstract_base
-from scripts.compile_decode import as_on_an_h200
+from scripts.compile_decode import as_on
 from tests import golden_files
 from tests.golden_files import GOLDEN
 from tests.model_folders import ARCH, DENSE, PACKED, assert_trees_equal, base, copy
@@ -130,7 +130,7 @@ def test_a_policy_has_the_adapter_and_the_dtypes_that_were_asked_for():
 )
 def test_bases_that_are_read_and_random_bases_have_one_layout(lora, is_paired):
     cfg = ModelConfig(str(DENSE), "qerl-tiny", "nvfp4", "bfloat16")
-    with as_on_an_h200():
+    with as_on("H200"):
         model, frozen, _ = base_model.load_base(cfg, lora)
         expected = abstract_base(model)
     assert jax.tree.structure(frozen) == jax.tree.structure(expected)
