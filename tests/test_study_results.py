@@ -88,6 +88,7 @@ def test_the_committed_pages_are_what_the_scripts_make():
     assert paper_tables.page(lines) == paper_tables.PAGE.read_text()
 
 
+@pytest.mark.slow
 def test_tables_and_figures_of_a_whole_study(tmp_path):
     results, timings = whole(), {f"timing_{arm}": {"step": 0.5} for arm in ARMS}
     text = study_results.page(results, timings)

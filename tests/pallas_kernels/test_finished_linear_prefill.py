@@ -125,10 +125,11 @@ def assert_almost_all_are_equal(actual, expected):
         # An epilogue in two unequal halves.
         pytest.param(168, (64,), 192, prefill_config.Config(168, 1, 3), {}, marks=pytest.mark.slow),
         # Rows in pairs: ragged M and K, an odd number of tiles.
-        (
+        pytest.param(
             *(44, (96, 96), 208),
             prefill_config.Config(16, 1, 3, 2),
             {"is_paired": True, "scale_per_row": True},
+            marks=pytest.mark.slow,
         ),
         # All split; two tiles whole, one split.
         pytest.param(

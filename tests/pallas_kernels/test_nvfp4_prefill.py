@@ -182,6 +182,7 @@ def test_derivatives_meet_the_reference_without_a_race(capfd, m, n, k, config):
         pytest.param(*(256, 384, 64, prefill_config.Config(256, 3, 3)), marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_the_order_of_rows_in_memory_changes_no_bit(capfd, m, n, k, config):
     x, t = normal(m, (m, k)), weight(n, n, k, scale_per_row=n == 192)
     how = {"device": like(processors=2), "interpret": True}

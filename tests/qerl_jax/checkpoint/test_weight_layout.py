@@ -72,6 +72,7 @@ def test_a_loaded_base_computes_the_same_bits_in_either_layout(hopper_layout, so
     )
 
 
+@pytest.mark.slow
 def test_a_random_base_is_the_same_base_in_either_layout_and_of_its_abstract_form(hopper_layout):
     model = bare_model(FOLDERS["16 bits"])
     plain = random_base(model, jax.random.key(1))

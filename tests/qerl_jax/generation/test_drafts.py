@@ -113,6 +113,7 @@ def watched(queue, **options):
     return control.chunks
 
 
+@pytest.mark.slow
 def test_a_chunk_ends_when_rows_wait_for_the_slots_of_ended_ones():
     how = {"stop_tokens": plain.stops(), "chunk": 16}
     # Ten rows in four slots: in the last chunk none waits.
@@ -152,12 +153,14 @@ def test_what_was_sampled_behind_a_stop_string_is_no_draft_later():
 
 
 @pytest.mark.parametrize("penalty", [0.7, pytest.param(1.3, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_penalty_sees_the_drafted_tokens_before_each_place(penalty):
     how = {"repetition_penalty": penalty, "temperature": 0.5, "chunk": 16}
     expected = run(prompts(limit=30), **how)
     assert_same(run(prompts(limit=30), drafts=drafting(64), **how), expected)
 
 
+@pytest.mark.slow
 def test_entropies_are_those_without_drafts():
     def entropies(drafts):
         spec = engine.EngineSpec(64, chunk=4 if drafts else 16, entropies=True)

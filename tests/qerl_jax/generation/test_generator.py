@@ -80,6 +80,7 @@ def test_prompts_are_a_list_and_may_be_none():
             policy()(alone)
 
 
+@pytest.mark.slow
 def test_a_bounded_cache_makes_prompts_wait_and_changes_no_text():
     assert (
         dataclasses.replace(policy(), kv_cache_tokens=96)(PROMPTS, seed=range(4), **SHORT)

@@ -63,7 +63,7 @@ def assert_live_rows_close(actual, expected, mask, atol):
     assert difference.max() < atol
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("side", ["left", pytest.param("right", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_equal_transformers(name, side):
     reference = golden_files.load(GOLDEN / "models" / name / "reference.safetensors")

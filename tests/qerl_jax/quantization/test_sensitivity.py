@@ -49,6 +49,7 @@ def logps(model, frozen, ids):
     return jax.nn.log_softmax(layers.logits(hidden, head(frozen)))
 
 
+@pytest.mark.slow
 def test_it_is_that_of_the_whole_model_with_one_linear_replaced(base, tmp_path):
     model, frozen = base
     rng = np.random.default_rng(0)

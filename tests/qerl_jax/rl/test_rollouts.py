@@ -373,6 +373,7 @@ def test_the_trainer_draws_the_noise_under_which_rows_were_sampled(per):
         )
 
 
+@pytest.mark.slow
 def test_rows_of_a_group_share_their_noise_and_sequences_do_not():
     rows = {}
     for per in ("group", "sequence"):

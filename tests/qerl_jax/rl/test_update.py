@@ -442,6 +442,7 @@ MASKED = GrpoConfig(
 )
 
 
+@pytest.mark.slow
 def test_masks_of_the_sampling_ratio_are_those_of_the_policy_that_learns():
     experience, own = sample_experience(), own_logps()
     ratio = np.exp(own - experience.behaviour_logps)
@@ -600,6 +601,7 @@ def test_the_key_shuffles_the_rows():
     assert differs(first, other)
 
 
+@pytest.mark.slow
 def test_every_pass_takes_the_shuffled_batches_in_the_same_order():
     """As TRL's buffer does: two passes over two batches are four updates of one batch each."""
     several = GrpoConfig(num_iterations=2)
@@ -846,6 +848,7 @@ def test_rows_that_cannot_learn_are_left_out_and_the_gradient_stays(monkeypatch,
 @pytest.mark.parametrize(
     ("grpo", "rows"), [(GRPO, ROWS - 1), (EVERY_OPTION, ROWS)], ids=["beta", "bnpo"]
 )
+@pytest.mark.slow
 def test_rows_without_an_advantage_stay_where_they_count(grpo, rows):
     """A divergence teaches from any row; bnpo divides by the tokens of a micro-batch."""
     experience = dataclasses.replace(sample_experience(), advantages=HALF_SILENT)
