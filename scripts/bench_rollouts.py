@@ -2,8 +2,9 @@
 
 Weights are random in a known shape, prompts have 256 random tokens, end tokens are ignored, and LoRA is on. Decoding
 time is the time to generate 512 tokens minus the time for 32, so prefill and the fixed cost of a call are left out. The
-bound is the time to read what a step must read, at nine tenths of the nominal bandwidth (4.3 TB/s on an H200): packed or 16-bit linears, head, adapters, live keys and
-values. Every row of the table runs in its own process, which is killed at its time limit. A row can be run alone:
+bound is the time to read what a step must read: packed or 16-bit linears, head, adapters, live keys and values. It
+assumes nine tenths of the card's nominal bandwidth, 4.3 TB/s on an H200. Every row of the table runs in its own process,
+which is killed at its time limit. A row can be run alone:
 
     python -m scripts.bench_rollouts --model 7b                   # both bases at 1, 8, 32, 64, 128
     python -m scripts.bench_rollouts --model 32b --arms nvfp4 --batch 64

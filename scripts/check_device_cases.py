@@ -281,10 +281,10 @@ def is_fused(case: Case) -> bool:
     """Whether Hopper's fused layers decode a case: what they support, said once more and from the case alone."""
     has_weights = case["weights"] in ("nvfp4", "bfloat16") and case["dtype"] == "bfloat16"
     has_one_noise = case["noise"] == "off" or case["per"] == "rollout"
-    mesh = case.get("mesh", {})
-    is_whole = case["trains"] != "full" and mesh.get("fsdp", 1) == mesh.get("tensor", 1) == 1
+    # Devices of mesh.tensor decode with their own parts; those of mesh.fsdp have no layer whole.
+    is_held = case["trains"] != "full" and case.get("mesh", {}).get("fsdp", 1) == 1
     has_shape = case["rows"] <= 128 and case["head"] in (64, 128)
-    return has_weights and has_one_noise and is_whole and has_shape
+    return has_weights and has_one_noise and is_held and has_shape
 
 
 def _filled(case: Case, left: set[Pair], rng: random.Random) -> Case:

@@ -136,20 +136,24 @@ def test_every_case_is_a_run_that_the_config_takes_with_a_base_that_can_be_held(
             packed_formats.named(check_device_cases.packed_format(case)).check(arch)
 
 
-def test_the_fused_layers_take_the_cases_that_the_list_says_and_no_others():
-    fused = 0
+@pytest.mark.parametrize("mesh", [{}, *check_device_cases.meshes(2)], ids=str)
+def test_the_fused_layers_take_the_cases_that_the_list_says_and_no_others(mesh):
+    found = set()
     for case in CASES:
+        if not check_device_cases.fits(case, mesh):
+            continue
         cfg, arch = run_config(case), architecture.from_hf(check_device_cases.architecture(case))
-        model = Transformer(
-            arch, case["weights"], cfg.lora, jnp.dtype(case["dtype"]), full=case["trains"] == "full"
-        )
+        shared = {name: mesh.get(name, 1) for name in ("fsdp", "tensor")}
+        full, dtype = case["trains"] == "full", jnp.dtype(case["dtype"])
+        model = Transformer(arch, case["weights"], cfg.lora, dtype, full=full, **shared).own_part
         own_noise = cfg.noise is not None and cfg.noise.per != "rollout"
         with runtime.on(runtime.H200):
             reason = fused_decode.supports(model, min(case["rows"], 128), own_noise=own_noise)
         # The engine asks for up to 128 rows only.
-        assert check_device_cases.is_fused(case) == (reason is None and case["rows"] <= 128), reason
-        fused += reason is None and case["rows"] <= 128
-    assert fused >= 16
+        is_fused = reason is None and case["rows"] <= 128
+        assert check_device_cases.is_fused(case | {"mesh": mesh}) == is_fused, reason
+        found.add(is_fused)
+    assert found == ({False} if "fsdp" in mesh else {False, True})
 
 
 def test_cases_run_on_every_mesh_that_can_hold_them():

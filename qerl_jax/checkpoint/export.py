@@ -93,7 +93,8 @@ def export(
     if overwrite and not pathlib.Path(out).is_file():
         _require_outside(pathlib.Path(out), run, folder)
     else:
-        hf_folder.require_new(pathlib.Path(out), "out", " (overwrite replaces an earlier export)")
+        remedy = ", or replace an earlier export with overwrite=True (--overwrite)"
+        hf_folder.require_new(pathlib.Path(out), "out", remedy)
     model, params, step, frozen, probe = _load(run, cfg, folder, step)
     seen = probe.policy(model, frozen, params)
     trained = probe.logps(seen)

@@ -166,11 +166,8 @@ def slow_because(
     is_hopper = runtime.unless_hopper() is None
     if not is_hopper and runtime.unless_portable() is not None:
         return None
-    rows, arch, what = (
-        min(rows, fused.MAX_M),
-        model.arch,
-        "sampling goes without the fused layers of decoding",
-    )
+    rows, arch = min(rows, fused.MAX_M), model.arch
+    what = "sampling goes without the fused layers of decoding"
     # Such heads are slow in the plain layers, too.
     attention = decode_attention.unless_kernel(arch.num_heads, arch.num_kv_heads, arch.head_size)
     if attention is not None:
