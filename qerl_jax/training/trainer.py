@@ -40,6 +40,9 @@ from qerl_jax.tracking.terminal import asked
 from qerl_jax.training import guards, metrics, recorder, stopping
 from qerl_jax.training.setup import SAMPLE, UPDATE, PreparedRun, peak_memory, setup, stream_key
 
+# Groups that must agree before a run ends because its sampler has no adapter.
+_CHECKED_GROUPS = 3
+
 
 def train(
     cfg: config.RunConfig,
@@ -368,15 +371,18 @@ def _noise_numbers(noise: Any, batch: rollouts.Scored) -> np.ndarray | None:
 def _check_adapter(
     run: PreparedRun, params: Any, noise: Any, fresh: rollouts.Scored
 ) -> dict[str, float]:
-    """`guards.check_adapter` for a group of this step; a carried-over group was sampled with another adapter."""
+    """`guards.check_adapter` for groups of this step; a carried-over group was sampled with another adapter."""
     cfg = run.cfg
     if isinstance(noise, RowNoise) and noise.per != "group":
         # The trainer's rows cannot have noise per token, nor noise per row where rows share a prompt.
         if noise.per == "token" or cfg.optim.share_prompts:
             return {}
-    group = dynamic_sampling.choose(fresh, [0])
-    experience = _experience(cfg, group, np.zeros_like(group.rewards), noise)
-    return guards.check_adapter(run.updater, params, run.frozen, noise, experience)
+    groups = (
+        dynamic_sampling.choose(fresh, [number])
+        for number in range(min(_CHECKED_GROUPS, len(fresh.rewards)))
+    )
+    experiences = (_experience(cfg, each, np.zeros_like(each.rewards), noise) for each in groups)
+    return guards.check_adapter(run.updater, params, run.frozen, noise, experiences)
 
 
 def _experience(

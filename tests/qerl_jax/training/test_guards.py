@@ -36,6 +36,31 @@ def test_an_adapter_that_changes_less_than_rounding_tells_nothing():
     assert not guards.adapter_share(adapter, without, sampled, mask).known
 
 
+def test_a_few_tokens_that_rounding_changed_tell_nothing():
+    """A policy is sure of most tokens; at two others the trainer's rounding with the adapter is large by chance."""
+    rng = np.random.default_rng(0)
+    without, effect, *roundings = 1e-3 * rng.standard_t(2, size=(4, 8, 20))
+    mask, sampled = np.ones((8, 20), bool), without + roundings[0]
+    effect[3, 7], effect[5, 2] = 0.5, -0.3
+    assert not guards.adapter_share(without + effect, without, sampled, mask).known
+    effect += 0.1 * rng.normal(size=(8, 20))  # an adapter, of which the sampler knows nothing
+    found = guards.adapter_share(without + effect, without, sampled, mask)
+    assert found.known and found.share + 3 * found.error < 0.5
+
+
+def test_one_group_in_which_the_adapter_sampled_is_believed(monkeypatch):
+    """A chance in one group must not end a run."""
+    without = guards.AdapterShare(share=0.1, error=0.01, noise=0.1)
+    whole = guards.AdapterShare(share=1.02, error=0.01, noise=0.1)
+    unclear = guards.AdapterShare(share=0.1, error=0.01, noise=0.2)
+    monkeypatch.setattr(guards, "_share_of", lambda *args: args[-1])
+    check = lambda *groups: guards.check_adapter(None, None, None, None, groups)
+    assert check(whole, without) == check(without, whole) == {"sampling/adapter_share": 1.02}
+    assert check(unclear, without) == check(without, unclear) == {}
+    with pytest.raises(RuntimeError, match=r"the sampler shows 0.10 \+- 0.01"):
+        check(without, without, without)
+
+
 @pytest.mark.slow
 def test_a_run_says_that_its_sampler_has_the_whole_adapter(tmp_path):
     trainer.train(small(tmp_path, max_steps=3), quiet=True)
