@@ -7,11 +7,9 @@ training reward in the last fifth of the steps. The reported held-out accuracy h
 Full-parameter training uses a tenth of the adapters' rates: equally many over an equally wide span around values known
 to work ("LoRA Without Regret", Thinking Machines 2025, finds a factor of 10).
 
-A run has 100 steps of 256 completions of at most 48 tokens, and 2048 held-out completions at both ends. On one H100 a
-step is expected to take 0.4 to 0.7 s, which is not measured yet (512 completions of up to 160 tokens took 1.67 s). So a
-run with its start takes 70 to 110 s. With four at a time, each of which keeps the card busy about half of the time, the
-72 runs take about an hour: two or three sessions of 30 minutes. `--cards 2` divides the runs among two cards, with
-`--jobs` at a time in all. `--timing` takes 5 minutes more.
+A run has 100 steps of 256 completions of at most 48 tokens, and 2048 held-out completions at both ends. With 16 runs at a
+time on two H100s (`--cards 2 --jobs 16`, 32 processors, CUDA's MPS on), the first 16 took 220 to 310 s each, since all
+compiled, later ones 95 to 210 s, and the first 56 of them 12 minutes. `--timing` takes 5 minutes more.
 
 A run is a process with one result file, RESULTS/RUN.json. A run with a result file is not repeated. A run that does not
 end within `--seconds` is repeated by the next call. In pieces of at most ten minutes, on a machine that starts empty
@@ -36,7 +34,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from scripts import check_device
@@ -266,17 +264,22 @@ def work_off(args: argparse.Namespace) -> bool:
     # By name: the process, when it began, and its card.
     running: dict[str, tuple[subprocess.Popen, float, int]] = {}
     left = lambda: args.seconds - (time.monotonic() - began)
+    quantizing = quantize(args, {piece.arm for piece in waiting(args, set())})
     try:
-        if not prepare(args):
-            return False
         while True:
-            todo = waiting(args, {*running, *failed})
+            if quantizing and quantizing.poll() is not None:
+                print(
+                    f"GPTQ: status {quantizing.returncode}, {args.seconds - left():.0f} s",
+                    flush=True,
+                )
+                quantizing = None
+            todo = [each for each in waiting(args, {*running, *failed}) if has_base(args, each)]
             while todo and len(running) < args.jobs and left() > max(took, default=_FIRST_GUESS):
                 name, used = todo.pop(0).name, [card for *_, card in running.values()]
                 card = min(range(args.cards), key=used.count)
                 running[name] = (begin(args, name, card), time.monotonic(), card)
-            if not running:
-                return not todo and not failed
+            if not running and not quantizing:
+                return not waiting(args, set())
             if left() <= 0:
                 print(f"the time is over; still running: {', '.join(running)}", flush=True)
                 return False
@@ -292,7 +295,9 @@ def work_off(args: argparse.Namespace) -> bool:
                     took.append(time.monotonic() - start)
                     print(f"{name} {took[-1]:.0f} s, {left():.0f} s left", flush=True)
     finally:
-        for process, *_ in running.values():
+        for process in [process for process, *_ in running.values()] + [quantizing] * bool(
+            quantizing
+        ):
             end(process)
 
 
@@ -303,18 +308,32 @@ def waiting(args: argparse.Namespace, others: set[str]) -> list[Piece]:
     return [piece for name, piece in named.items() if name not in done and name not in others]
 
 
-def prepare(args: argparse.Namespace) -> bool:
-    """Quantizes the base for the arms that need it, in a separate process. Returns whether it succeeded."""
-    folder = args.work / "gptq"
-    needed = args.arms if args.timing else {piece.arm for piece in waiting(args, set())}
-    if folder.is_dir() or not any(ARMS[arm].quantized for arm in needed):
-        return True
+def quantize(args: argparse.Namespace, arms: Collection[str]) -> subprocess.Popen | None:
+    """Starts to quantize the base if an arm needs that and it is not done: a process that writes to `gptq.log`."""
+    if gptq_folder(args).is_dir() or not any(ARMS[arm].quantized for arm in arms):
+        return None
     args.work.mkdir(parents=True, exist_ok=True)
     how = "--method gptq --block-scales search --dataset arithmetic-mixed --max-length 128".split()
-    command = [sys.executable, "-m", "qerl_jax", "quantize", args.base, str(folder), *how]
-    began, done = time.monotonic(), subprocess.run(command, cwd=ROOT, check=False)
-    print(f"GPTQ: status {done.returncode}, {time.monotonic() - began:.0f} s", flush=True)
-    return done.returncode == 0
+    command = [sys.executable, "-m", "qerl_jax", "quantize", args.base, gptq_folder(args), *how]
+    share = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.1"}
+    with log_of(args, "gptq").open("w") as log:
+        return subprocess.Popen(
+            [str(each) for each in command],
+            cwd=ROOT,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=share | dict(os.environ),
+        )
+
+
+def gptq_folder(args: argparse.Namespace) -> pathlib.Path:
+    """The base that `quantize` writes."""
+    return args.work.absolute() / "gptq"
+
+
+def has_base(args: argparse.Namespace, piece: Piece) -> bool:
+    """Whether the base of a run is there; one that must be quantized first may not be."""
+    return not ARMS[piece.arm].quantized or gptq_folder(args).is_dir()
 
 
 def begin(args: argparse.Namespace, name: str, card: int = 0) -> subprocess.Popen:
@@ -366,7 +385,7 @@ def run_piece(args: argparse.Namespace) -> None:
     from qerl_jax.training.trainer import train
 
     piece, name = Piece.named(args.piece), args.piece
-    base = str(args.work / "gptq") if ARMS[piece.arm].quantized else args.base
+    base = str(gptq_folder(args)) if ARMS[piece.arm].quantized else args.base
     table = configured(piece, config.read_table(args.config), base, args.work / name)
     if args.timing:
         name = f"timing_{piece.arm}"
@@ -439,7 +458,8 @@ def short(value: float) -> float:
 def time_arms(args: argparse.Namespace) -> bool:
     """Times the arms without timings, each alone on the card. Returns whether all are timed."""
     began, args.jobs, args.cards = time.monotonic(), 1, 1
-    if not prepare(args):
+    if (quantizing := quantize(args, args.arms)) and quantizing.wait():
+        print(f"GPTQ: {last_line(args, 'gptq')}")
         return False
     for arm in args.arms:
         if (args.out / f"timing_{arm}.json").is_file():
