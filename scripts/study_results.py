@@ -34,6 +34,8 @@ START = ROOT / "docs/measured/study_start.jsonl"
 # The fixed texts of the page.
 TEMPLATE = pathlib.Path(__file__).with_name("study_page.md")
 MISSING = "not measured yet"
+# Runs of an arm.
+_RUNS = len(RATES) * len(FIRST_SEEDS) + len(MORE_SEEDS)
 # Two arms count as equal if the interval of their difference in accuracy is within this.
 MARGIN = 0.03
 
@@ -256,10 +258,18 @@ def base_text(found: Mapping[str, Any] | None) -> str:
     )
 
 
-def start_table(lines: Sequence[Mapping[str, Any]]) -> str:
-    """The table of policies before learning, on the same texts, averaged over draws of noise."""
+def start_text(lines: Sequence[Mapping[str, Any]]) -> str:
+    """The tables of policies before learning, one for each base, the last measured first."""
     if not lines:
         return f"{MISSING[0].upper()}{MISSING[1:]}."
+    bases = reversed(dict.fromkeys(line["base"] for line in lines))
+    return "\n\n".join(
+        start_table([each for each in lines if each["base"] == base]) for base in bases
+    )
+
+
+def start_table(lines: Sequence[Mapping[str, Any]]) -> str:
+    """The table of one base's policies on the same texts, averaged over draws of noise."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for line in lines:
         groups.setdefault(line["policy"].split(", draw")[0], []).append(line)
@@ -306,11 +316,13 @@ def state(results: Results) -> str:
     bases = sorted({run["base"] for run in results.values()})
     devices = sorted({run["device"] for run in results.values()})
     dates = sorted({run["date"] for run in results.values()})
-    whole = len(ARMS) * (len(RATES) * len(FIRST_SEEDS) + len(MORE_SEEDS))
     text = (
-        f"{len(results)} of {whole} runs, on {', '.join(devices)}, {dates[0]} to {dates[-1]}, with the base "
+        f"{len(results)} of {len(ARMS) * _RUNS} runs, on {', '.join(devices)}, {' to '.join(sorted({dates[0], dates[-1]}))}, with the base "
         f"{', '.join(bases)}."
     )
+    counts = {arm: sum(Piece.named(name).arm == arm for name in results) for arm in ARMS}
+    if short := [f"{ARMS[arm].title} ({_RUNS - n})" for arm, n in counts.items() if n < _RUNS]:
+        text += f" Runs that are left: {', '.join(short)}."
     if len(bases) > 1:
         text += " **They are of different bases, so do not compare them: remove those of one.**"
     return text
@@ -332,7 +344,8 @@ def page(
     """
     figures = "Figures follow with the first runs."
     if results:
-        figures = "\n\n".join(f"![{alt}](figures/{name}.svg)" for name, alt in FIGURE_TEXTS.items())
+        shown = {k: v for k, v in FIGURE_TEXTS.items() if timings or k != _OVER_SECONDS}
+        figures = "\n\n".join(f"![{alt}](figures/{name}.svg)" for name, alt in shown.items())
     filled = {
         "state": state(results),
         "comparisons": str(len(CLAIMS)),
@@ -342,7 +355,7 @@ def page(
         "claims": claims_table(results),
         "arms": arms_table(results, timings),
         "rates": rates_table(results),
-        "start": start_table(start),
+        "start": start_text(start),
         "base": base_text(base),
         "figures": figures,
     }
@@ -350,9 +363,10 @@ def page(
 
 
 # File names of figures, and what they show.
+_OVER_SECONDS = "study-reward-seconds"  # needs timings
 FIGURE_TEXTS = {
     "study-reward": "Training reward over steps, each arm at its best rate, mean over seeds",
-    "study-reward-seconds": "The same over seconds, from the time of a step of each arm alone on the card",
+    _OVER_SECONDS: "The same over seconds, from the time of a step of each arm alone on the card",
     "study-entropy": "Entropy of the sampler over steps, nats per token, mean over seeds",
     "study-accuracy": "Held-out accuracy after training, a point per seed",
 }
@@ -399,7 +413,8 @@ def draw(results: Results, timings: Results, folder: pathlib.Path) -> None:
         axes.set_yticks(range(len(shown)), [ARMS[arm].title for arm in shown])
 
     figure("study-reward", "step", "reward", lambda axes: curves(axes, "reward"))
-    figure("study-reward-seconds", "seconds", "reward", lambda axes: curves(axes, "reward", True))
+    if timings:
+        figure(_OVER_SECONDS, "seconds", "reward", lambda axes: curves(axes, "reward", True))
     figure("study-entropy", "step", "entropy, nats per token", lambda axes: curves(axes, "entropy"))
     figure("study-accuracy", "held-out accuracy", "", points)
 

@@ -7,7 +7,7 @@ the study is compared with it on these same texts, so that different samples add
 
 The others are the base in each format, rounded as in the arms; the result of GPTQ with `--gptq FOLDER` (the study
 leaves it in its work folder); and the 16-bit base with AQN of several sigmas. A line of the file is one policy, with 95
-% intervals from resampled rows. Policies that are in the file are not measured again. Run it on a CPU
+% intervals from resampled rows. Policies that the file has for this base are not measured again. Run it on a CPU
 (JAX_PLATFORMS=cpu), where it takes some minutes: the kernels of a GPU compute with packed weights in 16 bits.
 """
 
@@ -53,7 +53,7 @@ def main() -> None:
     states = hidden_states(reference, rows.ids)
     itself = compare(reference, states=states)
     about = {"base": sha256(pathlib.Path(args.base)), "device": runtime.device_kind()}
-    done = {line["policy"] for line in whole_lines(args.out)}
+    done = {line["policy"] for line in whole_lines(args.out) if line["base"] == about["base"]}
     for name, make in policies(args, reference):
         if name not in done:
             other = make()

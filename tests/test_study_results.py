@@ -116,11 +116,18 @@ def test_draws_of_noise_are_averaged_before_learning():
     *_, packed, noisy = study_results.start_table(lines).splitlines()
     assert packed == "| NVFP4 | 0.5000 | 0.5000 | +0.5000 [+0.5000, +0.5000] |"
     assert noisy.startswith("| BF16, sigma 1, mean of 2 draws | 1.5000 |")
-    assert study_results.start_table([]) == "Not measured yet."
+    assert study_results.start_text([]) == "Not measured yet."
+    # Each base has a table of its own, the last one first.
+    other = [each | {"base": "c"} for each in lines]
+    tables = study_results.start_text(lines + other)
+    assert tables == study_results.start_text(other) + "\n\n" + study_results.start_text(lines)
 
 
 def test_runs_of_different_bases_are_not_hidden():
     results = whole()
+    assert "left" not in study_results.state(results)
+    del results["full_3e-06_1"]
+    assert study_results.state(results).endswith("Runs that are left: BF16 full (1).")
     results["bf16_0.0003_0"]["base"] = "another"
     assert "different bases" in study_results.state(results)
 
