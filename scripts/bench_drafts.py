@@ -3,8 +3,9 @@
 A policy samples completions of real prompts, with a fixed number of rows at a time, without drafts and with them. Each
 arm runs once untimed, for its programs to compile, and then as often as asked, arms in turn. A run in which a program was
 compiled, because fewer rows were left or other drafts were made, is done again. Tokens must be the same;
-where rounding makes them differ, the table says in how many rows, and by how much log-probabilities differ before. For
-"off" it says how they differ from the first of --rows without drafts.
+where rounding makes them differ, the table says in how many rows, by how much log-probabilities differ before, and how
+close the draw of the first other token was in the last repeat (`median_lead`, `largest_lead`, in nats). For "off" it
+says how they differ from the first of --rows without drafts.
 "again" has sampled the same prompts before, with other keys, as in a later epoch.
 
     python -m scripts.bench_drafts --model smollm2 --adapter runs/short --rows 8 16 32
@@ -196,6 +197,42 @@ def differences(found: dict, expected: dict) -> dict[str, float]:
     }
 
 
+def leads(policy: Any, queue: list, found: dict, expected: dict, temperature: float) -> np.ndarray:
+    """The lead of what was expected at the first token that differs (`sampling.lead`), in nats, of each such row.
+
+    The log-probabilities there are computed a third time, as in training. A lead far from 0 would be a fault.
+    """
+    import jax
+
+    from qerl_jax.generation import sampling
+    from qerl_jax.model import layers, logprobs
+    from qerl_jax.model.transformer import head
+
+    of_rows = [(prompt, key) for prompt in queue for key in prompt.keys]
+    cases = []
+    for number, row in expected.items():
+        a, b = found[number].tokens, row.tokens
+        unlike = np.flatnonzero(a[: len(b)] != b[: len(a)])
+        if len(unlike):
+            (prompt, key), place = of_rows[number], int(unlike[0])
+            cases.append((np.r_[prompt.tokens, b[:place]], key, place, a[place], b[place]))
+    if not cases:
+        return np.zeros(0)
+    width = -(-max(len(ids) for ids, *_ in cases) // 64) * 64
+    matrix = head(policy.variables["frozen"])
+
+    @jax.jit
+    def lead(ids, last, key, place, other, token):
+        hidden = policy.model.apply(policy.variables, ids[None])[0][0, last]
+        scores = layers.logits(hidden[None], matrix)
+        logps = logprobs.log_softmax(scores, temperature, policy.tokenizer.num_tokens)
+        key = jax.random.fold_in(jax.random.wrap_key_data(key), place)
+        return sampling.lead(logps, key[None], token[None], other[None])[0]
+
+    made = [lead(np.pad(ids, (0, width - len(ids))), len(ids) - 1, *rest) for ids, *rest in cases]
+    return np.array(made)
+
+
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each number of rows and each arm."""
     from pallas_kernels import runtime
@@ -235,6 +272,13 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             spent = sum(compiled[before:])
             print(f"{rows} rows, {arm}, turn {turn}: compiled for {spent:.1f} s", flush=True)
 
+    def closeness(found: dict, expected: dict) -> dict[str, float | None]:
+        queue = queue_of(ids, args, (args.repeats - 1) % 100)
+        close = np.abs(leads(policy, queue, found, expected, args.temperature))
+        if not len(close):
+            return {"median_lead": None, "largest_lead": None}
+        return {"median_lead": float(np.median(close)), "largest_lead": float(close.max())}
+
     table, first = [], None
     for rows in args.rows:
         compile_all(functools.partial(timed, rows, turn=-1), args, rows)
@@ -251,6 +295,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 counts[arm] += sum(len(row.tokens) for row in kept[arm].values())
             for arm in args.arms:
                 said[arm] |= {(turn, number): row for number, row in kept[arm].items()}
+            last = kept
         # Another number of rows rounds differently, too. What drafts change is to be compared with that.
         first = first or said["off"]
         rates = {arm: counts[arm] / max(sum(times[arm]), 1e-9) for arm in args.arms}
@@ -265,6 +310,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                     "tokens_per_call": records[arm].accepted_per_call,
                     "predicted": records[arm].speedup,
                     **differences(said[arm], first if arm == "off" else said["off"]),
+                    **(closeness(last[arm], last["off"]) if arm != "off" else {}),
                 }
             )
             print("ROW " + json.dumps(table[-1]), flush=True)

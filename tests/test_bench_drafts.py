@@ -9,7 +9,10 @@ import types
 import numpy as np
 import pytest
 
+from qerl_jax.checkpoint.hf_folder import TINY
+from qerl_jax.checkpoint.policy import find_policy, load_policy
 from qerl_jax.generation import engine
+from qerl_jax.generation.engine import Engine, EngineSpec
 from qerl_jax.generation.scheduler import RowTokens
 from scripts import bench_drafts, bench_rollouts
 
@@ -35,6 +38,27 @@ def test_differences_are_counted_up_to_the_first_other_token():
     assert bench_drafts.differences(expected, expected)["rows_that_differ"] == 0
 
 
+def test_what_was_sampled_leads_over_any_other_token():
+    """This holds only if prompts, keys, places and the temperature are those of the draw."""
+    policy = load_policy(find_policy(str(TINY), None, dtype="float32"))
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(3, 100, size).tolist() for size in (5, 9)]
+    args = types.SimpleNamespace(generations=2, limit=6)
+    queue = bench_drafts.queue_of(ids, args, 3)
+    engine = Engine(policy.model, EngineSpec(policy.tokenizer.num_tokens))
+    _, expected = bench_drafts.sampled(engine, policy.variables, queue, 4, 0.6, 16)
+    for place in range(4):
+        found = {}
+        for number, each in expected.items():
+            tokens = np.array(each.tokens)
+            tokens[place:] = rng.integers(3, 100, len(tokens) - place)
+            found[number] = row(tokens, each.logps)
+        leads = bench_drafts.leads(policy, queue, found, expected, 0.6)
+        differs = [any(found[n].tokens != expected[n].tokens) for n in expected]
+        assert len(leads) == sum(differs) and min(leads) > 0
+    assert len(bench_drafts.leads(policy, queue, expected, expected, 0.6)) == 0
+
+
 @pytest.mark.slow
 def test_the_trial_runs_on_a_cpu(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(bench_drafts, "watchdog", lambda seconds: None)
@@ -46,6 +70,7 @@ def test_the_trial_runs_on_a_cpu(monkeypatch, tmp_path, capsys):
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(each["rows"], each["arm"]) for each in rows] == [(4, arm) for arm in bench_drafts.ARMS]
     assert all(each["rows_that_differ"] == 0 and each["relative"] > 0 for each in rows)
+    assert all(each["largest_lead"] is None for each in rows[1:])
     assert "| 4 | again |" in capsys.readouterr().out
 
 

@@ -387,6 +387,29 @@ def test_draws_from_blocks_have_their_frequencies_into_the_tails(vocab, num_toke
     assert stats.chi2.sf(statistic, len(summed) - 1) > 1e-3
 
 
+@pytest.mark.parametrize("vocab", [100, 300])
+def test_a_drawn_token_leads_by_what_its_rivals_would_need(vocab):
+    """A rival drawn instead, once its score is raised by more than the lead, and not by less."""
+    rng = np.random.default_rng(vocab)
+    scores = jnp.array(3 * rng.normal(size=(64, vocab)), jnp.float32)
+    keys = jax.random.split(jax.random.key(1), 64)
+    draw = lambda logps: sampling._draw(logps, keys, jnp.float32(1))
+    logps = jax.nn.log_softmax(scores)
+    drawn, rivals = draw(logps), jnp.array(rng.integers(0, vocab, 64), jnp.int32)
+    leads = np.array(sampling.lead(logps, keys, drawn, rivals))
+    assert (leads[drawn != rivals] > 0).all() and (leads[drawn == rivals] == 0).all()
+    assert_equal = np.testing.assert_array_equal
+    assert_equal(sampling.lead(logps, keys, rivals, drawn), -leads)
+    same_block = (drawn // 128 == rivals // 128) & (drawn != rivals)
+    # Within a block, so that the mass of blocks stays what it is: what the rival gets the block's others lose.
+    for share, expected in ((0.99, drawn), (1.01, rivals)):
+        raised = logps.at[jnp.arange(64), rivals].add(jnp.array(share * leads))
+        of_blocks = lambda x: sampling._mass(sampling._in_blocks(x))
+        change = jnp.repeat(of_blocks(logps) - of_blocks(raised), 128, axis=1)[:, :vocab]
+        found = draw(raised + change)
+        assert_equal(found[same_block], expected[same_block])
+
+
 def test_at_temperature_0_the_likeliest_is_taken_though_its_block_is_not():
     """There are 300 ids: the first block has the most mass, the last one the likeliest id."""
     scores = jnp.concatenate([jnp.zeros(256), jnp.full(43, -9.0), jnp.array([0.5])])[None]
