@@ -38,7 +38,8 @@ def test_differences_are_counted_up_to_the_first_other_token():
     assert bench_drafts.differences(expected, expected)["rows_that_differ"] == 0
 
 
-def test_what_was_sampled_leads_over_any_other_token():
+@pytest.mark.parametrize("temperature", [0.6, 20.0])  # the policy decides, or the noise
+def test_what_was_sampled_leads_over_any_other_token(temperature):
     """This holds only if prompts, keys, places and the temperature are those of the draw."""
     policy = load_policy(find_policy(str(TINY), None, dtype="float32"))
     rng = np.random.default_rng(0)
@@ -46,17 +47,17 @@ def test_what_was_sampled_leads_over_any_other_token():
     args = types.SimpleNamespace(generations=2, limit=6)
     queue = bench_drafts.queue_of(ids, args, 3)
     engine = Engine(policy.model, EngineSpec(policy.tokenizer.num_tokens))
-    _, expected = bench_drafts.sampled(engine, policy.variables, queue, 4, 0.6, 16)
+    _, expected = bench_drafts.sampled(engine, policy.variables, queue, 4, temperature, 16)
     for place in range(4):
         found = {}
         for number, each in expected.items():
             tokens = np.array(each.tokens)
             tokens[place:] = rng.integers(3, 100, len(tokens) - place)
             found[number] = row(tokens, each.logps)
-        leads = bench_drafts.leads(policy, queue, found, expected, 0.6)
+        leads = bench_drafts.leads(policy, queue, found, expected, temperature)
         differs = [any(found[n].tokens != expected[n].tokens) for n in expected]
         assert len(leads) == sum(differs) and min(leads) > 0
-    assert len(bench_drafts.leads(policy, queue, expected, expected, 0.6)) == 0
+    assert len(bench_drafts.leads(policy, queue, expected, expected, temperature)) == 0
 
 
 @pytest.mark.slow
