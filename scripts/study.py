@@ -42,9 +42,12 @@ from scripts import check_device
 ROOT = pathlib.Path(__file__).parents[1]
 CONFIG = ROOT / "configs/study.toml"
 RATES, FIRST_SEEDS, MORE_SEEDS = (3e-5, 3e-4, 3e-3), (0, 1), (2, 3, 4)
+RUNS = len(RATES) * len(FIRST_SEEDS) + len(MORE_SEEDS)  # of an arm
 # Seconds that a run is assumed to take until one has finished. A run is not started if less time is left than the
 # longest took.
 _FIRST_GUESS = 120
+# Shares of a card's memory: of all its runs together, and of the quantization beside them.
+_OF_RUNS, _OF_GPTQ = 0.8, 0.1
 # Number of timed steps, after those that compile.
 _TIMED, _COMPILING = 10, 4
 # Metrics that are kept for each step: our name, and the name in the run's metrics.
@@ -268,10 +271,8 @@ def work_off(args: argparse.Namespace) -> bool:
     try:
         while True:
             if quantizing and quantizing.poll() is not None:
-                print(
-                    f"GPTQ: status {quantizing.returncode}, {args.seconds - left():.0f} s",
-                    flush=True,
-                )
+                said = f"FAILED: {last_line(args, 'gptq')}" if quantizing.returncode else "done"
+                print(f"GPTQ {said}, {left():.0f} s left", flush=True)
                 quantizing = None
             todo = [each for each in waiting(args, {*running, *failed}) if has_base(args, each)]
             while todo and len(running) < args.jobs and left() > max(took, default=_FIRST_GUESS):
@@ -295,10 +296,10 @@ def work_off(args: argparse.Namespace) -> bool:
                     took.append(time.monotonic() - start)
                     print(f"{name} {took[-1]:.0f} s, {left():.0f} s left", flush=True)
     finally:
-        for process in [process for process, *_ in running.values()] + [quantizing] * bool(
-            quantizing
-        ):
+        for process, *_ in running.values():
             end(process)
+        if quantizing:
+            end(quantizing)
 
 
 def waiting(args: argparse.Namespace, others: set[str]) -> list[Piece]:
@@ -309,26 +310,17 @@ def waiting(args: argparse.Namespace, others: set[str]) -> list[Piece]:
 
 
 def quantize(args: argparse.Namespace, arms: Collection[str]) -> subprocess.Popen | None:
-    """Starts to quantize the base if an arm needs that and it is not done: a process that writes to `gptq.log`."""
+    """Starts to quantize the base on the first card, if one of the arms needs that and it is not done."""
     if gptq_folder(args).is_dir() or not any(ARMS[arm].quantized for arm in arms):
         return None
-    args.work.mkdir(parents=True, exist_ok=True)
     how = "--method gptq --block-scales search --dataset arithmetic-mixed --max-length 128".split()
-    command = [sys.executable, "-m", "qerl_jax", "quantize", args.base, gptq_folder(args), *how]
-    share = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.1"}
-    with log_of(args, "gptq").open("w") as log:
-        return subprocess.Popen(
-            [str(each) for each in command],
-            cwd=ROOT,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=share | dict(os.environ),
-        )
+    command = ["qerl_jax", "quantize", args.base, gptq_folder(args), *how]
+    return launch(args, "gptq", command, 0, _OF_GPTQ)
 
 
 def gptq_folder(args: argparse.Namespace) -> pathlib.Path:
     """The base that `quantize` writes."""
-    return args.work.absolute() / "gptq"
+    return args.work / "gptq"
 
 
 def has_base(args: argparse.Namespace, piece: Piece) -> bool:
@@ -337,20 +329,35 @@ def has_base(args: argparse.Namespace, piece: Piece) -> bool:
 
 
 def begin(args: argparse.Namespace, name: str, card: int = 0) -> subprocess.Popen:
-    """Starts a run as a process with its share of a card. Its output goes to a file."""
+    """Starts a run with its share of a card."""
     together = -(-args.jobs // args.cards)
     options = ["--out", args.out, "--work", args.work, "--config", args.config, "--jobs", together]
     timing = ["--timing"] if args.timing else []
-    command = [sys.executable, "-m", "scripts.study", args.base, *options, "--piece", name, *timing]
-    share = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / together:.3f}"}
+    command = ["scripts.study", args.base, *options, "--piece", name, *timing]
+    return launch(args, name, command, card, _OF_RUNS / together)
+
+
+def launch(
+    args: argparse.Namespace, name: str, command: Sequence[Any], card: int, share: float
+) -> subprocess.Popen:
+    """Starts a module as a process, whose output goes to `log_of` the name.
+
+    Args:
+        args: The arguments of the study.
+        name: The name of the run, or "gptq".
+        command: A module and its arguments.
+        card: The process sees only this card, if there are several.
+        share: Its share of the card's memory. A share in the environment goes before.
+    """
+    memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{share:.3f}"}
     own = {"CUDA_VISIBLE_DEVICES": check_device.card(card, args.cards)} if args.cards > 1 else {}
     args.work.mkdir(parents=True, exist_ok=True)
     with log_of(args, name).open("w") as log:
         return subprocess.Popen(
-            [str(each) for each in command],
+            [sys.executable, "-m", *map(str, command)],
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=share | dict(os.environ) | own,
+            env=memory | dict(os.environ) | own,
         )
 
 
@@ -362,6 +369,16 @@ def end(process: subprocess.Popen) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+
+
+def waited(process: subprocess.Popen, seconds: float) -> int | None:
+    """The status of a process that ends within some seconds; None for one that does not, which is ended."""
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        end(process)
 
 
 def log_of(args: argparse.Namespace, name: str) -> pathlib.Path:
@@ -458,23 +475,17 @@ def short(value: float) -> float:
 def time_arms(args: argparse.Namespace) -> bool:
     """Times the arms without timings, each alone on the card. Returns whether all are timed."""
     began, args.jobs, args.cards = time.monotonic(), 1, 1
-    if (quantizing := quantize(args, args.arms)) and quantizing.wait():
-        print(f"GPTQ: {last_line(args, 'gptq')}")
+    left = lambda: args.seconds - (time.monotonic() - began)
+    if (quantizing := quantize(args, args.arms)) and waited(quantizing, left()) != 0:
+        print(f"GPTQ did not end well: {last_line(args, 'gptq')}", flush=True)
         return False
     for arm in args.arms:
         if (args.out / f"timing_{arm}.json").is_file():
             continue
-        left = args.seconds - (time.monotonic() - began)
-        if left <= 0:
-            return False
         name = Piece(arm, ARMS[arm].rates[1], 0).name
-        process = begin(args, name)
-        try:
-            status = process.wait(left)
-        except subprocess.TimeoutExpired:
+        status = waited(begin(args, name), left()) if left() > 0 else None
+        if status is None:
             return False
-        finally:
-            end(process)
         print(f"timing of {arm}: {'done' if not status else last_line(args, name)}", flush=True)
     return all((args.out / f"timing_{arm}.json").is_file() for arm in args.arms)
 
@@ -485,9 +496,8 @@ def progress(args: argparse.Namespace) -> str:
     lines = []
     for arm in args.arms:
         count = sum(Piece.named(name).arm == arm for name in done)
-        whole = len(RATES) * len(FIRST_SEEDS) + len(MORE_SEEDS)
         best = best_rate(done, arm)
-        lines.append(f"{arm:12} {count} of {whole}" + (f", best rate {best:g}" if best else ""))
+        lines.append(f"{arm:12} {count} of {RUNS}" + (f", best rate {best:g}" if best else ""))
     return "\n".join(lines)
 
 

@@ -1,7 +1,8 @@
 """Writes the results of the study to docs/results.md, with figures: `python -m scripts.study_results`.
 
 It reads docs/measured/study, with a file for each run of `scripts/study.py`. Where runs are missing, the page says that
-they were not measured. All its numbers come from these files. Intervals are Student's 95 % intervals over seeds. Two
+they were not measured. All numbers in its tables come from these files; the sentences that sum them up are in
+`study_page.md`, with their date. Intervals are Student's 95 % intervals over seeds. Two
 arms are compared by the differences between runs with the same seed, which had the same problems in the same order.
 """
 
@@ -21,7 +22,7 @@ import numpy as np
 from scipy.special import stdtrit
 
 from scripts import study
-from scripts.study import ARMS, FIRST_SEEDS, MORE_SEEDS, RATES, Piece
+from scripts.study import ARMS, FIRST_SEEDS, MORE_SEEDS, RATES, RUNS, Piece
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS, PAGE, FIGURES = (
@@ -34,8 +35,6 @@ START = ROOT / "docs/measured/study_start.jsonl"
 # The fixed texts of the page.
 TEMPLATE = pathlib.Path(__file__).with_name("study_page.md")
 MISSING = "not measured yet"
-# Runs of an arm.
-_RUNS = len(RATES) * len(FIRST_SEEDS) + len(MORE_SEEDS)
 # Two arms count as equal if the interval of their difference in accuracy is within this.
 MARGIN = 0.03
 
@@ -316,12 +315,13 @@ def state(results: Results) -> str:
     bases = sorted({run["base"] for run in results.values()})
     devices = sorted({run["device"] for run in results.values()})
     dates = sorted({run["date"] for run in results.values()})
+    days = " to ".join(sorted({dates[0], dates[-1]}))
     text = (
-        f"{len(results)} of {len(ARMS) * _RUNS} runs, on {', '.join(devices)}, {' to '.join(sorted({dates[0], dates[-1]}))}, with the base "
+        f"{len(results)} of {len(ARMS) * RUNS} runs, on {', '.join(devices)}, {days}, with the base "
         f"{', '.join(bases)}."
     )
     counts = {arm: sum(Piece.named(name).arm == arm for name in results) for arm in ARMS}
-    if short := [f"{ARMS[arm].title} ({_RUNS - n})" for arm, n in counts.items() if n < _RUNS]:
+    if short := [f"{ARMS[arm].title} ({RUNS - n})" for arm, n in counts.items() if n < RUNS]:
         text += f" Runs that are left: {', '.join(short)}."
     if len(bases) > 1:
         text += " **They are of different bases, so do not compare them: remove those of one.**"

@@ -166,6 +166,34 @@ def test_runs_are_divided_among_cards(two_steps, monkeypatch):
     assert len(cards) == 12 and cards[:3] == [0, 1, 0] and set(cards[3:]) == {0, 1}
 
 
+@pytest.mark.parametrize("status", [0, 1])
+def test_other_runs_begin_while_gptq_quantizes(two_steps, monkeypatch, capsys, status):
+    args, began, looks = two_steps, [], iter([None] * 3 + [status] * 99)
+    args.out.mkdir()
+    args.work.mkdir()
+    args.arms, args.jobs = ["nvfp4-gptq", "bf16"], 12
+    (args.work / "gptq.log").write_text("ValueError: too few rows\n")
+
+    def poll():
+        quantizing.returncode = next(looks)
+        if quantizing.returncode == 0:
+            study.gptq_folder(args).mkdir(exist_ok=True)
+        return quantizing.returncode
+
+    def begin(args, name, card):
+        began.append(name)
+        (args.out / f"{name}.json").write_text(json.dumps(result([0.5, 0.5])))
+        return types.SimpleNamespace(poll=lambda: 0, returncode=0)
+
+    quantizing = types.SimpleNamespace(poll=poll, returncode=None)
+    monkeypatch.setattr(study, "quantize", lambda args, arms: quantizing)
+    monkeypatch.setattr(study, "begin", begin)
+    assert study.work_off(args) == (status == 0)
+    assert {Piece.named(name).arm for name in began[:6]} == {"bf16"}
+    assert len(began) == (12 if status == 0 else 6)
+    assert ("GPTQ FAILED: ValueError: too few rows" in capsys.readouterr().out) == bool(status)
+
+
 @pytest.mark.slow
 def test_a_run_that_fails_is_told_of_and_left(two_steps, capsys):
     args = two_steps
