@@ -227,7 +227,7 @@ def leads(policy: Any, queue: list, found: dict, expected: dict, temperature: fl
         scores = layers.logits(hidden[None], matrix)
         logps = logprobs.log_softmax(scores, temperature, policy.tokenizer.num_tokens)
         key = jax.random.fold_in(jax.random.wrap_key_data(key), place)
-        return sampling.lead(logps, key[None], token[None], other[None])[0]
+        return sampling.lead(logps, key[None], temperature, token[None], other[None])[0]
 
     made = [lead(np.pad(ids, (0, width - len(ids))), len(ids) - 1, *rest) for ids, *rest in cases]
     return np.array(made)

@@ -38,7 +38,7 @@ def test_differences_are_counted_up_to_the_first_other_token():
     assert bench_drafts.differences(expected, expected)["rows_that_differ"] == 0
 
 
-@pytest.mark.parametrize("temperature", [0.6, 20.0])  # the policy decides, or the noise
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 20.0])  # the policy decides, or the noise
 def test_what_was_sampled_leads_over_any_other_token(temperature):
     """This holds only if prompts, keys, places and the temperature are those of the draw."""
     policy = load_policy(find_policy(str(TINY), None, dtype="float32"))

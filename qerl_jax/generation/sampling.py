@@ -137,7 +137,13 @@ def _draw(logps: jax.Array, keys: jax.Array, temperature: jax.Array) -> jax.Arra
     return (block * padded.shape[2] + place).astype(jnp.int32)
 
 
-def lead(logps: jax.Array, keys: jax.Array, tokens: jax.Array, others: jax.Array) -> jax.Array:
+def lead(
+    logps: jax.Array,
+    keys: jax.Array,
+    temperature: jax.Array,
+    tokens: jax.Array,
+    others: jax.Array,
+) -> jax.Array:
     """By how much a token is ahead of another one in the draw of a row.
 
     A draw compares log-probabilities with noise added. Where two computations of the same log-probabilities draw
@@ -146,6 +152,7 @@ def lead(logps: jax.Array, keys: jax.Array, tokens: jax.Array, others: jax.Array
     Args:
         logps: float32 [B, V] log-probabilities, after truncation.
         keys: PRNG keys [B], those of `next_token`.
+        temperature: float32 scalar; at 0 there is no noise, and the log-probabilities themselves are compared.
         tokens: int32 [B].
         others: int32 [B].
 
@@ -162,7 +169,8 @@ def lead(logps: jax.Array, keys: jax.Array, tokens: jax.Array, others: jax.Array
         padded[rows, block, place] + of_ids[rows, place]
         for block, place in zip(blocks, places, strict=True)
     )
-    return jnp.where(blocks[0] == blocks[1], first - second, of_block - of_other_block)
+    sampled = jnp.where(blocks[0] == blocks[1], first - second, of_block - of_other_block)
+    return jnp.where(temperature > 0, sampled, logps[rows, tokens] - logps[rows, others])
 
 
 def _in_blocks(logps: jax.Array) -> jax.Array:

@@ -396,10 +396,13 @@ def test_a_drawn_token_leads_by_what_its_rivals_would_need(vocab):
     draw = lambda logps: sampling._draw(logps, keys, jnp.float32(1))
     logps = jax.nn.log_softmax(scores)
     drawn, rivals = draw(logps), jnp.array(rng.integers(0, vocab, 64), jnp.int32)
-    leads = np.array(sampling.lead(logps, keys, drawn, rivals))
+    lead = functools.partial(sampling.lead, logps, keys)
+    leads = np.array(lead(1.0, drawn, rivals))
     assert (leads[drawn != rivals] > 0).all() and (leads[drawn == rivals] == 0).all()
     assert_equal = np.testing.assert_array_equal
-    assert_equal(sampling.lead(logps, keys, rivals, drawn), -leads)
+    assert_equal(lead(1.0, rivals, drawn), -leads)
+    rows = np.arange(64)
+    assert_equal(lead(0.0, drawn, rivals), logps[rows, drawn] - logps[rows, rivals])
     same_block = (drawn // 128 == rivals // 128) & (drawn != rivals)
     # Within a block, so that the mass of blocks stays what it is: what the rival gets the block's others lose.
     for share, expected in ((0.99, drawn), (1.01, rivals)):
