@@ -4,12 +4,10 @@ All layers of a model run in a loop with an end that depends on data, as in gene
 and residual additions. Attention is replaced by a copy of the right size. First the values of two layers are compared
 with those of the plain functions. Then for each base, adapter and M the script prints: the wall time of all layers and
 of one, the device time of every kernel by name, and gaps (wall time without a running kernel). Each arm runs in its own
-process, which is killed at its time limit. In arm "nvfp4-unpaired" gate_up is finished by a kernel after its product. In
-arm "nvfp4-apart" each layer has arrays of its own, not slices of stacks, and all layers are written out. "nvfp4-early"
-is the same with kernels that start before the one before them is done:
+process, which is killed at its time limit. In arm "nvfp4-unpaired" gate_up is finished by a kernel after its product:
 
     python -m scripts.bench_layer --arms nvfp4,nvfp4-unpaired --m 8 64 128
-    python -m scripts.bench_layer --arms nvfp4,nvfp4-apart,nvfp4-early --m 8 64
+    python -m scripts.bench_layer --arms nvfp4 --m 64 128 --unroll 28    # all layers written out
 """
 
 from __future__ import annotations
@@ -24,10 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
-from typing import Any
 
-# What `fused_decode.policy` gathers as stacks of all layers.
-STACKS = ("weights", "divisors", "biases", "branches", "scales", "head_norms")
 BASE_KERNELS = (
     "nvfp4_matmul",
     "nvfp4_gated",
@@ -36,25 +31,6 @@ BASE_KERNELS = (
     "cutlass",
     "sm90_xmma",
 )
-
-
-def apart(policy: Any) -> tuple[Any, list]:
-    """The policy without its layers, and what each layer has."""
-    import jax
-
-    stacks = {name: getattr(policy, name) for name in STACKS}
-    count = len(jax.tree.leaves(stacks)[0])
-    layers = [jax.tree.map(lambda leaf, i=i: leaf[i], stacks) for i in range(count)]
-    return dataclasses.replace(policy, **dict.fromkeys(STACKS)), layers
-
-
-def together(policy: Any, layers: list) -> Any:
-    """The reverse of `apart`. In a compiled program a slice of such a stack is the layer's own array."""
-    import jax
-    import jax.numpy as jnp
-
-    stacks = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
-    return dataclasses.replace(policy, **stacks)
 
 
 def run_arm(args: argparse.Namespace) -> None:
@@ -75,9 +51,6 @@ def run_arm(args: argparse.Namespace) -> None:
     weights, *traits = args.child.split("-")
     if "unpaired" in traits:
         os.environ["PALLAS_PAIRED_GATES"] = "0"
-    if "early" in traits:
-        os.environ["PALLAS_EARLY_LAUNCH"] = "1"
-    is_apart = "apart" in traits or "early" in traits
     arch = architecture.KNOWN[args.model]
     arch = dataclasses.replace(arch, vocab_size=64, num_layers=args.layers or arch.num_layers)
     lora = LoraConfig(args.rank, float(args.rank)) if args.rank else None
@@ -119,13 +92,10 @@ def run_arm(args: argparse.Namespace) -> None:
 
     @functools.partial(jax.jit, static_argnums=0)
     def gathered(model, variables):
-        policy = fused_decode.policy(model, variables)
-        return apart(policy) if is_apart else policy
+        return fused_decode.policy(model, variables)
 
-    def one_step(model, given, x):
-        policy = together(*given) if is_apart else given
-        unroll = model.arch.num_layers if is_apart else args.unroll
-        return fused_decode.step(model, policy, x, attend, (), unroll=unroll)[0]
+    def one_step(model, policy, x):
+        return fused_decode.step(model, policy, x, attend, (), unroll=args.unroll)[0]
 
     def check(m):
         """Returns the relative error of two fused layers against plain ones, and checks that rows are independent."""

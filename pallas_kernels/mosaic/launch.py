@@ -7,8 +7,6 @@ from typing import Any
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import runtime
-
 # The layout that `wgmma` needs in shared memory: 64 columns of 16 bits in a row of 128 bytes.
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 # The same for rows of 64 bytes: bulk copies of 32 columns, which are stored and read without bank conflicts.
@@ -27,7 +25,6 @@ def launch(
     name: str,
     interpret: bool,
     options: Mapping[str, Any] | None = None,
-    waits: bool = True,
     **mesh: Any,
 ) -> dict[str, jax.Array]:
     """Launches a kernel.
@@ -41,8 +38,6 @@ def launch(
       name: the kernel's name in profiles.
       interpret: run on a CPU and report data races.
       options: compiler options, in addition to those of all kernels.
-      waits: call `await_inputs` before the body. If not, the body calls it, before it reads anything that a kernel has
-        written, and before it writes anything.
       **mesh: grid, cluster and threads, as `plgpu.kernel` takes them.
 
     Returns:
@@ -55,8 +50,6 @@ def launch(
     )
 
     def kernel(*refs):
-        if waits:
-            await_inputs(interpret=interpret)
         names = [*operands, *results, *scratch]
         body(types.SimpleNamespace(**absent, **dict(zip(names, refs, strict=True))))
 
@@ -74,17 +67,3 @@ def launch(
         **mesh,
     )(*operands.values())
     return dict(zip(results, outs, strict=True))
-
-
-def await_inputs(*, interpret: bool) -> None:
-    """Waits for the kernels that this one depends on, then lets those that depend on it start.
-
-    It does nothing unless `runtime.launches_early()`: then kernels only start when those before them are done. Whoever
-    is started has waited, so the kernels before the one before are done, too, and can be depended on without a wait.
-
-    Args:
-      interpret: whether the kernel runs on a CPU.
-    """
-    if runtime.launches_early() and not interpret:
-        plgpu.griddepcontrol_wait()
-        plgpu.griddepcontrol_launch_dependents()

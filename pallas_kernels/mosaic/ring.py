@@ -41,12 +41,11 @@ class Ring:
         """Starts copying an item into its slot. The slot must have no readers."""
         self.copy(item, self.slot(item), *source)
 
-    def fill(self, copy: Callable[..., None] | None = None) -> None:
-        """Starts copying the first items, one into each slot; with `copy`, only the part that it copies."""
-        copy = copy or self.copy
+    def fill(self) -> None:
+        """Starts copying the first items, one into each slot."""
         for stage in range(self.stages):
             item = jnp.asarray(self.first + stage, jnp.int32)
-            pl.when(item < self.end)(lambda item=item: copy(item, self.slot(item)))
+            pl.when(item < self.end)(lambda item=item: self.fetch(item))
 
     def wait(self, slot: jax.Array) -> None:
         """Waits until a slot's item has arrived."""

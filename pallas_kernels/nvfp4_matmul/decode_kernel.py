@@ -10,7 +10,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import runtime
 from pallas_kernels.mosaic import fragments
 from pallas_kernels.mosaic import launch as mosaic
 from pallas_kernels.mosaic.ring import Ring
@@ -103,7 +102,6 @@ def launch(
         },
         name=name,
         interpret=problem.interpret,
-        waits=False,
         grid=(problem.blocks,),
         grid_names=("block",),
         num_threads=warpgroups,
@@ -148,7 +146,7 @@ class _Block:
         start, stop = plan.start(self.number), plan.start(self.number + 1)
         empty = self.refs.empty
         ring = Ring(self.problem.config.stages, self._copy_unit, self.refs.full, empty, start, stop)
-        pl.when(self.group == 0)(lambda: self._fill(ring))
+        pl.when(self.group == 0)(ring.fill)
         first_tile, last_tile = lax.div(start, plan.steps), lax.div(stop - 1, plan.steps)
 
         @pl.loop(first_tile, last_tile + 1)
@@ -170,19 +168,6 @@ class _Block:
                 part = self.number - plan.first_block(tile)
                 row_tile = tile * self.problem.config.warpgroups + self.group
                 self._store(total, self.refs.sums.at[part, row_tile])
-
-    def _fill(self, ring: Ring) -> None:
-        """Fills the slots. If kernels start early, W is asked for before the wait for x: no kernel writes W."""
-        if runtime.launches_early():
-            ring.fill(self._copy_w)
-            self._await_x()
-            ring.fill(self._copy_x)
-        else:
-            ring.fill()
-
-    def _await_x(self) -> None:
-        """Waits until x is written. The other warpgroups write nothing before x has arrived in a slot."""
-        mosaic.await_inputs(interpret=self.problem.interpret)
 
     def _copy_unit(self, unit: jax.Array, slot: jax.Array) -> None:
         """Starts the copies of a unit of W and x."""
@@ -251,7 +236,6 @@ class _Block:
 
         @pl.when(self.group == 0)
         def _fill():
-            self._await_x()
             ring.fill()
 
         def sum_over_columns(acc):

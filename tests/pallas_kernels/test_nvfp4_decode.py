@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import jaxprs_in_params
 
 from pallas_kernels import nvfp4, runtime
 from pallas_kernels.finished_linear import decode as fused
@@ -71,42 +70,6 @@ def test_the_kernel_meets_the_reference_without_a_race(capfd, m, n, k, config):
     assert_within_an_ulp(actual, x, t)
     # JAX 0.11 reports races on standard output and goes on; JAX 0.12 raises an error.
     assert "RACE" not in capfd.readouterr().out
-
-
-@on_cpu
-def test_a_kernel_that_starts_early_gives_the_same_sums_without_a_race(monkeypatch, capfd):
-    x, w, config = normal(0, (16, 320)), prepare(weight(1, 256, 320)), Config(2, 64, 2, 2)
-    expected = interpreted(x, w, config)
-    monkeypatch.setenv("PALLAS_EARLY_LAUNCH", "1")
-    np.testing.assert_array_equal(interpreted(x, w, config), expected)
-    assert "RACE" not in capfd.readouterr().out
-
-
-def primitives(jaxpr):
-    """Names of all primitives of a program, in its order."""
-    for eqn in jaxpr.eqns:
-        yield eqn.primitive.name
-        for inner in jaxprs_in_params(eqn.params):
-            yield from primitives(inner)
-
-
-def test_a_kernel_that_starts_early_asks_for_w_before_it_waits_for_x(monkeypatch, h200):  # noqa: F811
-    x, w, config = normal(0, (8, 512)), prepare(weight(1, 128, 512)), Config(2, 64, 3, 1)
-    wait, trigger = "griddepcontrol_wait", "griddepcontrol_launch_dependents"
-
-    def told():
-        traced = jax.make_jaxpr(lambda x: decode.matmul(x, w, config))(x)
-        told = (wait, trigger, "copy_gmem_to_smem")
-        return [name for name in primitives(traced.jaxpr) if name in told]
-
-    assert not {wait, trigger} & set(told())
-    monkeypatch.setenv("PALLAS_EARLY_LAUNCH", "1")
-    calls = told()
-    # Each warpgroup has tiles of its own in each slot, and all share x.
-    assert calls.index(wait) == config.stages * config.warpgroups
-    assert calls[calls.index(wait) + 1] == trigger
-    # x in each slot; then, in the loop, the tiles and x of one unit.
-    assert len(calls) == calls.index(trigger) + 1 + config.stages + config.warpgroups + 1
 
 
 @on_cpu
