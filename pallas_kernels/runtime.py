@@ -255,22 +255,6 @@ def pairs_gates() -> bool:
     return os.environ.get("PALLAS_PAIRED_GATES", "1") not in ("", "0")
 
 
-def shares_pages() -> bool:
-    """Whether decode attention reads shared pages once for several rows: with PALLAS_SHARED_PAGES=1 in the environment.
-
-    Asked before rows are scheduled. An experiment: it gains with prompts of 1024 tokens and more only.
-    """
-    return os.environ.get("PALLAS_SHARED_PAGES", "0") not in ("", "0")
-
-
-def launches_early() -> bool:
-    """Whether a kernel starts while the one before it still runs: with PALLAS_EARLY_LAUNCH=1 in the environment.
-
-    Asked while a program is traced. An experiment, which JAX 0.12 makes possible in CUDA graphs: not yet timed there.
-    """
-    return os.environ.get("PALLAS_EARLY_LAUNCH", "0") not in ("", "0")
-
-
 def memory_stats() -> dict[str, int] | None:
     """Memory of a local device in bytes (`bytes_limit`, `bytes_in_use`, ...), or None if not reported.
 

@@ -13,8 +13,10 @@ which is killed at its time limit. A row can be run alone:
                                                                   # beside the layers of training
     python -m scripts.bench_rollouts --arms nvfp4 nvfp4-unpaired --batch 8 64 128
                                                                   # gate_up finished by a kernel after its product
-    timeout 100 python -m scripts.bench_rollouts --arms nvfp4 nvfp4-shared --batch 128 --siblings 8 --timeout 48
-                                                                  # 16 prompts x 8; prompt pages read once for all
+    python -m scripts.bench_rollouts --arms nvfp4 nvfp4-unshared --batch 128 --siblings 8 --prompt 1024
+                                                                  # 16 prompts x 8; a prompt's pages read for each
+    python -m scripts.bench_rollouts --arms nvfp4 nvfp4-unrolled --batch 64 128
+                                                                  # all layers written out
     python -m scripts.bench_rollouts --kernels portable --arms nvfp4 --batch 8 64
                                                                   # as on cards other than Hopper
     python -m scripts.bench_rollouts --mixed                      # 128 x 8 log-normal lengths, 64 slots
@@ -76,7 +78,7 @@ class Bench:
         import jax
         import jax.numpy as jnp
 
-        from pallas_kernels import runtime
+        from pallas_kernels import decode_attention, runtime
         from pallas_kernels.nvfp4_matmul import config
         from qerl_jax.config import LoraConfig, MeshConfig
         from qerl_jax.mesh import Replicas
@@ -96,9 +98,12 @@ class Bench:
         if trait == "unpaired":
             # gate_up is finished by a kernel after its product.
             os.environ["PALLAS_PAIRED_GATES"] = "0"
-        if trait == "shared":
-            # Attention reads the pages of a prompt once for several of its completions.
-            os.environ["PALLAS_SHARED_PAGES"] = "1"
+        if trait == "unshared":
+            # Attention reads the pages of a prompt for each of its completions.
+            decode_attention.LEAST_SHARED = 1 << 30
+        if trait == "unrolled":
+            # All layers are written out, whatever the number of rows.
+            fused_decode.UNROLLED_ROWS = 256
         if trait == "plain":
             # Decode with the layers of training, as where the fused ones do not apply.
             fused_decode.fit = lambda *_, **__: None
@@ -322,7 +327,8 @@ def main() -> int:
                 "-plain",
                 "-wide",
                 "-unpaired",
-                "-shared",
+                "-unshared",
+                "-unrolled",
             )
         ],
     )

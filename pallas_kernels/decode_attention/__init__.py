@@ -7,5 +7,13 @@ from pallas_kernels.decode_attention.api import (
     supports_sharing,
     unless_kernel,
 )
+from pallas_kernels.decode_attention.config import LEAST_SHARED
 
-__all__ = ["decode_attention", "plan", "supports_heads", "supports_sharing", "unless_kernel"]
+__all__ = [
+    "LEAST_SHARED",
+    "decode_attention",
+    "plan",
+    "supports_heads",
+    "supports_sharing",
+    "unless_kernel",
+]

@@ -269,7 +269,7 @@ class Engine:
             longest_prefill=max_prompt_length - 1,
             most_prompts=demand.prefilled(slots),
             sizes=batch_sizes(slots) if self._compact else (slots,),
-            shares=self._shares(prompts),
+            least_shared=self._least_shared(prompts),
             drafted=drafts.most_rows if positions else 0,
             # Of the round before and of this one.
             ended=min(
@@ -290,14 +290,13 @@ class Engine:
             for place in range(len(own))
         ]
 
-    def _shares(self, prompts: Sequence[QueuedPrompt]) -> bool:
-        """Whether attention reads the pages of a prompt once for several of its rows."""
+    def _least_shared(self, prompts: Sequence[QueuedPrompt]) -> int:
+        """Pages of a prompt from which on attention reads them once for several of its rows; 0 if no prompt has as many."""
         arch = self._model.own_part.arch
-        return (
-            runtime.shares_pages()
-            and any(len(prompt.keys) > 1 for prompt in prompts)
-            and decode_attention.supports_sharing(arch.num_heads, arch.num_kv_heads) is None
-        )
+        if decode_attention.supports_sharing(arch.num_heads, arch.num_kv_heads) is not None:
+            return 0
+        least, size = decode_attention.LEAST_SHARED, self._page_size
+        return least if any(prompt.shared_pages(size) >= least for prompt in prompts) else 0
 
     def completions(
         self,

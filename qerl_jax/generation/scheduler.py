@@ -54,6 +54,10 @@ class QueuedPrompt:
     noise: np.ndarray | None = None
     earlier: Sequence[np.ndarray] = ()
 
+    def shared_pages(self, page_size: int) -> int:
+        """Whole pages of all tokens but the last, which its completions have in common; 0 if it has one completion."""
+        return (len(self.tokens) - 1) // page_size if len(self.keys) > 1 else 0
+
 
 # What answers a row whose turn has ended, by the row's number and its tokens so far: None where the row
 # ends with it; else the tokens that come next, which are given and not sampled (none: the row ends), when
@@ -102,8 +106,8 @@ class Slots:
         noise: int32 [B], numbers of the rows' noise; None where they have none of their own.
         given: int32 [B, n], tokens that a row takes next in a chunk instead of sampled ones, -1 where it samples;
             None where rows have one turn.
-        shared: int32 [B], whole pages of each row's prompt, which its siblings share; None where attention reads
-            them for each row.
+        shared: int32 [B], whole pages of each row's prompt that attention reads once for it and its siblings; None
+            where it reads all pages for each row.
         texts: Where drafts are looked for, with `history`; None where there are no drafts.
         span: int32, with drafts: the chunk ends when a row has got so many tokens.
         patience: int32, with drafts: the chunk ends when rows that have ended in it have been idle for so many steps
@@ -138,7 +142,7 @@ class Shapes:
         longest_prefill: Most tokens of a prompt but its last.
         most_prompts: Prompts that can be prefilled at a time: these, or as many as there are slots.
         sizes: Rows that a batch can have, largest first.
-        shares: Whether attention reads the pages of a prompt once for several of its rows.
+        least_shared: Pages of a prompt from which on attention reads them once for several of its rows; 0 if it never does.
         drafted: The most rows that have drafts; 0 for no drafts.
         ended: P, tokens of a row's group that have ended and in which drafts are looked for.
         stop_strings: Whether texts end rows, which the host finds between two chunks.
@@ -151,7 +155,7 @@ class Shapes:
     longest_prefill: int
     most_prompts: int
     sizes: tuple[int, ...]
-    shares: bool = False
+    least_shared: int = 0
     drafted: int = 0
     ended: int = 0
     stop_strings: bool = False
@@ -502,7 +506,7 @@ class Schedule:
             given=None
             if self._turns is None
             else np.full((size, self._shapes.stride(size)), -1, np.int32),
-            shared=np.zeros(size, np.int32) if self._shapes.shares else None,
+            shared=np.zeros(size, np.int32) if self._shapes.least_shared else None,
             texts=self._known_texts() if drafts else None,
             span=np.int32(self._span(size)) if drafts else None,
             patience=np.int32(patience) if drafts else None,
@@ -517,7 +521,8 @@ class Schedule:
             slots.keys[slot] = row.key
             if slots.shared is not None:
                 # Also of a row whose siblings have ended: how its pages are cut must not depend on them.
-                slots.shared[slot] = row.cached.filled // self._shapes.page_size
+                pages = prompt.shared_pages(self._shapes.page_size)
+                slots.shared[slot] = pages if pages >= self._shapes.least_shared else 0
             if row.noise is not None:
                 slots.noise[slot] = row.noise
             if row.given:

@@ -342,6 +342,16 @@ def test_a_row_has_the_same_bits_whichever_siblings_are_left(monkeypatch):
             assert np.all(np.isfinite(np.asarray(same, np.float32)))
 
 
+@on_cpu
+@pytest.mark.slow
+def test_a_row_that_shares_nothing_has_the_bits_that_it_has_where_none_does(monkeypatch):
+    monkeypatch.setattr(launch, "INTERPRETED", plgpu.InterpretGPUParams(detect_races=False))
+    arguments, shared = sharing(3, 4, 1, 64, [(2, [200, 140]), (0, [130]), (0, [255])], 4)
+    run = interpreted(Config(2, 2, 2, 2))
+    together, apart = run(*arguments, shared=shared)[0], run(*arguments)[0]
+    np.testing.assert_array_equal(together[2:], apart[2:])
+
+
 def test_rows_of_many_queries_cannot_share_pages():
     arguments, shared = sharing(0, 12, 1, 128, [(1, [70, 130])], 3)
     with pytest.raises(NotImplementedError, match="at most 8 query heads per key head; got 12"):

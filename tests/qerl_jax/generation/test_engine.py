@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import decode_attention
 from qerl_jax.config import LoraConfig
 from qerl_jax.generation import (
     decode_step,
@@ -259,7 +260,7 @@ def test_a_row_is_bitwise_independent_of_the_others_through_all_kernels(
     monkeypatch, slots, shortest, shares
 ):
     """Products with LoRA, epilogues, attention over pages, prefill, head and sampling run as in a 7B."""
-    monkeypatch.setenv("PALLAS_SHARED_PAGES", str(shares))
+    monkeypatch.setattr(decode_attention, "LEAST_SHARED", 1 if shares else 1 << 30)
     model, policy = layers_of_7b()
     sampler = Engine(model, EngineSpec(4000), compact=False)
 
@@ -286,10 +287,7 @@ def test_a_row_is_bitwise_independent_of_the_others_through_all_kernels(
 
 
 @pytest.mark.slow
-def test_attention_learns_which_pages_rows_share_if_the_switch_is_on(monkeypatch):
-    from pallas_kernels import decode_attention
-
-    monkeypatch.setenv("PALLAS_SHARED_PAGES", "1")
+def test_attention_learns_which_pages_rows_share_where_prompts_are_long(monkeypatch):
     monkeypatch.setattr(decode_attention, "supports_sharing", lambda *_: None)
     told, attend = [], decode_attention.decode_attention
 
@@ -300,7 +298,9 @@ def test_attention_learns_which_pages_rows_share_if_the_switch_is_on(monkeypatch
     monkeypatch.setattr(decode_attention, "decode_attention", watched)
     jax.clear_caches()
     shared, alone = prompts(0, (20, 9), (3, 1)), prompts(0, (20, 9), (1, 1))
-    for queue, is_told in ((shared, True), (alone, False)):
+    # 19 tokens are two whole pages.
+    for queue, least, is_told in ((shared, 2, True), (shared, 3, False), (alone, 1, False)):
+        monkeypatch.setattr(decode_attention, "LEAST_SHARED", least)
         told.clear()
         assert len(run(queue)) == sum(len(prompt.keys) for prompt in queue)
         assert told and set(told) == {is_told}

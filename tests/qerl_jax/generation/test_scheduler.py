@@ -27,8 +27,8 @@ def test_every_row_ends_and_no_page_has_two_writers(seed):
         for n, g in zip(lengths, groups, strict=True)
     ]
     table_width = -(-(width - 1 + limit) // size)
-    prefills = width - 1, min(slots, 9)
-    shapes = Shapes(size, 5, table_width, 0, *prefills, (slots,), shares=True)
+    prefills, least = (width - 1, min(slots, 9)), int(draw.integers(1, 4))
+    shapes = Shapes(size, 5, table_width, 0, *prefills, (slots,), least_shared=least)
     num_pages = int(draw.integers(2 + table_width, 2 + 3 * table_width))
     schedule, ended = Schedule(shapes, num_pages, deal(queue)), set()
     for _ in range(3000):
@@ -60,6 +60,7 @@ def test_every_row_ends_and_no_page_has_two_writers(seed):
         assert not shared & set(own) and 0 not in shared
         # What decode attention relies on: the first page tells which rows share all of these.
         assert np.all(chunk.shared * size <= chunk.ends)
+        assert np.all((chunk.shared == 0) | (chunk.shared >= least))
         for row, other in np.argwhere(chunk.tables[:, :1] == chunk.tables[:, 0]):
             if chunk.live[row] and chunk.live[other]:
                 assert (count := chunk.shared[row]) == chunk.shared[other]
