@@ -465,11 +465,12 @@ def main() -> None:
     if args.out:
         with args.out.open("a") as file:
             file.writelines(json.dumps(versions() | row) + "\n" for row in rows)
-    names = list(rows[0]) if rows else []
+    names = list(dict.fromkeys(name for row in rows for name in row))
     print("| " + " | ".join(names) + " |")
     print("|" + " --- |" * len(names))
     for row in rows:
-        cells = [f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()]
+        values = [row.get(name, "") for name in names]
+        cells = [f"{v:.4g}" if isinstance(v, float) else str(v) for v in values]
         print("| " + " | ".join(cells) + " |")
 
 
