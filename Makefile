@@ -28,6 +28,7 @@ quickstart: env  ## train the tiny base that ships with the package, on the CPU
 # Options of scripts/reproduce.py in ARGS, such as ARGS="--plan-only --device H100".
 MODEL ?= 7b
 reproduce: env  ## QeRL's GSM8K experiment on one card, from download to table: MODEL=3b, 7b, 14b or 32b
+	@if command -v nvidia-smi > /dev/null; then $(MAKE) --no-print-directory $(VENV)/.cuda; fi
 	$(BIN)/python -m scripts.reproduce $(MODEL) $(ARGS)
 
 # Tests of one file share compiled programs, so a worker takes whole files.
@@ -70,7 +71,7 @@ docs: $(VENV)/.docs  ## run the examples of docs/, and build the site into build
 notebooks: $(VENV)/.notebooks  ## run the notebooks from top to bottom on the CPU: some five minutes
 	JAX_PLATFORMS=cpu $(BIN)/python -m scripts.run_notebooks
 
-$(VENV)/.docs $(VENV)/.notebooks: $(VENV)/.%: pyproject.toml constraints.txt | $(STAMP)
+$(VENV)/.docs $(VENV)/.notebooks $(VENV)/.cuda: $(VENV)/.%: pyproject.toml constraints.txt | $(STAMP)
 	$(BIN)/python -m pip install --quiet --editable '.[$*]' --constraint constraints.txt
 	@touch $@
 

@@ -19,8 +19,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import pathlib
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import jax
 
 import qerl_jax
 from qerl_jax import cards, config, memory
@@ -75,6 +78,11 @@ def main() -> None:
         plan.require(limit)
     if args.plan_only:
         return
+    if memory.device_memory() is None and not args.quick:
+        sys.exit(
+            f"reproduce: device: got {jax.default_backend()}, must be a GPU; JAX finds none here. With an NVIDIA card run "
+            "pip install -e '.[cuda]', or try everything on a CPU with --quick --folder FOLDER"
+        )
     if not args.random_weights:
         found = hf_folder.local_folder(cfg.model.model_name_or_path)
         print(f"model in {found}", flush=True)

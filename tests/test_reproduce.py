@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from qerl_jax import config
+from qerl_jax import config, memory
 from scripts import reproduce
 
 
@@ -28,6 +28,13 @@ def test_the_plan_of_7b_says_time_and_memory_without_a_download(capsys, monkeypa
 def test_a_run_that_does_not_fit_is_refused_before_the_download(monkeypatch):
     monkeypatch.setattr("sys.argv", ["reproduce", "32b", "--device", "T4"])
     with pytest.raises(config.ConfigError, match="memory"):
+        reproduce.main()
+
+
+def test_a_machine_without_a_gpu_is_refused_before_the_download(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["reproduce", "7b"])
+    monkeypatch.setattr(memory, "device_memory", lambda: None)
+    with pytest.raises(SystemExit, match="device: got cpu, must be a GPU"):
         reproduce.main()
 
 
