@@ -9,6 +9,7 @@ FOLDER; it is copied to docs/ by hand, after it has been looked at.
     python -m scripts.measure_batch table --out measured                 # decoding, for docs/benchmarks.md
     python -m scripts.measure_batch h100 --out measured                  # tunes an H100, and times it before and after
     python -m scripts.measure_batch portable --out measured
+    python -m scripts.measure_batch paper --out measured                 # the paper's tables of speed
     python -m scripts.measure_batch drafts --out measured --smollm2 FOLDER    # of scripts.make_smollm2
     python -m scripts.measure_batch gates --out measured --only 2 3           # some of its commands
     python -m scripts.measure_batch drafts --list
@@ -187,6 +188,32 @@ BATCHES = {
         Command(
             200,
             "scripts.bench_step --rows 72b-step --tokenizer qerl_jax/assets/tiny --out {out}/step.json",
+        ),
+    ],
+    # What the paper's tables 3 and 5 to 9 have, for docs/paper-tables.md.
+    "paper": [
+        *(
+            Command(
+                seconds,
+                f"scripts.bench_rollouts --model {model} --arms {arms} --rank {rank} --batch {rows} "
+                "--out {out}/rollouts.jsonl",
+            )
+            for seconds, model, arms, rank, rows in (
+                (110, "3b", "nvfp4 bfloat16", 32, "1 8"),
+                (130, "7b", "nvfp4 bfloat16 nf4", 16, "1"),
+                (130, "7b", "nvfp4 bfloat16 nf4", 64, "1"),
+                (130, "14b", "nvfp4 bfloat16", 32, "1 8"),
+                (130, "14b", "nvfp4 bfloat16 nf4", 16, "1"),
+                (130, "14b", "nvfp4 bfloat16 nf4", 64, "1"),
+                (150, "32b", "nvfp4 bfloat16", 16, "1"),
+                (150, "32b", "nvfp4 bfloat16", 64, "1"),
+                (90, "3b", "nvfp4 bfloat16", 16, "1"),
+                (90, "3b", "nvfp4 bfloat16", 64, "1"),
+            )
+        ),
+        Command(
+            290,
+            "scripts.bench_step --rows 7b-16 7b-16-bf16 7b-64 7b-64-bf16 --tokenizer qerl_jax/assets/tiny --out {out}/step.json",
         ),
     ],
     "gates": [

@@ -58,6 +58,19 @@ PAPER_RANKS = {
         "nvfp4": (58.0, 56.0, 51.3),
     },
 }
+# The rank of our adapters, except where a line's name says another.
+RANK = 32
+# How many times as fast a step is as with BF16 LoRA: "BS 2, 4, 8" of table 3; "BS 2, 8" of tables 5 to 8, without and
+# with gradient checkpointing.
+PAPER_ENDS = {
+    "3B": {"nvfp4": ("-", "1.1, 1.1", "1.0, 1.1")},
+    "7B": {"nvfp4": ("1.5, 1.4, 1.2", "1.2, 1.1", "1.2, 1.1"), "nf4": ("0.8, 0.8, 0.7", "-", "-")},
+    "14B": {
+        "nvfp4": ("1.4, 1.2, 1.2", "1.4, out of memory", "1.4, 1.3"),
+        "nf4": ("0.9, 0.7, 0.7", "-", "-"),
+    },
+    "32B": {"nvfp4": ("-", "out of memory", "BF16 out of memory")},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,29 +104,23 @@ def size(model: str, weights: str) -> float:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves) / 1e9
 
 
+# Our lines by format: the table, and the name of the column if it is not the value itself.
+_OURS = {
+    "nvfp4": ("decoding", None),
+    "bfloat16": ("bfloat16", "BF16 tokens/s"),
+    "nf4": ("plain", None),
+    "mxfp4": ("plain", None),
+}
+
+
 def rollouts(lines: Lines) -> str:
     """Tokens per second by number of rows that decode at once."""
-    rows = [
-        [
-            "model",
-            "rows",
-            "NVFP4, H200",
-            "NVFP4, H100",
-            "BF16, H200",
-            "NF4, H200",
-            "the paper, H100",
-        ]
-    ]
+    columns = [("nvfp4", H200), ("nvfp4", H100), ("bfloat16", H200), ("nf4", H200), ("mxfp4", H200)]
+    heads = [f"{FORMATS[weights]}, {device.split()[-1]}" for weights, device in columns]
+    rows = [["model", "rows", *heads, "the paper, H100"]]
     for model, theirs in PAPER_ROLLOUT.items():
         for count in (1, 8, 16, 32, 64, 128):
-            name = f"{model}, {count} row{'s' if count > 1 else ''}"
-            nf4 = lines.value("plain", f"NF4, {count} rows", H200) if model == "7B" else MISSING
-            cells = [
-                lines.value("decoding", name, H200),
-                lines.value("decoding", name, H100),
-                lines.value("bfloat16", name, H200, "BF16 tokens/s"),
-                nf4,
-            ]
+            cells = [cell(lines, weights, model, count, device) for weights, device in columns]
             paper = {1: 0, 8: 1}.get(count)
             if set(cells) == {MISSING} and (paper is None or model != "3B"):
                 continue
@@ -125,21 +132,52 @@ def rollouts(lines: Lines) -> str:
     return table(rows)
 
 
+def cell(lines: Lines, weights: str, model: str, count: int, device: str, rank: int = RANK) -> str:
+    """Our tokens per second with so many rows and an adapter of this rank."""
+    kind, column = _OURS[weights]
+    name = f"{count} row{'s' if count > 1 else ''}"
+    name += f", rank {rank}" * (rank != RANK)
+    if kind == "plain":
+        # Lines of the plain layers are of 7B.
+        return (
+            lines.value(kind, f"{FORMATS[weights]}, {name}", device) if model == "7B" else MISSING
+        )
+    return lines.value(kind, f"{model}, {name}", device, column)
+
+
 def ranks(lines: Lines) -> str:
     """Tokens per second of one row by the rank of the adapter."""
-    rows = [["model", "rank", "NVFP4, H200", "BF16, H200", "NF4, H200", "the paper, H100"]]
+    columns = [("nvfp4", H200), ("nvfp4", H100), ("bfloat16", H200), ("nf4", H200)]
+    heads = [f"{FORMATS[weights]}, {device.split()[-1]}" for weights, device in columns]
+    rows = [["model", "rank", *heads, "the paper, H100"]]
     for model, theirs in PAPER_RANKS.items():
         for place, rank in enumerate((16, 32, 64)):
-            name = f"{model}, 1 row"
-            ours = [MISSING] * 3
-            if rank == 32:  # all our lines were measured with this rank
-                ours = [
-                    lines.value("decoding", name, H200),
-                    lines.value("bfloat16", name, H200, "BF16 tokens/s"),
-                    MISSING,
-                ]
+            ours = [cell(lines, weights, model, 1, device, rank) for weights, device in columns]
             said = ", ".join(f"{FORMATS[each]} {theirs[each][place]}" for each in theirs)
             rows.append([model, str(rank), *ours, said])
+    return table(rows)
+
+
+def ends(lines: Lines) -> str:
+    """How many times as fast a whole step is as with a 16-bit base: the paper's numbers, and ours."""
+    rows = [
+        [
+            "model",
+            "format",
+            "the paper, table 3",
+            "tables 5 to 8, activations kept",
+            "recomputed",
+            "ours, H200",
+        ]
+    ]
+    for model, formats in PAPER_ENDS.items():
+        for weights, cells in formats.items():
+            ours = (
+                ", ".join(ratio(lines, count)[0] for count in (16, 64))
+                if (model, weights) == ("7B", "nvfp4")
+                else ""
+            )
+            rows.append([model, FORMATS[weights], *cells, ours])
     return table(rows)
 
 
@@ -162,17 +200,10 @@ def steps(lines: Lines) -> str:
             "-",
         ],
     ]
-    for count in (16, 64):
-        name = f"7B, BF16 step over NVFP4 step: {count} completions of 512"
-        rows.append([name, *ratio(lines, count), E2E])
     rows.append(
-        ["the same in seconds, NVFP4, 64 completions", value(long, H200), value(long, H100), "-"]
+        ["7B, NVFP4, 64 completions of 512, seconds", value(long, H200), value(long, H100), "-"]
     )
     return table(rows)
-
-
-# End to end against BF16 LoRA, table 3.
-E2E = '1.5, 1.4, 1.2 ("BS 2, 4, 8"); NF4 0.8, 0.8, 0.7'
 
 
 def ratio(lines: Lines, count: int) -> list[str]:
@@ -194,7 +225,11 @@ def ratio(lines: Lines, count: int) -> list[str]:
 def page(lines: Lines) -> str:
     """Returns docs/paper-tables.md."""
     return TEXT.format(
-        sizes=sizes(), rollouts=rollouts(lines), ranks=ranks(lines), steps=steps(lines)
+        sizes=sizes(),
+        rollouts=rollouts(lines),
+        ranks=ranks(lines),
+        steps=steps(lines),
+        ends=ends(lines),
     )
 
 
@@ -225,18 +260,23 @@ tokens, up to 2048 new tokens.
 
 {rollouts}
 
-NF4 is slow in ours because it has no fused kernels ([benchmarks](benchmarks.md#decoding-without-the-fused-layers)). It is an
-untuned baseline, and says nothing about the format.
+NF4 and MXFP4 are slow in ours because the Hopper kernels do not read them: the layers of training decode them
+([benchmarks](benchmarks.md#decoding-without-the-fused-layers)). They are untuned baselines, and say nothing about the formats.
 
 ## Rank, tokens per second of one row (table 9)
 
 {ranks}
 
-To measure other ranks: `python -m scripts.bench_rollouts --model MODEL --arms nvfp4 --batch 1 --rank 16`.
+To measure what is empty: `python -m scripts.measure_batch paper`.
 
-## A whole step (tables 3, 7 and 8)
+## A whole step (tables 3 and 5 to 8)
 
 {steps}
+
+How many times as fast a step is as with a 16-bit base. The paper: batch sizes 2, 4 and 8 in table 3, 2 and 8 in the others, where its
+numbers for 7B and 14B differ from those of table 3. Ours: 16 and 64 completions of 512 tokens, layers recomputed.
+
+{ends}
 """
 
 
