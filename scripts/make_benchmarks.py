@@ -80,7 +80,7 @@ TABLES = (
     Table(
         "plain",
         "Decoding without the fused layers",
-        "The plain layers decode what the fused layers do not support: more than 128 rows, NF4, MXFP4, shapes without kernels. "
+        "The plain layers decode what the fused layers do not support: more than 128 rows, NF4 and MXFP4 (without jax-triton), shapes without kernels. "
         "7B as above. The baseline is the fused layers with NVFP4, from another run on such a card.",
         True,
     ),

@@ -260,8 +260,9 @@ tokens, up to 2048 new tokens.
 
 {rollouts}
 
-NF4 and MXFP4 are slow in ours because the Hopper kernels do not read them: the layers of training decode them
-([benchmarks](benchmarks.md#decoding-without-the-fused-layers)). They are untuned baselines, and say nothing about the formats.
+NF4 and MXFP4 are slow in ours because the Hopper kernels do not read them: the layers of training decoded them
+([benchmarks](benchmarks.md#decoding-without-the-fused-layers)). They are untuned baselines, and say nothing about the formats. With jax-triton the
+portable kernels decode them, which was not timed.
 
 ## Rank, tokens per second of one row (table 9)
 
