@@ -105,8 +105,9 @@ def configured(args: argparse.Namespace, options: Sequence[str]) -> RunConfig:
     file = str(ROOT / f"configs/gsm8k_qwen2.5_{args.model}.toml")
     cfg = run_config("reproduce", [file, *given, *options])
     if args.data:
-        # A file has only one split, so its first rows are held out. That is enough for a trial.
-        cfg = dataclasses.replace(cfg, eval=dataclasses.replace(cfg.eval, split=cfg.data.split))
+        # The rows that are trained on. That is enough for a trial.
+        own = dataclasses.replace(cfg.eval, dataset=args.data, split=cfg.data.split)
+        cfg = dataclasses.replace(cfg, eval=own)
     return cfg
 
 

@@ -281,6 +281,10 @@ BAD_RUNS = {
         "lora.rank: got 16; the adapter in",
     ),
     "missing data": ({"data": {"dataset": "/nowhere/data.jsonl"}}, "/nowhere/data.jsonl"),
+    "held-out rows that are trained on": (
+        {"data": {"dataset": "/nowhere/data.jsonl"}, "eval": {"num_problems": 8}},
+        "eval.dataset: got None; must name held-out problems: /nowhere/data.jsonl is a file",
+    ),
     "unknown reward": ({"rewards": {"functions": ("acuracy_reward",)}}, "acuracy_reward"),
     "judge that is no reward": (
         {"grpo": {"dynamic_sampling": True, "dynamic_sampling_metric": "acc"}},
@@ -322,6 +326,18 @@ def test_bad_input_is_one_error_before_the_base_is_read_and_a_run_folder_exists(
     error = capsys.readouterr().err
     assert named in error and error.count("\n") == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_a_reward_that_expects_a_chat_and_gets_a_text_is_told_why(tmp_path):
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(f'{{"prompt": "{n}+1=", "answer": {n + 1}}}\n' for n in range(8)))
+    cfg = small(tmp_path / "run", data={"dataset": str(data), "name": None, "num_problems": None})
+
+    def reward(completions, **_):
+        return [float(len(completion[0]["content"])) for completion in completions]
+
+    with pytest.raises(ValueError, match="TypeError.*note: prompts are texts.*column 'question'"):
+        train(cfg, reward_functions=[reward], quiet=True)
 
 
 @pytest.mark.slow

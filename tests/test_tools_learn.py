@@ -84,7 +84,7 @@ def test_a_policy_is_evaluated_and_filtered_with_the_environments_that_it_traine
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     environments = {"asked": f"{here}:Asked", "silent": f"{here}:Silent"}
-    held_out = {"num_problems": 16, "reward": "Asked", "temperature": 0.0, "split": "train"}
+    held_out = {"dataset": str(data), "num_problems": 16, "reward": "Asked", "temperature": 0.0}
     run = qerl_jax.train(
         small(
             tmp_path / "run",

@@ -333,16 +333,16 @@ def load_rows(name: str, path: str | None, config: str | None, split: str):
 
     source, place = SETS.get(name), path or name
     folder = pathlib.Path(place).expanduser()
-    is_file = folder.suffix in _FILE_FORMATS
-    looks_local = is_file or folder.is_absolute() or place.startswith((".", "~"))
+    has_rows = is_file(place)
+    looks_local = has_rows or folder.is_absolute() or place.startswith((".", "~"))
     is_there = folder.exists() or not (looks_local or path)
     require(is_there, "data set", os.fspath(folder), "no such file or folder")
     rule = f"must be a folder, or a file that ends in {', '.join(_FILE_FORMATS)}"
-    require(is_file or not folder.is_file(), "data set", place, rule)
+    require(has_rows or not folder.is_file(), "data set", place, rule)
     # `datasets` ends in a bare StopIteration for an empty file.
-    require(not is_file or folder.stat().st_size > 0, "data set", place, "the file is empty")
+    require(not has_rows or folder.stat().st_size > 0, "data set", place, "the file is empty")
     try:
-        if is_file:
+        if has_rows:
             require(config is None, "config", config, "a file has no configurations")
             # `datasets` takes the name for a pattern: "rows[1].jsonl" would be rows1.jsonl.
             files = {split: glob.escape(os.path.abspath(folder))}
@@ -359,10 +359,15 @@ def load_rows(name: str, path: str | None, config: str | None, split: str):
         which = f"split {split!r}" + (f" of {config!r}" if config else "")
         is_far = isinstance(error, ConnectionError)
         remedy = "; without a network, give a copy on disk by `path`" if is_far else ""
-        reason = (is_file and _json_fault(folder)) or error.__cause__ or error
+        reason = (has_rows and _json_fault(folder)) or error.__cause__ or error
         raise ValueError(
             f"could not load the data set {place!r} ({which}): {reason}{remedy}"
         ) from error
+
+
+def is_file(place: str) -> bool:
+    """Whether a data set's name or path is that of a file with rows, which has no splits."""
+    return pathlib.Path(place).suffix in _FILE_FORMATS
 
 
 def _as_written(rows: Any, path: pathlib.Path) -> Any:

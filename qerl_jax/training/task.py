@@ -72,6 +72,7 @@ def make_task(
     functions, weights = _rewards(cfg, reward_functions)
     is_named = problems is None
     if is_named:
+        _require_held_out(cfg)
         problems = datasets.from_config(cfg.data, split=cfg.data.split, seed=cfg.seed)
     model, tokenizer = _described(cfg)
     notes: list[str] = []
@@ -95,8 +96,25 @@ def make_task(
     task = Task(
         model, tokenizer, problems, functions, weights, talks, informative, total_steps, notes
     )
-    _try(task, hosts, cfg.data.max_prompt_length)
+    try:
+        _try(task, hosts, cfg.data.max_prompt_length)
+    except scoring.RewardError as error:
+        # Who expects a chat and gets a text sees it here, and not only in the notes of a run that starts.
+        hint = _about_texts(problems) if is_named else []
+        raise scoring.RewardError("; ".join([str(error), *hint])) from error.__cause__
     return task
+
+
+def _require_held_out(cfg: config.RunConfig) -> None:
+    """Refuses an evaluation on the rows of a file that is trained on."""
+    place = cfg.data.path or cfg.data.dataset
+    require(
+        cfg.eval is None or cfg.eval.dataset is not None or not datasets.is_file(place),
+        "eval.dataset",
+        None,
+        f"must name held-out problems: {place} is a file, which has no other split, so the accuracy would be that of "
+        "rows that are trained on. Name a file or a data set, or switch the evaluation off: --eval None",
+    )
 
 
 def _described(cfg: config.RunConfig) -> tuple[transformer.Transformer, Tokenizer]:
@@ -138,11 +156,7 @@ def about_data(
             "some are asked more than once in every step. Give more of them in data"
         )
     first = problems[0]
-    if isinstance(first.prompt, str) and is_named:
-        notes.append(
-            "note: prompts are texts (column 'prompt'), which the policy is given as they are, without its chat "
-            "template. If the base is a chat model, call the column 'question', or set data.system_prompt"
-        )
+    notes += _about_texts(problems) if is_named else []
     # Generated problems always have answers.
     if "answer" not in first.columns or cfg.data.dataset == "arithmetic":
         return notes
@@ -154,6 +168,16 @@ def about_data(
             "compares with it cannot be earned there"
         )
     return notes
+
+
+def _about_texts(problems: Sequence[datasets.Problem]) -> list[str]:
+    """A line on prompts that are texts and no chats."""
+    if not problems or not isinstance(problems[0].prompt, str):
+        return []
+    return [
+        "note: prompts are texts (column 'prompt'), which the policy is given as they are, without its chat template; "
+        "completions are texts, too. If the base is a chat model, call the column 'question', or set data.system_prompt"
+    ]
 
 
 def _about_epochs(cfg: config.RunConfig, total_steps: int) -> list[str]:
