@@ -75,7 +75,9 @@ class ModelConfig(Checked, section="model."):
 
     Attributes:
         model_name_or_path: A local folder or hub name (config.json and safetensors); "qerl-tiny" is the base
-            that ships with the package. With `random_base`, a name of `architecture.KNOWN` will do.
+            that ships with the package. With `random_base` also the name of a published shape:
+            qwen2.5-SIZE (0.5b, 1.5b, 3b, 7b, 14b, 32b, 72b), qwen3-SIZE (0.6b, 1.7b, 4b, 8b, 14b, 32b),
+            llama-3.2-SIZE (1b, 3b), llama-3.1-SIZE (8b, 70b) or mistral-7b-v0.3.
         tokenizer_name_or_path: Where the tokenizer is, if it is not beside the model.
         chat_template_kwargs: Extra arguments of the chat template, such as `enable_thinking = false` for
             Qwen3. They are used wherever the policy is asked.
@@ -282,10 +284,12 @@ class RewardConfig(Checked, section="rewards."):
     """The rewards, summed with their weights.
 
     Attributes:
-        functions: Stock names of `rewards/stock.py`, or import paths "package.module:function"; none is
-            needed where the environment of `[tools]` judges its rows itself.
+        functions: Names of stock rewards (docs/rewards.md#stock-rewards), or import paths
+            "package.module:function" or "folder/file.py:function". The list may be empty only if `[tools]` names
+            an environment, which then judges its rows itself.
         weights: One weight per function; absent means 1 each.
-        options: Arguments of the factory of each function, by the function's name; see `scoring.resolve`.
+        options: Arguments of functions that make a reward, by their names in `functions`
+            (docs/rewards.md#a-reward-with-settings).
         soft_punish_cache: The number of tokens, before the longest completion allowed, over which DAPO's soft
             overlong punishment falls from 0 to -1; absent means no punishment.
         soft_punish_weight: Weight of that punishment in the sum. In DAPO the largest punishment is half the
@@ -300,7 +304,7 @@ class RewardConfig(Checked, section="rewards."):
         tuple[str, ...],
         Rule(
             lambda names: all(isinstance(name, str) for name in names),
-            "must name at least one function, each by a text; functions themselves are given to "
+            "must be a list of names; functions themselves are given to "
             "qerl_jax.train as reward_funcs",
         ),
     ]
@@ -336,7 +340,7 @@ class RolloutConfig(Checked, section="rollout."):
         max_completion_length: Longest completion in tokens, the stop token included.
         temperature: Temperature of sampling and of all log-probabilities.
         top_k: Keep the k likeliest tokens; 0 is off.
-        top_p: Keep the likeliest tokens up to this mass; 1 is off.
+        top_p: Keep the likeliest tokens whose probabilities add up to this; 1 is off.
         min_p: Drop tokens below this fraction of the likeliest one's probability; 0 is off.
         repetition_penalty: Divides positive scores of tokens that were there before, and multiplies negative
             ones; 1 is off. Other values need grpo.old_logprobs = "recompute".
@@ -724,12 +728,13 @@ class NoiseConfig(Checked, section="noise."):
             `sigma_start` after the stage without noise and then follows `adapt_to`, between the two.
         exponent: How the decay is spread over the stages: "code", as in the published code, reaches
             `sigma_end`; "paper", the paper's equation 8 under Algorithm 1, stops short of it.
-        scope: Who acts under noise: only the sampler ("rollout", the paper's Algorithm 1), or "both" sampler
-            and update.
+        scope: Where noise is added: only in the sampler ("rollout", the paper's Algorithm 1), or in sampler and
+            update ("both").
         final_norm: Whether the norm before the head is perturbed too.
-        per: What gets noise of its own: a "rollout", as in the published code; a "group", one prompt with its
-            completions; a "sequence", for which its prompt is computed too; or a "token", with new noise in
-            every forward pass, as in the paper. All but the first run without the fused layers of decoding.
+        per: How often noise is drawn: once for each "rollout", as in the published code; for each "group", a
+            prompt with its completions; for each "sequence", whose prompt is then computed once for each
+            completion; or for each "token", in every forward pass, as in the paper. With all but "rollout",
+            decoding cannot use the fused layers and is slower.
         adapt_to: What an adaptive sigma follows: the sampler's "entropy" (`sampling/entropy`), the mean "kl"
             from sampler to trainer (`sampling/kl_k3`), or the mean "reward". Sigma is raised after a rollout
             in which this is below `adapt_target`, and lowered after any other.
@@ -789,7 +794,7 @@ class EvalConfig(Checked, section="eval."):
         num_problems: How many problems to ask, from the front.
         reward: The function whose share of 1s is the accuracy.
         temperature: Sampling temperature; 0 is greedy.
-        top_p: Keep the likeliest tokens up to this mass; 1 is off.
+        top_p: Keep the likeliest tokens whose probabilities add up to this; 1 is off.
         batch_size: Problems sampled together.
         eval_steps: Also evaluate every so many optimizer steps, and keep the best adapter in `best`; 0 means
             only at both ends.
@@ -917,14 +922,15 @@ class MeshConfig(Checked, section="mesh."):
     """The devices of a run (docs/scale.md).
 
     Attributes:
-        data: Replicas of the policy, which share rollouts and updates, on all hosts together: devices, or groups of
-            `fsdp` or `tensor`. Absent means as many as the processes see devices for; CUDA_VISIBLE_DEVICES chooses
-            which.
-        fsdp: Devices of a replica. Each has a part of the base's weights, which layers gather when they are computed:
-            for bases that one device does not hold, or not beside what a run needs. Updates go on at the pace of all
-            devices, rollouts at the pace of one of a group and slower.
-        tensor: Devices of a replica that decode each row together: each has some of the heads, with their cache, and
-            some of the MLP. In updates they share the base as with `fsdp`, which is not given beside it.
+        data: Number of replicas on all hosts together. A replica is what samples rows and computes micro-batches on
+            its own: one device, or the devices of `fsdp` or `tensor`. Absent means a run uses all devices;
+            CUDA_VISIBLE_DEVICES chooses which.
+        fsdp: Devices of a replica that share a base: each has a part of the weights of every linear, and each layer
+            gathers its weights when it is computed. For a base that does not fit on one device. Sampling is not
+            faster: a replica is as fast as one device that gathers all weights for every token.
+        tensor: Devices of a replica that decode each row together: each has a part of the heads, with their cache,
+            and a part of the MLP. For faster sampling, or if base or cache do not fit on one device. Updates are
+            those of `fsdp`, so `fsdp` cannot be given too.
     """
 
     data: Count | None = None
