@@ -38,7 +38,10 @@ def test_the_program_is_lowered_for_a_card_that_is_absent():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="needs jax-triton and JAX with CUDA (.[cuda])")
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_triton") is None,
+    reason="needs jax-triton and JAX with CUDA (.[cuda])",
+)
 @pytest.mark.parametrize("name", ["A100", "RTX 4090"])
 def test_jax_triton_lowers_the_program_for_a_card_that_is_absent(monkeypatch, name):
     """The interpreter, which other tests use, does not call jax-triton; and on a CPU nothing else does."""

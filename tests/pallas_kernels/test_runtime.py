@@ -27,6 +27,7 @@ from pallas_kernels.nvfp4_matmul import (
     prefill,
     prefill_config,
 )
+from tests.pallas_kernels.devices import h200, like  # noqa: F401
 
 
 @pytest.fixture
@@ -48,11 +49,11 @@ def folder_of_programs(monkeypatch):
     ],
 )
 def test_a_gpus_programs_are_kept_unless_jax_is_told_where(
-    monkeypatch, folder_of_programs, platform, given, kept
+    folder_of_programs, platform, given, kept
 ):
-    monkeypatch.setattr(runtime, "platform", lambda: platform)
     folder_of_programs(given)
-    runtime.use_compilation_cache()
+    with runtime.on(like(platform=platform)):
+        runtime.use_compilation_cache()
     assert jax.config.jax_compilation_cache_dir == kept
 
 
@@ -60,14 +61,14 @@ def test_a_gpus_programs_are_kept_unless_jax_is_told_where(
 def test_programs_that_compile_quickly_are_kept_too_unless_jax_is_told_which(
     monkeypatch, folder_of_programs, given, seconds
 ):
-    monkeypatch.setattr(runtime, "platform", lambda: "gpu")
     name = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
     monkeypatch.delenv(name, raising=False)
     if given is not None:
         monkeypatch.setenv(name, given)
     folder_of_programs(None)
     jax.config.update(name.lower(), 7.0)
-    runtime.use_compilation_cache()
+    with runtime.on(runtime.H200):
+        runtime.use_compilation_cache()
     assert jax.config.jax_persistent_cache_min_compile_time_secs == seconds
 
 
@@ -78,10 +79,14 @@ def test_deterministic_kernels_are_asked_for_once(monkeypatch):
 
 
 @pytest.mark.parametrize(("flags", "is_used"), [("", True), ("", False), ("given", True)])
-def test_a_gpu_that_was_used_without_them_has_no_deterministic_kernels(monkeypatch, flags, is_used):
+def test_a_gpu_that_was_used_without_them_has_no_deterministic_kernels(
+    monkeypatch,
+    h200,  # noqa: F811
+    flags,
+    is_used,
+):
     flags = flags and "--xla_gpu_deterministic_ops=true"
     monkeypatch.setenv("XLA_FLAGS", flags)
-    monkeypatch.setattr(runtime, "platform", lambda: "gpu")
     monkeypatch.setattr("jax._src.xla_bridge.backends_are_initialized", lambda: is_used)
     for _ in range(2):
         assert runtime.use_deterministic_kernels() == bool(flags or not is_used)
@@ -205,8 +210,7 @@ def on(monkeypatch):
 
         def enter(name, capability, *, has_triton=True):
             card = dataclasses.replace(runtime.H200, name=name, compute_capability=capability)
-            stack.enter_context(runtime.on(card))
-            monkeypatch.setattr(runtime, "_CHOSEN", "auto")
+            stack.enter_context(runtime.on(card, "auto"))
             monkeypatch.delenv("PALLAS_KERNELS", raising=False)
             found = runtime.TRITON if has_triton else {}
             monkeypatch.setattr(runtime, "_installed", found.get)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from pallas_kernels import nvfp4
+from pallas_kernels import nvfp4, runtime
 from qerl_jax.checked import ConfigError
 from qerl_jax.checkpoint import base_model, hf_folder
 from qerl_jax.checkpoint.safetensors import SafetensorsError
@@ -391,9 +391,8 @@ def test_a_shape_without_files_cannot_train_whole():
         policy("qwen2.5-0.5b", "bfloat16", trainable="full", random_base=True)
 
 
-def test_kernels_that_cannot_run_here_are_an_error_that_says_why(monkeypatch):
-    monkeypatch.setattr(base_model.runtime, "_CHOSEN", "auto")
+def test_kernels_that_cannot_run_here_are_an_error_that_says_why():
     cfg = ModelConfig("qwen2.5-3b", random_base=True, kernels="hopper")
     rule = "model.kernels: got 'hopper'; cannot run here: needs a GPU of compute capability 9.0"
-    with pytest.raises(ConfigError, match=rule):
+    with runtime.on(runtime.device(), "auto"), pytest.raises(ConfigError, match=rule):
         base_model.load_base(cfg, None)

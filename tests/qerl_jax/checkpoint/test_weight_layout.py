@@ -28,6 +28,7 @@ def hopper_layout(monkeypatch):
     """Turns the Hopper layout on, and its kernels off."""
 
     def turn_on():
+        # Not an assumed H200: its attention is cuDNN's, which no CPU can run.
         monkeypatch.setattr(runtime, "is_hopper", lambda: True)
         table = {"reference": api._HOPPER_IMPLEMENTATIONS["reference"]}
         monkeypatch.setattr(api, "_HOPPER_IMPLEMENTATIONS", table)

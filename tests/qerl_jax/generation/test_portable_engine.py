@@ -11,13 +11,18 @@ from qerl_jax.config import ModelConfig
 from qerl_jax.generation.engine import Engine, EngineSpec
 from qerl_jax.generation.scheduler import QueuedPrompt
 from qerl_jax.model import fused_decode
+from tests.pallas_kernels.devices import assume, like  # noqa: F401
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not runtime.interprets_triton(), reason="needs triton and a CPU")
-@pytest.mark.parametrize("weights", ["nvfp4", "nf4"])
-def test_the_portable_engine_samples_what_the_reference_does(monkeypatch, weights):
-    monkeypatch.setattr(runtime, "_CHOSEN", "auto")
+@pytest.mark.parametrize(
+    ("weights", "capability"),
+    # Before 8.0 float16 is multiplied, which has no MXFP4.
+    [("nvfp4", "8.0"), ("mxfp4", "8.0"), ("nf4", "8.0"), ("nvfp4", "7.5"), ("nf4", "7.5")],
+)
+def test_the_portable_engine_samples_what_the_reference_does(assume, weights, capability):  # noqa: F811
+    assume(like(compute_capability=capability), "auto")
     found = {}
     for kernels in ("reference", "portable"):
         # What was traced with other kernels must not be met again.
@@ -34,5 +39,6 @@ def test_the_portable_engine_samples_what_the_reference_does(monkeypatch, weight
         found[kernels] = [row for group in rows for row in group]
     for one, other in zip(found["reference"], found["portable"], strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)
-        # NF4's table is rounded to bfloat16 there, and weights are here.
-        np.testing.assert_allclose(one.logps, other.logps, atol=0 if weights == "nvfp4" else 0.05)
+        # NF4's table is rounded to bfloat16 there, and weights are here. Float16 drops the ends of small values.
+        is_exact = weights != "nf4" and capability == "8.0"
+        np.testing.assert_allclose(one.logps, other.logps, atol=0 if is_exact else 0.05)

@@ -23,6 +23,7 @@ from qerl_jax.model import fused_decode, transformer
 from qerl_jax.model.architecture import KNOWN, Architecture
 from qerl_jax.model.division import Division
 from qerl_jax.model.transformer import Transformer
+from tests.pallas_kernels.devices import assume  # noqa: F401
 from tests.qerl_jax.model import caches
 from tests.qerl_jax.model import test_fused_decode as fused
 
@@ -284,7 +285,10 @@ def test_published_models_can_be_divided_with_little_that_is_filled_up(name, cou
     ("weights", "kernels"), [("bfloat16", "hopper"), ("nvfp4", "hopper"), ("mxfp4", "portable")]
 )
 def test_fused_kernels_of_the_parts_give_the_hidden_states_of_the_whole_model(
-    monkeypatch, weights, kernels
+    monkeypatch,
+    assume,  # noqa: F811
+    weights,
+    kernels,
 ):
     """Their epilogues end where the terms of all devices are summed."""
     arch = dataclasses.replace(fused.ARCH, num_layers=1)
@@ -298,7 +302,7 @@ def test_fused_kernels_of_the_parts_give_the_hidden_states_of_the_whole_model(
     if weights == "nvfp4":
         variables = fused.prepared(variables)
     if kernels == "portable":
-        monkeypatch.setattr(runtime, "_CHOSEN", "portable")
+        assume(runtime.device(), "portable")
         if not runtime.interprets_triton():
             pytest.skip("needs triton, TRITON_INTERPRET=1 and a CPU")
         variables = fused.prepared(variables, jax.jit(portable.prepare))

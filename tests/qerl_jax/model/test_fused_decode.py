@@ -18,7 +18,7 @@ from qerl_jax.config import LoraConfig
 from qerl_jax.model import architecture, fused_decode, transformer
 from qerl_jax.model.transformer import Transformer
 from tests.combinations import spread
-from tests.pallas_kernels.devices import portable  # noqa: F401
+from tests.pallas_kernels.devices import h200, portable  # noqa: F401
 from tests.qerl_jax.model import caches
 
 ARCH = architecture.from_hf(
@@ -132,9 +132,8 @@ def test_the_fused_step_rounds_where_the_plain_model_does(monkeypatch, arch, wei
     ],
 )
 @pytest.mark.slow
-def test_the_portable_step_rounds_where_the_plain_model_does(monkeypatch, portable, arch, weights):  # noqa: F811
-    with monkeypatch.context() as plainly:
-        plainly.setattr(runtime, "_CHOSEN", "reference")
+def test_the_portable_step_rounds_where_the_plain_model_does(portable, arch, weights):  # noqa: F811
+    with runtime.on(runtime.device(), "reference"):
         plain, variables, cache = policy_of(weights, arch=arch)
         assert fused_decode.fit(plain, 3) is None
         tokens = jnp.array([1, 40, 63] if arch is ARCH else [7, 30, 50])
@@ -216,8 +215,7 @@ def test_on_its_device_more_rows_are_decoded_as_the_plain_model_does(arch, weigh
 @pytest.mark.parametrize("rows", [1, 24, 64, 128])
 @pytest.mark.parametrize("rank", [None, 8, 32, 64])
 @pytest.mark.parametrize("arch", [ARCH, ODD, SMALL], ids=["whole", "odd", "small"])
-def test_models_of_any_width_are_decoded_so_on_a_hopper_card(monkeypatch, arch, rank, rows):
-    monkeypatch.setattr(runtime, "is_hopper", lambda: True)
+def test_models_of_any_width_are_decoded_so_on_a_hopper_card(h200, arch, rank, rows):  # noqa: F811
     lora = None if rank is None else LoraConfig(rank, float(rank))
     for weights in ("bfloat16", "nvfp4"):
         assert fused_decode.supports(Transformer(arch, weights, lora, jnp.bfloat16), rows) is None
@@ -242,16 +240,15 @@ def test_a_slow_way_on_a_fast_card_is_told_with_its_remedy():
         ({"num_heads": 20, "num_kv_heads": 1}, "at most 16 query heads per key head; got 20"),
     ],
 )
-def test_attention_without_a_kernel_is_said_to_be_many_times_slower(changes, reason, monkeypatch):
+def test_attention_without_a_kernel_is_said_to_be_many_times_slower(changes, reason):
     model = Transformer(dataclasses.replace(ARCH, **changes), "nvfp4", None, jnp.bfloat16)
     whole = model.clone(weights="bfloat16", full=True)
-    with runtime.on(runtime.H200):
-        monkeypatch.setattr(runtime, "unless_portable", lambda: "needs jax-triton")
+    with runtime.on(runtime.H200, "hopper"):
         for each, rows in ((model, 8), (model, 512), (whole, 8)):
             said = fused_decode.slow_because(each, rows)
             assert reason in said and said.endswith("expect it to be many times slower")
-        # The portable kernel of attention takes such heads where it can run.
-        monkeypatch.setattr(runtime, "unless_portable", lambda: None)
+    # The portable kernel of attention takes such heads where it can run.
+    with runtime.on(dataclasses.replace(runtime.H200, has_packages=True)):
         said = fused_decode.slow_because(model, 8)
         assert reason in said and said.endswith("expect about half the speed")
 
@@ -291,14 +288,10 @@ def test_off_a_hopper_card_the_plain_model_takes_the_step():
         ({"weights": "bfloat16"}, 192),
     ],
 )
-def test_what_the_fused_layers_refuse_is_decoded_plainly_on_a_hopper_card(
-    monkeypatch, change, rows
-):
-    monkeypatch.setattr(runtime, "is_hopper", lambda: True)
+def test_what_the_fused_layers_refuse_is_decoded_plainly_on_a_hopper_card(change, rows):
     policy = Transformer(
         **({"arch": ARCH, "lora": LoraConfig(8, 8.0), "dtype": jnp.bfloat16} | change)
     )
-    assert fused_decode.supports(policy, rows) is not None
     frozen = transformer.abstract_base(dataclasses.replace(policy, full=False))
     parts = functools.partial(transformer.trainable, policy)
     params, frozen = jax.eval_shape(parts, frozen, jax.random.key(0))
@@ -309,7 +302,9 @@ def test_what_the_fused_layers_refuse_is_decoded_plainly_on_a_hopper_card(
     def extend(variables, tokens, cache):
         return fused_decode.extender(policy, variables, rows)(tokens, cache)
 
-    traced = jax.make_jaxpr(extend)(variables, tokens, cache)
+    with runtime.on(runtime.H200):
+        assert fused_decode.supports(policy, rows) is not None
+        traced = jax.make_jaxpr(extend)(variables, tokens, cache)
     # The paged cache is read by the attention kernel here, too, wherever that has heads of this kind.
     assert ("decode_attention_sm90" in str(traced)) == (policy.dtype == jnp.bfloat16)
 
@@ -334,8 +329,7 @@ def test_what_the_fused_layers_refuse_is_decoded_plainly_on_a_hopper_card(
         ),
     ],
 )
-def test_what_cannot_be_decoded_so_is_refused_with_its_reason(monkeypatch, change, reason):
-    monkeypatch.setattr(runtime, "is_hopper", lambda: True)
+def test_what_cannot_be_decoded_so_is_refused_with_its_reason(h200, change, reason):  # noqa: F811
     policy = Transformer(**({"arch": ARCH, "weights": "nvfp4", "dtype": jnp.bfloat16} | change))
     assert reason in fused_decode.supports(policy, 96)
     assert fused_decode.supports(Transformer(ARCH, "bfloat16", None, jnp.bfloat16), 96) is None
@@ -353,11 +347,9 @@ def test_what_cannot_be_decoded_so_is_refused_with_its_reason(monkeypatch, chang
         ("7.0", {}, "needs compute capability 7.5 or more"),
     ],
 )
-def test_what_the_portable_layers_cannot_decode_is_refused(monkeypatch, capability, change, reason):
-    monkeypatch.setattr(runtime, "_CHOSEN", "auto")
-    monkeypatch.setattr(runtime, "_installed", runtime.TRITON.get)
-    card = dataclasses.replace(runtime.H200, name="NVIDIA card", compute_capability=capability)
-    with runtime.on(card):
+def test_what_the_portable_layers_cannot_decode_is_refused(capability, change, reason):
+    card = dataclasses.replace(runtime.H200, compute_capability=capability, has_packages=True)
+    with runtime.on(card, "auto"):
         policy = Transformer(**({"arch": ARCH, "weights": "nvfp4", "dtype": jnp.bfloat16} | change))
         assert reason in fused_decode.supports_portably(policy, 96)
         assert fused_decode.fit(policy, 96) is None

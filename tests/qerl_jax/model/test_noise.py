@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import decode_attention, runtime
+from pallas_kernels import decode_attention
 from pallas_kernels.finished_linear import decode as fused
 from qerl_jax.config import LoraConfig
 from qerl_jax.model import fused_decode, noise
 from qerl_jax.model.architecture import Architecture
 from qerl_jax.model.transformer import Transformer, init_params, noise_shapes, random_base
+from tests.pallas_kernels.devices import h200  # noqa: F401
 
 ARCH = Architecture("qwen2", 64, 32, 48, 2, 4, 2, 8)
 WIDE = Architecture("qwen2", 64, 512, 48, 3, 4, 2, 8)
@@ -121,10 +122,8 @@ def test_variables_without_noise_of_rows_stay_as_they_are():
         assert noise.of_rows(given, None) is given and not noise.has_own(given)
 
 
-def test_fused_layers_refuse_noise_of_rows_and_say_why(monkeypatch):
+def test_fused_layers_refuse_noise_of_rows_and_say_why(monkeypatch, h200):  # noqa: F811
     """On a GPU that has them, the plain model decodes instead, with the same noise."""
-    monkeypatch.setattr(runtime, "unless_hopper", lambda: None)
-    monkeypatch.setattr(runtime, "is_hopper", lambda: True)
     monkeypatch.setattr(decode_attention, "supports_heads", lambda *_: None)
     monkeypatch.setattr(decode_attention, "unless_kernel", lambda *_: None)
     monkeypatch.setattr(fused, "supports", lambda *_, **__: None)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import NVFP4Tensor
+from pallas_kernels import NVFP4Tensor, runtime
 from qerl_jax import memory
 from qerl_jax.checkpoint import base_model, export, safetensors
 from qerl_jax.checkpoint.safetensors import Tensors
@@ -110,8 +110,7 @@ def test_a_mixed_base_decodes_what_its_unpacked_weights_decode(folder):
     ]
     assert texts[0] == texts[1]
     model, _ = load(folder)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused_decode.runtime, "unless_hopper", lambda: None)
+    with runtime.on(runtime.H200):
         reason = fused_decode.supports(model.clone(dtype=jnp.bfloat16), 8)
     assert reason == "needs linears that are all packed; some of this base are kept in 16 bits"
 
