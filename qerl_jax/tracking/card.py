@@ -60,13 +60,17 @@ def write(
     Args:
         run_folder: Holds `config.toml` and `metrics.jsonl`, with at least one row.
         machine: What the run has run on.
-        notes: Lines that were shown at the start of the run.
+        notes: Lines that were shown at the start of the run; those that begin with "warning:" stand with the
+            warnings.
 
     Raises:
         FileNotFoundError: When the folder holds no metrics.
     """
     run = report.read(run_folder)
     health, warnings = _course(run)
+    notes = list(notes)
+    early = [note for note in notes if note.startswith("warning:")]
+    others = [note for note in notes if note not in early]
     parts = [
         f"# {run.cfg.run_name or run.folder.resolve().name}",
         _outcome(run, health),
@@ -74,8 +78,8 @@ def write(
         _section("Curves", _curves(run)),
         _section("Time and cost", _cost(run, machine)),
         _section("On what", _table({"device": _count(machine), **machine.versions})),
-        _section("Warnings", _list(warnings) or "None."),
-        _section("Said at the start", _list(notes)),
+        _section("Warnings", _list([*early, *warnings]) or "None."),
+        _section("Said at the start", _list(others)),
         _section("Samples", _samples(run)),
         "`qerl report` of this folder draws all curves: `report/index.html`.",
     ]

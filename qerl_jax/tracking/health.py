@@ -54,7 +54,7 @@ class Health:
         self.usual_mismatch = usual_mismatch
         self.steps = self.taught = 0
         self._step = 0
-        self._are_equal = False
+        self._are_equal = self._are_graded = False
         self._values: dict[str, list[float]] = {}
         self._said: set[str] = set()
 
@@ -118,8 +118,10 @@ class Health:
         self.steps += 1
         self.taught += row.get("frac_reward_zero_std", 0) < 1 and idle < max(1, updates)
         # Functions that gave the same number everywhere have no spread.
-        spreads = [value for name, value in row.items() if _SPREAD.fullmatch(name)]
-        self._are_equal = bool(spreads) and not any(spreads)
+        spreads = {found[1]: row[name] for name in row if (found := _SPREAD.fullmatch(name))}
+        self._are_equal = bool(spreads) and not any(spreads.values())
+        means = {name: row.get(f"{name}/mean") for name in spreads}
+        self._are_graded = any(_are_graded(means[name], spreads[name]) for name in spreads)
 
     def course(self, name: str) -> Course:
         """The course of a metric so far."""
@@ -212,10 +214,24 @@ def _cause(health: Health) -> str:
             "form, rows without answers, or problems that are all too hard or too easy. Read some completions in "
             "completions/, and see what the reward makes of them; `qerl filter` finds problems that are solved sometimes"
         )
+    if health._are_graded:
+        return (
+            f"{same}, but they differ from prompt to prompt, and are not all 0 or 1. Likely cause: a reward that reads "
+            "only the row, and not the completion. Give it two different completions of a row, and see whether it "
+            "tells them apart"
+        )
     return (
         f"{same} (mean reward {found['reward']:.3g}). Likely cause: problems that are always or never solved. Ask `qerl "
         "filter` for problems that are solved sometimes, give more problems, or raise rollout.num_generations"
     )
+
+
+def _are_graded(mean: Any, spread: Any) -> bool:
+    """Whether rewards of this mean and standard deviation differ, and cannot all be 0 or 1."""
+    if not (isinstance(mean, int | float) and isinstance(spread, int | float) and spread > 0):
+        return False
+    # Of zeros and ones the variance is at least mean (1 - mean); numbers between them have a smaller one.
+    return not 0 <= mean <= 1 or spread**2 < 0.99 * mean * (1 - mean)
 
 
 def _truncation(health: Health) -> str | None:
@@ -290,7 +306,7 @@ _CHECKS: dict[str, Callable[[Health], str | None]] = {
     "mismatch": _mismatch,
     "not finite": _non_finite,
 }
-_SPREAD = re.compile(r"rewards/.+/std")
+_SPREAD = re.compile(r"(rewards/.+)/std")
 _LOOKED_AT = (
     "completions/judged_ratio",
     "sampling/entropy",

@@ -487,16 +487,21 @@ def _is_judged(row: Any) -> bool:
 
 
 def samples(groups: Sequence[Group]) -> list[tuple[str, str]]:
-    """The best and the worst completion of the first and of the last logged step."""
+    """The best and the worst completion of the first and of the last logged step; one where all are equal."""
     passages = []
     for each in groups:
         files = list(logger.completion_files(each.runs[0].folder).items())
         for step, path in dict.fromkeys((*files[:1], *files[-1:])):
             where = f"{each.label}, step {step}" if each.label else f"step {step}"
             judged = list(filter(_is_judged, whole_lines(path)))
-            for word, pick in (("highest", max), ("lowest", min)) if judged else ():
-                row = pick(judged, key=lambda row: row["reward"])
-                title = f"{where}: {word} reward, {row['reward']:.3g}"
+            if not judged:
+                continue
+            highest, lowest = (pick(judged, key=lambda row: row["reward"]) for pick in (max, min))
+            ends = [("highest reward,", highest), ("lowest reward,", lowest)]
+            if highest["reward"] == lowest["reward"]:
+                ends = [("every reward is", highest)]
+            for words, row in ends:
+                title = f"{where}: {words} {row['reward']:.3g}"
                 text = f"{terminal.asked(row['prompt'])}\n\n{row['completion']}"
                 # The file may hold half characters (lone surrogates), as escapes; a page cannot.
                 passages.append((title, text.encode(errors="backslashreplace").decode()))

@@ -63,6 +63,28 @@ def test_a_card_repeats_the_warnings_of_the_run(tmp_path):
     assert lines[1].startswith("- warning: this run has learned nothing in 12 steps.")
 
 
+def test_a_warning_at_the_start_stands_with_the_warnings(tmp_path):
+    folder = make_run(tmp_path / "run")
+    found = parts(folder, ["warning: 1 of 49 problems have no answer", "update: one micro-batch"])
+    assert found["Warnings"].strip() == "- warning: 1 of 49 problems have no answer"
+    assert found["Said at the start"].strip() == "- update: one micro-batch"
+    assert "Said at the start" not in parts(folder, ["warning: no answer"])
+
+
+def test_where_all_rewards_are_equal_one_sample_stands_for_them(tmp_path):
+    folder = make_run(tmp_path / "run")
+    rows = [
+        {"prompt": "1+1?", "completion": text, "reward": reward}
+        for text, reward in (("two", 0.5), ("three", 0.5), ("unjudged", None))
+    ]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "completions" / "step_000012.jsonl").write_text(text)
+    shown = parts(folder)["Samples"]
+    assert "Step 1: highest reward, 1:" in shown and "Step 1: lowest reward, 0:" in shown
+    assert "Step 12: every reward is 0.5:\n\n```text\n1+1?\n\ntwo\n```" in shown
+    assert shown.count("Step 12") == 1 and "three" not in shown
+
+
 def test_a_completion_cannot_end_its_fence(tmp_path):
     folder = make_run(tmp_path / "run")
     row = {"prompt": "1+1?", "completion": "````\n# mine", "reward": 1.0}

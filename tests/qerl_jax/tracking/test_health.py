@@ -115,6 +115,14 @@ def test_a_run_that_never_learned_is_told_after_three_steps_and_at_its_end():
             "did two rewards differ: all rewards are 0.",
         ),
         ({"rewards/a/std": 0.3, "rewards/b/std": 0.0}, "problems that are always or never solved"),
+        (
+            {"rewards/a/mean": 0.25, "rewards/a/std": 0.44},  # 4 of 16 are 1
+            "problems that are always or never solved",
+        ),
+        (
+            {"rewards/a/mean": 0.02, "rewards/a/std": 0.05},  # from -0.04 to 0.09
+            "a reward that reads only the row, and not the completion",
+        ),
         ({"updates/non_finite": 1}, "losses or gradients that are not numbers"),
         ({"frac_reward_zero_std": 0.5}, "left out of the update, by grpo.mask_truncated"),
     ],
