@@ -121,8 +121,14 @@ def described(text: str, heading: str) -> dict[str, str]:
     }
 
 
+def linked(text: str) -> str:
+    """Makes links of pages that a text names, such as "docs/scale.md" or "docs/rewards.md#using-it"."""
+    return re.sub(r"\bdocs/([\w-]+\.md(?:#[\w-]+)?)", r"[docs/\1](\1)", text)
+
+
 def cell(text: str) -> str:
-    """Formats a text as a table cell. What looks like HTML or a placeholder becomes code."""
+    """Formats a text as a table cell. What looks like HTML or a placeholder becomes code, a page's name a link."""
+    text = linked(text)
     text = re.sub(r"(?<!`)(</?\w+>)(?!`)", r"`\1`", text)
     return text.replace("|", "&#124;").replace("*", r"\*") if "`" not in text else _outside(text)
 
@@ -198,7 +204,9 @@ def section(name: str, cls: type) -> str:
         rows.append((f"`{field.name}`", words, default, cell(meaning)))
     summary = inspect.cleandoc(cls.__doc__).partition("\n\nAttributes:")[0].strip()
     title = f"[{name}]" if name else "The run"
-    return f"## {title}\n\n{summary}\n\n{table(('field', 'type', 'default', 'meaning'), rows)}"
+    return (
+        f"## {title}\n\n{linked(summary)}\n\n{table(('field', 'type', 'default', 'meaning'), rows)}"
+    )
 
 
 def configuration() -> str:
@@ -221,6 +229,9 @@ def _rows(function: typing.Callable) -> tuple[list[str], list[tuple[str, ...]]]:
             )
             many = typing.get_origin(each.annotation) is tuple
             places.append(shown + (" ..." if many else ""))
+        elif each.kind is inspect.Parameter.VAR_POSITIONAL:
+            rows.append(("`--section.field`", "", "", cell(texts[name])))
+            continue
         else:
             if dataclasses.is_dataclass(each.annotation):
                 rows += _fields(each.annotation, f"{name}.")
@@ -274,7 +285,7 @@ def command(name: str, function: typing.Callable) -> str:
         return f"## qerl {name}\n\n```text\n{text}\n```"
     places, rows = _rows(function)
     summary, examples = common.texts(function)
-    parts = [f"## qerl {name}", summary, f"`{' '.join(['qerl', name, *places])} [OPTIONS]`"]
+    parts = [f"## qerl {name}", linked(summary), f"`{' '.join(['qerl', name, *places])} [OPTIONS]`"]
     parts.append(table(("argument", "type", "default", "meaning"), rows))
     if examples:
         parts.append(f"```sh\n{inspect.cleandoc(examples)}\n```")

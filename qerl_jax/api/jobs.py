@@ -66,9 +66,10 @@ def evaluate(
             or a .jsonl, .json or .parquet file of {"question": ..., "answer": ...}.
         protocol: How sets are asked and judged: "paper", "verl" or "run". Absent means the run's where
             there is one, else the paper's.
-        samples: N, completions per problem. This and the next six replace what the protocol says.
+        samples: N, completions per problem. It replaces what the protocol says, as do `temperature`, `top_p`,
+            `max_tokens`, `system_prompt`, `prompt_template` and `reward`.
         temperature: Sampling temperature; 0 is greedy.
-        top_p: Keep the likeliest tokens up to this mass.
+        top_p: Keep the likeliest tokens whose probabilities add up to this.
         max_tokens: Longest completion in tokens.
         system_prompt: A system message, or the name of one: "think-answer", "answer-line" or
             "think-code"; "" for none.
@@ -79,8 +80,8 @@ def evaluate(
         columns: Which columns hold the `prompt` and the `answer`.
         num_problems: How many problems to ask, from the front.
         output_dir: Folder of the results; a call that finds unfinished results goes on from there. Absent
-            means `eval/` of the run folder, else `evals/`, and in it a folder named by the policy and by the
-            protocol, if one is given. Results of a policy that is not saved are not kept.
+            means a folder in `eval/` of the run folder, or without a run in `evals/`. Its name is that of the
+            policy, and of the protocol if one is given. Results of a policy that is not saved are not kept.
         max_concurrent: The most completions sampled at a time, by each replica.
         drafts: "auto" makes drafts where few completions are left (`rollout.drafts`); "off" makes none.
         seed: Random seed for sampling, and for arithmetic problems.
@@ -146,6 +147,7 @@ def evaluate(
             log=_log(quiet),
             policy=loaded and _as_read(loaded),
             mesh=mesh,
+            quiet=quiet,
             toolboxes=tools and tools.toolboxes,
         )
 

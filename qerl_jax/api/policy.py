@@ -352,6 +352,7 @@ def load(
     kv_cache_tokens: int | None = None,
     kv_cache_fraction: float | None = None,
     mesh: Mesh | None = None,
+    quiet: bool = False,
 ) -> Policy:
     """Loads a policy: a base, and an adapter over it if one is named.
 
@@ -377,6 +378,7 @@ def load(
             for what `max_concurrent` rows can need.
         mesh: The devices, as the section [mesh] of a config has them: {"tensor": 4} for replicas of four on all
             devices of this process. Absent means one device.
+        quiet: Show nothing while the base is read; else the standard error tells how far that is.
 
     Raises:
         ConfigError: For impossible arguments.
@@ -389,7 +391,7 @@ def load(
     }
     check_limits(limits)  # before minutes of reading
     source = find(name, adapter, weights=weights, dtype=dtype)
-    held = {"mesh": given_mesh(mesh, sources.ALONE), "rows": _ANY_ROWS}
+    held = {"mesh": given_mesh(mesh, sources.ALONE), "rows": _ANY_ROWS, "quiet": quiet}
     if lora is None:
         return Policy(Generator.of(source, **held, **limits), source)
     require(source.adapter is None, "lora", lora, "must be absent where an adapter is loaded")

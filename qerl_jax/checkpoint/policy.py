@@ -13,6 +13,7 @@ from qerl_jax.files import read_json
 from qerl_jax.hosts import Hosts
 from qerl_jax.mesh import Replicas
 from qerl_jax.model.transformer import Transformer
+from qerl_jax.tracking import terminal
 
 # One device, of however many there are.
 ALONE = config.MeshConfig(data=1)
@@ -64,7 +65,12 @@ class LoadedPolicy:
 
 
 def load_policy(
-    source: PolicySource, seed: int = 0, *, mesh: config.MeshConfig = ALONE, rows: int = 1
+    source: PolicySource,
+    seed: int = 0,
+    *,
+    mesh: config.MeshConfig = ALONE,
+    rows: int = 1,
+    quiet: bool = True,
 ) -> LoadedPolicy:
     """Reads a base and its adapter onto the device, or onto several devices of this process.
 
@@ -73,6 +79,7 @@ def load_policy(
         seed: Random seed for a random base.
         mesh: The devices.
         rows: Rows that are sampled; without `mesh.data` there are no more replicas than that.
+        quiet: Do not show progress, on the standard error, while the base is read.
 
     Raises:
         ConfigError: When there are too few devices, or the model cannot be divided among them.
@@ -80,7 +87,9 @@ def load_policy(
             `peft.read_lora` and `peft.import_adapter`.
     """
     lora = None if source.adapter is None else peft.read_lora(source.adapter)
-    model, frozen, tokenizer, replicas = load_base(source.model, lora, seed, mesh=mesh, rows=rows)
+    model, frozen, tokenizer, replicas = load_base(
+        source.model, lora, seed, mesh=mesh, rows=rows, quiet=quiet
+    )
     variables = {"frozen": frozen}
     if source.adapter is not None:
         variables["params"] = replicas.hold(peft.import_adapter(source.adapter, model))
@@ -94,6 +103,7 @@ def load_base(
     *,
     mesh: config.MeshConfig = ALONE,
     rows: int = 1,
+    quiet: bool = True,
 ) -> tuple[Transformer, Any, Tokenizer, Replicas]:
     """As `base_model.load_base`, but onto the devices of `load_policy`, which are returned too."""
     # Other processes may do something else meanwhile.
@@ -104,7 +114,8 @@ def load_base(
     model = model.clone(fsdp=mesh.fsdp, tensor=mesh.tensor)
     model.division.require()
     at = replicas.places_of if replicas.group > 1 else None
-    frozen = base_model.load_weights(cfg, model, seed, places=at)
+    with terminal.loading(cfg, quiet=quiet, stderr=True) as move:
+        frozen = base_model.load_weights(cfg, model, seed, move, at)
     return model, replicas.hold(frozen), tokenizer, replicas
 
 

@@ -18,12 +18,17 @@ from qerl_jax.checked import Count, require
 from qerl_jax.cli import options
 from qerl_jax.config import ConfigError, MeshConfig, RunConfig
 
-# The optional sections of a run's config.
+# The optional sections of a run's config, and those that every run has.
 _SECTIONS = {
     name: next(kind for kind in typing.get_args(hint) if dataclasses.is_dataclass(kind))
     for name, hint in typing.get_type_hints(RunConfig).items()
     if any(map(dataclasses.is_dataclass, typing.get_args(hint)))
 }
+_NEEDED = [
+    name
+    for name, hint in typing.get_type_hints(RunConfig).items()
+    if dataclasses.is_dataclass(hint)
+]
 # Options of which the section `tools` needs one, each with values that stand for it.
 _TOOLS: dict[str, dict[str, Any]] = {
     "--tools.functions": {"functions": ("calculator",)},
@@ -67,21 +72,23 @@ def call(function: Callable, argv: list[str], prog: str) -> None:
     """Calls a command with its options, which are the function's parameters; `--help` shows its docstring.
 
     Args:
-        function: The command. Its docstring may end with a part "Examples:".
+        function: The command. Its docstring may end with a part "Examples:". A parameter `*fields` gets the options
+            that are not among its others, with their values.
         argv: Its arguments.
         prog: The command's name in the help.
     """
     summary, examples = texts(function)
+    signature = inspect.signature(function, eval_str=True)
+    own = [each for each in signature.parameters.values() if each.kind is not each.VAR_POSITIONAL]
+    known, fields = options.of_function(function), []
+    if len(own) < len(signature.parameters):
+        argv, fields = options.divide(argv, known)
 
     def made(*arguments: Any, **given: Any) -> Callable:
         # tyro only reads the options: the command runs when its standard error is no longer kept back.
-        return functools.partial(function, *arguments, **given)
+        return functools.partial(function, *arguments, *fields, **given)
 
-    signature = inspect.signature(function, eval_str=True)
-    shown = [
-        each.replace(annotation=_shown(each.annotation, each.default))
-        for each in signature.parameters.values()
-    ]
+    shown = [each.replace(annotation=_shown(each.annotation, each.default)) for each in own]
     made.__signature__ = signature.replace(parameters=shown)
     made.__annotations__ = {each.name: each.annotation for each in shown}
     # A parameter's description is shown with its line breaks.
@@ -89,7 +96,7 @@ def call(function: Callable, argv: list[str], prog: str) -> None:
     command = options.parse(
         made,
         argv,
-        options.of_function(function),
+        known,
         prog=prog,
         description=f"{summary}\n\nExamples:\n{examples}" if examples else summary,
         config=(tyro.conf.PositionalMetavarFromFieldName, tyro.conf.FlagCreatePairsOff),
@@ -145,9 +152,16 @@ def run_config(command: str, argv: list[str], own: Sequence[str] = ()) -> RunCon
         )
     cfg = config.load(argv[0])
     parser = options.Parser()
-    for name in _SECTIONS:
+    for name in (*_SECTIONS, *_NEEDED):
         parser.add_argument(f"--{name}")
     off, rest = parser.parse_known_args(argv[1:])
+    for name in _NEEDED:
+        value = getattr(off, name)
+        rule = (
+            f"every run has this section, with fields --{name}.FIELD; None switches off only --noise, "
+            "--eval and --tools"
+        )
+        require(value is None, f"--{name}", value, rule)
     given = {word.partition("=")[0].replace("_", "-") for word in rest}
     for name, section in _SECTIONS.items():
         is_asked_for = any(word.startswith(f"--{name}.") for word in given)

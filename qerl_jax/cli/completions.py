@@ -32,7 +32,9 @@ def script(shell: str, commands: Mapping[str, Callable]) -> str:
     full = dataclasses.replace(quickstart, tools=ToolsConfig(functions=("calculator",)))
     own = {"train": _train, "plan": _plan, "completion": _completion}
     functions = {
-        name: own.get(name, _paths) if inspect.getdoc(command).startswith("usage:") else command
+        name: own.get(name, _paths)
+        if inspect.getdoc(command).startswith("usage:")
+        else _with_fields(command, full)
         for name, command in commands.items()
     }
     for function in (_train, _plan):
@@ -52,6 +54,24 @@ def script(shell: str, commands: Mapping[str, Callable]) -> str:
 
 
 type _Fields = Annotated[RunConfig, tyro.conf.arg(name="")]
+
+
+def _with_fields(command: Callable, full: RunConfig) -> Callable:
+    """A command whose `*fields`, if it has them, are the options of a config's fields."""
+    signature = inspect.signature(command, eval_str=True)
+    taken = {"kind": inspect.Parameter.KEYWORD_ONLY, "annotation": _Fields, "default": full}
+    shown = [
+        each.replace(**taken) if each.kind is each.VAR_POSITIONAL else each
+        for each in signature.parameters.values()
+    ]
+
+    def made() -> None:
+        """Is never called."""
+
+    made.__signature__ = signature.replace(parameters=shown)
+    made.__annotations__ = {each.name: each.annotation for each in shown}
+    made.__doc__ = command.__doc__
+    return made
 
 
 def _train(config: pathlib.Path, /, *, fields: _Fields = None) -> None:

@@ -1,8 +1,11 @@
 """Unexpected errors: the file that keeps the details, and the one line that names it."""
 
 import contextlib
+import os
 import pathlib
 import re
+import select
+import sys
 import tempfile
 import time
 import traceback
@@ -25,6 +28,23 @@ def is_expected(error: Exception) -> bool:
     if isinstance(error, MemoryError):
         return True
     return isinstance(error, _EXPECTED) and not _is_of_computing(error)
+
+
+def is_of_output(error: Exception) -> bool:
+    """Whether an error came because nobody reads the standard output any more, as in `qerl --help | head`."""
+    if not isinstance(error, BrokenPipeError):
+        return False
+    poll = select.poll()
+    with contextlib.suppress(OSError):  # an output that is no file
+        poll.register(sys.stdout.fileno(), 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
+def drop_output() -> None:
+    """Drops what is still written to the standard output, at the interpreter's end too."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def in_one_line(error: BaseException) -> str:

@@ -6,8 +6,9 @@ from typing import Literal
 
 import qerl_jax
 from qerl_jax.checked import require
-from qerl_jax.cli.common import DEVICES, Devices, log, use_compilation_cache
-from qerl_jax.config import Drafts, Dtype, Weights, load
+from qerl_jax.cli import options
+from qerl_jax.cli.common import DEVICES, Devices, log, run_config, use_compilation_cache
+from qerl_jax.config import Drafts, Dtype, Weights
 
 
 def evaluate(
@@ -51,9 +52,10 @@ def evaluate(
         protocol: "paper" (temperature 0.6, top-p 0.95), "verl" (verl's own words, sampling and scorers), or
             "run" (prompt and sampling of the run, judged by its `eval.reward`). Absent means the run's where
             there is one, else the paper's.
-        samples: N, completions per problem. This and the next six replace what the protocol says.
+        samples: N, completions per problem. It replaces what the protocol says, as do --temperature, --top-p,
+            --max-tokens, --system-prompt, --prompt-template and --reward.
         temperature: Sampling temperature; 0 is greedy.
-        top_p: Keep the likeliest tokens up to this mass.
+        top_p: Keep the likeliest tokens whose probabilities add up to this.
         max_tokens: Longest completion in tokens.
         system_prompt: A system message, or the name of one: "think-answer", "answer-line" or
             "think-code"; "" for none.
@@ -65,8 +67,8 @@ def evaluate(
         num_problems: How many problems to ask, from the front.
         weights: Storage format of the linears; absent means that of the adapter's run, else "nvfp4".
         dtype: Data type of the activations; absent means that of the run, else "bfloat16".
-        output_dir: Folder of the results. Absent means `eval/` of the run folder, else `evals/`, and in it a
-            folder named by the policy and by the protocol, if one is given.
+        output_dir: Folder of the results. Absent means a folder in `eval/` of the run folder, or without a run in
+            `evals/`. Its name is that of the policy, and of the protocol if one is given.
         max_concurrent: The most completions sampled at a time, by each replica; fused decoding takes up to 128.
         drafts: "auto" makes drafts where few completions are left (`rollout.drafts`); "off" makes none.
         seed: Random seed for sampling.
@@ -140,7 +142,7 @@ def filter_problems(
     config: pathlib.Path,
     out: pathlib.Path,
     /,
-    *,
+    *fields: str,
     low: float = 0.1,
     high: float = 0.6,
     samples: int = 8,
@@ -151,11 +153,14 @@ def filter_problems(
 ) -> None:
     """Measures how often a policy solves each problem of a config, and keeps those within a range of rates.
 
+    `--section.field VALUE` changes a field of the config, as in `qerl plan`; `qerl plan CONFIG --help` lists all.
+
     Args:
         config: A TOML file, or the name of a config in the package. Its model, devices, data and
             sampling settings are used.
         out: A .jsonl file for the problems that are kept. Rates go to `<out>.measured`; a later call goes on
             from there.
+        *fields: Fields of the config that take another value.
         low: Lowest pass rate that is kept.
         high: Highest pass rate that is kept.
         samples: Completions per problem.
@@ -167,9 +172,11 @@ def filter_problems(
 
     Examples:
         qerl filter gsm8k_qwen2.5_7b some.jsonl --low 0.2 --high 0.8
-        qerl train gsm8k_qwen2.5_7b --data.dataset some.jsonl
+        qerl filter quickstart some.jsonl --data.dataset problems.jsonl --rollout.max-completion-length 64
+        qerl train gsm8k_qwen2.5_7b --data.dataset some.jsonl --eval.dataset gsm8k
     """
-    cfg = load(config)
+    # Under the name of `plan`, whose help is the one that lists the fields.
+    cfg = run_config("plan", [str(config), *fields], own=options.of_function(filter_problems).kinds)
     if num_problems is not None:
         require(num_problems >= 1, "num_problems", num_problems, "must be at least 1")
         cfg = dataclasses.replace(

@@ -150,6 +150,7 @@ COMMANDS = {
     "completion": completion,
 }
 _HELP = (["-h"], ["--help"])
+_UNREAD = 141  # as after SIGPIPE
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -158,8 +159,8 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         0 when it is done; 1 for an unexpected error, whose traceback is in a file; 2 for something that the user
         can correct: input, disk or memory; 3 for a run that has learned nothing; 4 when another process of the run
-        has ended; 130 and 143 when SIGINT or SIGTERM has ended it. An error is one line on stderr; with `--debug`
-        its traceback comes before.
+        has ended; 130 and 143 when SIGINT or SIGTERM has ended it; 141 when nobody reads its output any more. An
+        error is one line on stderr; with `--debug` its traceback comes before.
     """
     # These write their messages themselves. Importing orbax gives the root logger a handler, which would
     # write each a second time.
@@ -173,13 +174,13 @@ def main(argv: list[str] | None = None) -> int:
     # their parameters.
     text = inspect.getdoc(COMMANDS.get(name, main))
     reads_itself = text.startswith("usage:")
-    if argv[:1] in _HELP or not argv or reads_itself and rest[:1] in _HELP:
-        log(text if reads_itself else _USAGE)
-        return 0 if argv else 2
-    if argv == ["--version"]:
-        log(_version("qerl-jax"))
-        return 0
     try:
+        if argv[:1] in _HELP or not argv or reads_itself and rest[:1] in _HELP:
+            log(text if reads_itself else _USAGE)
+            return 0 if argv else 2
+        if argv == ["--version"]:
+            log(_version("qerl-jax"))
+            return 0
         if name not in COMMANDS:
             hint = meant(name, COMMANDS) or "; qerl --help lists them"
             raise ValueError(f"there is no such command{hint}")
@@ -209,6 +210,10 @@ def _leave(code: int) -> None:
 
 def _failed(name: str, argv: list[str], error: Exception) -> int:
     """Prints what went wrong, and returns the exit code."""
+    if crashes.is_of_output(error):
+        crashes.drop_output()
+        if not crashes.in_what(error):  # of a run it is told what is saved
+            return _UNREAD
     if crashes.is_expected(error) or hasattr(error, "exit_code"):
         sys.stderr.write(f"qerl {name}: {crashes.in_one_line(error)}{crashes.in_what(error)}\n")
         return getattr(error, "exit_code", 2)

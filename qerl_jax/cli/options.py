@@ -12,6 +12,7 @@ import inspect
 import io
 import itertools
 import re
+import sys
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -70,6 +71,8 @@ def of_function(function: Callable) -> Options:
             arguments.append(name.upper() + " ..." * is_repeated)
             needed += [name.upper()] * (each.default is each.empty and not is_repeated)
             continue
+        if each.kind is each.VAR_POSITIONAL:  # gets the options that are not its own
+            continue
         fields = [(name, each.annotation, each.default)]
         (kind, *_), notes = _members(each.annotation), getattr(each.annotation, "__metadata__", ())
         if dataclasses.is_dataclass(kind):
@@ -86,6 +89,18 @@ def of_function(function: Callable) -> Options:
             flags |= {option} if hint is bool else set()
             needed += [option] * (default is each.empty)
     return Options(kinds, frozenset(flags), tuple(arguments), tuple(needed))
+
+
+def divide(argv: Sequence[str], options: Options) -> tuple[list[str], list[str]]:
+    """The arguments of a command: those for its own options, and those for others, each option with its values."""
+    own, others = [], []
+    current = own
+    for word in argv:
+        if re.match(r"--[a-zA-Z]", word):
+            option = word.partition("=")[0].replace("_", "-")
+            current = own if option in (*options.kinds, "--help") else others
+        current.append(word)
+    return own, others
 
 
 def parse(target: Any, argv: Sequence[str], options: Options, *, prog: str, **settings: Any) -> Any:
@@ -109,6 +124,7 @@ def parse(target: Any, argv: Sequence[str], options: Options, *, prog: str, **se
             return tyro.cli(target, args=argv, prog=prog, **settings)
     except SystemExit as ended:
         if not ended.code:
+            sys.stdout.flush()  # what fails at the interpreter's end cannot be handled
             raise
         rule = _broken_rule(ended)
         raise ConfigError(rule or _fault(argv, options, prog) or _plain(said.getvalue())) from None

@@ -110,6 +110,7 @@ def run(
     policy: LoadedPolicy | None = None,
     toolboxes: Toolboxes | None = None,
     mesh: MeshConfig = ALONE,
+    quiet: bool = True,
 ) -> dict[str, dict[str, Any]]:
     """Evaluates a policy on sets, each into a folder of its own, and goes on where a killed call stopped.
 
@@ -127,6 +128,7 @@ def run(
         policy: The policy of that source, where it is on the device already.
         toolboxes: Tools instead of those that protocols name, for protocols that name some.
         mesh: The devices that the policy is loaded onto.
+        quiet: Do not show progress while the policy is loaded.
 
     Returns:
         Summaries by set.
@@ -167,7 +169,7 @@ def run(
 
     @functools.cache
     def held() -> LoadedPolicy:
-        found = policy or load_policy(source, seed, mesh=mesh, rows=most)
+        found = policy or load_policy(source, seed, mesh=mesh, rows=most, quiet=quiet)
         if slow := fused_decode.slow_because(found.model.own_part, max_concurrent):
             log(slow)
         return found

@@ -80,7 +80,8 @@ def select(
     # Nothing trains here, so a base for full training is read like any other.
     base = dataclasses.replace(cfg.model, trainable="lora")
     source = PolicySource(base, adapter and pathlib.Path(adapter))
-    policy = load_policy(source, cfg.seed, mesh=cfg.mesh, rows=batch_size * samples)
+    rows = batch_size * samples
+    policy = load_policy(source, cfg.seed, mesh=cfg.mesh, rows=rows, quiet=False)
     memory.require_context(cfg, policy.model.arch)
     tools = None
     if toolboxes is not None:

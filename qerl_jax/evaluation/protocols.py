@@ -41,7 +41,7 @@ class Protocol(
         reward: The function that is at least 1 where a completion is right.
         num_generations: N, completions per problem.
         temperature: Sampling temperature; 0 is greedy.
-        top_p: Keep the likeliest tokens up to this mass; 1 is off.
+        top_p: Keep the likeliest tokens whose probabilities add up to this; 1 is off.
         top_k: Keep the k likeliest tokens; 0 is off.
         min_p: Drop tokens below this fraction of the likeliest one's probability; 0 is off.
         max_completion_length: Longest completion in tokens, the stop token included.

@@ -57,7 +57,7 @@ def write(
         log(f"{first}/{wanted} completions are in {progress.path}")
     try:
         if first < wanted:
-            held = {"mesh": mesh, "rows": wanted - first}
+            held = {"mesh": mesh, "rows": wanted - first, "quiet": False}
             completions = Generator.of(source, tools, log, **held, **limits).completions(
                 prompts,
                 columns=None if tools is None else columns_of(rows),

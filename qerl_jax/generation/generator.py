@@ -130,6 +130,7 @@ class Generator:
         *,
         mesh: MeshConfig = ALONE,
         rows: int = 1,
+        quiet: bool = True,
         **limits: Any,
     ) -> Self:
         """Reads the policy that a source names.
@@ -138,14 +139,15 @@ class Generator:
             source: Base and adapter.
             tools: What the policy may call.
             log: Called with a line where sampling is slow on this GPU; also see `Tools.of`.
-            mesh: See `load_policy`, as for `rows`.
+            mesh: See `load_policy`, as for `rows` and `quiet`.
             rows: See there.
+            quiet: See there.
             **limits: Those of `load`.
         """
         check_limits(limits)  # before minutes of reading
         boxes = None if tools is None else Toolboxes(tools)
         runtime.use_compilation_cache()
-        policy = load_policy(source, mesh=mesh, rows=rows)
+        policy = load_policy(source, mesh=mesh, rows=rows, quiet=quiet)
         held = {"replicas": policy.replicas}
         made = cls(policy.model, policy.variables, policy.tokenizer, **limits, **held)
         if slow := made.slow_because:

@@ -35,7 +35,7 @@ class SamplingParams(Checked):
         max_tokens: Longest completion in tokens; a completion ends where the model's context does, too.
         temperature: Sampling temperature; 0 takes the likeliest token (greedy).
         top_k: Keep the k likeliest tokens; 0 is off.
-        top_p: Keep the likeliest tokens up to this mass; 1 is off.
+        top_p: Keep the likeliest tokens whose probabilities add up to this; 1 is off.
         min_p: Drop tokens below this fraction of the likeliest one's probability; 0 is off.
         repetition_penalty: Divides positive scores of tokens that were there before, and multiplies
             negative ones; 1 is off.

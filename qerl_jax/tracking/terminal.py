@@ -1,15 +1,19 @@
-"""A run in the terminal: a live view if the terminal can be redrawn, else a line per step."""
+"""A run in a terminal or a notebook: a live view if what was shown can be redrawn, else a line per step."""
 
 import contextlib
 import functools
 import itertools
 import math
 import statistics
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich import live, panel, progress, table, text
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
+from rich.jupyter import JupyterMixin
+
+from qerl_jax.config import ModelConfig
 
 # What is shown of each step: label, metric, format. The first ones make up the line.
 _LINE = (
@@ -39,6 +43,7 @@ _BARS = " ▁▂▃▄▅▆▇█"
 _CURVE = 24  # columns
 _EXPECTED_BY = 8  # steps before, by which the time of the next is told
 _TEXT = 600  # characters of a prompt or a completion
+_BETWEEN_VIEWS = 0.5  # seconds from one view in a notebook to the next
 
 
 def curve(values: Sequence[float], width: int = 60) -> str:
@@ -62,7 +67,7 @@ def curve(values: Sequence[float], width: int = 60) -> str:
 def job(
     name: str, console: Console | None = None
 ) -> Iterator[tuple[Callable[[str], None], Callable[[float], None]]]:
-    """Shows how far a job is and how long it will take, where the terminal can be redrawn; else its lines only.
+    """Shows how far a job is and how long it will take, where that can be redrawn; else its lines only.
 
     Args:
         name: Stands before the bar.
@@ -72,12 +77,7 @@ def job(
         A function that shows a line, and one that is told which share of the job is done, from 0 to 1.
     """
     console = console or Console()
-    if not console.is_terminal:
-        yield (
-            functools.partial(console.print, highlight=False, markup=False, soft_wrap=True),
-            lambda share: None,
-        )
-        return
+    log = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
     columns = (
         progress.TextColumn(name),
         progress.BarColumn(),
@@ -87,10 +87,41 @@ def job(
         # Layers take minutes, so the last few are enough to estimate the rest.
         progress.TimeRemainingColumn(),
     )
-    with progress.Progress(*columns, console=console, speed_estimate_period=3600) as bar:
-        task = bar.add_task(name, total=1.0)
-        log = functools.partial(bar.console.print, highlight=False, markup=False, soft_wrap=True)
+    bar = progress.Progress(*columns, console=console, speed_estimate_period=3600)
+    task = bar.add_task(name, total=1.0)
+    shown = _live(console, lambda: bar)
+    if shown is None:
+        yield log, lambda share: None
+        return
+    shown.start()
+    try:
         yield log, lambda share: bar.update(task, completed=share)
+    finally:
+        shown.stop()
+
+
+@contextlib.contextmanager
+def loading(
+    base: ModelConfig, *, quiet: bool, stderr: bool = False
+) -> Iterator[Callable[[float], None] | None]:
+    """Shows which base is read, and how far that is.
+
+    Args:
+        base: The base.
+        quiet: Whether nothing is shown.
+        stderr: Whether it is shown on the standard error, and not among a command's results.
+
+    Yields:
+        A function that is told which share is read; None where nothing is shown.
+    """
+    if quiet:
+        yield None
+        return
+    with job("base", Console(stderr=stderr)) as (log, move):
+        source = "random weights in the shape of " if base.random_base else ""
+        log(f"base: {source}{base.model_name_or_path}, held in {base.weights}")
+        yield move
+        move(1.0)  # random weights come all at once
 
 
 class Display:
@@ -102,25 +133,25 @@ class Display:
         self._total = total_steps
         self._history: dict[str, list[float]] = {}
         self._completion: Mapping[str, Any] | None = None
-        self._live = None
-        if console.is_terminal and not console.quiet:
-            self._bar = progress.Progress(
-                progress.TextColumn("step {task.completed}/{task.total}"),
-                progress.BarColumn(),
-                progress.TimeElapsedColumn(),
-                progress.TextColumn("left"),
-                progress.TimeRemainingColumn(),
-            )
-            self._task = self._bar.add_task("", total=total_steps, completed=step)
-            self._step_bar = progress.Progress(
-                progress.TextColumn("{task.description}"),
-                progress.BarColumn(),
-                progress.TextColumn("{task.completed}/{task.total} rows"),
-                progress.TimeElapsedColumn(),
-                progress.TextColumn("{task.fields[expected]}"),
-            )
-            self._step_task = self._step_bar.add_task("rollout", total=None, expected="")
-            self._live = live.Live(console=console, get_renderable=self._view)
+        self._bar = progress.Progress(
+            progress.TextColumn("step {task.completed}/{task.total}"),
+            progress.BarColumn(),
+            progress.TimeElapsedColumn(),
+            progress.TextColumn("left"),
+            progress.TimeRemainingColumn(),
+        )
+        self._task = self._bar.add_task("", total=total_steps, completed=step)
+        self._step_bar = progress.Progress(
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(),
+            progress.TextColumn("{task.completed}/{task.total} rows"),
+            progress.TimeElapsedColumn(),
+            progress.TextColumn("{task.fields[expected]}"),
+        )
+        # How many rows a step has is known when it begins.
+        self._step_task = self._step_bar.add_task("", visible=False, expected="")
+        self._live = _live(console, self._view)
+        if self._live is not None:
             self._live.start()
 
     def begin_step(self, rows: int) -> None:
@@ -129,7 +160,8 @@ class Display:
             return
         usual = self._usual_time()
         expected = "" if usual is None else f"of about {usual:.0f} s"
-        self._step_bar.reset(self._step_task, total=rows, description="rollout", expected=expected)
+        shown = {"description": "rollout", "expected": expected, "visible": True}
+        self._step_bar.reset(self._step_task, total=rows, **shown)
 
     def row_ended(self) -> None:
         """One more row of the step has ended."""
@@ -209,6 +241,49 @@ class Display:
         reward = "no reward" if row["reward"] is None else f"reward {row['reward']:.2f}"
         title = f"{reward}, {row['length']} tokens{end}"
         return panel.Panel(body, title=title, title_align="left")
+
+
+class _NotebookView(JupyterMixin):
+    """What rich's `Live` is in a terminal: one output of a cell, drawn again and again in its place.
+
+    `Live` itself needs ipywidgets in a notebook, and a notebook that is saved does not hold what it has shown.
+    """
+
+    def __init__(self, view: Callable[[], RenderableType]):
+        """Shows nothing yet."""
+        self._view = view
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._redraw, daemon=True)
+
+    def __rich__(self) -> RenderableType:
+        """What is shown now."""
+        return self._view()
+
+    def start(self) -> None:
+        """Shows the first view."""
+        from IPython.display import display  # it is there, for this is a notebook
+
+        self._output = display(self, display_id=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Leaves the last view standing."""
+        self._ended.set()
+        self._thread.join()
+        self._output.update(self)
+
+    def _redraw(self) -> None:
+        while not self._ended.wait(_BETWEEN_VIEWS):
+            self._output.update(self)
+
+
+def _live(console: Console, view: Callable[[], RenderableType]) -> live.Live | _NotebookView | None:
+    """Draws a view again and again between its `start` and its `stop`; None where nothing can be redrawn."""
+    if console.quiet:
+        return None
+    if console.is_jupyter:
+        return _NotebookView(view)
+    return live.Live(console=console, get_renderable=view) if console.is_terminal else None
 
 
 def asked(prompt: str | Sequence[Mapping[str, str]]) -> str:

@@ -288,13 +288,8 @@ def _weights(
     places: base_model.Placer | None,
 ) -> Any:
     """The base's weights; unless `quiet`, the terminal shows the progress."""
-    load = functools.partial(base_model.load_weights, cfg.model, model, cfg.seed, places=places)
-    if quiet:
-        return load()
-    with terminal.job("base") as (log, move):
-        source = "random weights in the shape of " if cfg.model.random_base else ""
-        log(f"base: {source}{cfg.model.model_name_or_path}, held in {cfg.model.weights}")
-        return load(move)
+    with terminal.loading(cfg.model, quiet=quiet) as move:
+        return base_model.load_weights(cfg.model, model, cfg.seed, move, places)
 
 
 def _sampler(

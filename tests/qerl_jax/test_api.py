@@ -166,7 +166,9 @@ def test_what_is_wrong_is_said_by_its_name_and_nothing_is_written(arguments, mes
 
 
 def test_a_function_in_a_config_is_refused_by_the_field_and_the_rule():
-    with pytest.raises(ConfigError, match=r"rewards.functions: got .*digits.*; must name at least"):
+    with pytest.raises(
+        ConfigError, match=r"rewards.functions: got .*digits.*; must be a list of names"
+    ):
         qerl_jax.RewardConfig((digits,))
     with pytest.raises(ConfigError, match="optim.learning_rate: got '1e-4'; must be positive"):
         qerl_jax.OptimConfig(learning_rate="1e-4")
@@ -400,6 +402,23 @@ def test_a_dense_base_is_saved_as_a_whole_model(tmp_path):
     again = qerl_jax.load(folder, weights="float32", dtype="float32")
     given = (["3+4"], ["<think>3+4=7</think>"])
     np.testing.assert_array_equal(dense.logprobs(*given)[0], again.logprobs(*given)[0])
+
+
+def test_loading_tells_the_standard_error_what_it_reads_unless_it_is_to_be_quiet(capsys):
+    for options in ({}, {"lora": qerl_jax.LoraConfig(rank=4)}):
+        qerl_jax.load(dtype="float32", quiet=True, **options)
+        assert capsys.readouterr() == ("", "")
+        qerl_jax.load(dtype="float32", **options)
+        assert capsys.readouterr() == ("", "base: qerl-tiny, held in nvfp4\n")
+
+
+def test_an_evaluation_tells_it_too(tmp_path, capsys):
+    asked = {"num_problems": 1, "samples": 1, "max_tokens": 2}
+    for quiet in (True, False):
+        folder = tmp_path / str(quiet)
+        qerl_jax.evaluate("qerl-tiny", "arithmetic", output_dir=folder, quiet=quiet, **asked)
+        said = "" if quiet else "base: qerl-tiny, held in nvfp4\n"
+        assert capsys.readouterr().err == said
 
 
 def test_a_fresh_adapter_changes_nothing_yet(policy):

@@ -5,9 +5,11 @@ import datetime
 import importlib.metadata
 import inspect
 import logging
+import os
 import pathlib
 import re
 import subprocess
+import sys
 import types
 
 import jax
@@ -173,6 +175,11 @@ def test_a_library_that_writes_its_messages_itself_leaves_them_from_the_root_log
             "--noise: got 'off'; must be None, which switches it off; its fields are --noise.FIELD",
         ),
         (
+            "train quickstart --lora None",
+            "--lora: got 'None'; every run has this section, with fields --lora.FIELD; None switches off only "
+            "--noise, --eval and --tools",
+        ),
+        (
             "train quickstart --model.chat-template-kwargs enable_thinking false",
             "--model.chat-template-kwargs: got 'enable_thinking false'; must be given in a config "
             "file or from Python: its values may have any type",
@@ -197,6 +204,20 @@ def test_a_library_that_writes_its_messages_itself_leaves_them_from_the_root_log
             "prompt_template: got 'x'; must contain \"{prompt}\"",
         ),
         ("filter quickstart x.jsonl --num-problems 0", "num_problems: got 0; must be at least 1"),
+        (
+            "filter quickstart x.jsonl --sampels 4",
+            "--sampels: no such option; did you mean --samples?",
+        ),
+        (
+            "filter quickstart x.jsonl --data.datast a",
+            "--data.datast: no such option; did you mean --data.dataset?",
+        ),
+        (
+            "filter quickstart x.jsonl --data.size a --low 0",
+            "--data.size: no such option; qerl plan quickstart --help lists them",
+        ),
+        ("filter quickstart x.jsonl --low a", "--low: got 'a'; must be a number"),
+        ("filter quickstart --data.dataset x.jsonl", "missing OUT; qerl filter --help explains"),
         ("generate hi --adapter", "--adapter: needs a value"),
         (
             "generate hi --n 2 --temprature 0",
@@ -364,6 +385,8 @@ def test_a_shell_completes_commands_options_and_values(tmp_path, capsys):
     fields = {f"--lora.{field.name.replace('_', '-')}" for field in dataclasses.fields(LoraConfig)}
     assert completed(script, "train", "x.toml", "--lora.") == fields
     assert completed(script, "train", "x.toml", "--tools.func") == {"--tools.functions"}
+    assert completed(script, "filter", "x.toml", "--lora.") == fields
+    assert completed(script, "filter", "--sam") == {"--samples"}
     assert completed(script, "plan", "--dev") == {"--device", "--device-memory"}
     assert completed(script, "export", "--to", "") == {"peft", "merged", "nvfp4", "pair"}
     assert completed(script, "eval", "gsm8k", "--prot") == {"--protocol"}
@@ -378,6 +401,44 @@ def test_filter_takes_a_config_by_its_name_and_as_many_problems_as_asked_for(mon
     assert main.main([*command, "--num-problems", "3"]) == 0 and main.main(command) == 0
     assert [cfg.data.num_problems for cfg in given] == [3, 20_000]
     assert main.main([*command, "--num-problems", "0"]) == 2
+
+
+def test_filter_takes_fields_of_its_config_as_plan_does(monkeypatch, tmp_path):
+    given = []
+    monkeypatch.setattr(pass_rates, "select", lambda *of, **how: given.append((of, how)) or (1, 3))
+    command = ["filter", "--data.dataset=gsm8k", "--noise", "None", "--samples", "4", "quickstart"]
+    command += [str(tmp_path / "kept.jsonl"), "--rewards.functions", "format_reward", "--low", "0"]
+    assert main.main(command) == 0
+    (((cfg, out), how),) = given
+    assert (cfg.data.dataset, cfg.noise) == ("gsm8k", None)
+    assert cfg.rewards.functions == ("format_reward",)
+    assert out.name == "kept.jsonl" and (how["samples"], how["low"], how["high"]) == (4, 0, 0.6)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("command", ["--help", "train --help", "train quickstart --help"])
+def test_an_output_that_nobody_reads_ends_the_command_quietly(command):
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "qerl_jax", *command.split()],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_pipe_that_breaks_elsewhere_is_an_error_as_any_other(monkeypatch, capsys):
+    def broken(cfg):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(qerl_jax, "train", broken)
+    assert main.main(["train", str(QUICKSTART)]) == 2
+    assert capsys.readouterr().err == "qerl train: [Errno 32] Broken pipe\n"
 
 
 def test_env_names_versions_and_devices(capsys):

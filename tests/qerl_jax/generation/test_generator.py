@@ -29,6 +29,7 @@ QUICKSTART = pathlib.Path(__file__).parents[3] / "configs" / "quickstart.toml"
 PROMPTS = ["What is (5-3)*3?", "What is 20+15?", "What is 31-12?", "What is 9*2+7?"]
 LIMIT = {"max_tokens": 12}
 SHORT = LIMIT | {"temperature": 1.5}
+LOADED = "base: qerl-tiny, held in nvfp4\n"  # what the commands say of it
 
 
 @functools.cache
@@ -62,7 +63,7 @@ def test_slow_sampling_is_told_once_with_its_reason(monkeypatch, capsys):
     assert said == ["slow: 3 rows"]
     words = ["generate", *PROMPTS[:2], "--dtype", "float32", "--max-tokens", "2"]
     assert main.main(words) == 0
-    assert capsys.readouterr().err == "slow: 64 rows\n"
+    assert capsys.readouterr().err == f"{LOADED}slow: 64 rows\n"
 
 
 def test_a_prompt_with_its_own_seed_gets_the_same_text_in_any_company():
@@ -192,7 +193,7 @@ def test_a_file_of_completions_goes_on_where_it_was_stopped(tmp_path, capsys, mo
         patch.setattr(Progress, "add", stopping)
         assert asked("out.jsonl") == 130
     partial = tmp_path / "out.jsonl.partial"
-    assert capsys.readouterr().err == "qerl generate: interrupted\n"
+    assert capsys.readouterr().err == f"{LOADED}qerl generate: interrupted\n"
     assert not (tmp_path / "out.jsonl").exists() and len(partial.read_text().splitlines()) == 4
 
     assert asked("out.jsonl", "--top-k", "5", "--seed", "1") == 2

@@ -1,10 +1,14 @@
 """Tests the terminal's output, as text."""
 
 import io
+import sys
+import time
+import types
 
 import pytest
 from rich.console import Console
 
+from qerl_jax import config
 from qerl_jax.tracking import terminal as display
 
 ROW = {
@@ -97,6 +101,15 @@ def test_a_step_shows_its_rows_its_phase_and_the_time_that_is_expected():
     assert "update" in last and "3/64 rows" in last and "of about 28 s" in last
 
 
+def test_before_the_first_step_nothing_is_said_of_its_rows():
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=100, height=40, color_system=None)
+    view = display.Display(50, 0, console)
+    view.close()
+    assert "step 0/50" in out.getvalue()
+    assert "rows" not in out.getvalue() and "None" not in out.getvalue()
+
+
 def test_a_job_shows_a_bar_with_the_time_that_is_left_where_it_can_be_redrawn():
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=True, width=100)
@@ -105,6 +118,91 @@ def test_a_job_shows_a_bar_with_the_time_that_is_left_where_it_can_be_redrawn():
         log("layer 1/2 [x]")
     assert "layer 1/2 [x]" in shown.getvalue() and "50%" in shown.getvalue()
     assert "quantizing" in shown.getvalue() and "left" in shown.getvalue()
+
+
+class Output:
+    """What IPython's `display` returns: an output of a cell that can be drawn again."""
+
+    def __init__(self, shown, display_id):
+        assert display_id  # an output without one stays as it is
+        self.drawn = []
+        self.update(shown)
+
+    def update(self, shown):
+        bundle = shown._repr_mimebundle_(include=None, exclude=None)
+        assert "<pre" in bundle["text/html"]
+        self.drawn.append(bundle["text/plain"])
+
+
+@pytest.fixture
+def notebook(monkeypatch):
+    """Makes a console as in a notebook, and a list of its outputs; IPython need not be installed."""
+    outputs = []
+
+    def show(shown, display_id=False):
+        if not display_id:  # rich prints a line
+            return None
+        outputs.append(Output(shown, display_id))
+        return outputs[-1]
+
+    module = types.SimpleNamespace(display=show)
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(display=module))
+    monkeypatch.setitem(sys.modules, "IPython.display", module)
+    monkeypatch.setattr(display, "_BETWEEN_VIEWS", 0.01)
+    monkeypatch.setattr("rich._console", Console(width=100, color_system=None))
+    return Console(force_jupyter=True, width=100), outputs
+
+
+def test_a_notebook_shows_a_run_in_one_output_that_is_drawn_again(notebook):
+    console, outputs = notebook
+    view = display.Display(50, 3, console)
+    (output,) = outputs
+    assert "step 3/50" in output.drawn[0] and "rows" not in output.drawn[0]
+    view.begin_step(64)
+    view.row_ended()
+    while "1/64 rows" not in output.drawn[-1]:
+        time.sleep(0.01)  # the view is drawn by itself
+    view.show(4, ROW)
+    view.note("adapter in runs/x")
+    view.close()
+    assert "step 4/50" in output.drawn[-1] and "0.250" in output.drawn[-1]
+    assert outputs == [output]
+    count = len(output.drawn)
+    time.sleep(0.05)
+    assert len(output.drawn) == count
+
+
+def test_a_notebook_shows_a_job_as_a_bar(notebook):
+    console, outputs = notebook
+    with display.job("base", console) as (log, move):
+        log("base: tiny")
+        move(0.5)
+    (output,) = outputs
+    assert "base" in output.drawn[0] and "50%" in output.drawn[-1]
+
+
+def test_a_quiet_console_shows_neither_a_run_nor_a_job(notebook):
+    _, outputs = notebook
+    for kind in ({"force_jupyter": True}, {"force_terminal": True}):
+        out = io.StringIO()
+        console = Console(file=out, quiet=True, **kind)
+        display.Display(50, 3, console).close()
+        with display.job("base", console) as (log, move):
+            log("base: tiny")
+            move(0.5)
+        assert (outputs, out.getvalue()) == ([], "")
+
+
+@pytest.mark.parametrize("stderr", [False, True])
+def test_loading_says_in_a_log_what_is_loaded_and_quietly_nothing(stderr, capsys):
+    base = config.ModelConfig("tiny", random_base=True)
+    with display.loading(base, quiet=True, stderr=stderr) as move:
+        assert move is None
+    assert capsys.readouterr() == ("", "")
+    with display.loading(base, quiet=False, stderr=stderr) as move:
+        move(0.5)
+    line = "base: random weights in the shape of tiny, held in nvfp4\n"
+    assert capsys.readouterr() == (("", line) if stderr else (line, ""))
 
 
 def test_a_job_prints_its_lines_only_where_nothing_can_be_redrawn():
