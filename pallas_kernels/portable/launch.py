@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import importlib
 import itertools
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -39,6 +40,8 @@ class Launch:
 
 
 _WRITTEN_DOWN: list[Launch] | None = None
+# XLA runs calls at the same time if neither needs the other's result, and the interpreter's state is one for all.
+_INTERPRETER = threading.Lock()
 
 
 @contextlib.contextmanager
@@ -220,12 +223,12 @@ def _interpret(
     for operand, result in aliases.items():
         outputs[result] = arrays[operand]
     hosts = {id(array): _HostArray(array) for array in (*arrays, *outputs)}
-    function = _function(kernel)
-    function[tuple(grid) + (1,) * (3 - len(grid))](
-        *(hosts[id(array)] for array in itertools.chain(arrays, outputs)),
-        ASSEMBLY=False,
-        **constants,
-    )
+    with _INTERPRETER:
+        _function(kernel)[tuple(grid) + (1,) * (3 - len(grid))](
+            *(hosts[id(array)] for array in itertools.chain(arrays, outputs)),
+            ASSEMBLY=False,
+            **constants,
+        )
     return tuple(output.astype(r.dtype) for output, r in zip(outputs, results, strict=True))
 
 
