@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from qerl_jax import config, memory
+from qerl_jax import config
 from scripts import reproduce
 
 
@@ -33,7 +33,6 @@ def test_a_run_that_does_not_fit_is_refused_before_the_download(monkeypatch):
 
 def test_a_machine_without_a_gpu_is_refused_before_the_download(monkeypatch):
     monkeypatch.setattr("sys.argv", ["reproduce", "7b"])
-    monkeypatch.setattr(memory, "device_memory", lambda: None)
     with pytest.raises(SystemExit, match="device: got cpu, must be a GPU"):
         reproduce.main()
 

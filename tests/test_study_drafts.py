@@ -147,11 +147,11 @@ def test_prices_by_hand():
     assert slow.speedup(none, 2) == 1
 
 
-def test_steps_of_both_models_are_near_those_that_drafts_were_planned_with():
-    for model, ratio in (("7B", 1.28), ("32B", 1.42)):
+def test_steps_of_both_models_are_those_that_were_measured():
+    for model, ratio in (("7B", 1.27), ("32B", 1.39)):
         prices = study_drafts.measured(model)
         assert prices.rows == (1, 8, 16, 32, 64, 128)
-        assert prices.time(32) / prices.time(8) == pytest.approx(ratio, rel=0.03)
+        assert round(float(prices.time(32) / prices.time(8)), 2) == ratio
 
 
 def test_a_step_without_drafts_takes_as_long_as_it_was_measured():

@@ -155,12 +155,10 @@ def run_config(command: str, argv: list[str], own: Sequence[str] = ()) -> RunCon
     for name in (*_SECTIONS, *_NEEDED):
         parser.add_argument(f"--{name}")
     off, rest = parser.parse_known_args(argv[1:])
+    optional = ", ".join(f"--{name}" for name in _SECTIONS)
     for name in _NEEDED:
         value = getattr(off, name)
-        rule = (
-            f"every run has this section, with fields --{name}.FIELD; None switches off only --noise, "
-            "--eval and --tools"
-        )
+        rule = f"every run has this section, with fields --{name}.FIELD; None switches off only {optional}"
         require(value is None, f"--{name}", value, rule)
     given = {word.partition("=")[0].replace("_", "-") for word in rest}
     for name, section in _SECTIONS.items():

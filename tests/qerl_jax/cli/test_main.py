@@ -177,7 +177,7 @@ def test_a_library_that_writes_its_messages_itself_leaves_them_from_the_root_log
         (
             "train quickstart --lora None",
             "--lora: got 'None'; every run has this section, with fields --lora.FIELD; None switches off only "
-            "--noise, --eval and --tools",
+            "--noise, --eval, --tools",
         ),
         (
             "train quickstart --model.chat-template-kwargs enable_thinking false",
