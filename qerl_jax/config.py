@@ -55,7 +55,7 @@ PromptTemplate = Annotated[str, Rule(lambda text: "{prompt}" in text, 'must cont
 Drafts = Literal["auto", "off"]
 # Dual clip's bound for negative advantages (arXiv 1912.09729); the value is verl's default.
 _DUAL_CLIP = 3.0
-# How token losses are made and averaged, see `grpo.policy_loss`.
+# How token losses are made and averaged, see `rl.grpo.policy_loss`.
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 LOSS_TYPES = get_args(LossType)
 # The loss types that clip the ratio from both sides.
@@ -237,13 +237,14 @@ class DataConfig(Checked, section="data."):
     """The problems.
 
     Attributes:
-        dataset: "arithmetic" (procedural), a set that `datasets.SETS` names, or rows of {"prompt": ..., other
-            columns} by hub name or path.
-        path: Where a named set lies if not on the hub: a folder that `datasets.load_dataset` reads,
+        dataset: "arithmetic" (procedural), a set with a short name, such as "gsm8k"
+            (docs/data.md#a-data-set-from-the-hub), or rows of {"prompt": ..., other columns} by hub name or
+            path.
+        path: Where a named set lies if not on the hub: a folder that Hugging Face's `load_dataset` reads,
             or a file.
         name: Name of the data set's configuration, where it has several; "one-step" makes
             "arithmetic" ask problems of one operation, "mixed" easy and hard ones in digits and words,
-            "products" those of two-digit factors, and "secrets" draws the numbers of a guessing game.
+            "products" those of two-digit factors, and "secrets" games of guessing a number.
         split: Name of the split to train on.
         columns: Which columns of the rows to read as `prompt` and `answer`, where they have other names.
         system_prompt: The system message: a text, the name of one ("think-answer", "answer-line" or "think-code"),
@@ -296,8 +297,9 @@ class RewardConfig(Checked, section="rewards."):
             difference between a right answer (1) and a wrong one (-1); where answers score 1 or 0, that is
             0.5.
         shaping: Names, as in `rewards/NAME/mean`, of the rewards that shape form or length and do not say
-            which completion is better; dynamic sampling ignores them. Absent means the stock rewards of this
-            kind (`stock.SHAPING`) and the punishment of long completions.
+            which completion is better; dynamic sampling ignores them. Absent means format_reward,
+            soft_format_reward, strict_format_reward, think_format_reward, think_reward, int_reward,
+            xmlcount_reward, repetition_penalty_reward and the punishment of long completions.
     """
 
     functions: Annotated[
@@ -412,8 +414,8 @@ class GrpoConfig(Checked, section="grpo."):
     """The objective.
 
     Attributes:
-        loss_type: How token losses are made and averaged; see `grpo.policy_loss`. "luspo" belongs to
-            `importance_sampling_level = "sequence"`.
+        loss_type: What a token adds to the loss, and what the sum is divided by: a table in docs/losses.md
+            has both, with the paper of each loss. "luspo" belongs to `importance_sampling_level = "sequence"`.
         epsilon: Lower clip range of the ratio. "cispo", "sapo" and "vespo" have none.
         epsilon_high: Upper clip range; absent means `epsilon` (DAPO: 0.28). For "cispo" it is the bound of the
             ratio itself and must be given; 5 is usual (arXiv 2510.13786).
@@ -432,7 +434,9 @@ class GrpoConfig(Checked, section="grpo."):
         reference: The reference policy: the "base" without an adapter, or the "adapter" that
             model.adapter_name_or_path names, of which a copy is kept. Absent means that adapter where there
             is one, as in TRL, else the base.
-        kl_estimator: How that KL is estimated; see `grpo.token_kl`.
+        kl_estimator: How that KL is estimated at each token: "k1" is -d, "k2" d^2 / 2 and "k3"
+            exp(d) - d - 1, where d is the log-probability under the reference minus that under the policy
+            (J. Schulman, "Approximating KL Divergence", 2020).
         use_bias_correction_kl: Multiply the estimate by the importance ratio.
         sync_ref_model: Use a periodically updated copy of the policy as KL reference instead.
         ref_model_mixup_alpha: Share of the policy in an update of that copy: 1 replaces the copy by the
@@ -469,8 +473,7 @@ class GrpoConfig(Checked, section="grpo."):
         sampling_mask: Leave out of the loss what sampler and trainer give too different probabilities: by the
             ratio of a "token", or of a whole row, by the product ("sequence") or the geometric mean
             ("geometric") of its tokens' ratios; or nothing ("none"). With "behaviour" the ratio is that of
-            the policy as it learns, with "recompute" that of the policy before the update. See
-            `grpo.sampling_mask`.
+            the policy as it learns, with "recompute" that of the policy before the update.
         sampling_mask_max: Largest ratio, trainer over sampler, that stays; above 1. Geometric means lie
             close to 1, so thresholds such as 1.01 are usual there.
         sampling_mask_min: Smallest ratio that stays; absent means 1 / `sampling_mask_max`.
@@ -731,7 +734,7 @@ class NoiseConfig(Checked, section="noise."):
         scope: Where noise is added: only in the sampler ("rollout", the paper's Algorithm 1), or in sampler and
             update ("both").
         final_norm: Whether the norm before the head is perturbed too.
-        per: How often noise is drawn: once for each "rollout", as in the published code; for each "group", a
+        per: How often noise is sampled: once for each "rollout", as in the published code; for each "group", a
             prompt with its completions; for each "sequence", whose prompt is then computed once for each
             completion; or for each "token", in every forward pass, as in the paper. With all but "rollout",
             decoding cannot use the fused layers and is slower.

@@ -134,7 +134,7 @@ Examples
 CONFIG.toml is a file, or the name of a config in the package. qerl COMMAND --help shows a command's options and
 examples. With --debug an error comes with its traceback. Exit codes: 0 done, 1 a fault of the program, 2 something
 to correct (input, disk, memory), 3 a run that has learned nothing, 4 another process of the run has ended, 130 and 143
-ended by SIGINT and SIGTERM."""
+ended by SIGINT and SIGTERM, 141 nobody reads the output any more."""
 COMMANDS = {
     "train": train.train,
     "plan": train.plan,

@@ -33,10 +33,11 @@ class Calibration(Checked):
     """What to calibrate on.
 
     Attributes:
-        dataset: "arithmetic", "arithmetic-mixed" (what `data.name = "mixed"` asks, with answers), a name of
-            `datasets.SETS`, a data set of the hub, a folder, or a .jsonl, .json or .parquet file. Its rows have messages (`messages` or `conversations`), a `text`,
-            or a question and an answer under the usual names.
-        num_samples: Number of rows to use, drawn at random.
+        dataset: "arithmetic", "arithmetic-mixed" (what `data.name = "mixed"` asks, with answers), a set with a
+            short name (docs/data.md#a-data-set-from-the-hub), a data set of the hub, a folder, or a .jsonl, .json
+            or .parquet file. Its rows have messages (`messages` or `conversations`), a `text`, or a question and
+            an answer under the usual names.
+        num_samples: Number of rows to use, chosen at random.
         max_length: Number of tokens to use of each row.
         seed: Random seed for choosing the rows.
     """

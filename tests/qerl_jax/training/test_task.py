@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import re
 
 import numpy as np
 import pytest
@@ -58,6 +59,14 @@ def test_the_whole_sum_is_compared_where_that_is_asked_for():
 def test_all_that_the_stock_calls_shaping_is_a_reward_that_a_run_can_have():
     made = {stock.get_repetition_penalty_reward().__name__, "soft_overlong_punishment_reward"}
     assert stock.SHAPING <= {*stock.STOCK, *made}
+
+
+def test_the_help_of_shaping_names_what_the_stock_calls_shaping():
+    text = config.RewardConfig.__doc__.partition("shaping:")[2]
+    # The punishment of long completions is named in words.
+    assert {*re.findall(r"\w+_reward\b", text)} == stock.SHAPING - {
+        "soft_overlong_punishment_reward"
+    }
 
 
 CHAT = [{"role": "user", "content": "1+1?"}]
