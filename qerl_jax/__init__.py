@@ -5,8 +5,8 @@
     run.plot()
     run.policy().generate("What is 12 + 30?")
 
-A name is imported when it is first used, and JAX with the first that needs it. The pieces of a
-training loop, for a loop of one's own, are in `qerl_jax.rl`.
+A name is imported when it is first used, and JAX with the first that needs it. The functions
+for a training loop of your own are in `qerl_jax.rl`.
 """
 
 import importlib

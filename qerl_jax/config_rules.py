@@ -38,7 +38,7 @@ def across_sections(cfg: Any) -> list[tuple[bool, str, str]]:
             penalty == 1 or grpo.old_logprobs == "recompute",
             "rollout.repetition_penalty",
             "is not in the log-probabilities that the sampler reports, so a ratio to them would be "
-            'wrong: set grpo.old_logprobs = "recompute", which does not correct for how the sampler draws; '
+            'wrong: set grpo.old_logprobs = "recompute", which does not correct for the penalty; '
             "or set the penalty to 1 and reward less repetition by get_repetition_penalty_reward",
         ),
         (

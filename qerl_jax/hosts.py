@@ -22,9 +22,9 @@ from qerl_jax.checked import require
 LOST = 4
 # Seconds of silence after which a process counts as dead.
 _SILENCE = 30
-# Milliseconds between two checks whether the awaited process has ended. A piece of a message must arrive in this time.
+# Milliseconds between two checks whether the awaited process has ended. A chunk of a message must arrive in this time.
 _LOOK = 1000
-# Bytes of a piece of a message. Below a megabyte per second no piece would arrive.
+# Bytes of a chunk of a message. Below a megabyte per second no chunk would arrive.
 _PIECE = 1 << 20
 _NUMBER_BYTES = 4
 # Seconds that the first process, which serves the others, stays after an error, so that they can read the reason.
@@ -264,7 +264,7 @@ def _service() -> Any:
 
 
 def _put(key: str, data: bytes) -> None:
-    """Writes a message in pieces: the first one, with their number before it, when all others are there."""
+    """Writes a message in chunks: the first one, with their number before it, when all others are there."""
     first, *others = (data[start : start + _PIECE] for start in range(0, len(data) or 1, _PIECE))
     with _reaching():
         for number, piece in enumerate(others, 1):

@@ -156,7 +156,7 @@ class MemoryPlan:
         culprit = f"of which {wrong.name!r} ({_gb(wrong.size)}) {why}: change {wrong.field}"
         if in_regions:
             culprit = (
-                "which may be there in pieces too small for one array: "
+                "which may be there, but in blocks too small for one array: "
                 f"unset XLA_PYTHON_CLIENT_PREALLOCATE, or change {wrong.field}"
             )
         return (

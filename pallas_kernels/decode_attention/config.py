@@ -1,6 +1,6 @@
 """The configuration of the Hopper decode attention kernel, and the problems that it supports.
 
-`plans.py` explains units and pieces. Functions that depend on the device take it as an argument; None means the
+`plans.py` explains units and parts. Functions that depend on the device take it as an argument; None means the
 current device.
 """
 
@@ -21,7 +21,7 @@ SIBLINGS = 8
 # are decoded 13 % faster so; with 256 tokens the attention of a layer takes 1 us longer.
 LEAST_SHARED = 8
 HEAD_SIZES = 64, 128
-# Pieces that are read at once when the pieces of a unit are summed, by number of teams: as many as fit in registers
+# Parts that are read at once when the parts of a unit are summed, by number of warpgroups: as many as fit in registers
 # with 8 rows.
 BATCH = {1: 16, 2: 16, 3: 8, 4: 8}
 
@@ -31,10 +31,10 @@ class Config:
     """How the kernel divides a problem.
 
     Attributes:
-      pages: most pages in a piece. A unit that has `parts` pieces may have longer ones.
-      stages: page slots in shared memory for each team, loaded or loading.
-      parts: most pieces in a unit. A unit is one row and one key head.
-      blocks: number of blocks. The pieces are divided among the teams of all blocks.
+      pages: most pages in a part. A unit that already has the most parts may have longer ones.
+      stages: page slots in shared memory for each warpgroup, loaded or loading.
+      parts: most parts in a unit. A unit is one row and one key head.
+      blocks: number of blocks. The parts are divided among the warpgroups of all blocks.
       teams: warpgroups per block, 1 to 4.
     """
 
@@ -132,7 +132,7 @@ def supports(
 def pick_config(
     rows: int, key_heads: int, head_size: int, group: int = 8, device: Device | None = None
 ) -> Config:
-    """Picks a configuration: as many teams as registers allow, and longer pieces if there are many units.
+    """Picks a configuration: as many warpgroups as registers allow, and longer parts if there are many units.
 
     The group only affects `stages`, on which a plan does not depend.
 
@@ -145,7 +145,7 @@ def pick_config(
     """
     device = device or runtime.device()
     units = rows * key_heads
-    # With so few units most of the time goes into summing pieces, which is faster with more registers per team.
+    # With so few units most of the time goes into summing parts, which is faster with more registers per warpgroup.
     teams = 2 if units <= 8 else 4 if head_size <= 64 else 3
     # The fastest of 2, 3, 4 and 6 on an H200 for 1, 8, 16 and 128 rows of 4 key heads. For 64 rows, 6 is 5 % faster
     # if lengths differ, and 4 is 4 % faster if they do not: 4 is used.

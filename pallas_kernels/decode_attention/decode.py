@@ -1,38 +1,38 @@
 """Decode attention on Hopper in Pallas Mosaic GPU: checks, the plan and the launch.
 
-A unit is one row and one key/value head; its pages are cut into pieces (see `plans.py`). A team is a warpgroup. The
-plan lists the pieces of each team. Teams of a block share no data, so one can compute while others wait for memory. A
-team takes one page at a time. The group's queries are the operand in registers, 8 rows repeated eight times or 16 rows
-repeated four times:
+A unit is one row and one key/value head; its pages are cut into parts (see `plans.py`). The plan lists the parts of
+each warpgroup. Warpgroups of a block share no data, so one can compute while others wait for memory. A warpgroup takes
+one page at a time. The group's queries are the operand in registers, 8 rows repeated eight times or 16 rows repeated
+four times:
 
     S [64, slots] = Q K^T      then softmax with a running maximum; four threads hold a row
     O [64, C]    += P V        P stays in registers
 
-    team    wait K | Q K^T | refill K | softmax | wait V | P V | refill V | next page
-    slot    the keys and values [64, C] of a page. Each team has `stages` slots. Bulk copies fill them page after
-            page, across the ends of pieces.
+    warpgroup    wait K | Q K^T | refill K | softmax | wait V | P V | refill V | next page
+    slot         the keys and values [64, C] of a page. Each warpgroup has `stages` slots. Bulk copies fill them page
+                 after page, across the ends of parts.
 
 Seven of eight (or three of four) computed rows are duplicates. The tensor cores have time for them. In return only the
 new token is written to shared memory: such a write needs a fence, which waits for all of a thread's writes to device
 memory.
 
-The team with a row's last page rotates the new key. It writes the new key and value into the page's tile in shared
+The warpgroup with a row's last page rotates the new key. It writes the new key and value into the page's tile in shared
 memory, for this step, and into the cache, for later steps.
 
-If a unit has one piece, its team writes the result. Otherwise each team writes the maximum, sum and products of its
-piece to device memory and increments an atomic counter. The team that comes last adds up the pieces in order. The
-counters are part of the plan and are 0 before and after a launch (`runtime.checks_kernels` lets each launch check
+If a unit has one part, its warpgroup writes the result. Otherwise each warpgroup writes the maximum, sum and products
+of its part to device memory and increments an atomic counter. The warpgroup that comes last adds up the parts in order.
+The counters are in the plan and are 0 before and after a launch (`runtime.checks_kernels` lets each launch check
 this). How a row is cut depends only on its own length and on shapes, so the bits of its result do not depend on other
 rows.
 
-If rows may share pages, a team with a piece of a tile takes the queries of up to 8 rows, 8 for each. They are read
+If rows may share pages, a warpgroup with a part of a tile takes the queries of up to 8 rows, 8 for each. They are read
 from device memory, since shared memory has no room for them beside the pages. The loop over pages is the same: each
-row of an operand of `wgmma` has its own sums, whatever the others are. The piece is then one part of each of these
-rows, and the team counts in all of their units at once.
+row of an operand of `wgmma` has its own sums, whatever the others are. The part then counts as a part of each of these
+rows, in all of their units at once.
 
-If rows are consecutive tokens of sequences, as with drafts, up to 8 of a sequence are a tile with all of its pages. Each
-row of the operand has an end of its own, one after that of the token before. All parts of a tile are those of its rows,
-so the team that comes last adds them up as one.
+If rows are consecutive tokens of sequences, as with drafts, up to 8 of a sequence are a tile with all of its pages.
+Each row of the operand has an end of its own, one after that of the token before. All parts of a tile are those of its
+rows, so the warpgroup that comes last adds them up as one.
 """
 
 import jax
@@ -61,7 +61,7 @@ def plan(
     *,
     group: int = SIBLINGS,
 ) -> jax.Array:
-    """Lists the work of every team: an operand of `decode_attention`.
+    """Lists the work of every warpgroup: an operand of `decode_attention`.
 
     Args:
       shape: [L, N, J, S, C], the shape of the keys.
@@ -127,7 +127,7 @@ def decode_attention(
 
     `plan` defaults to one made from `tables`, `ends`, `shared` and `sequence`, `config` to that of `pick_config`. With
     `sequence` a kernel of its own (`append_kernel`) writes all rows' new tokens before, and rows read each other's.
-    `interpret` runs on a CPU and reports data races; pieces are then summed outside the kernel.
+    `interpret` runs on a CPU and reports data races; parts are then summed outside the kernel.
 
     Raises:
       ValueError: a plan for another problem.
@@ -168,7 +168,7 @@ def _after_check(qkv: jax.Array, plan: jax.Array, cut: plans.Cut) -> jax.Array:
     """Returns qkv once the plan's counters are checked (see `runtime.checks_kernels`).
 
     The kernel counts in its plan, which XLA believes to be constant, and resets the counters to 0. After a launch that
-    failed to reset them, no team of the next launch would come last, so the output would not be written.
+    failed to reset them, no warpgroup of the next launch would come last, so the output would not be written.
 
     Raises:
       ValueError: a counter is not zero; raised while the program runs.
@@ -192,12 +192,12 @@ def _after_check(qkv: jax.Array, plan: jax.Array, cut: plans.Cut) -> jax.Array:
 
 
 def _merge(products: jax.Array, totals: jax.Array, parts: jax.Array, qkv: jax.Array) -> jax.Array:
-    """Sums the pieces of units when interpreted: returns [B, H, C].
+    """Sums the parts of units when interpreted: returns [B, H, C].
 
     Args:
       products: float32 [B * J, P, G, C], G = `config.group_rows`.
       totals: float32 [B * J, P, 2, G], the maxima and sums of exponentials.
-      parts: int32 [B], the number of pieces that each row has.
+      parts: int32 [B], the number of parts that each row has.
       qkv: [B, H + 2 J, C], for shape and dtype.
     """
     rows = len(parts)

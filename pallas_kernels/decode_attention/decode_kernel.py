@@ -34,8 +34,8 @@ class Problem:
     """Static parameters of a launch.
 
     Attributes:
-      config: numbers of blocks, teams and page slots.
-      cut: how the work is divided among teams.
+      config: numbers of blocks, warpgroups and page slots.
+      cut: how the work is divided among warpgroups.
       group: query heads per key head, H / J.
       cache: [L, N, J, S, C], the shape of keys and of values.
       interpret: run on a CPU.
@@ -79,7 +79,7 @@ class Problem:
 
     @property
     def most_batch(self) -> int:
-        """Pieces that are read at once when the pieces of a unit are summed."""
+        """Parts that are read at once when the parts of a unit are summed."""
         return configs.BATCH[self.config.teams] * 8 // self.group_rows
 
 
@@ -96,7 +96,7 @@ def launch(
     """Launches the kernel. Arguments are those of `decode.decode_attention`, but `layer` is int32 [1].
 
     Returns:
-      Three values: (output [B, H, C], products of pieces float32 [B * J, P, G, C], maxima and sums of pieces float32
+      Three values: (output [B, H, C], products of parts float32 [B * J, P, G, C], maxima and sums of parts float32
       [B * J, P, 2, G]), with P = `cut.most_parts` and G = `group_rows`; the new keys; the new values.
     """
     config, cut, teams = problem.config, problem.cut, problem.config.teams
@@ -170,7 +170,7 @@ def _kernel(refs: types.SimpleNamespace, *, problem: Problem) -> None:
 
 
 class _Piece(NamedTuple):
-    """The fields of a piece; `plans.FIELDS` describes them."""
+    """The fields of a part; `plans.FIELDS` describes them."""
 
     unit: jax.Array
     part: jax.Array
@@ -180,11 +180,11 @@ class _Piece(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Agenda:
-    """Reads one team's work from the plan.
+    """Reads one warpgroup's work from the plan.
 
     Attributes:
       plan: int32 [cut.size], from `plans.make`.
-      number: the team's index among the teams of all blocks.
+      number: the warpgroup's index among the warpgroups of all blocks.
       cut: the layout of the plan.
     """
 
@@ -193,18 +193,18 @@ class _Agenda:
     cut: plans.Cut
 
     def piece(self, i: jax.Array) -> _Piece:
-        """The i-th piece of this team. After the last piece the result is meaningless."""
+        """The i-th part of this warpgroup. After the last part the result is meaningless."""
         at = self.number * self.cut.rounds + lax.min(i, self.cut.rounds - 1)
         fields = plans.FIELDS
         return _Piece(*(self.plan[self.cut.pieces_at + at * len(fields) + f] for f in fields))
 
     def page(self, n: jax.Array | int) -> jax.Array:
-        """The n-th page of this team, or -1 after the last."""
+        """The n-th page of this warpgroup, or -1 after the last."""
         cut = self.cut
         return self.plan[cut.pages_at + self.number * (cut.length + 1) + lax.min(n, cut.length)]
 
     def count(self) -> jax.Array:
-        """The number of pieces of this team."""
+        """The number of parts of this warpgroup."""
         return self.plan[self.cut.counts_at + self.number]
 
     def members(self, tile: jax.Array) -> jax.Ref:
@@ -213,11 +213,11 @@ class _Agenda:
         return self.plan.at[pl.ds(self.cut.tiles_at + tile * siblings, siblings)]
 
     def totals(self) -> jax.Ref:
-        """The number of pieces of each row's units."""
+        """The number of parts of each row's units."""
         return self.plan.at[pl.ds(self.cut.totals_at, self.cut.rows)]
 
     def is_tile(self, unit: jax.Array) -> jax.Array:
-        """Whether a piece with this unit is one of a tile."""
+        """Whether a part with this unit is one of a tile."""
         return unit >= self.cut.units
 
 
@@ -250,13 +250,13 @@ class _Softmax(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Team:
-    """The program of one team.
+    """The program of one warpgroup.
 
     Attributes:
       problem: static parameters.
-      refs: operands, results and scratch of `launch`. Barriers are those of all teams; other scratch is this team's.
-      agenda: the team's work.
-      number: the team's index in its block.
+      refs: operands, results and scratch of `launch`; barriers of all warpgroups, other scratch of this one.
+      agenda: the warpgroup's work.
+      number: the warpgroup's index in its block.
       first_page: the first page of the layer among the pages of all layers.
     """
 
@@ -267,11 +267,11 @@ class _Team:
     first_page: jax.Array
 
     def run(self, piece: _Piece, following: _Piece, pages: list[jax.Array]) -> None:
-        """Attends to all pieces of this team.
+        """Attends to all parts of this warpgroup.
 
         Args:
-          piece: the first piece.
-          following: the second piece.
+          piece: the first part.
+          following: the second part.
           pages: the first `config.stages + 1` pages.
         """
         *first, ahead = pages
@@ -477,11 +477,11 @@ class _Team:
         """Attends to one page and starts loading the page that takes its slot.
 
         Args:
-          parity: which of the two input buffers holds the piece's inputs.
-          piece: the piece that the page belongs to.
+          parity: which of the two input buffers holds the part's inputs.
+          piece: the part that the page belongs to.
           queries: the unit's rotated queries, [64, 64] for each chunk of columns.
-          turn: index of the page in the piece.
-          carry: the softmax so far; the page's index among the team's pages; the page to load into its slot.
+          turn: index of the page in the part.
+          carry: the softmax so far; the page's index among the warpgroup's pages; the page to load into its slot.
 
         Returns:
           The carry for the next page.
@@ -492,7 +492,7 @@ class _Team:
         cut = self.problem.cut
         # The slot of the row's own token, or of a tile's first one.
         new_slot = (piece.home if cut.sequences else piece.slots - 1) - turn * PAGE
-        # `home` is negative unless this piece has the row's last page.
+        # `home` is negative unless this part has the row's last page.
         has_new = (new_slot < PAGE) & (piece.home >= 0)
         when_new = pl.when(has_new) if cut.appends else lambda write: None
         with jax.named_scope("scores"):
@@ -510,7 +510,7 @@ class _Team:
         return softmax._replace(products=products), n + 1, further
 
     def _refill(self, ring: Ring, n: jax.Array, ahead: jax.Array) -> None:
-        """Starts loading page `ahead` into the slot of the team's n-th page."""
+        """Starts loading page `ahead` into the slot of the warpgroup's n-th page."""
         # All warps must have read the slot before it is overwritten.
         collectives.sync(interpret=self.problem.interpret)
         pl.when(ahead >= 0)(lambda: ring.fetch(n + ring.stages, ahead))
@@ -579,19 +579,19 @@ class _Team:
         self.refs.operand[...] = values
         return self.refs.operand
 
-    # Pieces --------------------------------------------------------------------------------------
+    # Parts ---------------------------------------------------------------------------------------
     def _attend_piece(
         self, count: jax.Array, i: jax.Array, carry: tuple[_Piece, _Piece, jax.Array, jax.Array]
     ) -> tuple[_Piece, _Piece, jax.Array, jax.Array]:
-        """Attends to one piece and writes its result, partial if the unit has several pieces.
+        """Attends to one part and writes its result, partial if the unit has several parts.
 
         Args:
-          count: number of the team's pieces.
-          i: index of this piece.
-          carry: this piece; the next piece; the index and page of `_attend_page`'s carry.
+          count: number of the warpgroup's parts.
+          i: index of this part.
+          carry: this part; the next part; the index and page of `_attend_page`'s carry.
 
         Returns:
-          The carry for the next piece.
+          The carry for the next part.
         """
         piece, following, n, ahead = carry
         part, parts = lax.div(piece.part, plans.SHIFT), lax.rem(piece.part, plans.SHIFT)
@@ -603,7 +603,7 @@ class _Team:
             else:
                 plgpu.barrier_wait(self.refs.inputs_full.at[self.number, parity])
                 queries = self._queries(parity, piece.unit)
-                # All warps must be done with the previous piece before its buffer is overwritten.
+                # All warps must be done with the previous part before its buffer is overwritten.
                 collectives.sync(interpret=self.problem.interpret)
                 pl.when(i + 1 < count)(lambda: self._fetch_inputs(1 - parity, following.unit))
         softmax, n, ahead = lax.fori_loop(
@@ -624,7 +624,7 @@ class _Team:
     def _finish(
         self, unit: jax.Array, part: jax.Array, parts: jax.Array, softmax: _Softmax
     ) -> None:
-        """Writes the result if the unit has one piece; otherwise writes this piece's part."""
+        """Writes the result if the unit has one part; otherwise writes this part's sums."""
         if self.problem.interpret:
             self._leave(unit, part, parts, softmax)
             return
@@ -639,7 +639,7 @@ class _Team:
     def _finish_shared(
         self, unit: jax.Array, part: jax.Array, parts: jax.Array, softmax: _Softmax
     ) -> None:
-        """As `_finish`, where rows may share pages: a tile's piece is a part of several units."""
+        """As `_finish`, where rows may share pages: a part of a tile belongs to several units."""
         is_tile = self.agenda.is_tile(unit)
         is_whole = jnp.logical_not(is_tile) & (parts == 1)
         is_part = jnp.logical_not(is_tile | is_whole)
@@ -668,7 +668,7 @@ class _Team:
     def _finish_sequence(
         self, unit: jax.Array, part: jax.Array, parts: jax.Array, softmax: _Softmax
     ) -> None:
-        """As `_finish`, for a tile of a sequence's tokens, whose pieces are all those of its rows."""
+        """As `_finish`, for a tile of a sequence's tokens, whose parts are all those of its rows."""
         refs = self.refs
         if self.problem.interpret:
             self._leave_to_members(unit, part, softmax)
@@ -689,7 +689,7 @@ class _Team:
         collectives.store_rows(out, ref, is_quarter=is_quarter, interpret=self.problem.interpret)
 
     def _leave(self, unit: jax.Array, part: jax.Array, parts: jax.Array, softmax: _Softmax) -> None:
-        """Writes this piece's part to device memory. The last team to do so for a unit gets a flag, to merge the parts."""
+        """Writes this part's sums to device memory. The last warpgroup of a unit gets a flag, to merge the parts."""
         refs, interpret = self.refs, self.problem.interpret
         collectives.store_rows(softmax.products, refs.products.at[unit, part], interpret=interpret)
         for which, values in enumerate((softmax.maximum, softmax.total)):

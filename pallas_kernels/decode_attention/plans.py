@@ -1,22 +1,23 @@
-"""The plan of decode attention: which team (warpgroup) attends to which pages. One plan serves all layers.
+"""The plan of decode attention: which warpgroup attends to which pages. One plan serves all layers.
 
-A unit is one row and one key/value head. Its live pages are cut into pieces of equal length (within one page): at
-most `pages` pages, or more where that would make more than `parts` pieces. So the cut of a row depends only on its own
-length and on shapes, and the bits of its result do not depend on other rows. Which team gets a piece does depend on
-them. The pieces of all units are sorted, longest first, and dealt to the teams in alternating order (first to last,
-then last to first), so that all teams read about the same amount. The pieces of a unit have the same length, so they
-are read at about the same time and can be summed while other units are read.
+A unit is one row and one key/value head. Its live pages are cut into parts of equal length (within one page): at
+most `pages` pages, or more where there would be more than `parts` of them. So the cut of a row depends only on its own
+length and on shapes, and the bits of its result do not depend on other rows. Which warpgroup gets a part does depend
+on them. The parts of all units are sorted, longest first, and dealt to the warpgroups in alternating order (first to
+last, then last to first), so that all warpgroups read about the same amount. The parts of a unit have the same length,
+so they are read at about the same time and can be summed while other units are read.
 
-Rows may share the pages of a common prompt. Then these pages and the row's other pages are cut apart, each into pieces
-of equal length, also where no other row is left that shares them. Up to `siblings` rows that share them
-form a tile, which its first row names. A piece of a tile is read once for all of its rows, and is one of the first
-pieces of each. Tiles are dealt before all other pieces: then most rows end with a piece of their own, and are summed
-by different teams.
+Rows may share the pages of a common prompt. Then these pages and the row's other pages are cut apart, each into parts
+of equal length, also where no other row is left that shares them. Up to `siblings` rows that share them form a tile,
+which its first row names. A part of a tile is read once for all of its rows, and is one of the first
+parts of each. Tiles are dealt before all other parts: then most rows end with a part of their own, and are summed
+by different warpgroups.
 
 Or rows are consecutive tokens of sequences. Then up to `siblings` tokens of a sequence form a tile with all of its pages,
-and no row has a piece of its own.
+and no row has a part of its own.
 
-The code calls a team a block: `Cut.blocks` counts the teams of all blocks of the kernel.
+Names in the code call a part a piece, and a warpgroup a team. `Cut.blocks` counts the warpgroups of all blocks of the
+kernel.
 """
 
 import dataclasses
@@ -26,11 +27,10 @@ import jax
 import jax.numpy as jnp
 
 PAGE = 64
-# The fields of a piece. UNIT: row * J + head, or (B + first row) * J + head for a tile. PART: its index in the unit,
-# times SHIFT, plus the unit's number of pieces (for a tile that of its first row). SLOTS: its number of live slots.
-# HOME: page * J + head of the row's last page if the piece ends there and the
-# kernel appends the new token, else -1. Of a tile of a sequence's tokens it is the slot of the first of them, counted
-# from the piece's first slot.
+# The fields of a part. UNIT: row * J + head, or (B + first row) * J + head for a tile. PART: its index in the unit,
+# times SHIFT, plus the unit's number of parts (for a tile that of its first row). SLOTS: its number of live slots.
+# HOME: page * J + head of the row's last page if the part ends there and the kernel appends the new token, else -1. For
+# a tile of a sequence's tokens: the slot of the first of them, counted from the part's first slot.
 FIELDS = UNIT, PART, SLOTS, HOME = range(4)
 SHIFT = 2**16
 
@@ -39,19 +39,19 @@ SHIFT = 2**16
 class Cut:
     """How units are cut, and the layout of a plan.
 
-    A plan holds, in this order: a counter per unit, all 0; pieces [blocks, rounds, fields]; pages
-    [blocks, length + 1], each page * J + head, and -1 after the last; the number of pieces of each team [blocks].
+    A plan holds, in this order: a counter per unit, all 0; parts [blocks, rounds, fields]; pages
+    [blocks, length + 1], each page * J + head, and -1 after the last; the number of parts of each warpgroup [blocks].
     If rows may share pages, these follow: the rows of each tile [B, siblings], where row r of tile t that is absent is
-    -1 - t; the number of pieces of each row's units [B]. If the kernel does not append, the page and the slot of each
+    -1 - t; the number of parts of each row's units [B]. If the kernel does not append, the page and the slot of each
     row's new token follow, [2, B], as `places` gives them.
 
     Attributes:
       rows: B, rows of the batch.
       width: W, most pages of a row.
       key_heads: J, key/value heads.
-      pages: most pages of a piece, unless its unit has `parts` pieces.
-      parts: most pieces of a unit.
-      blocks: number of teams in all blocks of the kernel.
+      pages: most pages of a part, unless its unit already has the most parts.
+      parts: most parts of a unit.
+      blocks: number of warpgroups in all blocks of the kernel.
       siblings: most rows of a tile; 0 if rows share no pages.
       appends: whether attention's kernel writes each row's new token to the cache; if not, it is there already.
       sequences: whether tiles are consecutive tokens of sequences.
@@ -69,12 +69,12 @@ class Cut:
 
     @property
     def longest_run(self) -> int:
-        """Number of pieces of `width` pages that are cut together: `parts_of`, as a Python number."""
+        """Number of parts of `width` pages that are cut together: `parts_of`, as a Python number."""
         return min(self.parts, -(-self.width // self.pages))
 
     @property
     def most_parts(self) -> int:
-        """Most pieces of a unit. Shared pages and others are cut apart, which rounds up twice."""
+        """Most parts of a unit. Shared pages and others are cut apart, which rounds up twice."""
         if self.sequences or not self.siblings:
             return self.longest_run
         return min(2 * self.longest_run, -(-self.width // self.pages) + 1)
@@ -86,17 +86,17 @@ class Cut:
 
     @property
     def rounds(self) -> int:
-        """Most pieces of a team."""
+        """Most parts of a warpgroup."""
         return -(-self.units * self.most_parts // self.blocks)
 
     @property
     def length(self) -> int:
-        """Most pages of a team."""
+        """Most pages of a warpgroup."""
         return self.rounds * max(self.pages, -(-self.width // self.parts))
 
     @property
     def pieces_at(self) -> int:
-        """Index of the first piece, after the units' counters."""
+        """Index of the first part, after the units' counters."""
         return self.units
 
     @property
@@ -106,7 +106,7 @@ class Cut:
 
     @property
     def counts_at(self) -> int:
-        """Index of the first number of pieces."""
+        """Index of the first number of parts."""
         return self.pages_at + self.blocks * (self.length + 1)
 
     @property
@@ -116,7 +116,7 @@ class Cut:
 
     @property
     def totals_at(self) -> int:
-        """Index of the first row's number of pieces."""
+        """Index of the first row's number of parts."""
         return self.tiles_at + self.rows * self.siblings
 
     @property
@@ -131,7 +131,7 @@ class Cut:
 
 
 def parts_of(live: jax.Array, cut: Cut) -> jax.Array:
-    """Number of pieces that `live` pages are cut into, if they are cut together; int32, in the shape of `live`."""
+    """Number of parts that `live` pages are cut into, if they are cut together; int32, in the shape of `live`."""
     return jnp.minimum(-(-live // cut.pages), cut.parts)
 
 
@@ -141,7 +141,7 @@ def totals_of(
     shared: jax.Array | None = None,
     sequence: jax.Array | None = None,
 ) -> jax.Array:
-    """Number of pieces of each row's units, int32 [B]; arguments as for `make`."""
+    """Number of parts of each row's units, int32 [B]; arguments as for `make`."""
     ends = _clipped(ends, cut)
     if cut.sequences:
         ends = _last_ends(ends, _tiles_of((sequence,), cut.siblings))
@@ -169,7 +169,7 @@ def make(
     shared: jax.Array | None = None,
     sequence: jax.Array | None = None,
 ) -> jax.Array:
-    """Lists the work of every team.
+    """Lists the work of every warpgroup.
 
     Ranks and positions are computed as sums over pairs, without a sort or a scan: XLA fuses them into a few small
     kernels.
@@ -213,7 +213,7 @@ def make(
     parts = parts_of(live, cut)
     size, longer = live // jnp.maximum(parts, 1), live % jnp.maximum(parts, 1)
 
-    # A run has two kinds of pieces: the first `longer` ones have one page more than the rest.
+    # A run has two kinds of parts: the first `longer` ones have one page more than the rest.
     sizes = jnp.concatenate([size + 1, size])
     each_head = jnp.concatenate([longer, parts - longer])
     counts = key_heads * each_head
@@ -247,7 +247,7 @@ def make(
     home = jnp.where(is_last, home, -1)
     if cut.sequences:
         home = ends[row] - begin * PAGE
-    # A row's own pieces come after those of its tile.
+    # A row's own parts come after those of its tile.
     before = totals - parts[:rows] if shared is not None else jnp.zeros_like(totals)
     part = part + jnp.where(run < rows, before[row], 0)
     unit = run * key_heads + head

@@ -159,7 +159,7 @@ class _Block:
       refs: operands, results and scratch of `launch`.
       tile: number of the tile of 64 columns of the result.
       window: the block's rows of x.
-      pieces: the same rows, counted in pieces of fragments.
+      pieces: the same rows, counted in chunks of `fragments`.
       rows: for each half of N, the block's rows of the sums.
     """
 

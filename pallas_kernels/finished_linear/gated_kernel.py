@@ -69,7 +69,7 @@ def launch(operands: Mapping[str, jax.Array | None], problem: Problem, *, name: 
     Args:
       operands: `x` bfloat16 [M, K], `w` int32 [N / 64, K / 64, 3, 192], `divisor` float32 [N] or any other size,
         `counters` int32 [gated.COUNTERS], zeros. Each of these or None: `squares` float32 [D / 64, M],
-        `a` int32 [K / 16, 3, 192], `b` int32 [N / 64, pieces, 3, 192].
+        `a` int32 [K / 16, 3, 192], `b` int32 [N / 64, max(1, R / 16), 3, 192].
       problem: the description of the problem.
       name: the kernel's name.
 

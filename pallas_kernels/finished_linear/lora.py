@@ -23,7 +23,7 @@ class Branch:
       a: for a packed base, int32 [..., tiles, K / 64, 4, 3, 192] from `dense_tile.pack`; for a dense one, bfloat16
         [..., 64 * tiles, K].
       b: bfloat16 [..., N, max(rank, 64)], scaled; zero in the columns of other parts. Each part of N is padded with
-        zeros to whole tiles of 64 rows. If `is_paired`: int32 [..., N / 64, pieces, 3, 192] from `pack_pairs`.
+        zeros to whole tiles of 64 rows. If `is_paired`: int32 [..., N / 64, max(1, R / 16), 3, 192] from `pack_pairs`.
       sizes: rows of the base in each part, not necessarily whole tiles.
       rank: padded rank of one part.
       is_paired: whether `b` is for a base whose rows are in the order of `layout.paired_rows`.
@@ -97,7 +97,7 @@ def pack_pairs(gate: jax.Array, up: jax.Array) -> jax.Array:
 
     Of every eight ranks, thread 32 w + 4 g + t has the word with ranks 2 t and 2 t + 1: those of gate's row 8 w + g
     of each 32 rows first, then those of the same row of up. Up to four words of a thread are neighbours. With 64 ranks
-    and more, each two pieces are what one tile of A's ranks is multiplied by.
+    and more, each two [3, 192] are what one tile of A's ranks is multiplied by.
 
     Args:
       gate: B of the gate times alpha / R, [..., N / 2, R]; R is from `filled_rank`.

@@ -39,7 +39,7 @@ _ROOMY_SCALE_MAX = 256.0
 _CROWDED = 1e-3
 # Most entries of a weight that are searched at once, because a candidate needs several times their memory.
 _SEARCHED_ENTRIES = 1 << 25
-# `random` draws block scales among the 16 E4M3 values from 64 to 240. In a Gaussian matrix of 10^7 entries they are
+# `random` chooses block scales among the 16 E4M3 values from 64 to 240. In a Gaussian matrix of 10^7 entries they are
 # about 150 +- 40.
 _RANDOM_SCALE_BITS = np.arange(0x68, 0x78, dtype=np.uint8)
 

@@ -1,9 +1,9 @@
 """Stores and loads float32 [64, M] sums in device memory, in the order of a warpgroup's registers.
 
-Eight columns of [64, M] form a piece of 512 values. In it thread 32 w + 4 g + t has four neighbouring values: columns
-2 t and 2 t + 1 of row 16 w + g, then the same columns of row 16 w + g + 8. So a thread moves 16 bytes at once, and a
-warp moves 512 contiguous bytes. With a matrix stored by rows, the same move takes twice as many instructions, and each
-touches eight cache lines.
+Eight columns of [64, M] form a chunk of 512 values (`PIECE`). In it thread 32 w + 4 g + t has four neighbouring values:
+columns 2 t and 2 t + 1 of row 16 w + g, then the same columns of row 16 w + g + 8. So a thread moves 16 bytes at once,
+and a warp moves 512 contiguous bytes. With a matrix stored by rows, the same move takes twice as many instructions, and
+each touches eight cache lines.
 """
 
 import jax
@@ -21,12 +21,12 @@ COLUMNS, PIECE = 8, TILE * 8
 
 
 def shape(n: int, m: int) -> tuple[int, int, int]:
-    """Shape of [N, M] stored as pieces; N must be a multiple of 64, and M of 8."""
+    """Shape of [N, M] stored as chunks; N must be a multiple of 64, and M of 8."""
     return n // TILE, m // COLUMNS, PIECE
 
 
 def to_rows(pieces: jax.Array) -> jax.Array:
-    """Converts pieces [..., N / 64, M / 8, 512] to [..., N, M]."""
+    """Converts chunks [..., N / 64, M / 8, 512] to [..., N, M]."""
     *stack, tiles, columns, _ = pieces.shape
     pieces = pieces.reshape(*stack, tiles, columns, 4, 8, 4, 2, 2)
     # Axes: tile, c, w, g, t, half, pair -> tile, w, half, g, c, t, pair.
@@ -36,14 +36,14 @@ def to_rows(pieces: jax.Array) -> jax.Array:
 
 
 def from_rows(values: jax.Array) -> jax.Array:
-    """Converts [N, M] to pieces [N / 64, M / 8, 512]."""
+    """Converts [N, M] to chunks [N / 64, M / 8, 512]."""
     n, m = values.shape
     values = values.reshape(n // TILE, 4, 2, 8, m // COLUMNS, 4, 2)
     return values.transpose(0, 4, 1, 3, 5, 2, 6).reshape(shape(n, m))
 
 
 def store(values: jax.Array, ref: jax.Ref, *, interpret: bool) -> None:
-    """Stores values as pieces.
+    """Stores values as chunks.
 
     Args:
       values: float32 [64, M] in the layout `WGMMA`.
@@ -58,7 +58,7 @@ def store(values: jax.Array, ref: jax.Ref, *, interpret: bool) -> None:
 
 
 def load(ref: jax.Ref, *, interpret: bool) -> jax.Array:
-    """Loads pieces [M / 8, 512] from device memory as float32 [64, M] in the layout `WGMMA`."""
+    """Loads chunks [M / 8, 512] from device memory as float32 [64, M] in the layout `WGMMA`."""
     if interpret:
         return to_rows(ref[...][None])
     size = (TILE, ref.shape[0] * COLUMNS)
@@ -83,6 +83,6 @@ def _emit_load(ref: ir.Value, kind: plgpu.ShapeDtypeStruct) -> mgpu.FragmentedAr
 
 
 def _address(ref: ir.Value, column: int) -> ir.Value:
-    """Address of this thread's four values in piece `column`."""
+    """Address of this thread's four values in chunk `column`."""
     first = arith.addi(arith.muli(thread(), i32(4)), i32(PIECE * column))
     return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [first], ir.F32Type.get())

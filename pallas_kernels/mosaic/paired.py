@@ -139,7 +139,7 @@ def load_diagonal(pieces: list[jax.Ref], owners: tuple[int, ...]) -> jax.Array:
     """Loads a [64, 64] operand of `wgmma`, in which the first and the second rows of pairs share no columns.
 
     Each eight columns have values in one row of a pair only, and columns after those of `owners` have none. The other
-    values are zeros and are not stored in the pieces.
+    values are zeros and are not stored.
 
     Args:
       pieces: int32 [3, 192] in shared memory. They hold a word for each thread and each eight columns, up to four

@@ -104,7 +104,7 @@ class Beside:
       units: units along K in each tile; a unit fills a slot.
       shares: blocks that share a tile.
       width: columns of a unit.
-      pieces: pieces of A in a slot for each warpgroup; see `dense_tile`.
+      pieces: quarters of A's tiles in a slot for each warpgroup; see `dense_tile`.
     """
 
     tiles: int

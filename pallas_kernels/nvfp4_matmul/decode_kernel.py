@@ -49,7 +49,7 @@ class Problem:
 
     @property
     def depth(self) -> int:
-        """Tiles that a slot has room for, for each warpgroup: of W, or pieces of A."""
+        """Tiles that a slot has room for, for each warpgroup: of W, or quarters of A's."""
         return max(self.chunks, self.a.pieces) if self.a else self.chunks
 
 
@@ -269,7 +269,7 @@ class _Block:
           ring: the ring of slots.
           unit: number of the unit.
           tile: which of the unit's tiles of columns.
-          places: numbers of that tile's four pieces among all pieces of the unit.
+          places: numbers of that tile's four quarters among all quarters of the unit.
           acc: sums [64, M].
         """
         slot, each = ring.slot(unit), self.problem.a.pieces

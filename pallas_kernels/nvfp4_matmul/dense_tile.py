@@ -1,9 +1,9 @@
 """The layout of LoRA's A, in bfloat16, that lets it use the kernel's slots for packed tiles.
 
-A tile of 64 x 64 values is four pieces of 16 columns. Each piece has as many words as a packed tile
+A tile of 64 x 64 values is four quarters of 16 columns. Each quarter has as many words as a packed tile
 of 64 x 64 weights: 512 words of two values each, and 64 unused words in place of the scales. In a
 warpgroup, thread 32 w + 4 g + t (its number is `thread`) reads words 4 thread ... 4 thread + 3 of a
-piece: rows 16 w + g and 16 w + g + 8 of columns 2 t, 2 t + 1, then both rows of columns 2 t + 8,
+quarter: rows 16 w + g and 16 w + g + 8 of columns 2 t, 2 t + 1, then both rows of columns 2 t + 8,
 2 t + 9.
 """
 
@@ -32,7 +32,7 @@ def is_as_wide(warpgroups: int, step: int) -> bool:
 def width(k: int, warpgroups: int, step: int) -> int | None:
     """Columns of A (64 ranks high) in one slot; None if no number fits.
 
-    The number divides K, and gives each warpgroup the same number of pieces. It is the largest that fits into a slot
+    The number divides K, and gives each warpgroup the same number of quarters. It is the largest that fits into a slot
     with `step` columns of W, but at least one tile; a slot that is too small for that is made larger.
     """
     least = 3 * TILE if warpgroups == 3 else TILE
@@ -43,7 +43,7 @@ def width(k: int, warpgroups: int, step: int) -> int | None:
 
 
 def pieces(k: int, warpgroups: int, step: int) -> int:
-    """Pieces of A in one slot for each warpgroup (tiles of W: step / 64)."""
+    """Quarters of A's tiles in one slot for each warpgroup (tiles of W: step / 64)."""
     return width(k, warpgroups, step) // (TILE // 4) // warpgroups
 
 
@@ -78,7 +78,7 @@ def unpack_tile(pieces: list[jax.Array]) -> jax.Array:
 
 
 def in_units(words: jax.Array, warpgroups: int, step: int) -> jax.Array:
-    """Groups pieces by slot: [tiles, K / 64, 4, 3, 192] -> [tiles, units, warpgroups, pieces, 3, 192]."""
+    """Groups quarters by slot: [tiles, K / 64, 4, 3, 192] -> [tiles, units, warpgroups, quarters, 3, 192]."""
     each = pieces(words.shape[1] * TILE, warpgroups, step)
     return words.reshape(len(words), -1, warpgroups, each, *layout.TILE_SHAPE)
 

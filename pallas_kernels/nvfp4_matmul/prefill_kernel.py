@@ -410,7 +410,7 @@ class _Block:
         """Writes a tile after its epilogue."""
         rows, refs, slot = self.problem.config.rows, self.refs, self.ring.slot(branch_unit)
         # Few enough rows of x at a time that a second float32 tile fits into registers.
-        # Beside a producer, two stores for each piece of rows in pairs take more registers, so there are three pieces.
+        # Beside a producer, the two stores that rows in pairs need take more registers, so there are three parts.
         many = 3 if self.problem.is_paired and self.problem.config.producer else 2
         pieces = 1 if rows <= _MOST_AT_ONCE else many
         cuts = (*(rows // (8 * pieces) * 8 * piece for piece in range(pieces)), rows)

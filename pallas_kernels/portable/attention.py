@@ -8,7 +8,7 @@ from pallas_kernels.portable import launch
 
 # The queries of a key head are the rows of the left operand of a product. Tensor cores need at least so many rows.
 _LEAST_GROUP = 16
-# Most pieces of a row: the second kernel reads all of them at once.
+# Most parts of a row: the second kernel reads all of them at once.
 _MOST_PIECES = 64
 
 
@@ -48,7 +48,7 @@ def supports(qkv: jax.Array, keys: jax.Array, tables: jax.Array) -> str | None:
 
 
 def pages_of_a_piece(rows: int, key_heads: int, width: int) -> int:
-    """Number of pages of a piece: fewer than `width` if one program per row and head would leave processors idle."""
+    """Number of pages of a part: fewer than `width` if one program per row and head would leave processors idle."""
     wanted = max(1, 8 * runtime.device().processors // (rows * key_heads))
     pieces = min(width, wanted, _MOST_PIECES)
     return -(-width // pieces)

@@ -1,8 +1,8 @@
 """The Triton kernels of decode attention; `attention.py` launches them.
 
-A row's live pages are cut into pieces of PAGES pages. One program of `attend` processes one piece for all query heads
+A row's live pages are cut into parts of PAGES pages. One program of `attend` processes one part for all query heads
 of a key head. It writes its weighted sum of values with the largest score and the sum of the softmax. `combine` then
-merges the pieces of a row. How a row is cut depends only on shapes, so the bits of its result do not depend on other
+merges the parts of a row. How a row is cut depends only on shapes, so the bits of its result do not depend on other
 rows.
 """
 
@@ -47,7 +47,7 @@ def attend(
     COMPUTE: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):
-    """Attends to one piece. The grid is (row, key head, piece).
+    """Attends to one part. The grid is (row, key head, part).
 
     Arrays:
       layer: int32 [1], index of the layer.
@@ -159,7 +159,7 @@ def combine(
     PIECES_FILLED: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):
-    """Merges the pieces of `attend` into out [B, KEY_HEADS * GROUP, SIZE]. The grid is (row, query head)."""
+    """Merges the parts of `attend` into out [B, KEY_HEADS * GROUP, SIZE]. The grid is (row, query head)."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     end = tl.minimum(tl.maximum(tl.load(ends + row), 0), WIDTH * SLOTS - 1)

@@ -2,7 +2,7 @@
 
 Columns are cut into chunks of 64: four blocks of 16. Each row of a chunk has 16 words of 16 bits. Word j holds the
 codes of columns j, 16 + j, 32 + j and 48 + j. So a kernel that splits the words of a row gets its four blocks in order,
-each with one scale, without shuffles. The rows of a chunk are contiguous, so any range of them is one piece of memory.
+each with one scale, without shuffles. The rows of a chunk are contiguous, so any range of them is contiguous, too.
 
     words     int16 [chunks, N, 16]     `decoders.py` says where the bits of an E2M1 code are
     scales    int32 [chunks, N]         four bytes, the first block's lowest; float32 for NF4

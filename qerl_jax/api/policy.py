@@ -214,10 +214,10 @@ class Policy:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
     ) -> Iterator[str]:
-        """Gives the text of one completion, piece by piece as it is sampled; not with tools.
+        """Gives the text of one completion in chunks, as it is sampled; not with tools.
 
-        >>> pieces = list(policy.stream("What is 2+2?", temperature=0.0, max_tokens=16))
-        >>> "".join(pieces) == policy.generate("What is 2+2?", temperature=0.0, max_tokens=16)[0].text
+        >>> chunks = list(policy.stream("What is 2+2?", temperature=0.0, max_tokens=16))
+        >>> "".join(chunks) == policy.generate("What is 2+2?", temperature=0.0, max_tokens=16)[0].text
         True
 
         Args:

@@ -85,7 +85,7 @@ def problem(split: str, seed: int, index: int) -> ArithmeticProblem:
 
 
 def one_step(split: str, seed: int, index: int) -> ArithmeticProblem:
-    """Draws problem number `index` of the easier kind, "What is 7 + 5?": a function of its arguments, too.
+    """Makes problem number `index` of the easier kind, "What is 7 + 5?": a function of its arguments, too.
 
     One operation, each sign as often as the others: the sum or the difference of a number up to 20 and
     one up to 9, or a product of two numbers up to 9; no result falls below 1. There are 396 such problems,
@@ -105,7 +105,7 @@ def one_step(split: str, seed: int, index: int) -> ArithmeticProblem:
 
 
 def mixed(split: str, seed: int, index: int) -> ArithmeticProblem:
-    """Draws problem number `index` of the study's mixture, from one-digit sums to three steps.
+    """Makes problem number `index` of the study's mixture, from one-digit sums to three steps.
 
     Of each 20 in a row 3 are sums or differences of one-digit numbers, 2 products of a number up to 12 and
     one up to 9, 6 sums or differences of two-digit numbers, and 9 the problems of `problem`. A third is told
@@ -124,7 +124,7 @@ def mixed(split: str, seed: int, index: int) -> ArithmeticProblem:
 
 
 def product(split: str, seed: int, index: int) -> ArithmeticProblem:
-    """Draws problem number `index` of products of two numbers from 11 to 99, "What is 37*46?".
+    """Makes problem number `index` of products of two numbers from 11 to 99, "What is 37*46?".
 
     A tiny model cannot compute them, and need not: a tool can. Arguments and errors are `one_step`'s.
     """
@@ -134,7 +134,7 @@ def product(split: str, seed: int, index: int) -> ArithmeticProblem:
 
 
 def secret(split: str, seed: int, index: int) -> ArithmeticProblem:
-    """Draws problem number `index` of a guessing game: its answer, from 1 to 100, is not in the question.
+    """Makes problem number `index` of a guessing game: its answer, from 1 to 100, is not in the question.
 
     Arguments and errors are `one_step`'s.
     """
@@ -216,7 +216,7 @@ def _single_step(rng: random.Random) -> Numbers:
 
 
 def _sum_of(least: int, most: int) -> Callable[[random.Random], Numbers]:
-    """Draws sums and differences of two numbers from `least` to `most`."""
+    """Samples sums and differences of two numbers from `least` to `most`."""
 
     def draw(rng: random.Random) -> Numbers:
         while True:

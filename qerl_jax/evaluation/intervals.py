@@ -74,7 +74,7 @@ def maj_at_k(right: np.ndarray, answers: Sequence[Sequence[str | None]], k: int)
     Raises:
         ValueError: If k is not in [1, N].
 
-    Source: self-consistency, Wang et al. 2023 (arXiv:2203.11171); the subsets are counted, not drawn.
+    Source: self-consistency, Wang et al. 2023 (arXiv:2203.11171); the subsets are counted, not sampled.
     """
     _checked_samples(right, k)
     values = []

@@ -1,4 +1,4 @@
-"""Sampling: the engine, its schedule and pages, how a token is drawn, texts for notebooks and files.
+"""Sampling: the engine, its schedule and pages, how a token is sampled, texts for notebooks and files.
 
 May import `checkpoint`, `model`, `data` and what those import.
 """

@@ -21,7 +21,7 @@ def spans(
         lengths: Tokens that are expected of a row of each group; None means as many of all.
 
     Returns:
-        For each place pieces (group, start, end), rows start to end of a group; they may be none.
+        For each place the parts of groups that it gets, (group, start, end): rows start to end. There may be none.
     """
     each = np.repeat(np.ones(len(sizes)) if lengths is None else lengths, sizes)
     made = np.concatenate([[0], np.cumsum(each)])

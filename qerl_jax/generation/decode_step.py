@@ -58,7 +58,7 @@ def extender(model: Transformer, variables, rows: int, numbers):
 
 
 def drawer(model: Transformer, variables, spec: EngineSpec, temperature):
-    """The function that draws a token of each row.
+    """The function that samples a token of each row.
 
     Args:
         model: The policy.

@@ -91,7 +91,7 @@ def _in_group(model: Transformer, function, pools: int):
 
 
 def taken(pool, pages: Sequence[int], model: Transformer) -> list[tuple[np.ndarray, ...]]:
-    """Brings the contents of pages to the host, in pieces of one size: [L, _PIECE, J, S, C] of keys and of values."""
+    """Brings pages to the host, `_PIECE` at a time: [L, _PIECE, J, S, C] of keys and of values."""
     return [
         jax.device_get(_read(pool, _padded(piece), model=model))
         for piece in itertools.batched(pages, _PIECE)

@@ -479,7 +479,7 @@ def _form(*arrays: Any) -> Hashable:
 
 
 def whole(chunks: Iterator[list[RowTokens]]) -> Iterator[RowTokens]:
-    """Each row in one piece, when it ends."""
+    """Each row as a whole, when it ends."""
     rows = collections.defaultdict(list)
     for part in itertools.chain.from_iterable(chunks):
         rows[part.row].append(part)

@@ -2,8 +2,8 @@
 
 generator = Generator.load("Qwen/Qwen2.5-7B-Instruct", adapter="runs/mine/adapter")
 texts = generator(["What is 12 + 30?", "And 7 * 8?"], temperature=0.0)
-for piece in generator.stream("Tell me a story.", max_tokens=500):
-    print(piece, end="")
+for chunk in generator.stream("Tell me a story.", max_tokens=500):
+    print(chunk, end="")
 """
 
 import contextlib
@@ -229,7 +229,7 @@ class Generator:
             failed.pop_all()
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[str]:
-        """The text of one completion, piece by piece as it is sampled; not with tools."""
+        """The text of one completion in chunks, as it is sampled; not with tools."""
         params = SamplingParams(**options)
         rule = "a stream calls no tools: use completions, or a generator without tools"
         require(self.tools is None, "tools", self.tools, rule)

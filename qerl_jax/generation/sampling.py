@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from qerl_jax.model import logprobs
 
-# Ids that are drawn from together; a multiple of what most vocabularies are padded to.
+# Ids of a block; a block is sampled first, then an id of it. A multiple of what most vocabularies are padded to.
 _BLOCK = 128
 
 
@@ -121,7 +121,7 @@ def next_token(
 
 
 def _draw(logps: jax.Array, keys: jax.Array, temperature: jax.Array) -> jax.Array:
-    """int32 [B], ids drawn by log-probabilities [B, V] (they need not add up to 1); at temperature 0 the likeliest.
+    """int32 [B], ids sampled by log-probabilities [B, V] (they need not add up to 1); at temperature 0 the likeliest.
 
     argmax of log p + Gumbel noise is a sample of p. It is taken of blocks of ids first, by their masses,
     and then of the ids of that block: the same distribution, for noise of 1,300 numbers instead of
@@ -144,9 +144,9 @@ def lead(
     tokens: jax.Array,
     others: jax.Array,
 ) -> jax.Array:
-    """By how much a token is ahead of another one in the draw of a row.
+    """By how much a token is ahead of another one where a row's token is sampled.
 
-    A draw compares log-probabilities with noise added. Where two computations of the same log-probabilities draw
+    Sampling compares log-probabilities with noise added. Where two computations of the same log-probabilities give
     different tokens, the lead of one over the other is at most the rounding between the two computations.
 
     Args:

@@ -2,7 +2,7 @@
 
 The model adds what the `noise` collection holds to the norms' scales. That is either one vector per norm,
 [D], for all rows, or one per row, [B, D]. Vectors per row are not stored: `RowNoise` holds a key and sigma,
-from which sampler and trainer draw the noise of the rows that they compute.
+from which sampler and trainer compute the noise of their rows.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from qerl_jax.checked import require
 
 
 def norm_noise(key: Array, sigma: Array | float, shapes: Any) -> Any:
-    """Draws the vectors that are added to the scales of the RMSNorms.
+    """Samples the vectors that are added to the scales of the RMSNorms.
 
     Each leaf has its own key, derived from its place in the tree (in JAX's order, which sorts the
     keys of a dict), so that no two norms see the same vector.
@@ -50,7 +50,7 @@ class RowNoise:
     Rows with the same number have the same noise, whichever rows run beside them. With "group" the number is
     that of the group: a prompt and its completions share one policy. With "sequence" each completion has its
     own number, and so its own policy for the prompt, too. With "token" the token's place is a second number;
-    all tokens of a prompt but the last share one draw.
+    all tokens of a prompt but the last share one vector.
 
     Attributes:
         key: uint32, the data of the step's key.
@@ -122,7 +122,7 @@ def row_noise(key: Array, sigma: Array | float, shapes: Any, per: str) -> RowNoi
 def of_rows(
     variables: dict[str, Any], numbers: Array | None, tokens: Array | None = None
 ) -> dict[str, Any]:
-    """Variables for applying the model: where rows have their own noise, it is drawn here.
+    """Variables for applying the model: where rows have their own noise, it is computed here.
 
     Args:
         variables: Collections; `noise`, if present, as vectors for all rows or as `RowNoise`.

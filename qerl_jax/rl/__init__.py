@@ -1,7 +1,7 @@
 """Reinforcement learning: noise, rollouts, advantages, losses, the optimizer and the update.
 
-This package has the pieces for your own training loop. They are functions of values: a sampler is
-given the variables that it samples from, an update returns the new state.
+This package has what your own training loop needs, as functions of values: a sampler is given the variables
+that it samples from, an update returns the new state.
 
     rollout = rl.collect(sampler, variables, problems, key)               # sample
     rewards, per_function = rl.score(rollout, functions, None)            # judge
@@ -79,5 +79,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The names of the pieces."""
+    """The public names."""
     return list(__all__)

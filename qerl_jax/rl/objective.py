@@ -48,7 +48,7 @@ def token_logps(
     """Log-probability of every completion token and entropy of its distribution, float32 [B, C] each.
 
     Each prompt is computed once for all of its completions. Where rows have their own noise, `variables` hold it as
-    `RowNoise`, and it is drawn by the experience's numbers.
+    `RowNoise`, and it is computed from the experience's numbers.
     """
     rows, length = experience.completions.shape
     if experience.noise is not None:

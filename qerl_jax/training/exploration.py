@@ -44,7 +44,7 @@ class Exploration:
         """The collection `noise` and its metrics; both empty without noise.
 
         Args:
-            step: Optimizer steps done; determines the random draw.
+            step: Optimizer steps done; determines the random numbers.
             place: The run's place on the schedule.
             sigma: Sigma of an adaptive schedule, from `adapted`; other schedules do not use it.
         """

@@ -2,8 +2,8 @@
 
 How this differs from the paper (arXiv 2510.11696) and from its published code:
 
-1. Noise is drawn once per rollout from (seed, step) in float32, and is an argument of the forward pass. The paper
-   draws it per forward pass (`noise.per = "token"`); its code adds it to 16-bit weights in place, where it
+1. Noise is sampled once per rollout from (seed, step) in float32, and is an argument of the forward pass. The paper
+   samples it per forward pass (`noise.per = "token"`); its code adds it to 16-bit weights in place, where it
    accumulates or is lost by rounding.
 2. The ratio is taken against the sampler's own log-probabilities by default (`old_logprobs =
    "behaviour"`), noise included; the original recomputes them without noise, so that its ratio is 1 and the noise
