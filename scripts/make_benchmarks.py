@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import pathlib
 import sys
@@ -83,6 +84,18 @@ TABLES = (
         "The plain layers decode what the fused layers do not support: more than 128 rows, NF4 and MXFP4 (without jax-triton), shapes without kernels. "
         "7B as above. The baseline is the fused layers with NVFP4, from another run on such a card.",
         True,
+    ),
+    Table(
+        "portable",
+        "Decoding with the portable kernels",
+        "The Triton kernels for cards that are not Hopper, on a Hopper card, since there is no other to time them on. NVFP4 as above.",
+        True,
+    ),
+    Table(
+        "portable_linears",
+        "Linears with the portable kernels",
+        "Time of the four linears of a layer, with the sums over parts of K. Marlin's times are recorded ones, of another H200. The "
+        "columns qkv to down have Marlin's time divided by ours.",
     ),
     Table(
         "drafts",
@@ -167,52 +180,69 @@ class Highlight:
       table: Key of its table.
       name: Its name there.
       text: Its name in the README.
-      swap: A text in its command, and what replaces it, so that the command measures this line.
+      swaps: Words of its command, and what replaces them, so that the command measures this line.
       device: The device of the measurement.
     """
 
     table: str
     name: str
     text: str
-    swap: tuple[str, str] = ("", "")
+    swaps: tuple[tuple[str, str], ...] = ()
     device: str = "NVIDIA H200"
 
 
 HIGHLIGHTS = (
-    Highlight("decoding", "7B, 8 rows", "decode 7B, 8 rows, with LoRA", ("MODEL", "7b")),
-    Highlight("decoding", "7B, 64 rows", "decode 7B, 64 rows, with LoRA", ("MODEL", "7b")),
-    Highlight("decoding", "14B, 64 rows", "decode 14B, 64 rows, with LoRA", ("MODEL", "14b")),
-    Highlight("decoding", "32B, 8 rows", "decode 32B, 8 rows, with LoRA", ("MODEL", "32b")),
+    Highlight(
+        "decoding", "7B, 8 rows", "decode 7B, 8 rows, with LoRA", (("MODEL", "7b"), ("ROWS", "8"))
+    ),
+    Highlight(
+        "decoding",
+        "7B, 64 rows",
+        "decode 7B, 64 rows, with LoRA",
+        (("MODEL", "7b"), ("ROWS", "64")),
+    ),
+    Highlight(
+        "decoding",
+        "14B, 64 rows",
+        "decode 14B, 64 rows, with LoRA",
+        (("MODEL", "14b"), ("ROWS", "64")),
+    ),
+    Highlight(
+        "decoding",
+        "32B, 8 rows",
+        "decode 32B, 8 rows, with LoRA",
+        (("MODEL", "32b"), ("ROWS", "8")),
+    ),
     Highlight(
         "training",
         "7B update, 8 x 1024 tokens, LoRA 32",
         "update of 7B, 8 x 1024 tokens, layers recomputed",
-        ("ROW", "7b-update"),
+        (("ROW", "7b-update"),),
     ),
     Highlight(
         "training",
         "7B step, 64 completions of 512",
         "GRPO step of 7B, 64 completions of 512 tokens",
-        ("ROW", "7b-64"),
+        (("ROW", "7b-64"),),
     ),
     Highlight(
         "recipes",
         "GSM8K, 7B: a rollout of 512 and its 4 updates, 1 % at the limit",
         "the GSM8K recipe at 7B: a rollout of 512 completions and four updates",
-        (" --timeline FILE", ""),
+        ((" --timeline FILE", ""),),
     ),
     Highlight(
         "training",
         "32B step, 1 x 8 x 512, LoRA 16",
         "GRPO step of 32B, 8 completions of 512 tokens",
-        ("ROW", "32b-step"),
+        (("ROW", "32b-step"),),
         "NVIDIA H100",
     ),
     Highlight(
         "training",
         "72B step, 1 x 4 x 1024, LoRA 16",
         "GRPO step of 72B, 4 completions of 1024 tokens",
-        ("ROW", "72b-step"),
+        (("ROW", "72b-step"),),
     ),
     Highlight(
         "tiny",
@@ -356,7 +386,9 @@ def results(lines: list[dict]) -> str:
         if other is not None:
             beside = f"{shown(other['baseline_value'])}{unit} ({other['baseline']})"
         value = f"**{shown(line['value'])}**{unit}"
-        again = line["command"].replace(*each.swap) if each.swap[0] else line["command"]
+        again = functools.reduce(
+            lambda text, swap: text.replace(*swap), each.swaps, line["command"]
+        )
         rows.append(
             [each.text, value, beside, line["device"].removeprefix("NVIDIA "), f"`{again}`"]
         )

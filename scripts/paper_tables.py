@@ -138,10 +138,9 @@ def cell(lines: Lines, weights: str, model: str, count: int, device: str, rank: 
     name = f"{count} row{'s' if count > 1 else ''}"
     name += f", rank {rank}" * (rank != RANK)
     if kind == "plain":
-        # Lines of the plain layers are of 7B.
-        return (
-            lines.value(kind, f"{FORMATS[weights]}, {name}", device) if model == "7B" else MISSING
-        )
+        # Lines of the plain layers are of 7B, unless they name another model.
+        prefix = "" if model == "7B" else f"{model} "
+        return lines.value(kind, f"{prefix}{FORMATS[weights]}, {name}", device)
     return lines.value(kind, f"{model}, {name}", device, column)
 
 
@@ -261,12 +260,14 @@ tokens, up to 2048 new tokens.
 {rollouts}
 
 NF4 and MXFP4 are slow in ours because the Hopper kernels do not read them: the layers of training decoded them
-([benchmarks](benchmarks.md#decoding-without-the-fused-layers)). They are untuned baselines, and say nothing about the formats. With jax-triton the
-portable kernels decode them, which was not timed.
+([benchmarks](benchmarks.md#decoding-without-the-fused-layers)). They are untuned baselines, and say nothing about the formats.
 
 ## Rank, tokens per second of one row (table 9)
 
 {ranks}
+
+Here NF4 was decoded by the portable kernels (jax-triton), which were tuned for NVFP4 only. Other cards of the machine were busy in most
+of these runs, so differences of 3 % are chance: 3B is not faster with rank 16 than with rank 32.
 
 To measure what is empty: `python -m scripts.measure_batch paper`.
 
