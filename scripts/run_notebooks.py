@@ -1,9 +1,10 @@
 """Runs the notebooks from top to bottom on this machine: `python -m scripts.run_notebooks [NAME ...] [--write]`.
 
 Each notebook runs in an empty folder with its own kernel. Without names it runs all except those that are run by hand,
-because they need weights that are not in the package. The exit status is 1 if a cell failed, or if all notebooks took
-more than ten minutes of processor time, which does not depend on other work on the machine. A cell may take twice that
-in wall time. `--write` saves the new outputs in the notebooks, with paths of this machine replaced by neutral ones.
+because they need weights that are not in the package (`SMOLLM2=FOLDER python -m scripts.run_notebooks smollm2`). The
+exit status is 1 if a cell failed, or if all notebooks took more than ten minutes of processor time, which does not
+depend on other work on the machine. A cell may take twice that in wall time. `--write` saves the new outputs in the
+notebooks, with paths of this machine replaced by neutral ones.
 """
 
 from __future__ import annotations
@@ -48,12 +49,19 @@ def run(notebook: nbformat.NotebookNode, folder: str, seconds: float) -> None:
 def neutral(notebook: nbformat.NotebookNode, folder: str) -> None:
     """Removes what differs from machine to machine from the outputs of a notebook."""
     places = {folder: "", str(NOTEBOOKS.parent): "", sys.prefix: "", str(pathlib.Path.home()): "~"}
+
+    def without_places(text: str) -> str:
+        for place, name in places.items():
+            text = text.replace(f"{place}/", f"{name}/" if name else "")
+        return re.sub(r"/tmp/ipykernel_\d+/", "", text)
+
     for cell in notebook.cells:
         for output in cell.get("outputs", ()):
             if "text" in output:
-                for place, name in places.items():
-                    output.text = output.text.replace(f"{place}/", f"{name}/" if name else "")
-                output.text = re.sub(r"/tmp/ipykernel_\d+/", "", output.text)
+                output.text = without_places(output.text)
+            # The view of a run is data, not text.
+            data = output.get("data", {})
+            data |= {kind: without_places(data[kind]) for kind in data if kind.startswith("text/")}
     notebook.metadata["language_info"] = {"name": "python"}
 
 

@@ -51,4 +51,4 @@ def test_no_output_names_a_place_on_somebodys_machine(path):
         value for out in outputs for part in (out, out.get("data", {})) for value in part.values()
     ]
     texts = ["".join(value) for value in values if isinstance(value, list | str)]
-    assert not [text for text in texts if re.search(r"(^|[\s'\"])/(home|root|tmp|work)/", text)]
+    assert not [text for text in texts if re.search(r"(^|[\s'\">(])/(home|root|tmp|work)/", text)]
