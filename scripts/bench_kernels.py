@@ -107,6 +107,12 @@ PEERS = {
 }
 # The data read between two uses of a weight is this many times the size of the L2 cache.
 _ROTATION = 5
+# How a weight is laid out for kernels; the reference reads it as it is stored.
+_PREPARE = {
+    "hopper": layout.prepare,
+    "portable": portable_layout.prepare,
+    "reference": lambda tensor: tensor,
+}
 # Kernels of the timing loop itself: they fetch x or count.
 _BOOKKEEPING = re.compile("dynamic_slice|add_fusion|compare|mem(cpy|set)", re.IGNORECASE)
 # Most seconds for one check or timing with its compilation; then the process ends.
@@ -217,7 +223,7 @@ def nvfp4_rounds(m: int, n: int, config: Config) -> Callable[..., Any]:
 def by_format(kernels: str, n: int, k: int, *, is_stack: bool) -> Any:
     """Makes random weights in the layout that the kernels read, enough of them to miss the L2 cache."""
     copies = max(2, round(_ROTATION * runtime.device().l2_bytes / (n * k * 9 / 16)))
-    prepare = _PREPARE.get(kernels, lambda t: t)
+    prepare = _PREPARE[kernels]
     make = jax.jit(lambda key: prepare(nvfp4.random(key, (n, k), std=k**-0.5)))
     weights = [make(key) for key in jax.random.split(jax.random.key(2), copies)]
     return (
@@ -271,7 +277,7 @@ def check_other(kernels: str, m: int, n: int, k: int, *, config: Any = None) -> 
     """Does the check of `check_product` for `nvfp4_matmul` with any kernels, or for the portable kernel."""
     t = jax.jit(nvfp4.random, static_argnums=1)(jax.random.key(5), (n, k))
     x = jax.random.normal(jax.random.key(6), (m, k), jnp.bfloat16)
-    w = jax.jit(_PREPARE.get(kernels, lambda t: t))(t)
+    w = jax.jit(_PREPARE[kernels])(t)
     if config is None:
         actual = jax.jit(nvfp4_matmul)(x, w)
     else:
@@ -310,7 +316,7 @@ def check_decoder(kernels: str = "hopper") -> None:
     exact = nvfp4.CODE_VALUES[codes] * np.repeat(np.float32(scales), nvfp4.BLOCK, axis=-1)
     expected = exact.T * np.asarray(t.multiplier)
     product = functools.partial(nvfp4_matmul, implementation=kernels, out_dtype=jnp.float32)
-    product, w = jax.jit(product), jax.jit(_PREPARE.get(kernels, lambda t: t))(t)
+    product, w = jax.jit(product), jax.jit(_PREPARE[kernels])(t)
     one_hot = jnp.eye(k, dtype=jnp.bfloat16).reshape(nvfp4.BLOCK, len(scale_bytes), k)
     actual = np.concatenate([product(rows, w) for rows in one_hot])
     np.testing.assert_array_equal(actual, expected)  # `==` takes 0 and -0 as equal
@@ -389,10 +395,6 @@ def check_values(problem: shapes.Problem, ms: Sequence[int], rank: int) -> list[
         row = {"model": problem.model, "layer": problem.layer, "m": m, "n": n, "k": k}
         rows.append(row | {"rank": rank, "ulp": error})
     return rows
-
-
-# How a weight is laid out for kernels; the reference reads it as it is stored.
-_PREPARE = {"hopper": layout.prepare, "portable": portable_layout.prepare}
 
 
 def _rounded(x: jax.Array) -> jax.Array:

@@ -39,7 +39,12 @@ def page(files: list[list[Row]]) -> str:
         first, passed = rows[0], sum(row["ok"] for row in rows)
         dates = sorted({row["date"] for row in rows})
         about = f"jax {first['jax']}, driver {first['driver']}, kernels: {first['kernels']}, {' and '.join(dates)}"
-        parts.append(f"## {first['device']}\n\n{about}: {passed} of {len(rows)} passed.\n")
+        title = first["device"]
+        if (
+            first["kernels"] != "hopper"
+        ):  # cards have a table of their own kernels, and perhaps one of others
+            title += f", {first['kernels']} kernels"
+        parts.append(f"## {title}\n\n{about}: {passed} of {len(rows)} passed.\n")
         parts.append("| case | result | fused | difference | effect | seconds |")
         parts.append("| --- | --- | --- | --- | --- | --- |")
         for row in sorted(rows, key=lambda row: row["number"]):

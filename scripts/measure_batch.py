@@ -73,8 +73,8 @@ def _of_kernels(kernels: str) -> list[Command]:
     name = f"--kernels {kernels} --out {{out}}"
     return [
         Command(75, f"scripts.bench_kernels {name}/few_{kernels}.json --m 1 8 16 32 64 --no-bf16"),
-        Command(60, f"scripts.bench_kernels {name}/many_{kernels}.json --m 2048 8192"),
-        Command(50, f"scripts.bench_kernels {name}/dx_{kernels}.json --m 2048 8192 --dx"),
+        Command(120, f"scripts.bench_kernels {name}/many_{kernels}.json --m 2048 8192"),
+        Command(120, f"scripts.bench_kernels {name}/dx_{kernels}.json --m 2048 8192 --dx"),
         Command(
             110,
             f"scripts.bench_rollouts {name}/rollouts_{kernels}.jsonl --model 7b --arms nvfp4 --batch 8 64",
@@ -109,7 +109,7 @@ BATCHES = {
     ],
     "drafts": [
         Command(
-            170,
+            260,
             "qerl_jax train configs/smollm2_arithmetic.toml --model.model-name-or-path {smollm2} --eval None "
             f"{_WORKED} --max-steps 24 --save-steps 6 --output-dir {{out}}/worked",
         ),

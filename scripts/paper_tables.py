@@ -267,7 +267,7 @@ NF4 and MXFP4 are slow in ours because the Hopper kernels do not read them: the 
 {ranks}
 
 Here NF4 was decoded by the portable kernels (jax-triton), which were tuned for NVFP4 only. Other cards of the machine were busy in most
-of these runs, so differences of 3 % are chance: 3B is not faster with rank 16 than with rank 32.
+of these runs, so a difference of 3 % may be chance, such as that of 3B with rank 16 and with rank 32.
 
 To measure what is empty: `python -m scripts.measure_batch paper`.
 

@@ -43,8 +43,8 @@ GSM8K_TRAIN = 7473
 # The line of docs/measured/benchmarks.jsonl with the time of a rollout and its updates.
 _MEASURED = {"7b": ("recipes", "GSM8K, 7B: a rollout of 512 and its 4 updates, 1 % at the limit")}
 # Changes for a quick trial.
-_QUICK = """--max-steps 2 --data.max-prompt-length 192 --data.overlong-prompts drop --rollout.generation-batch-size 16 --rollout.num-generations 4
-  --rollout.max-completion-length 24 --optim.per-device-train-batch-size 4 --optim.gradient-accumulation-steps 2
+_QUICK = """--max-steps 2 --data.max-prompt-length 192 --data.overlong-prompts drop
+  --rollout.generation-batch-size 16 --rollout.num-generations 4 --rollout.max-completion-length 24 --optim.per-device-train-batch-size 4 --optim.gradient-accumulation-steps 2
   --eval.num-problems 8 --eval.batch-size 8 --save-steps 2 --noise.num-stages 3""".split()
 
 

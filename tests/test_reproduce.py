@@ -57,6 +57,8 @@ def test_the_table_has_the_paper_s_number_of_the_arm_and_none_for_a_trial(change
 def test_the_whole_path_on_random_weights_of_a_tiny_shape(tmp_path, monkeypatch, capsys):
     data = tmp_path / "rows.jsonl"
     rows = [{"question": f"{a}+1?", "answer": f"#### {a + 1}"} for a in range(40)]
+    # GSM8K has some that are longer than a quick run allows.
+    rows.append({"question": "1" + "+1" * 400 + "?", "answer": "#### 401"})
     data.write_text("".join(json.dumps(each) + "\n" for each in rows))
     folder = tmp_path / "run"
     options = ["--folder", "qerl-tiny", "--random-weights", "--data", str(data), "--quick"]

@@ -125,8 +125,19 @@ def _settings(cfg: RunConfig) -> dict[str, str]:
         "noise (AQN)": noise or "none",
         "length": length,
         "seed": str(cfg.seed),
-        "again": f"`qerl train {shlex.quote(config)} --output-dir ANOTHER`",
+        "again": _again(cfg, config),
     }
+
+
+def _again(cfg: RunConfig, config: str) -> str:
+    """The command of such a run, or why there is none: what a script or a notebook defines cannot be imported."""
+    tools = cfg.tools.functions if cfg.tools else ()
+    own = [name for name in (*cfg.rewards.functions, *tools) if "__main__" in name or "<" in name]
+    if own:
+        return (
+            f"from your script or notebook, which defines {', '.join(f'`{name}`' for name in own)}"
+        )
+    return f"`qerl train {shlex.quote(config)} --output-dir ANOTHER`"
 
 
 def _curves(run: report.Run) -> str:

@@ -3,6 +3,7 @@
 import json
 import shlex
 
+from qerl_jax import config
 from qerl_jax.tracking import card
 from qerl_jax.tracking.card import Machine
 from tests.qerl_jax.tracking.test_report import make_run
@@ -35,6 +36,13 @@ def test_the_command_of_a_card_can_be_pasted_whatever_the_folder_is_called(tmp_p
     (row,) = (r for r in parts(folder)["What ran"].splitlines() if r.startswith("| again"))
     words = shlex.split(row.split("`")[1])
     assert words == ["qerl", "train", f"{folder}/config.toml", "--output-dir", "ANOTHER"]
+
+
+def test_a_run_whose_reward_only_a_notebook_has_offers_no_command(tmp_path):
+    rewards = config.RewardConfig(functions=("__main__:right",))
+    folder = make_run(tmp_path / "run", rewards=rewards)
+    (row,) = (r for r in parts(folder)["What ran"].splitlines() if r.startswith("| again"))
+    assert row == "| again | from your script or notebook, which defines `__main__:right` |"
 
 
 def test_half_a_character_of_a_completion_is_shown_by_its_number(tmp_path):
