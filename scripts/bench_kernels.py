@@ -17,11 +17,13 @@ if a kernel hangs.
 
 `--kernels portable` times the Triton kernels instead, which need the packages of `.[triton]`: up to M = 128 the
 fused kernel, above that the product with an unpacked copy. `--kernels reference` times the fallback that uses no
-kernel. `--dx` times the derivative with respect to x.
+kernel. `--dx` times the derivative with respect to x. `--rank` times each product as a layer has it, with LoRA added, and
+bf16 with the same LoRA.
 
     python -m scripts.bench_kernels --kernels portable --m 1 8 16 32 64
     python -m scripts.bench_kernels --kernels portable --m 2048 8192 --layers gate_up down
     python -m scripts.bench_kernels --kernels portable --m 2048 8192 --layers gate_up down --dx
+    python -m scripts.bench_kernels --kernels portable --m 2048 8192 --rank 32
 """
 
 import argparse
@@ -47,7 +49,7 @@ from jax.experimental.mosaic.gpu import profiler
 
 from pallas_kernels import nvfp4, runtime
 from pallas_kernels.finished_linear import decode as fused
-from pallas_kernels.finished_linear import lora
+from pallas_kernels.finished_linear import finished_linear, lora
 from pallas_kernels.formats.nvfp4 import NVFP4Tensor
 from pallas_kernels.nvfp4_matmul import config as configs
 from pallas_kernels.nvfp4_matmul import (
@@ -115,6 +117,8 @@ _PREPARE = {
 }
 # Kernels of the timing loop itself: they fetch x or count.
 _BOOKKEEPING = re.compile("dynamic_slice|add_fusion|compare|mem(cpy|set)", re.IGNORECASE)
+# The same where a call adds LoRA: the loop's own additions take a microsecond, and are counted.
+_WITHOUT_SUMS = re.compile("dynamic_slice|compare|mem(cpy|set)", re.IGNORECASE)
 # Most seconds for one check or timing with its compilation; then the process ends.
 _PATIENCE_S = 90
 
@@ -177,10 +181,16 @@ def rounds_of(call: Callable[..., jax.Array], out: Any) -> Callable[..., Any]:
 
 
 def measure(
-    run: Callable[..., Any], x: jax.Array, weights: Any, *, repeats: int = 7, name: str = KERNEL
+    run: Callable[..., Any],
+    x: jax.Array,
+    weights: Any,
+    *,
+    repeats: int = 7,
+    name: str = KERNEL,
+    bookkeeping: re.Pattern = _BOOKKEEPING,
 ) -> Timing:
     """Times a function made by `rounds_of`. `loop` is the median of several runs; `kernel` is the kernel of that
-    name.
+    name, or all of a call if there is none; kernels with names of `bookkeeping` are left out.
     """
     copies = x.shape[1]
 
@@ -196,7 +206,7 @@ def measure(
 
     _, kernels = profiler.measure(run, aggregate=False)(x, weights, jnp.int32(few))
     named = [ms for kernel, ms in kernels if name in kernel]
-    per_call = sum(ms for kernel, ms in kernels if not _BOOKKEEPING.search(kernel))
+    per_call = sum(ms for kernel, ms in kernels if not bookkeeping.search(kernel))
     per_call /= few * copies
     kernel = statistics.median(named) if named else per_call
     return Timing(kernel=1e3 * kernel, call=1e3 * per_call, loop=1e6 * loop)
@@ -236,30 +246,40 @@ def by_format(kernels: str, n: int, k: int, *, is_stack: bool) -> Any:
 def other_inputs(
     kernels: str, m: int, n: int, k: int, *, config: Any = None, is_dx: bool = False
 ) -> tuple[jax.Array, Any]:
-    """Makes x, or dy, and weights for `other_rounds`: a stack if a configuration is given, else a list."""
+    """Makes x, or dy, and weights: a stack for `stacked_rounds` if a configuration is given, else a list."""
     weights = by_format(kernels, n, k, is_stack=config is not None)
     copies = len(weights.words) if config is not None else len(weights)
     shape = (2, copies, m, n if is_dx else k)
     return jax.random.normal(jax.random.key(1), shape, jnp.bfloat16), weights
 
 
-def other_rounds(
-    m: int, n: int, k: int, *, config: Any = None, is_dx: bool = False
+def linear_rounds(
+    m: int, n: int, k: int, *, rank: int = 0, is_dx: bool = False
 ) -> Callable[..., Any]:
-    """Makes the function of `rounds_of` for `nvfp4_matmul` with a list of weights, or for the portable kernel.
+    """Makes the function of `rounds_of` for a list of weights, packed or dense, or for the derivative of x.
 
-    The portable kernel with a given configuration reads a stack and gets a layer index, as in a decoding step.
+    With a rank it is the linear as a layer has it, with LoRA's branch added. Without, a dense weight is [K, N].
     """
-    out = jax.ShapeDtypeStruct((m, k if is_dx else n), jnp.bfloat16)
+    a = jax.random.normal(jax.random.key(9), (k, rank), jnp.bfloat16)
+    b = jax.random.normal(jax.random.key(10), (rank, n), jnp.bfloat16)
+
+    def linear(x, w):
+        if rank:
+            return finished_linear(x, w, ((x @ a, b),))
+        return x @ w if isinstance(w, jax.Array) else nvfp4_matmul(x, w)
 
     def call(x, w):
-        if is_dx:
-            like = jnp.zeros((m, k), jnp.bfloat16)
-            return jax.vjp(functools.partial(nvfp4_matmul, w=w), like)[1](x)[0]
-        return nvfp4_matmul(x, w)
+        if not is_dx:
+            return linear(x, w)
+        like = jnp.zeros((m, k), jnp.bfloat16)
+        return jax.vjp(functools.partial(linear, w=w), like)[1](x)[0]
 
-    if config is None:
-        return rounds_of(call, out)
+    return rounds_of(call, jax.ShapeDtypeStruct((m, k if is_dx else n), jnp.bfloat16))
+
+
+def stacked_rounds(m: int, n: int, config: Any) -> Callable[..., Any]:
+    """Makes the function of `rounds_of` for the portable kernel, with a stack and a layer's number as in decoding."""
+    out = jax.ShapeDtypeStruct((m, n), jnp.bfloat16)
 
     def run(x, stack, rounds):
         def indexed(r, i):
@@ -290,13 +310,21 @@ def check_other(kernels: str, m: int, n: int, k: int, *, config: Any = None) -> 
     return error
 
 
-def time_bf16(m: int, n: int, k: int) -> Timing:
-    """Times `jnp.dot` with weights [K, N] in bfloat16."""
+def time_bf16(m: int, n: int, k: int, *, rank: int = 0, is_dx: bool = False) -> Timing:
+    """Times the same as `linear_rounds` with weights in bfloat16: [K, N], or as in a layer [N, K] if there is a rank.
+
+    Without a rank, dX is timed as the product with weights [N, K], which is what it is.
+    """
+    if is_dx and not rank:
+        n, k, is_dx = k, n, False
     copies = max(2, round(_ROTATION * runtime.device().l2_bytes / (n * k * 2)))
     keys = jax.random.split(jax.random.key(3), copies)
-    weights = [jax.random.normal(key, (k, n), jnp.bfloat16) for key in keys]
-    x = jax.random.normal(jax.random.key(4), (2, copies, m, k), jnp.bfloat16)
-    return measure(rounds_of(jnp.dot, jax.ShapeDtypeStruct((m, n), jnp.bfloat16)), x, weights)
+    shape = (n, k) if rank else (k, n)
+    weights = [jax.random.normal(key, shape, jnp.bfloat16) for key in keys]
+    x = jax.random.normal(jax.random.key(4), (2, copies, m, n if is_dx else k), jnp.bfloat16)
+    bookkeeping = _WITHOUT_SUMS if rank else _BOOKKEEPING
+    rounds = linear_rounds(m, n, k, rank=rank, is_dx=is_dx)
+    return measure(rounds, x, weights, bookkeeping=bookkeeping)
 
 
 def check_decoder(kernels: str = "hopper") -> None:
@@ -427,30 +455,39 @@ def bench(
     with_bf16: bool,
     kernels: str = "hopper",
     is_dx: bool = False,
+    rank: int = 0,
 ) -> dict[str, Any]:
     """Makes one row: checks the values, then times."""
     n, k = problem.n, problem.k
     watch()
     row = {"model": problem.model, "layer": problem.layer, "m": m, "n": n, "k": k}
-    row |= {"kernels": kernels, "is_dx": is_dx}
-    if kernels == "hopper" and m <= configs.MAX_M and not is_dx:
+    row |= {"kernels": kernels, "is_dx": is_dx, "rank": rank}
+    is_plain = not is_dx and not rank
+    if kernels == "hopper" and m <= configs.MAX_M and is_plain:
         config = configs.pick_config(m, n, k)
         row |= {"config": dataclasses.asdict(config), "ulp": check_product(m, n, k, config)}
         watch()
         timing = measure(nvfp4_rounds(m, n, config), *nvfp4_inputs(m, n, k))
     else:
-        is_fused = kernels == "portable" and m <= portable.MAX_M and not is_dx
+        is_fused = kernels == "portable" and m <= portable.MAX_M and is_plain
         config = portable_tuning.pick_config(m, n, k) if is_fused else None
         row |= {"config": dataclasses.asdict(config) if config else {}}
         row |= {"ulp": check_other(kernels, m, n, k)}
         watch()
-        run = other_rounds(m, n, k, config=config, is_dx=is_dx)
+        run = (
+            stacked_rounds(m, n, config)
+            if is_fused
+            else linear_rounds(m, n, k, rank=rank, is_dx=is_dx)
+        )
         inputs = other_inputs(kernels, m, n, k, config=config, is_dx=is_dx)
-        timing = measure(run, *inputs, name="product")
+        bookkeeping = _WITHOUT_SUMS if rank else _BOOKKEEPING
+        # With LoRA the time is that of all kernels of a call.
+        name = "product" if is_fused else "no kernel has this name"
+        timing = measure(run, *inputs, name=name, bookkeeping=bookkeeping)
     row |= {"us": dataclasses.asdict(timing), "floor": floor_us(m, n, k)}
     if with_bf16:
         watch()
-        row["bf16"] = dataclasses.asdict(time_bf16(m, k, n) if is_dx else time_bf16(m, n, k))
+        row["bf16"] = dataclasses.asdict(time_bf16(m, n, k, rank=rank, is_dx=is_dx))
     return row
 
 
@@ -459,7 +496,7 @@ def markdown(row: dict[str, Any]) -> str:
     us, config = row["us"], row["config"]
     problem = (row["m"], row["n"], row["k"])
     bf16 = row.get("bf16", {}).get("kernel")
-    marlin, nf4 = (None, None) if row.get("is_dx") else _peers(row)
+    marlin, nf4 = (None, None) if row.get("is_dx") or row.get("rank") else _peers(row)
     # A separate kernel writes a copy of the weight.
     ours = us["kernel"] if row.get("kernels", "hopper") == "hopper" else us["call"]
     of = lambda other, own: f"{other:.1f}, {other / own:.2f}" if other else ""
@@ -530,7 +567,9 @@ def main() -> None:
     parser.add_argument(
         "--values", action="store_true", help="check values of products for all M, without timing"
     )
-    parser.add_argument("--rank", type=int, default=0, help="LoRA rank for --values")
+    parser.add_argument(
+        "--rank", type=int, default=0, help="rank of a LoRA that is added, here and in bf16"
+    )
     parser.add_argument("--out", type=pathlib.Path, help="write all measurements to this JSON file")
     args = parser.parse_args()
     known = dict.fromkeys(problem.model for problem in shapes.PROBLEMS)
@@ -559,7 +598,7 @@ def main() -> None:
     rows = []
     for problem in problems(args.models, args.layers):
         for m in args.m:
-            traits = {"kernels": args.kernels, "is_dx": args.dx}
+            traits = {"kernels": args.kernels, "is_dx": args.dx, "rank": args.rank}
             rows.append(bench(problem, m, with_bf16=not args.no_bf16, **traits))
             print(markdown(rows[-1]), flush=True)
             if args.out:

@@ -69,7 +69,7 @@ _ON_RUN = "--model {smollm2} --adapter {out}/worked --limit 512 --out {out}/draf
 
 
 def _of_kernels(kernels: str) -> list[Command]:
-    """Products of few and of many rows, rollouts and an update of 7B by some kernels."""
+    """Products of few and of many rows, alone and with LoRA, rollouts and an update of 7B by some kernels."""
     name = f"--kernels {kernels} --out {{out}}"
     return [
         Command(75, f"scripts.bench_kernels {name}/few_{kernels}.json --m 1 8 16 32 64 --no-bf16"),
@@ -80,7 +80,21 @@ def _of_kernels(kernels: str) -> list[Command]:
             f"scripts.bench_rollouts {name}/rollouts_{kernels}.jsonl --model 7b --arms nvfp4 --batch 8 64",
         ),
         Command(75, f"scripts.bench_step {name}/update_{kernels}.json {_SEVEN}"),
+        Command(
+            170, f"scripts.bench_kernels {name}/many_lora_{kernels}.json --m 2048 8192 --rank 32"
+        ),
+        Command(
+            170, f"scripts.bench_kernels {name}/dx_lora_{kernels}.json --m 2048 8192 --dx --rank 32"
+        ),
     ]
+
+
+def _decoding(model: str, rows: str, name: str) -> Command:
+    """Decoding of a model at some numbers of rows."""
+    return Command(
+        130,
+        f"scripts.bench_rollouts --model {model} --arms nvfp4 --batch {rows} --out {{out}}/{name}_{model}.jsonl",
+    )
 
 
 BATCHES = {
@@ -173,21 +187,30 @@ BATCHES = {
         ),
     ],
     "h100": [
-        Command(
-            120,
-            "scripts.bench_rollouts --model 7b --arms nvfp4 --batch 8 64 128 --out {out}/before.jsonl",
-        ),
-        Command(
-            290,
-            "scripts.tune_kernels --models qwen2.5-7b qwen2.5-32b --layers down qkv o --m 16 64 128 --seconds 275",
-        ),
-        Command(
-            120,
-            "scripts.bench_rollouts --model 7b --arms nvfp4 --batch 8 64 128 --out {out}/after.jsonl",
+        *(
+            command
+            for model, rows, ms in (("7b", "8 64 128", "16 64 128"), ("32b", "32 64", "32 64"))
+            for command in (
+                _decoding(model, rows, "before"),
+                Command(
+                    290,
+                    f"scripts.tune_kernels --models qwen2.5-{model} --layers qkv o down --m {ms} --seconds 275",
+                ),
+                _decoding(model, rows, "after"),
+            )
         ),
         Command(
             200,
             "scripts.bench_step --rows 72b-step --tokenizer qerl_jax/assets/tiny --out {out}/step.json",
+        ),
+        Command(
+            200,
+            "scripts.bench_rollouts --model 72b --arms nvfp4 nvfp4-unpaired --rank 16 --batch 4 --profile "
+            "--out {out}/rollouts_72b.jsonl",
+        ),
+        Command(
+            150,
+            "scripts.bench_step --rows 32b-step-auto 7b-update --tokenizer qerl_jax/assets/tiny --out {out}/steps.json",
         ),
     ],
     # What the paper's tables 3 and 5 to 9 have, for docs/paper-tables.md.
@@ -209,6 +232,8 @@ BATCHES = {
                 (150, "32b", "nvfp4 bfloat16", 64, "1"),
                 (90, "3b", "nvfp4 bfloat16", 16, "1"),
                 (90, "3b", "nvfp4 bfloat16", 64, "1"),
+                (130, "7b", "nvfp4 bfloat16", 32, "1 8"),
+                (130, "32b", "nvfp4", 32, "1 8"),
             )
         ),
         Command(

@@ -95,7 +95,7 @@ def tune_portable(layer: str, m: int, n: int, k: int, *, threads: int) -> dict[s
     inputs = bench.other_inputs("portable", m, n, k, config=candidates[0])
 
     def compiled(config):
-        return bench.other_rounds(m, n, k, config=config).lower(*inputs, jnp.int32(1)).compile()
+        return bench.stacked_rounds(m, n, config).lower(*inputs, jnp.int32(1)).compile()
 
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
         for config, future in [(c, pool.submit(compiled, c)) for c in candidates]:
