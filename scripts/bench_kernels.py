@@ -17,7 +17,7 @@ if a kernel hangs.
 
 `--kernels portable` times the Triton kernels instead, which need the packages of `.[triton]`: up to M = 128 the
 fused kernel, above that the product with an unpacked copy. `--kernels reference` times the fallback that uses no
-kernel. `--dx` times the derivative with respect to x. `--rank` times each product as a layer has it, with LoRA added, and
+kernel. (`scripts.bench_wide` times the Hopper kernels for more rows.) `--dx` times the derivative with respect to x. `--rank` times each product as a layer has it, with LoRA added, and
 bf16 with the same LoRA.
 
     python -m scripts.bench_kernels --kernels portable --m 1 8 16 32 64
@@ -372,18 +372,21 @@ def _ulps(actual: jax.Array, expected: jax.Array) -> jax.Array:
     return jnp.abs(actual.astype(jnp.float32) - expected).max() / ulp
 
 
-def check_values(problem: shapes.Problem, ms: Sequence[int], rank: int) -> list[dict[str, Any]]:
+def check_values(
+    problem: shapes.Problem, ms: Sequence[int], rank: int, kernels: str = "hopper"
+) -> list[dict[str, Any]]:
     """Compares products of one random full-size weight, for all M, with one float32 product.
 
     Args:
       problem: the product's shape.
       ms: numbers of rows of x.
       rank: 0 for the product alone. Otherwise the product has LoRA of this rank, the epilogue finishes it, and M is
-          padded, as in a decoding layer.
+          padded, as in a decoding layer. Only the Hopper kernels have that.
+      kernels: the kernels that compute the product.
 
     Returns:
-      A row for each M with its error in bfloat16 ulps of the largest output. At most 1 is allowed, or 2 with LoRA,
-      where a sum near a tie is rounded twice.
+      A row for each M with its error in bfloat16 ulps of the largest output. At most 1 is allowed, or 2 with LoRA and
+      for other kernels, where a sum near a tie is rounded twice.
 
     Raises:
       AssertionError: an error is larger than that.
@@ -391,7 +394,7 @@ def check_values(problem: shapes.Problem, ms: Sequence[int], rank: int) -> list[
     n, k = problem.n, problem.k
     ms = sorted({fused.padded(m) for m in ms}) if rank else ms
     t = jax.jit(nvfp4.random, static_argnums=1)(jax.random.key(7), (n, k))
-    w = jax.jit(layout.prepare)(t)
+    w = jax.jit(_PREPARE[kernels])(t)
     x = jax.random.normal(jax.random.key(8), (max(ms), k), jnp.bfloat16)
     branch, added = None, 0.0
     if rank:
@@ -408,6 +411,8 @@ def check_values(problem: shapes.Problem, ms: Sequence[int], rank: int) -> list[
     expected = np.asarray(expected + added)
 
     def lowered(m):
+        if kernels != "hopper":
+            return jax.jit(lambda x, w, **_: nvfp4_matmul(x, w)).lower(x[:m], w)
         if rank:
             return jax.jit(fused.linear).lower(x[:m], w, branch=branch)
         config = configs.pick_config(m, n, k)
@@ -419,7 +424,9 @@ def check_values(problem: shapes.Problem, ms: Sequence[int], rank: int) -> list[
     for m, product in zip(ms, compiled, strict=True):
         y = product(x[:m], w, branch=branch) if rank else product(x[:m], w)
         error = float(_ulps(y, expected[:m]))
-        assert error <= (2 if rank else 1), f"{problem.model} {problem.layer}, M = {m}: {error} ulp"
+        assert error <= (2 if rank or kernels != "hopper" else 1), (
+            f"{problem.model} {problem.layer}, M = {m}: {error} ulp"
+        )
         row = {"model": problem.model, "layer": problem.layer, "m": m, "n": n, "k": k}
         rows.append(row | {"rank": rank, "ulp": error})
     return rows
@@ -531,11 +538,12 @@ HEAD = """| linear (K x N) | M | groups/step/stages/blocks | kernel us | call us
 def print_values(args: argparse.Namespace) -> None:
     """Prints the largest errors of products, and the problems of the tuned table that were not checked."""
     rows = []
-    untried = set(configs.table_of(jax.devices()[0].device_kind))
+    is_hopper = args.kernels == "hopper"
+    untried = set(configs.table_of(jax.devices()[0].device_kind)) if is_hopper else set()
     print("| product | N x K | M | largest error, ulp |\n| --- | --- | --- | --- |")
     for problem in problems(args.models, args.layers):
         watch()
-        found = check_values(problem, args.m, args.rank)
+        found = check_values(problem, args.m, args.rank, args.kernels)
         rows += found
         untried -= {(row["m"], row["n"], row["k"]) for row in found}
         worst, ms = max(row["ulp"] for row in found), " ".join(str(row["m"]) for row in found)
@@ -548,7 +556,8 @@ def print_values(args: argparse.Namespace) -> None:
     faulthandler.cancel_dump_traceback_later()
     worst = max(row["ulp"] for row in rows)
     print(f"\n{len(rows)} products, largest error {worst:.3f} ulp")
-    print(f"problems of the tuned table that were not tried: {sorted(untried) or 'none'}")
+    if is_hopper:
+        print(f"problems of the tuned table that were not tried: {sorted(untried) or 'none'}")
 
 
 def main() -> None:
@@ -574,6 +583,14 @@ def main() -> None:
     args = parser.parse_args()
     known = dict.fromkeys(problem.model for problem in shapes.PROBLEMS)
     args.models = args.models or (list(known) if args.values else ["qwen2.5-7b"])
+    if args.kernels == "hopper" and not args.values:
+        if args.dx or args.rank or max(args.m) > configs.MAX_M:
+            parser.error(
+                f"scripts.bench_wide times the Hopper kernels for dx and M > {configs.MAX_M}"
+            )
+    elif args.values and args.rank:
+        if args.kernels != "hopper":
+            parser.error("--values --rank needs --kernels hopper")
 
     runtime.use_kernels(args.kernels)
     print(versions(), args.kernels)
@@ -583,13 +600,6 @@ def main() -> None:
         for scale in (1e-6, 1e6):
             check_product(8, 256, 512, Config(2, 128, 2, 3), global_scale=scale)
     print("the decoder is exact for 16 codes x 127 scales\n", flush=True)
-    if args.values and args.kernels != "hopper":
-        for problem in problems(args.models, args.layers):
-            for m in args.m:
-                watch()
-                error = check_other(args.kernels, m, problem.n, problem.k)
-                print(f"| {problem.model} {problem.layer} | {m} | {error:.3f} |", flush=True)
-        return
     if args.values:
         print_values(args)
         return

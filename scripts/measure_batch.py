@@ -69,23 +69,22 @@ _ON_RUN = "--model {smollm2} --adapter {out}/worked --limit 512 --out {out}/draf
 
 
 def _of_kernels(kernels: str) -> list[Command]:
-    """Products of few and of many rows, alone and with LoRA, rollouts and an update of 7B by some kernels."""
+    """Products of few and of many rows, rollouts and an update of 7B by some kernels."""
     name = f"--kernels {kernels} --out {{out}}"
+    many = [Command(150, "scripts.bench_wide --m 2048 8192 --out {out}/many_hopper.json")]
+    if kernels != "hopper":
+        many = [
+            Command(120, f"scripts.bench_kernels {name}/many_{kernels}.json --m 2048 8192"),
+            Command(120, f"scripts.bench_kernels {name}/dx_{kernels}.json --m 2048 8192 --dx"),
+        ]
     return [
         Command(75, f"scripts.bench_kernels {name}/few_{kernels}.json --m 1 8 16 32 64 --no-bf16"),
-        Command(120, f"scripts.bench_kernels {name}/many_{kernels}.json --m 2048 8192"),
-        Command(120, f"scripts.bench_kernels {name}/dx_{kernels}.json --m 2048 8192 --dx"),
+        *many,
         Command(
             110,
             f"scripts.bench_rollouts {name}/rollouts_{kernels}.jsonl --model 7b --arms nvfp4 --batch 8 64",
         ),
         Command(75, f"scripts.bench_step {name}/update_{kernels}.json {_SEVEN}"),
-        Command(
-            170, f"scripts.bench_kernels {name}/many_lora_{kernels}.json --m 2048 8192 --rank 32"
-        ),
-        Command(
-            170, f"scripts.bench_kernels {name}/dx_lora_{kernels}.json --m 2048 8192 --dx --rank 32"
-        ),
     ]
 
 
@@ -105,8 +104,16 @@ BATCHES = {
             "scripts.tune_kernels --kernels portable --models qwen2.5-7b --m 16 32 64 --again --seconds 235",
         ),
         *_of_kernels("portable"),
+        *(
+            Command(
+                170,
+                f"scripts.bench_kernels --kernels portable --out {{out}}/lora{dx[2:]}_portable.json "
+                f"--m 2048 8192 --rank 32 {dx}",
+            )
+            for dx in ("", "--dx")
+        ),
         Command(
-            110,
+            170,
             "scripts.bench_kernels --values --kernels portable --m 1 8 16 33 64 128 2048",
         ),
         Command(
