@@ -77,7 +77,7 @@ def job(
         A function that shows a line, and one that is told which share of the job is done, from 0 to 1.
     """
     console = console or Console()
-    log = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    log = functools.partial(_print, console)
     columns = (
         progress.TextColumn(name),
         progress.BarColumn(),
@@ -100,6 +100,11 @@ def job(
         shown.stop()
 
 
+def _print(console: Console, line: str) -> None:
+    """A line as it is: not wrapped, no brackets read as markup."""
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
 @contextlib.contextmanager
 def loading(
     base: ModelConfig, *, quiet: bool, stderr: bool = False
@@ -117,9 +122,11 @@ def loading(
     if quiet:
         yield None
         return
-    with job("base", Console(stderr=stderr)) as (log, move):
-        source = "random weights in the shape of " if base.random_base else ""
-        log(f"base: {source}{base.model_name_or_path}, held in {base.weights}")
+    console = Console(stderr=stderr)
+    source = "random weights in the shape of " if base.random_base else ""
+    # Before the bar: in a notebook a line stands below a bar that is already there.
+    _print(console, f"base: {source}{base.model_name_or_path}, held in {base.weights}")
+    with job("base", console) as (_, move):
         yield move
         move(1.0)  # random weights come all at once
 
@@ -186,7 +193,7 @@ class Display:
         if step < self._total and (each := self._usual_time()) is not None:
             shown.append(f"left {_duration(each * (self._total - step))}")
         line = "  ".join((f"step {step}/{self._total}", *shown))
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        _print(self._console, line)
 
     def show_completion(self, row: Mapping[str, Any]) -> None:
         """Shows a sample (`prompt`, `completion`, `reward`, `length`, `stopped`) until the next one."""
@@ -199,8 +206,9 @@ class Display:
         self._console.print(text, highlight=False, markup=False, soft_wrap=whole)
 
     def close(self) -> None:
-        """Leaves the last view standing."""
+        """Leaves the last view standing, without the bar of a step."""
         if self._live is not None:
+            self._step_bar.update(self._step_task, visible=False)
             self._live.stop()
 
     def _usual_time(self) -> float | None:

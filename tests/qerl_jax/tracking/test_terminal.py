@@ -96,9 +96,13 @@ def test_a_step_shows_its_rows_its_phase_and_the_time_that_is_expected():
     for _ in range(3):
         view.row_ended()
     view.phase("update")
-    view.close()
+    view.note("draws the view again")
     last = out.getvalue()[out.getvalue().rindex("step 4/50") :]
     assert "update" in last and "3/64 rows" in last and "of about 28 s" in last
+    # What stands at the end says nothing of a step that has ended.
+    view.close()
+    last = out.getvalue()[out.getvalue().rindex("step 4/50") :]
+    assert "reward" in last and "rows" not in last and "update  " not in last
 
 
 def test_before_the_first_step_nothing_is_said_of_its_rows():
