@@ -537,6 +537,7 @@ def test_completions_are_logged_with_their_rewards_and_what_rewards_log(tmp_path
     card = (tmp_path / "run" / "report.md").read_text()
     assert "| rewards | accuracy_reward, tests.reward_controls:talkative |" in card
     assert "of 1 steps taught" in card and "| evaluations | " in card and "1 x cpu" in card
+    assert "accuracy_reward" in (tmp_path / "run" / "report" / "index.html").read_text()
 
 
 @pytest.mark.slow

@@ -42,7 +42,7 @@ class Run:
 
     Attributes:
         folder: The run folder: `config.toml`, `metrics.jsonl`, `completions/`, `checkpoints/`,
-            and at the end of the run `adapter/` (or `model/`) and `report.md`.
+            and at the end of the run `adapter/` (or `model/`), `report.md` and `report/index.html`.
     """
 
     folder: pathlib.Path

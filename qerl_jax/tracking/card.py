@@ -53,7 +53,11 @@ class Machine:
 
 
 def write(
-    run_folder: str | pathlib.Path, machine: Machine, notes: Iterable[str] = ()
+    run_folder: str | pathlib.Path,
+    machine: Machine,
+    notes: Iterable[str] = (),
+    *,
+    given_rows: int | None = None,
 ) -> pathlib.Path:
     """Writes the card of an ended run into its folder, and returns the path.
 
@@ -62,6 +66,7 @@ def write(
         machine: What the run has run on.
         notes: Lines that were shown at the start of the run; those that begin with "warning:" stand with the
             warnings.
+        given_rows: How many rows the run was given in Python; None if the config names its data.
 
     Raises:
         FileNotFoundError: When the folder holds no metrics.
@@ -74,14 +79,14 @@ def write(
     parts = [
         f"# {run.cfg.run_name or run.folder.resolve().name}",
         _outcome(run, health),
-        _section("What ran", _table(_settings(run.cfg))),
+        _section("What ran", _table(_settings(run.cfg, given_rows))),
         _section("Curves", _curves(run)),
         _section("Time and cost", _cost(run, machine)),
         _section("On what", _table({"device": _count(machine), **machine.versions})),
         _section("Warnings", _list([*early, *warnings]) or "None."),
         _section("Said at the start", _list(others)),
         _section("Samples", _samples(run)),
-        "`qerl report` of this folder draws all curves: `report/index.html`.",
+        "All curves: `report/index.html`. `qerl report` of this folder also writes them as PNG files.",
     ]
     path = run.folder / FILE
     write_whole(path, "\n\n".join(filter(None, parts)) + "\n")
@@ -107,7 +112,7 @@ def _outcome(run: report.Run, health: Health) -> str:
     return " ".join(found)
 
 
-def _settings(cfg: RunConfig) -> dict[str, str]:
+def _settings(cfg: RunConfig, given_rows: int | None) -> dict[str, str]:
     shape = "all layers" if cfg.model.trainable == "full" else f"LoRA of rank {cfg.lora.rank}"
     length = f"{cfg.max_steps} steps"
     if cfg.max_steps is None:
@@ -117,7 +122,9 @@ def _settings(cfg: RunConfig) -> dict[str, str]:
     return {
         "base": f"{cfg.model.model_name_or_path}, held in {cfg.model.weights}",
         "what trains": f"{shape}, learning rate {cfg.optim.learning_rate:g}",
-        "data": cfg.data.path or cfg.data.dataset,
+        "data": cfg.data.path or cfg.data.dataset
+        if given_rows is None
+        else f"{given_rows:,} rows from Python",
         "rewards": ", ".join(cfg.rewards.functions) or "of the environment",
         "loss": cfg.grpo.loss_type,
         "a rollout": f"{cfg.prompts_per_rollout} prompts x {cfg.rollout.num_generations} completions of at most "
@@ -125,18 +132,17 @@ def _settings(cfg: RunConfig) -> dict[str, str]:
         "noise (AQN)": noise or "none",
         "length": length,
         "seed": str(cfg.seed),
-        "again": _again(cfg, config),
+        "again": _again(cfg, config, has_rows=given_rows is not None),
     }
 
 
-def _again(cfg: RunConfig, config: str) -> str:
+def _again(cfg: RunConfig, config: str, *, has_rows: bool) -> str:
     """The command of such a run, or why there is none: what a script or a notebook defines cannot be imported."""
     tools = cfg.tools.functions if cfg.tools else ()
     own = [name for name in (*cfg.rewards.functions, *tools) if "__main__" in name or "<" in name]
-    if own:
-        return (
-            f"from your script or notebook, which defines {', '.join(f'`{name}`' for name in own)}"
-        )
+    needed = [*(["the rows"] if has_rows else []), *(f"`{name}`" for name in own)]
+    if needed:
+        return f"from your script or notebook, which defines {', '.join(needed)}"
     return f"`qerl train {shlex.quote(config)} --output-dir ANOTHER`"
 
 

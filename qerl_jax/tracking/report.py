@@ -244,7 +244,10 @@ def curves(run_folders: Sequence[str | pathlib.Path]) -> Figure:
 
 
 def write(
-    run_folders: Sequence[str | pathlib.Path], folder: str | pathlib.Path | None = None
+    run_folders: Sequence[str | pathlib.Path],
+    folder: str | pathlib.Path | None = None,
+    *,
+    with_pictures: bool = True,
 ) -> pathlib.Path:
     """Writes a page about one or several runs, and a PNG file of every chart beside it.
 
@@ -255,6 +258,7 @@ def write(
         run_folders: At least one.
         folder: Folder of the page. Absent means `report/` of the run, or of the working directory
             for several.
+        with_pictures: Whether to write the PNG files, which takes seconds.
 
     Returns:
         The page, `<folder>/index.html`.
@@ -282,7 +286,7 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "index.html", text)
     taken: dict[str, int] = {}
-    for chart in itertools.chain(*sections.values()):
+    for chart in itertools.chain(*sections.values()) if with_pictures else ():
         # A reward function may be called as a metric of the run: "reward".
         number = taken[chart.slug] = taken.get(chart.slug, 0) + 1
         charts.png(chart, folder / f"{chart.slug}{f'-{number}' * (number > 1)}.png")

@@ -68,6 +68,7 @@ class PreparedRun:
         memory: The memory plan; None where the device does not report its memory.
         earlier_peak: Peak device memory of this process before the run, in bytes.
         notes: Lines to show.
+        given_rows: How many problems the caller gave in place of those that `cfg.data` names; None if none.
         began: Start of the preparation, in seconds of the monotonic clock.
     """
 
@@ -94,6 +95,7 @@ class PreparedRun:
     memory: memory.MemoryPlan | None
     earlier_peak: int
     notes: list[str]
+    given_rows: int | None
     began: float
 
     @property
@@ -231,6 +233,7 @@ def setup(
         memory=memory_plan,
         earlier_peak=earlier_peak,
         notes=notes,
+        given_rows=None if problems is None else len(task.problems),
         began=began,
     )
     if earlier is not None and resumed is not None:

@@ -239,8 +239,8 @@ def _loop(
 
 
 def _note_card(run: PreparedRun, state: update.TrainState, logger: Logger) -> None:
-    """Writes report.md into the run folder, and prints a line about it."""
-    from qerl_jax.tracking import card  # slow to import: its page draws charts
+    """Writes report.md and the page into the run folder, and prints a line about each."""
+    from qerl_jax.tracking import card, report  # slow to import: the page draws charts
 
     devices = jax.tree.leaves(state.params)[0].sharding.device_set
     machine = card.Machine(
@@ -251,7 +251,10 @@ def _note_card(run: PreparedRun, state: update.TrainState, logger: Logger) -> No
     )
     # A run whose metrics were removed has nothing to report.
     with contextlib.suppress(FileNotFoundError):
-        logger.note(f"report card in {card.write(run.cfg.output_dir, machine, run.notes)}")
+        path = card.write(run.cfg.output_dir, machine, run.notes, given_rows=run.given_rows)
+        logger.note(f"report card in {path}")
+        page = report.write([run.cfg.output_dir], with_pictures=False)
+        logger.note(f"page in {page}")
 
 
 def _version(package: str) -> str:

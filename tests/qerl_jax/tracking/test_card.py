@@ -11,9 +11,9 @@ from tests.qerl_jax.tracking.test_report import make_run
 H100 = Machine("NVIDIA H100", 2, {"jax": "0.11.2"}, 130.0)
 
 
-def parts(folder, notes=()):
+def parts(folder, notes=(), **options):
     """Returns the texts of a card by their headings; the beginning has none."""
-    first, *others = card.write(folder, H100, notes).read_text().split("\n## ")
+    first, *others = card.write(folder, H100, notes, **options).read_text().split("\n## ")
     return {"": first} | dict(each.split("\n\n", 1) for each in others)
 
 
@@ -43,6 +43,12 @@ def test_a_run_whose_reward_only_a_notebook_has_offers_no_command(tmp_path):
     folder = make_run(tmp_path / "run", rewards=rewards)
     (row,) = (r for r in parts(folder)["What ran"].splitlines() if r.startswith("| again"))
     assert row == "| again | from your script or notebook, which defines `__main__:right` |"
+
+
+def test_a_run_on_rows_from_python_names_neither_a_data_set_nor_a_command(tmp_path):
+    what = parts(make_run(tmp_path / "run"), given_rows=1400)["What ran"]
+    assert "| data | 1,400 rows from Python |" in what
+    assert "| again | from your script or notebook, which defines the rows |" in what
 
 
 def test_half_a_character_of_a_completion_is_shown_by_its_number(tmp_path):
