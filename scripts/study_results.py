@@ -251,8 +251,8 @@ def base_text(found: Mapping[str, Any] | None) -> str:
         f"{found['steps']} steps of {found['batch']} answers at a rate of {found['rate']:g}, on the device "
         f"{found['device']}, in {found['seconds']:.0f} s, gave the base {found['sha256']}. On held-out problems, one sample each at "
         f"temperature 1:\n\n{table(rows)}\n\nThe linears changed by {found['relative change of the linears']:.2%} "
-        "(root of the mean square), less than a step of the packaged 4 bits. If that grid flattered a format, its error "
-        "would be below that of normal random numbers:\n\n"
+        "(root of the mean square), less than a step of the packaged 4 bits. If the packaged 4-bit grid favoured a format, that format's "
+        "error would be below its error for normal random numbers:\n\n"
         f"{table(rounded)}"
     )
 
