@@ -1,7 +1,7 @@
 """A run as frozen dataclasses: TOML in, TOML out, checked once when built.
 
 A TOML section is a dataclass, a key is a field; names are TRL's where TRL has one, QeRL's for AQN.
-What a single value may be stands in its field's annotation, rules across fields in `_across`.
+A field's annotation says which values are allowed. `_across` returns the rules that concern several fields.
 """
 
 import dataclasses
@@ -88,9 +88,9 @@ class ModelConfig(Checked, section="model."):
         gradient_checkpointing: What the backward pass computes again instead of keeping it. "layer" keeps
             only the input of each layer. "mlp" also keeps the products of the two linears of attention;
             "products" also the product of the first linear of the MLP; "none" keeps all of these and what
-            lies between. In this order the update takes more memory and, up to "products", less time. "auto"
-            takes the fastest of these that fits on the device, and "layer" where the device does not report
-            its memory.
+            lies between. In this order the update takes more memory and, up to "products", less time. "auto" takes
+            the first of "products", "mlp" and "layer" with which the memory plan leaves a fifth of the device free;
+            "layer" if the device does not report its memory; never "none".
         trainable: "lora" trains an adapter; "full" trains the layers of a dense base themselves (linears,
             biases and norms; not embedding, last norm and head), in float32, without an adapter.
         adapter_name_or_path: A PEFT adapter over that base, by folder or hub name, from which training goes
@@ -333,7 +333,8 @@ class RolloutConfig(Checked, section="rollout."):
             Absent means as many rows of a rollout as fit in the cache if each needs a quarter of its limit, at
             most 512. Where rows need more, some of them wait on the host.
         kv_cache_tokens: Capacity of each device for keys and values, in tokens; rows wait while there is none
-            left. Absent means what `max_concurrent` rows can need, or what the device has.
+            left. Absent means as many tokens as `max_concurrent` rows can need, but at most nine tenths of the
+            memory that weights, scores and prefill leave free.
         kv_cache_fraction: That capacity as a fraction of the device memory that the weights leave; give one
             of the two.
         compact: Shrink the batch when rows end and none waits. If this is off, a row's log-probabilities do
@@ -348,8 +349,9 @@ class RolloutConfig(Checked, section="rollout."):
             ones; 1 is off. Other values need grpo.old_logprobs = "recompute".
         stop: Stop strings: a completion ends with the token that completes one of them.
         ignore_eos: Run every completion to `max_completion_length`, or a text of `stop`.
-        drafts: "auto" makes drafts where at most 32 rows are left and drafts are expected to pay: a step then runs
-            tokens that may come next, found in texts of the same rollout, and keeps those that are right. No
+        drafts: "auto" makes drafts where at most 32 rows are left and drafts are expected to pay: a step then
+            checks tokens that were found in completions of the same rollout, or in the prompt's completions when it
+            was last sampled, and keeps those that are right. No
             token's distribution changes. There are none without a Hopper GPU, without `compact`, with
             `deterministic`, or if `max_completion_length` is below 512. "off": none.
         steps_per_generation: `generation_batch_size` as a number of micro-batches
@@ -466,7 +468,8 @@ class GrpoConfig(Checked, section="grpo."):
             the clean policy's before the update ("recompute", as in QeRL's code).
         importance_sampling_correction: With "recompute", weigh the loss by the truncated exp(old -
             behaviour).
-        importance_sampling_mode: How that weight is truncated.
+        importance_sampling_mode: "token_..." takes one weight per token, "sequence_..." the product over the row's
+            tokens. A weight outside of the thresholds becomes the threshold ("..._truncate") or 0 ("..._mask").
         importance_sampling_clip_max: Threshold above which that weight is truncated or masked.
         importance_sampling_clip_min: Threshold below which that weight is truncated or masked; absent means
             none. IcePop is "token_mask" with 0.5 and 5.
@@ -789,8 +792,8 @@ class NoiseConfig(Checked, section="noise."):
 class EvalConfig(Checked, section="eval."):
     """Held-out accuracy at both ends of a run and on a schedule; `--eval None` switches it off.
 
-    Concurrent rows, cache, length and stop strings are those of `rollout`; temperature and top-p are
-    given here.
+    Concurrent rows, cache, drafts, length and stop strings are those of `rollout`. Temperature and top-p are given
+    here. Top-k, min-p and repetition penalty are off.
 
     Attributes:
         split: Split of the training set's source, or of `dataset` (AIME 2024's is called "train" on the hub).
@@ -802,8 +805,8 @@ class EvalConfig(Checked, section="eval."):
         eval_steps: Also evaluate every so many optimizer steps, and keep the best adapter in `best`; 0 means
             only at both ends.
         num_generations: Completions per problem.
-        dataset: A set other than the training set, named as in `data.dataset`; it is asked by the training
-            set's prompt.
+        dataset: A set other than the training set, named as in `data.dataset`; its problems get the training set's
+            system prompt and prompt template.
         path: Where that set lies if not on the hub, as `data.path`.
     """
 
@@ -848,7 +851,8 @@ class ToolsConfig(Checked, section="tools."):
         max_tool_calling_iterations: Most turns of a row that are answered; absent means no limit but that of
             tokens.
         max_reply_tokens: The most tokens of a call's result; a longer one is cut, and says so.
-        seconds: Time limit of a call, in seconds of processor time; on the clock it is five times as long.
+        seconds: Time limit of a call, in seconds of processor time. The limit by the clock is five times as long. A
+            tool that a script or a notebook defines has this limit by the clock.
         workers: Calls that run at a time; absent means one for each processor.
         call_format: How calls are written: "hermes" (JSON between <tool_call> and </tool_call>: Qwen, Hermes)
             or "llama3_json" (a turn that is JSON: Llama 3.1). Absent means what the chat template asks for.

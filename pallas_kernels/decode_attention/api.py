@@ -176,11 +176,11 @@ def decode_attention(
       ends: int32 [B], the slot of the new token, which is the number of tokens before it.
       plan: the result of `plan` for the same tables, ends, `shared` and `sequence`. With None, the Hopper kernel makes it here.
       shared: int32 [B], the number of each row's first pages that other rows may share, or None. The Hopper kernel
-        reads such pages once for several rows, for heads that `supports_sharing` accepts. Rows with the same number
-        and the same page at its place must have all of these pages in common. The number decides in which order a row's terms
-        are added, whether other rows share its pages or not.
-      sequence: int32 [B] or None: rows of one number, one behind the other, are consecutive tokens of one sequence, over
-        the same pages. Then all new keys and values are written before any row attends, and slots
+        reads such pages once for several rows, for heads that `supports_sharing` accepts. If two rows have the same
+        number n and the same page at index n - 1 of their tables, all of their first n pages must be equal. The
+        order in which a row's terms are added depends on n, not on whether other rows share its pages.
+      sequence: int32 [B] or None: adjacent rows with the same number are consecutive tokens of one sequence and
+        have the same page table. Then all new keys and values are written before any row attends, and slots
         after a row's end must be finite. The order in which a row's terms are added depends on the end of the last of
         them. Rows with a negative number are out of use: their results are finite and mean nothing. None for rows that
         are each of another sequence. There must be no `shared` beside it.

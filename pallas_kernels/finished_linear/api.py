@@ -109,18 +109,21 @@ def finished_linear(
     residual: jax.Array | None = None,
     over: str | None = None,
 ) -> jax.Array:
-    """rounded((x W^T + [the products of the branches]) * unit + bias + residual), as `finish` defines it.
+    """Computes a linear with LoRA, and with what follows it, as `finish` defines it.
 
-    If a kernel supports these operands, it computes all of this at once.
+        y = rounded((x W^T + [the products of the branches]) * unit + bias + residual)
+
+    If a kernel supports these operands, it computes all of this at once. x, the branches and the residual get gradients.
+    Those of a packed weight and of `unit` are 0, and with a kernel so is that of the bias, which is frozen.
 
     Args:
       x: [..., K], float32 or bfloat16.
       weight: as for `linear`.
-      branches: (x A, alpha / R * B) of each part of N, in order; empty without LoRA. Or the result of
-        `prepare_branches` for the same number of rows.
-      unit: float32 [..., 1], 1 / RMS from the norm before; no gradient flows through it.
-      bias: [N].
-      residual: [..., N].
+      branches: (x A [..., R_i], alpha / R * B [R_i, N_i]) of each part of N, in x's dtype, in order; empty without LoRA.
+        Or the result of `prepare_branches` for the same number of rows.
+      unit: float32 [..., 1], 1 / RMS from the norm before.
+      bias: [N], of any float dtype.
+      residual: [..., N], in x's dtype.
       over: mesh axis along which K is divided among devices; see `finish`.
 
     Returns:

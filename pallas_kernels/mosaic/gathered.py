@@ -1,4 +1,4 @@
-"""Tiles of 64 rows in the layout `WGMMA`, of which each 8 rows belong to another row of a batch, a member.
+"""Tiles of 64 rows in the layout `WGMMA`. Each group of 8 rows belongs to one row of the batch, called a member.
 
 A list of members is int32 [8] in device memory, in the order of the tile. An absent member is -1 - m: it is loaded as
 row m of the batch is, and nothing is stored or counted for it.
@@ -28,7 +28,7 @@ _OF_REF, _OF_SCALAR = plgpu.RefType(), plgpu.Layout.WG_SPLAT(())
 def load_heads(
     ref: jax.Ref, members: jax.Ref, head: jax.Array, count: int, at: int, *, interpret: bool
 ) -> jax.Array:
-    """Loads 64 columns of some heads of each member: [64, 64], 8 rows a member, of which those after `count` mean nothing.
+    """Loads 64 columns of some heads of each member, [64, 64]: 8 rows a member, of which the first `count` have values.
 
     Args:
       ref: [B, heads, n] of a 16-bit type in device memory.

@@ -68,7 +68,7 @@ def opaque(value: jax.Array, *, interpret: bool) -> jax.Array:
 def store(values: jax.Array, ref: jax.Ref) -> None:
     """Stores an array of any layout in device memory.
 
-    JAX 0.12 refuses an assignment that does not write whole lines of the cache, where 0.11 does not look.
+    JAX 0.12 rejects an assignment to `ref` that does not write whole cache lines; 0.11 does not check.
 
     Args:
       values: an array.

@@ -82,16 +82,16 @@ def pick_config(m: int, n: int, k: int) -> Config:
 def heuristic(m: int, n: int, k: int) -> Config:
     """Picks the configuration for a problem that is in no table.
 
-    With few rows about sixteen warps for each processor, two in a program: with these Triton does not use the
-    instructions of four warps on Hopper and Blackwell, which would need the decoded weight in shared or tensor memory.
-    Each part of a sum is written and read again, so there are fewer parts where they would be larger than the weight.
+    Up to 32 rows: programs of two warps, about sixteen warps per processor. With two warps Triton does not use the
+    four-warp instructions of Hopper and Blackwell, which need the decoded weight in shared or tensor memory. Each
+    partial sum is written and read again, so K is cut into fewer parts if these would be larger than the weight.
 
-    With more than 32 rows programs of 128 rows of W: each reads all of x, which took most of the time of smaller ones
-    on an H200. A T4 has no registers for these, and a B200 no tensor memory, which Triton takes for four warps: all of
-    it for a chunk in a round, and for two more than there is.
+    More than 32 rows: programs of four warps and 128 rows of W, at most three per processor, because each program reads
+    all of x, and that took most of the time of smaller programs on an H200. A T4 (too few registers) and a B200 (too
+    little tensor memory) keep the first form.
 
-    Rounds have one chunk instead of two where less than three quarters of these programs would find shared memory,
-    of which a processor of an RTX 4090 has 100 kB and of an H200 228.
+    A round has two chunks if three quarters of the programs of a processor fit into its shared memory (100 kB on an RTX
+    4090, 228 kB on an H200), otherwise one.
     """
     rows, chunks = whole(n), -(-k // CHUNK)
     is_small = runtime.tensor_core_type() == "float16" or _uses_tensor_memory()

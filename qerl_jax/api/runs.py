@@ -151,8 +151,8 @@ def train(
 
     Rewards have TRL's signature, `f(prompts, completions, completion_ids, **columns)`, and return a
     number or None per completion. Completions have the form of the prompts in your rows, as in TRL:
-    texts for texts, and `[{"role": "assistant", "content": text}]` for chats. With rows that
-    `config` names (no `dataset`) they are chats.
+    texts for texts, and `[{"role": "assistant", "content": text}]` for chats. With rows that `config` names (no
+    `dataset`) they are chats, except for text in a column "prompt" without a system prompt.
 
     Args:
         config: A `RunConfig`, a table of its fields and sections, or the path of a TOML file. It need

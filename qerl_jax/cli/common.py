@@ -85,7 +85,7 @@ def call(function: Callable, argv: list[str], prog: str) -> None:
         argv, fields = options.divide(argv, known)
 
     def made(*arguments: Any, **given: Any) -> Callable:
-        # tyro only reads the options: the command runs when its standard error is no longer kept back.
+        # tyro only parses here. The command runs later, when stderr is no longer captured.
         return functools.partial(function, *arguments, *fields, **given)
 
     shown = [each.replace(annotation=_shown(each.annotation, each.default)) for each in own]
@@ -133,9 +133,8 @@ _FIELDS = """The fields of a run: each option changes what the config file says.
 def run_config(command: str, argv: list[str], own: Sequence[str] = ()) -> RunConfig:
     """The config file that comes first, changed by the options after it.
 
-    Beside the fields' own options, `--noise None`, `--eval None` and `--tools None` switch a section off, an
-    option of an absent section switches it on, and of `--max-steps` and `--num-train-epochs` the one that is given
-    takes the other's place.
+    Each field has an option. `--noise None`, `--eval None` and `--tools None` switch a section off. An option of an
+    absent section switches it on. `--max-steps` replaces `num_train_epochs`, and the reverse.
 
     Args:
         command: Name of the command, for errors.

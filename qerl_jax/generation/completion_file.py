@@ -89,7 +89,10 @@ def write(
 
 
 def columns_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What environments of rows begin with: all but the prompt, which they are told as the policy sees it."""
+    """Returns the columns with which each row's environment is reset, without the prompt.
+
+    The environment gets the prompt as the policy sees it.
+    """
     return [{name: value for name, value in row.items() if name != "prompt"} for row in rows]
 
 

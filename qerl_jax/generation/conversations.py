@@ -124,7 +124,8 @@ class Conversation:
         messages: Messages of the policy and of the tools, in order.
         calls: Calls that were answered.
         failures: How many of these were answered with an error.
-        is_limited: Whether the last turn's call was not answered: for the number of turns or of tokens.
+        is_limited: Whether the last turn's call was left unanswered because the limit of turns or of tokens was
+            reached.
         reward: The environment's own reward; None if it gave none.
         public: Attributes of the environment after the row; None without one.
         environment: Name of its class; None without one.
@@ -180,7 +181,7 @@ class _Row:
     messages: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     calls: int = 0
     failures: int = 0
-    # What is undone where an answer does not fit into the row: messages, calls and failures before it.
+    # Messages, calls and failures before the last answer; restored if that answer does not fit into the row.
     before: tuple[int, int, int] = (0, 0, 0)
     # Whether the last turn's call came after as many as are answered.
     is_limited: bool = False
@@ -213,7 +214,16 @@ class Conversations:
         self._lock = threading.Lock()
 
     def __call__(self, row: int, tokens: Sequence[int]) -> concurrent.futures.Future | None:
-        """Answers a turn that has ended, or ends the row: where the turn calls nothing, or was the last."""
+        """Answers a turn that has ended.
+
+        Args:
+            row: Number of the row.
+            tokens: All tokens of its completion so far.
+
+        Returns:
+            A future of the token ids of the reply; None, which ends the row, if the turn calls nothing or was the
+            last that is answered.
+        """
         state, limit = self._rows[row], self._tools.cfg.max_tool_calling_iterations
         message, calls = self._read(tokens[state.begun :], state)
         state.is_limited = bool(calls) and limit is not None and state.answered >= limit

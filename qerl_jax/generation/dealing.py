@@ -1,4 +1,4 @@
-"""Which device samples which rows: they are dealt out at first; a device without rows takes others'."""
+"""Distributes rows among devices. A device whose queue is empty takes rows from the one that has most."""
 
 import bisect
 import itertools
@@ -12,7 +12,7 @@ import numpy as np
 def spans(
     sizes: Sequence[int], places: int, *, whole: bool, lengths: Sequence[float] | None = None
 ) -> list[list[tuple[int, int, int]]]:
-    """Deals groups of rows out in order, so that all places have as many tokens to make as possible alike.
+    """Splits groups of rows, in order, into one list per device, with nearly equal numbers of expected tokens.
 
     Args:
         sizes: Rows of each group, which share a prompt.
@@ -41,7 +41,8 @@ def spans(
 
 
 class Hands[Piece]:
-    """What waits at each of several places, for threads of their own: who has nothing takes from the fullest."""
+    """One queue of waiting work per device, for threads. A device with an empty queue takes half of the longest
+    one."""
 
     def __init__(self, dealt: Sequence[Sequence[Piece]]):
         self._hands = [list(each) for each in dealt]
@@ -56,7 +57,9 @@ class Hands[Piece]:
         return any(self._hands)
 
     def take(self, place: int, choose: Callable[[list[Piece]], list[Piece]]) -> list[Piece]:
-        """Takes what `choose` picks of what waits at a place; if nothing does, of what waits longest elsewhere.
+        """Removes and returns the entries that `choose` picks from the queue of `place`.
+
+        If that queue is empty, the second half of the longest queue moves to it first. Returns [] if all are empty.
 
         Args:
             place: Whose turn it is.

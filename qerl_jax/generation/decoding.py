@@ -21,7 +21,19 @@ _COMPARED = 16
 
 @program("model")
 def prefill(variables, pool, tokens, tables, numbers=None, *, model: Transformer):
-    """Puts prompts [R, T] into the pages of `tables`, under the noise of those numbers where rows have their own."""
+    """Computes keys and values of R prompts, and writes them to their pages.
+
+    Args:
+        variables: See `Engine.stream`.
+        pool: Keys and values, [L, N, J, S, C] each.
+        tokens: int32 [R, T], filled up with 0 at the right.
+        tables: int32 [R, W], the pages of each prompt.
+        numbers: int32 [R], the number of each prompt's noise where rows have their own; else None.
+        model: The policy.
+
+    Returns:
+        The new keys and values.
+    """
     variables = noise.of_rows(variables, numbers, jnp.zeros(len(tokens), jnp.int32))
     cache = kv_cache.KVCache(*pool, tables, jnp.zeros(len(tokens), jnp.int32))
     _, cache = model.apply(variables, tokens, cache=cache, adapter="params" in variables)
@@ -59,9 +71,10 @@ def decode(
         positions: Tokens of all rows that a step runs, those of drafts included; None for one token of each row.
 
     Returns:
-        The pool; `Packed`, what the chunk brought: tokens and log-probabilities [B, n], how many of them each row has,
-        who lives, entropies [B, n] or None, and what became of drafts (`draft_search.Outcome`) or None; and the rows as
-        the next chunk finds them.
+        The pool; the results of the chunk, `Packed`: tokens int32 [B, n] and log-probabilities float32 [B, n], how many of
+        them each row has, int32 [B], which rows have not ended, bool [B], entropies float32 [B, n] or None, and
+        what became of drafts (`draft_search.Outcome`) or None; and the rows as the next chunk finds them. n is
+        `spec.chunk`, or `CHUNKS * spec.chunk` with drafts.
     """
     slots: Slots = dataclasses.replace(rows.tree(), texts=texts)
     how = variables, pool, slots, temperature, stop_tokens, model, spec

@@ -56,7 +56,17 @@ def _divided_pool(arch, num_pages: int, dtype, page_size: int, count: int, place
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="pool")
 def copied(pool, sources, targets, *, model: Transformer):
-    """Copies pages in all layers; 0 to 0 where there is nothing to copy."""
+    """Copies pages in all layers; 0 to 0 where there is nothing to copy.
+
+    Args:
+        pool: Keys and values, [L, N, J, S, C] each; donated.
+        sources: int32 [n], pages to copy from.
+        targets: int32 [n], pages to copy to.
+        model: The policy.
+
+    Returns:
+        The new pool.
+    """
 
     def with_copies(pool, sources, targets):
         return tuple(part.at[:, targets].set(part[:, sources]) for part in pool)
@@ -91,7 +101,12 @@ def _in_group(model: Transformer, function, pools: int):
 
 
 def taken(pool, pages: Sequence[int], model: Transformer) -> list[tuple[np.ndarray, ...]]:
-    """Brings pages to the host, `_PIECE` at a time: [L, _PIECE, J, S, C] of keys and of values."""
+    """Copies pages to the host, and waits for it.
+
+    Returns:
+        For each `_PIECE` pages a NumPy array of keys and one of values, [L, _PIECE, J, S, C]. The last ones are filled up
+        with page 0.
+    """
     return [
         jax.device_get(_read(pool, _padded(piece), model=model))
         for piece in itertools.batched(pages, _PIECE)
@@ -99,7 +114,7 @@ def taken(pool, pages: Sequence[int], model: Transformer) -> list[tuple[np.ndarr
 
 
 def returned(pool, move: Move, model: Transformer):
-    """Writes contents to their pages, but for those that are skipped."""
+    """Writes the contents that `taken` gave to their pages, but for those that are skipped; the pool is donated."""
     pages = [0] * move.skipped + move.pages
     for piece, contents in zip(itertools.batched(pages, _PIECE), move.contents, strict=True):
         if any(piece):

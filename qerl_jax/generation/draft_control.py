@@ -26,8 +26,7 @@ _GAIN, _EVIDENCE = 1.05, 32
 # Comparing takes a millisecond or two. Where drafts do not pay, one of `_SELDOM` chunks compares them. At first every chunk
 # does, until there is evidence enough, or until `_MOST_AT_FIRST` chunks have given too little.
 _SELDOM, _MOST_AT_FIRST = 8, 16
-# How much of what earlier chunks have taught is left after another one that compares `_EVIDENCE` tokens or more; and
-# what is believed before any: one right token of so many.
+# Decay of earlier counts when a chunk compares at least `_EVIDENCE` tokens; and the prior, one right token in `_BELIEF`.
 _KEPT, _BELIEF = 0.75, 4.0
 
 
@@ -56,8 +55,9 @@ class Control(Protocol):
     record: "Record"
 
     def positions(self, slots: int, live: int) -> int | None:
-        """Tokens that a step of the next chunk runs; 0 for one of each row, with drafts that are only compared; None
-        without drafts.
+        """Returns the tokens per step of the next chunk, at least one per row.
+
+        0 means one token per row, and drafts are compared but not used. None means one token per row, and no drafts.
 
         Args:
             slots: Rows of the batch.
@@ -127,7 +127,7 @@ class Record:
 
     @property
     def speedup(self) -> float | None:
-        """By what factor few rows were sampled faster than without drafts, as far as `price` knows; None without any."""
+        """`time_without` / `time`, both estimated by `price`; None if no drafts could be made."""
         return self.time_without / self.time if self.time else None
 
 

@@ -131,8 +131,8 @@ def kind(match: jax.Array) -> jax.Array:
 def search(history: jax.Array, lengths: jax.Array, texts: Texts) -> Drafts:
     """Finds a draft for each row.
 
-    Of matches of one length, those in ended texts of the group come first, then those of rows of the group, then those
-    of other rows; and of these the one furthest on in its text.
+    The longest match wins. Among equal lengths, ended completions of the group come first, then running rows of the
+    group, then other rows; among these, the latest position in its text.
 
     Args:
         history: int32 [B, T], the tokens of each row, its prompt included; -1 after its last.
@@ -194,7 +194,8 @@ def _matches(texts: jax.Array, context: jax.Array) -> jax.Array:
 
 
 def shares(chances: jax.Array, budget: jax.Array) -> jax.Array:
-    """How many tokens of each draft to verify, int32 [B]: over all rows the likeliest, as many as the budget.
+    """How many tokens of each draft to verify, int32 [B]: the `budget` most likely tokens over all rows; tokens
+    with chance 0 are never chosen.
 
     Args:
         chances: float32 [B, n], which do not rise along a row; 0 where there is no token.

@@ -68,10 +68,10 @@ class Engine:
         spec: How tokens are sampled.
         stop_tokens: Ids that end a completion; none means every row runs to its limit.
         stop_strings: Texts that end a completion, looked for between chunks.
-        compact: Whether the batch shrinks when rows end and none waits. A row's tokens depend on its
-            own prompt and key either way, up to ties that a rounding decides; without it, so do the
-            last bits of its log-probabilities, for as many slots, the same `max_prompt_length` and
-            the same largest limit.
+        compact: Whether the batch shrinks when rows end and none waits. In both cases a row's tokens depend only on
+            its prompt and key, unless rounding decides between two tokens. If False, the last bits of its
+            log-probabilities do not depend on the other rows either, if slots, `max_prompt_length` and the largest
+            limit stay the same.
         kv_cache_tokens: Capacity of the cache in tokens; None means what all slots can need.
         kv_cache_fraction: Capacity as a fraction of the device memory that is free at the first call.
             Where the device reports its memory and neither is given, nine tenths of what
@@ -332,8 +332,8 @@ class Engine:
             compiles: Around each call of a program.
         """
         poll = poll or self.poll
-        # All of it said to be on one device: else a chunk whose rows come from the host and one whose
-        # rows come from the chunk before would be two programs.
+        # Commit all inputs to the device. Otherwise rows from the host and rows from the previous chunk would
+        # compile two programs.
         leaf = jax.tree.leaves(variables["frozen"])[0]
         device, *others = sorted(leaf.devices(), key=lambda each: each.id)
         where = NamedSharding(leaf.sharding.mesh, PartitionSpec()) if others else device
@@ -454,7 +454,7 @@ class Engine:
         return runtime.memory_stats()
 
     def _capacity(self, beside: int) -> int | None:
-        """The most tokens in the cache, where other things need so many bytes; None for no bound."""
+        """Capacity of the cache in tokens if sampling needs `beside` bytes in addition; None for no bound."""
         tokens, fraction = self._budget
         if tokens is not None:
             return tokens

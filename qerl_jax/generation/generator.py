@@ -162,7 +162,7 @@ class Generator:
         return fused_decode.slow_because(self.model.own_part, int(self.max_concurrent))
 
     def __call__(self, prompts: Sequence[Prompt], **options: Any) -> list[str]:
-        """Texts, the n of a prompt in a row."""
+        """The texts of `completions`, which has the arguments and errors."""
         return [completion.text for completion in self.completions(prompts, **options)]
 
     def completions(
@@ -180,9 +180,13 @@ class Generator:
         Args:
             prompts: Texts or chats.
             columns: For each prompt a table, with which its environment begins; for generators with tools.
-            first_row: The first completion that is wanted, where those before it are known. The others are what
-                they would have been with them, but for roundings where fewer prompts are prefilled at a time.
+            first_row: Number of completions to skip. The others are the same as without skipping, except for
+                rounding if fewer prompts are prefilled together.
             **options: Fields of `SamplingParams`.
+
+        Raises:
+            ConfigError: For impossible prompts, columns or options.
+            ValueError: For a prompt that is empty, or too long for the context.
         """
         alone = isinstance(prompts, str) or any(isinstance(prompt, Mapping) for prompt in prompts)
         require(not alone, "prompts", prompts, "must be a list of texts or of chats")
@@ -229,7 +233,12 @@ class Generator:
             failed.pop_all()
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[str]:
-        """The text of one completion in chunks, as it is sampled; not with tools."""
+        """The text of one completion in chunks, as it is sampled.
+
+        Raises:
+            ConfigError: For impossible options, n > 1, or a generator with tools.
+            ValueError: For a prompt that is empty, or too long for the context.
+        """
         params = SamplingParams(**options)
         rule = "a stream calls no tools: use completions, or a generator without tools"
         require(self.tools is None, "tools", self.tools, rule)

@@ -68,7 +68,8 @@ def capacity(
 def best_slots(
     rows: int, wanted: Callable[[int], int], offered: Callable[[int], int | None]
 ) -> int:
-    """How many rows to sample at a time where no one says it: the most whose expected pages there is room for.
+    """Returns the largest number of rows to sample at a time whose expected pages fit in the cache: at most `rows`
+    and `MOST_SLOTS`, at least 1.
 
     Numbers are those that decoding kernels take without filling up: multiples of 32 above 32, and of 8 above 8.
 
@@ -97,7 +98,8 @@ class Demand:
         max_prompt_length: Most tokens of a prompt.
         row_tokens: Most tokens of a row in the cache.
         page_size: S.
-        compact: Whether a prefill has lines for as many prompts as there are, or as slots.
+        compact: If True, at most min(prompts, slots) prompts are prefilled together. If False, every prefill is
+            padded to `slots` prompts.
         itemsize: Bytes of a key or value.
         positions: Most tokens that a step runs with drafts; 0 without.
     """

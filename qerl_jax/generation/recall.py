@@ -36,7 +36,8 @@ class Recall:
             return tuple(self._texts.get(prompt.tobytes(), (0, ()))[1])
 
     def add(self, number: int, prompt: np.ndarray, completion: np.ndarray) -> None:
-        """Adds a completion. The first of a round takes the place of those of rounds before.
+        """Adds a completion. The first one that is added in a round replaces the prompt's completions of earlier
+        rounds.
 
         Args:
             number: The round's number.

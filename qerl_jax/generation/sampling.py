@@ -73,7 +73,10 @@ def penalize(scores: jax.Array, seen: jax.Array, penalty: float) -> jax.Array:
     Args:
         scores: float32 [B, V] logits.
         seen: bool [B, V], whether the prompt or the completion so far holds the token.
-        penalty: Above 1 is less likely, below is more.
+        penalty: Above 1 makes them less likely, between 0 and 1 more likely.
+
+    Returns:
+        float32 [B, V].
     """
     return jnp.where(seen, jnp.where(scores > 0, scores / penalty, scores * penalty), scores)
 

@@ -59,9 +59,8 @@ class QueuedPrompt:
         return (len(self.tokens) - 1) // page_size if len(self.keys) > 1 else 0
 
 
-# What answers a row whose turn has ended, by the row's number and its tokens so far: None where the row
-# ends with it; else the tokens that come next, which are given and not sampled (none: the row ends), when
-# they are known.
+# Called with a row's number and its tokens so far when its turn has ended. Returns None if the row ends there,
+# otherwise a future of the tokens that come next. These are given, not sampled; an empty list ends the row.
 type TurnTaker = Callable[[int, Sequence[int]], "concurrent.futures.Future[Sequence[int]] | None"]
 
 
@@ -297,8 +296,9 @@ def deal(
 ) -> dealing.Hands:
     """Deals prompts out to devices, for a `Schedule` each.
 
-    A prompt's completions stay together, but for the few whose parting makes all have as much to do: not those
-    that have noise of their own each, for the prompt runs under that of the first.
+    All completions of a prompt go to one device, except for at most `places - 1` prompts that are split to balance
+    the load. If completions of a prompt have different noise, no prompt is split, because a prompt is prefilled
+    with the noise of its first completion.
 
     Args:
         prompts: Any number.
@@ -323,11 +323,11 @@ def deal(
 class Schedule:
     """The state of a queue: waiting prompts, rows whose prompt is cached, rows in slots, and their pages.
 
-    A row has pages for its next tokens only, and takes more as it grows. Where none are left, the row that began
-    last is parked: its pages go to the host, bit for bit, and come back before another row begins. Prompts are
-    prefilled only when no cached one has a row left to begin, none is parked, and the pages that they hold leave
-    room for the longest row: so the row that began first can always go on. (vLLM does so, too, arXiv 2309.06180; it
-    computes again what it took from a row.)
+    A row has pages for its next tokens only, and takes more as it grows. If no page is free, the row that began
+    last is parked: its pages are copied to the host, and copied back before another row begins. A prompt is
+    prefilled only if no cached prompt has a row left to begin, no row is parked, and enough pages stay free for the
+    longest row. So the row that began first can always continue. (vLLM also preempts the latest row, but computes
+    its pages again, arXiv 2309.06180.)
     """
 
     def __init__(
@@ -374,11 +374,11 @@ class Schedule:
         return bool(self._waits() or any(self._slots))
 
     def leaving(self) -> list[Move]:
-        """Gives rows in slots the pages of their next tokens; where they are too few, some rows leave their slots.
+        """Allocates pages for the next tokens of running rows. If too few are free, the rows that began last are parked.
 
         Returns:
-            The pages of rows that leave. Their contents must be taken before anything else is written, for the pages
-            are others' from here on.
+            A `Move` for each parked row. Read its contents before anything else writes to the pool, because its pages
+            are already free for other rows.
         """
         left: list[Move] = []
         rows = sorted((row for _, row in self._running()), key=lambda row: row.turn)
@@ -562,15 +562,14 @@ class Schedule:
         return self._texts[1]
 
     def goes_on(self, *, drafts: bool = False) -> bool:
-        """Whether the chunk after the one under way takes nothing from the host.
+        """Whether the next chunk can start before the host has read the current one.
 
-        So it is when no row waits, be it for a slot or for a reply, or takes given tokens, all have pages for it,
-        the batch stays as large as it is, a row has more to go than the chunk under way, and the device knows of
-        all rows that have ended.
+        True if no row waits for a slot, a reply or given tokens; every running row has pages for two chunks; the batch
+        size stays the same; some row can get more tokens than one chunk; and the device knows all rows that have ended.
 
         Args:
-            drafts: Whether the chunk under way makes drafts. If it ends early when rows end, then the host comes
-                next: in a chunk after it these would be idle to its end.
+            drafts: Whether the current chunk makes drafts. If it may end early because rows end, the next chunk waits
+                for the host: otherwise the ended rows would be idle for all of it.
         """
         stride = self._shapes.stride(len(self._slots))
         return (
@@ -592,12 +591,22 @@ class Schedule:
         stop_strings: StopStrings | None,
         entropies: np.ndarray | None = None,
     ) -> Iterator[RowTokens]:
-        """Takes in what a chunk brought, and frees the slots and pages of rows that ended.
+        """Takes the results of a chunk of n tokens for B slots, and frees the slots and pages of rows that ended.
 
         A row whose turn has ended by a stop waits in its slot, unless its `TurnTaker` ends it there.
 
+        Args:
+            tokens: int32 [B, n].
+            logps: float32 [B, n], nats.
+            lengths: int32 [B], how many tokens each row got.
+            live: bool [B], which rows have not ended.
+            stop_tokens: int32 [k].
+            stop_strings: Strings that end a row, or None.
+            entropies: float32 [B, n], nats, or None.
+
         Returns:
-            The tokens of each row, which are not looked up before they are asked for: the next chunk can begin first.
+            The tokens of each row. Slots and pages are free at once; the arrays are cut when the iterator is read, so
+            the next chunk can begin first.
         """
         brought = []
         for slot, row in self._running():

@@ -30,9 +30,9 @@ class StopStrings:
             tokens: Tokens of one completion.
             seen: Number of tokens, from the front, that are known to hold none.
         """
-        # Only a tail can hold a new one: what is new, and before that as many characters as a
-        # string may have begun with, or the one that was cut off there: a character may be several
-        # tokens, and then what stands for one that is cut off at either end is none.
+        # A new match can only be in the tail: the new text, and the `overlap` characters before it in which a
+        # string may have begun. The overlap is at least 1, because a character may be several tokens and be cut at
+        # that point; U+FFFD (`_CUT`) is not counted as a character.
         overlap = max(1, max(map(len, self.strings)) - 1)
         start, step = seen, 1
         while start > 0 and len(self.decode(tokens[start:seen]).replace(_CUT, "")) < overlap:

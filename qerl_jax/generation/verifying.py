@@ -1,8 +1,9 @@
 """The loop that samples a chunk of tokens with drafts: a step runs a row's token and those that may follow it.
 
-A token is a function of (key, place) and of what comes before it. So each place of a draft is sampled with the place's
-own noise, and a drafted token is right if it is the one that is sampled there. What a row gets, the tokens up to and with
-the first that is no draft's, are those that it would get one by one: the distribution is exactly the same (the idea of
+A token is a function of (key, place) and of what comes before it. So each position of a draft is sampled with that
+position's random numbers, and a drafted token is accepted if it equals the sampled one. A row keeps the tokens up
+to and including the first that differs from the draft. Sampling one by one would give the same tokens: the
+distribution is exactly the same (the idea of
 speculative decoding, arXiv 2211.17192, in its form for a fixed source of randomness). Their log-probabilities are those
 of this step.
 
@@ -88,10 +89,24 @@ def sample(
     odds,
     positions: int,
 ):
-    """`decoding.decode` with drafts: `positions` tokens in a step, at least one of each row.
+    """Samples a chunk with drafts: `positions` tokens in a step, at least one of each row.
 
     The chunk ends when a row has got `CHUNKS * spec.chunk` tokens or `slots.span`, when all have ended, or when those
     that have ended have been idle for `slots.patience` steps together.
+
+    Args:
+        variables: As for `decoding.decode`, and so are those up to `spec`.
+        pool: Keys and values.
+        slots: The rows.
+        temperature: float32 scalar.
+        stop_tokens: int32 [n].
+        model: The policy.
+        spec: How tokens are sampled.
+        odds: float32 [draft_search.KINDS], the chance that a draft of each kind is right.
+        positions: Tokens that a step runs, at least the number of rows.
+
+    Returns:
+        The pool, the results and the changed fields of `slots`, as `decoding.decode` packs them.
     """
     chunk, rows = CHUNKS * spec.chunk, len(slots.live)
     row_keys = jax.random.wrap_key_data(slots.keys)

@@ -13,11 +13,11 @@ from qerl_jax.model.architecture import Architecture
 
 # Shares of the widest row to which rollouts are padded on the host.
 _WIDTHS = (1, 3 / 4, 1 / 2, 3 / 8, 1 / 4, 3 / 16, 1 / 8)
-# Sizes of micro-batches: divisors of the budget, and how many times more rows of attention they have
-# beside their tokens than a large one. Tokens of the smallest.
+# Sizes of micro-batches: (divisor of the token budget, factor on attention rows per token, relative to the full size).
 _SIZES = ((1, 1), (2, 1), (12, 2))
 # The same where all rows have one width, which leaves fewer other choices.
 _SIZES_OF_ONE_WIDTH = ((1, 1), (2, 1), (4, 2), (16, 4))
+# Tokens of the smallest micro-batch.
 _FEWEST = 128
 # Slots of attention, as a multiple of a micro-batch's tokens: in its widest rows, in the middle, in the
 # narrowest. Slots cost little where rows are short; where they are long there are as many as tokens.
@@ -29,8 +29,8 @@ _EVEN = 1.05
 # Costs of a slot of attention, in tokens that run through the linears of a 7B: its copies, and the same again for
 # every 512 slots that a query may see.
 _SLOT_COST, _ROW_WIDTH = 1 / 128, 512
-# Seconds of a micro-batch on a Hopper GPU, however few tokens it has: for each layer to launch its kernels, for each
-# parameter to dequantize it. Launches take twice as long with SmolLM2 (docs/lab-notes.md, "SmolLM2's step"); counted
+# Fixed time of a micro-batch on a Hopper GPU, in seconds: kernel launches, per layer; dequantization, per
+# parameter. Launches take twice as long with SmolLM2 (docs/lab-notes.md, "SmolLM2's step"); counted
 # in full, they would leave more than a tenth of its tokens as padding. Seconds of a token: of any model, and for each
 # parameter.
 _LAYER_SECONDS, _DEQUANTIZING_SECONDS = 0.25e-3, 1.1e-12
@@ -314,7 +314,8 @@ def cut_for(rows: Rows, shapes: Sequence[Shape], places: int) -> list[MicroBatch
 def alike(
     batches: Sequence[MicroBatch], width: int
 ) -> list[tuple[tuple[int, ...], list[MicroBatch]]]:
-    """Sets of so many micro-batches of one shape, each with their numbers; where there are fewer, some without rows."""
+    """Groups micro-batches of equal shape into sets of `width`, with their indices. Incomplete sets are filled with
+    micro-batches without rows."""
     by_shape: dict[Shape, list[int]] = {}
     for number, batch in enumerate(batches):
         by_shape.setdefault(batch.shape, []).append(number)

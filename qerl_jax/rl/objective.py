@@ -45,10 +45,23 @@ def token_logps(
     remat: Remat = "none",
     dropout_key: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probability of every completion token and entropy of its distribution, float32 [B, C] each.
+    """Computes the log-probability of every completion token, and the entropy of its distribution.
 
     Each prompt is computed once for all of its completions. Where rows have their own noise, `variables` hold it as
     `RowNoise`, and it is computed from the experience's numbers.
+
+    Args:
+        model: The policy.
+        variables: Its base, adapter and noise.
+        experience: The completions.
+        temperature: Divides the logits.
+        num_tokens: Ids that the tokenizer has.
+        adapter: Whether the adapter acts; False computes the base.
+        remat: What the backward pass recomputes.
+        dropout_key: Key of LoRA's dropout; None for none.
+
+    Returns:
+        Log-probabilities and entropies, float32 [B, C] each, in nats. Those of padding mean nothing.
     """
     rows, length = experience.completions.shape
     if experience.noise is not None:
@@ -186,9 +199,20 @@ gradient = jax.value_and_grad(loss, argnums=1, has_aux=True)
 
 @functools.partial(jax.jit, static_argnames=("objective", "adapter", "of"))
 def score(objective, params, frozen, noise, batch, adapter, of="logps"):
-    """Log-probabilities [T] of the tokens of a micro-batch, or their entropies with of = "entropies".
+    """Computes log-probabilities of the tokens of a micro-batch, or entropies of their distributions.
 
-    Where devices share a base, each has its own micro-batch: [group, T].
+    Args:
+        objective: The policy and how it is judged; static.
+        params: The adapter.
+        frozen: The base.
+        noise: AQN's noise, or None.
+        batch: A `PackedRows` of T tokens.
+        adapter: Whether the adapter acts; static.
+        of: "logps" or "entropies"; static.
+
+    Returns:
+        float32 [T], in nats; only those of completion tokens mean something. Where devices share a base, each has a
+        micro-batch of its own: [group, T].
     """
 
     def scored(params, frozen, noise, batch):

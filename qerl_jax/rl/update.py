@@ -132,7 +132,21 @@ def accumulate(objective, sums, *micro_batch):
     jax.jit, static_argnames=("grpo_cfg", "optim_cfg", "total_steps"), donate_argnames="state"
 )
 def apply(state: TrainState, sums, learns, place, *, grpo_cfg, optim_cfg, total_steps):
-    """The optimizer's step; skipped if the rows give no signal, or if loss or gradient is not finite."""
+    """Does the optimizer's step; skipped if the rows give no signal, or if loss or gradient is not finite.
+
+    Args:
+        state: Before the step; donated.
+        sums: The loss, a float32 scalar, and its gradient, shaped like `params`.
+        learns: bool scalar, whether the rows give a signal.
+        place: int32 scalar, the step's place on the schedule of the learning rate.
+        grpo_cfg: Says when the reference follows the policy; static.
+        optim_cfg: The optimizer; static.
+        total_steps: Length of the schedule; static.
+
+    Returns:
+        The new state, and metrics: loss, norm of the gradient before clipping, learning rate, and whether the update
+        was empty or not finite.
+    """
     value, grads = sums
     rate = optimizer.learning_rate(optim_cfg, total_steps)(place)
     norm = optax.tree.norm(grads)
@@ -345,9 +359,13 @@ def anchors(
     steps: int,
     cuts: Sequence[Sequence[microbatches.MicroBatch]],
 ) -> dict[str, np.ndarray]:
-    """Log-probabilities [B, C] that stay fixed during the `steps` optimizer steps on a rollout.
+    """Computes log-probabilities that stay fixed during the `steps` optimizer steps on a rollout.
 
     They are computed for the rows in `cuts`, the micro-batches of each optimizer batch; others are 0.
+
+    Returns:
+        float32 [B, C] each, in nats: "old_logps" with `old_logprobs = "recompute"` and several steps, under `noise`;
+        "ref_logps" with `beta` above 0, without noise.
     """
     cfg, fixed = updater.objective.grpo, {}
     rows = _rows_of(cuts)
@@ -520,7 +538,23 @@ def summed_gradient(
     key: jax.Array,
     entropy_coef: float,
 ) -> tuple[tuple[jax.Array, Any], list[Any]]:
-    """Loss and gradient of an optimizer batch [n, k], and counts of its micro-batches."""
+    """Computes loss and gradient of an optimizer batch.
+
+    Args:
+        updater: How an update is computed.
+        params: The adapter.
+        frozen: The base.
+        experience: The rollout.
+        fixed: Its fixed log-probabilities, see `anchors`.
+        noise: AQN's noise, or None.
+        rows: int [n, k], the batch's rows of the rollout.
+        cut: The micro-batches that hold them.
+        key: Key of LoRA's dropout.
+        entropy_coef: Weight of the entropy bonus.
+
+    Returns:
+        The loss and its gradient, summed over all devices; and the counts of each micro-batch.
+    """
     chosen, judged = rows.reshape(-1), experience.judged
     counted = rows.size if judged is None else judged[chosen].sum()
     totals = grpo.BatchTotals(

@@ -19,7 +19,8 @@ from qerl_jax.rl.objective import score
 
 # Number of rows that are scored again.
 _ROWS = 8
-# The adapter's effect is clear of rounding where a token's noise is below this fraction of it. Otherwise rounding
+# The check is conclusive if rounding noise per token is below this fraction of the adapter's effect (root mean
+# squares). Otherwise rounding
 # affects both sides of the regression, and the share of a correct sampler falls below 1.
 _CLEAR = 1 / 8
 # The number of tokens with the largest effects that are left out. Rounding changes most tokens by little and one in a
@@ -57,10 +58,14 @@ def adapter_share(
     The few tokens with the largest effects are left out.
 
     Args:
-        with_adapter: float32, the trainer's log-probabilities of tokens, adapter on.
-        without: The same with the adapter off.
-        sampled: The sampler's log-probabilities.
-        mask: bool, the tokens that count.
+        with_adapter: The trainer's log-probabilities of tokens, adapter on: float32 of any shape, in nats.
+        without: The same with the adapter off, in the same shape.
+        sampled: The sampler's log-probabilities, in the same shape.
+        mask: bool in the same shape, the tokens that count.
+
+    Returns:
+        The share, with its error. Share 0 and an infinite error if fewer than two tokens are left, or if the adapter
+        changes nothing.
     """
     base = np.asarray(without, np.float64)[mask]
     effect = np.asarray(with_adapter, np.float64)[mask] - base

@@ -157,6 +157,13 @@ def setup(
         environment: A class, or several by name, instead of what `cfg.tools` names.
         stop: Tells whether a signal has asked the run to end; sampling checks it between chunks of tokens.
         quiet: Do not show progress while the base is read.
+
+    Returns:
+        The run, with its state and the base on the device.
+
+    Raises:
+        ConfigError: A field, the data or the folder's earlier run do not fit. It is a ValueError.
+        RewardError: A reward function fails on the first problems.
     """
     began, stop = time.monotonic(), stop or stopping.Stop()
     trackers.require(cfg.report_to)

@@ -71,13 +71,18 @@ def train(
             continues, and the trained adapter or model, as at its end.
         quiet: Show nothing in the terminal; files are still written.
 
-    Raises:
-        Stopped: SIGINT or SIGTERM arrived during training; the last complete step is saved. It is a
-            KeyboardInterrupt. Signals are handled in the main thread only.
-
     Returns:
         The final state; the adapter is in `<output_dir>/adapter`, or a whole model in
         `<output_dir>/model`; with evaluations on a schedule, the best one is in `<output_dir>/best`.
+
+    Raises:
+        ConfigError: An argument, a field or the data is impossible; nothing is written. It is a ValueError.
+        RewardError: A reward function fails, named with its file and line.
+        Busy: Another run works in the folder. It is an OSError.
+        MemoryError: The device runs out of memory; the message names the setting that helps.
+        RuntimeError: The sampler ignores the adapter, the base lies in memory twice, or hosts differ.
+        Stopped: SIGINT or SIGTERM arrived during training; the last complete step is saved. It is a
+            KeyboardInterrupt. Signals are handled in the main thread only.
     """
     folder, hosts = pathlib.Path(cfg.output_dir), Hosts.all()
     with contextlib.ExitStack() as owned, hosts.farewell(), _named(cfg):
