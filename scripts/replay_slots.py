@@ -61,7 +61,7 @@ def replay(lengths: list[int], prompts: list[int], group: int, slots: int, pages
     shapes = scheduler.Shapes(
         PAGE, CHUNK, width, PROMPT + limit, PROMPT - 1, slots, scheduler.batch_sizes(slots)
     )
-    schedule = scheduler.Schedule(shapes, pages, scheduler.deal(queue))
+    schedule = scheduler.Schedule(shapes, pages, scheduler.distribute(queue))
     chunks, live_rows, made = collections.Counter(), [], np.zeros(len(lengths), int)
     while schedule.unfinished():
         schedule.leaving()

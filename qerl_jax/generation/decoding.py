@@ -79,10 +79,10 @@ def decode(
     slots: Slots = dataclasses.replace(rows.tree(), texts=texts)
     how = variables, pool, slots, temperature, stop_tokens, model, spec
     if positions:
-        pool, brought, moved = verifying.sample(*how, odds, positions)
+        pool, results, moved = verifying.sample(*how, odds, positions)
     else:
-        pool, brought, moved = _sample(*how, compares)
-    return pool, Packed.of(brought), Packed.of(dataclasses.replace(slots, texts=None, **moved))
+        pool, results, moved = _sample(*how, compares)
+    return pool, Packed.of(results), Packed.of(dataclasses.replace(slots, texts=None, **moved))
 
 
 @jax.tree_util.register_dataclass
@@ -111,7 +111,7 @@ def _sample(
     spec: EngineSpec,
     compares,
 ):
-    """`decode` with one token of each row in a step: gives the pool, what the chunk brought, and the fields of `slots`
+    """`decode` with one token of each row in a step: gives the pool, the results of the chunk, and the fields of `slots`
     that have moved.
     """
     chunk = spec.chunk
@@ -189,8 +189,8 @@ def _sample(
         outcome = jax.lax.cond(compares, compared, draft_search.Outcome.start)
         lived = jnp.sum(loop.lengths)
         outcome = dataclasses.replace(outcome, calls=loop.count, rows=lived)
-    brought = loop.tokens, loop.logps, loop.lengths, loop.live, loop.entropies, outcome
-    return loop.pool, brought, moved
+    results = loop.tokens, loop.logps, loop.lengths, loop.live, loop.entropies, outcome
+    return loop.pool, results, moved
 
 
 def _compared(
@@ -200,7 +200,7 @@ def _compared(
 
     Args:
         slots: The rows before the chunk.
-        tokens: int32 [B, n], what it brought.
+        tokens: int32 [B, n], its results.
         made: int32 [B], how many tokens of each row that are.
         history: int32 [B, T], the rows' tokens after it.
     """

@@ -1,4 +1,4 @@
-"""The cache's pages on the device, or on the devices that decode rows together: made, copied, brought to the host and back.
+"""The cache's pages on the device, or on the devices that decode rows together: made, copied, moved to the host and back.
 
 `page_pool` says who holds a page, `scheduler` which pages move; here their contents do.
 """

@@ -70,7 +70,7 @@ class Control(Protocol):
         ...
 
     def learn(self, slots: int, positions: int | None, outcome: Outcome, tokens: int) -> None:
-        """Takes in what a chunk brought.
+        """Takes the results of a chunk.
 
         Args:
             slots: Rows of its batch.
@@ -83,7 +83,7 @@ class Control(Protocol):
 
 @dataclasses.dataclass
 class Record:
-    """What drafts have brought.
+    """What drafts have gained.
 
     Attributes:
         rows: Rows of all steps with drafts together.

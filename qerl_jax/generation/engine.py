@@ -1,10 +1,9 @@
 """Continuous batching: prompts wait in a queue, rows run in slots, keys and values lie in pages.
 
-The device runs one jitted loop per chunk of tokens; between chunks the host reads what the chunk
-brought, gives the slots and pages of rows that ended to rows that wait, and starts the next. Where
-no row waits, the next is started before the last one is read.
-Nothing recompiles on the way: the sizes that a batch can have, and the lengths to which prompts are
-padded, are few and fixed.
+The device runs one jitted loop per chunk of tokens. Between chunks the host reads the results, gives the slots and
+pages of rows that ended to rows that wait, and starts the next chunk. If no row waits, the next chunk starts before
+the results are read. Nothing recompiles on the way: the sizes that a batch can have, and the lengths to which prompts
+are padded, are few and fixed.
 
 A prompt is prefilled once, all but its last token, which is the first that its rows decode. Its
 rows share the pages that it fills; the page that it fills in part is copied for each row but the
@@ -42,7 +41,7 @@ from qerl_jax.generation.scheduler import (
     Shapes,
     TurnTaker,
     batch_sizes,
-    deal,
+    distribute,
 )
 from qerl_jax.generation.stop_strings import StopStrings
 from qerl_jax.model import kv_cache, noise
@@ -120,7 +119,7 @@ class Engine:
 
     @property
     def drafted(self) -> draft_control.Record:
-        """What drafts have brought so far."""
+        """What drafts have gained so far."""
         records = [control.record for control in self._controls.values()]
         return sum(records, draft_control.Record())
 
@@ -222,7 +221,7 @@ class Engine:
             places: How many devices there are on all hosts. With several, none has more slots than its share of
                 the rows.
             own: Places of this host's devices, which take rows from each other alone.
-            lengths: See `deal`.
+            lengths: See `distribute`.
 
         Raises:
             ValueError: As `stream`.
@@ -284,9 +283,9 @@ class Engine:
             prompts = [dataclasses.replace(p, earlier=recalled(p.tokens)) for p in prompts]
             ended["ended"] = functools.partial(self._recall.add, self._recall.begin())
         num_pages = self._num_pages(demand.pages(slots), capacity(slots), prompts)
-        hands = deal(prompts, places, lengths).of(own)
+        queues = distribute(prompts, places, lengths).of(own)
         return [
-            Schedule(shapes, num_pages, hands, turns, place=place, **ended)
+            Schedule(shapes, num_pages, queues, turns, place=place, **ended)
             for place in range(len(own))
         ]
 
@@ -322,7 +321,7 @@ class Engine:
         poll: Callable[[], None] | None = None,
         compiles: CompilesOnce = _without_others,
     ) -> Iterator[list[RowTokens]]:
-        """Samples the rows of a schedule on the device of the variables, and gives after each chunk what it brought.
+        """Samples the rows of a schedule on the device of the variables, and gives the results of each chunk.
 
         Args:
             variables: See `stream`.
@@ -344,7 +343,7 @@ class Engine:
         policy = self._model, _form(variables)
         control = self._control(schedule)
         chunks = collections.deque()
-        # What the last chunk brought; None when it has been given. It is given when the next is under way, so that the
+        # Results of the last chunk; None when they have been given. They are given when the next is under way, so that the
         # device does not wait for whoever takes it.
         held: Iterator[RowTokens] | None = None
         # Where drafts are found, as the schedule has it and on the device: it is large, and seldom changes.
@@ -362,9 +361,9 @@ class Engine:
                     yield [*(held or ()), *over]
                     held = None
                     continue
-                # Where no row waits, the device goes on while the host reads what it brought.
+                # Where no row waits, the device starts the next chunk while the host reads the results.
                 while not chunks or (
-                    len(chunks) == 1 and schedule.goes_on(drafts=bool(chunks[0][0]))
+                    len(chunks) == 1 and schedule.can_run_ahead(drafts=bool(chunks[0][0]))
                 ):
                     if not chunks:
                         for move in schedule.leaving():
@@ -393,7 +392,7 @@ class Engine:
                     form = _form(pool, rows, drafting)
                     with compiles(device, *policy, self._spec, positions or None, form):
                         # The rows are then those that the next chunk finds.
-                        pool, brought, rows = decode(
+                        pool, results, rows = decode(
                             variables,
                             pool,
                             rows,
@@ -402,20 +401,20 @@ class Engine:
                             **traits,
                             positions=positions or None,
                         )
-                    chunks.append((positions, brought))
+                    chunks.append((positions, results))
                 if held is not None:
                     yield list(held)
                     held = None
                 if not chunks:
                     schedule.wait(_REPLY_SECONDS)
                     continue
-                with_positions, brought = chunks.popleft()
-                *brought, entropies, outcome = jax.device_get(brought).tree()
+                with_positions, results = chunks.popleft()
+                *results, entropies, outcome = jax.device_get(results).tree()
                 if outcome is not None:
-                    _, _, lengths, live = brought
+                    _, _, lengths, live = results
                     control.learn(len(live), with_positions, outcome, int(lengths.sum()))
                 held = schedule.harvest(
-                    *brought, self._stop_tokens, self._stop_strings, entropies=entropies
+                    *results, self._stop_tokens, self._stop_strings, entropies=entropies
                 )
             if held is not None:
                 yield list(held)

@@ -155,7 +155,7 @@ class Fleet:
         self, policies: Sequence[dict[str, Any]], schedules: Sequence[Schedule], temperature
     ) -> Iterator[list[RowTokens]]:
         # What devices return: rows, None when a device has ended, or an error.
-        brought: queue.SimpleQueue = queue.SimpleQueue()
+        found_rows: queue.SimpleQueue = queue.SimpleQueue()
         ended = threading.Event()
 
         def leave_if_ended():
@@ -171,10 +171,10 @@ class Fleet:
                     poll=leave_if_ended,
                     compiles=self._replicas.compiling,
                 ):
-                    brought.put(rows)
-                brought.put(None)
+                    found_rows.put(rows)
+                found_rows.put(None)
             except BaseException as error:
-                brought.put(error)
+                found_rows.put(error)
 
         running = len(schedules)
         with ThreadPoolExecutor(running, thread_name_prefix="engine") as threads:
@@ -184,7 +184,7 @@ class Fleet:
                 while running:
                     self._engine.poll()
                     with contextlib.suppress(queue.Empty):
-                        found = brought.get(timeout=_LOOK_SECONDS)
+                        found = found_rows.get(timeout=_LOOK_SECONDS)
                         if isinstance(found, BaseException):
                             raise found
                         if found is None:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from qerl_jax.generation import dealing
+from qerl_jax.generation import work_queues
 from qerl_jax.generation.draft_search import CHUNKS, LONGEST_MATCH, Texts
 from qerl_jax.generation.page_pool import Pages
 from qerl_jax.generation.stop_strings import StopStrings
@@ -66,7 +66,7 @@ type TurnTaker = Callable[[int, Sequence[int]], "concurrent.futures.Future[Seque
 
 @dataclasses.dataclass(frozen=True)
 class RowTokens:
-    """Tokens of a row: what a chunk brought, or all of them.
+    """Tokens of a row: those of a chunk, or all of them.
 
     Attributes:
         row: Number of the row; rows are counted through all prompts.
@@ -291,10 +291,10 @@ def _ending(row: int, why: Literal["stop", "length"]) -> RowTokens:
     return RowTokens(row, np.zeros(0, np.int32), none, why, none, np.zeros(0, bool))
 
 
-def deal(
+def distribute(
     prompts: Sequence[QueuedPrompt], places: int = 1, lengths: Sequence[float] | None = None
-) -> dealing.Hands:
-    """Deals prompts out to devices, for a `Schedule` each.
+) -> work_queues.WorkQueues:
+    """Distributes prompts among devices, for a `Schedule` each.
 
     All completions of a prompt go to one device, except for at most `places - 1` prompts that are split to balance
     the load. If completions of a prompt have different noise, no prompt is split, because a prompt is prefilled
@@ -316,8 +316,8 @@ def deal(
             prompt = dataclasses.replace(prompt, keys=prompt.keys[start:end], noise=noise)
         return _Cached(prompt, firsts[group] + start, end - start)
 
-    dealt = dealing.spans(sizes, places, whole=whole, lengths=lengths)
-    return dealing.Hands([[piece(*each) for each in hand] for hand in dealt])
+    spans = work_queues.spans(sizes, places, whole=whole, lengths=lengths)
+    return work_queues.WorkQueues([[piece(*each) for each in part] for part in spans])
 
 
 class Schedule:
@@ -334,7 +334,7 @@ class Schedule:
         self,
         shapes: Shapes,
         num_pages: int,
-        hands: dealing.Hands,
+        queues: work_queues.WorkQueues,
         turns: TurnTaker | None = None,
         *,
         place: int = 0,
@@ -345,15 +345,15 @@ class Schedule:
         Args:
             shapes: What is compiled.
             num_pages: Pages of the pool.
-            hands: Prompts that wait, from `deal`, here and on other devices.
+            queues: Prompts that wait, from `distribute`, here and on other devices.
             turns: Answers rows whose turn has ended.
-            place: Whose hand is the schedule's own.
+            place: Number of the queue that is the schedule's own.
             ended: Is told each prompt and completion that have ended, where there are drafts.
         """
         self.num_pages = num_pages
         self._turns, self._ended = turns, ended
         self._shapes, self._pages = shapes, Pages(num_pages)
-        self._hands, self.place = hands, place
+        self._queues, self.place = queues, place
         self._ready: collections.deque[_Row] = collections.deque()
         self._slots: list[_Row | None] = [None] * shapes.sizes[0]
         self._copies: list[tuple[int, int]] = []
@@ -410,9 +410,9 @@ class Schedule:
             None; None when nothing is left to do before the next chunk.
         """
         self._admit()
-        if self._ready or self._parked or not self._hands.any() or all(self._slots):
+        if self._ready or self._parked or not self._queues.any() or all(self._slots):
             return None
-        chosen = self._hands.take(self.place, self._choose)
+        chosen = self._queues.take(self.place, self._choose)
         if not chosen:
             return None
         bucket, together = self._prefill_shape(chosen[0])
@@ -561,7 +561,7 @@ class Schedule:
             self._texts = of, texts
         return self._texts[1]
 
-    def goes_on(self, *, drafts: bool = False) -> bool:
+    def can_run_ahead(self, *, drafts: bool = False) -> bool:
         """Whether the next chunk can start before the host has read the current one.
 
         True if no row waits for a slot, a reply or given tokens; every running row has pages for two chunks; the batch
@@ -608,7 +608,7 @@ class Schedule:
             The tokens of each row. Slots and pages are free at once; the arrays are cut when the iterator is read, so
             the next chunk can begin first.
         """
-        brought = []
+        taken = []
         for slot, row in self._running():
             if row.reply is not None:
                 continue
@@ -626,7 +626,7 @@ class Schedule:
                 row.reply = self._turns(row.index, row.made)
                 ended = "stop" if row.reply is None else None
             self._overtaken |= bool(live[slot]) and (ended is not None or row.reply is not None)
-            brought.append((row.index, slot, length, given, ended))
+            taken.append((row.index, slot, length, given, ended))
             if ended:
                 self._free(slot)
         return (
@@ -638,7 +638,7 @@ class Schedule:
                 None if entropies is None else entropies[slot, :length],
                 None if self._turns is None else np.arange(length) < given,
             )
-            for row, slot, length, given, ended in brought
+            for row, slot, length, given, ended in taken
         )
 
     def _free(self, slot: int) -> None:
@@ -651,7 +651,7 @@ class Schedule:
 
     def _waits(self) -> bool:
         """Whether a row waits for a slot."""
-        return bool(self._hands.any() or self._ready or self._parked)
+        return bool(self._queues.any() or self._ready or self._parked)
 
     def _park(self, row: _Row) -> Move:
         """Takes slot and pages from a row until there is room for it again."""

@@ -202,8 +202,8 @@ def sample(
     if slots.given is not None:
         # The host gives what is left of them to the chunk that follows.
         moved["given"] = jnp.full_like(slots.given, -1)
-    brought = loop.tokens, loop.logps, loop.counts, loop.live, loop.entropies, loop.outcome
-    return loop.pool, brought, moved
+    results = loop.tokens, loop.logps, loop.counts, loop.live, loop.entropies, loop.outcome
+    return loop.pool, results, moved
 
 
 def _drafts(slots: Slots, loop: _Loop, ends: jax.Array) -> tuple[draft_search.Drafts, jax.Array]:

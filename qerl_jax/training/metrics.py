@@ -26,7 +26,7 @@ class Trace:
         started: Clock time at its start, in seconds.
         laps: Seconds spent in each phase.
         parked: How often a row left the device for a while, because the cache was full.
-        drafted: What drafts brought.
+        drafted: What drafts gained.
     """
 
     step: int

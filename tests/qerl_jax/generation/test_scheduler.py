@@ -10,7 +10,7 @@ from qerl_jax.generation.scheduler import (
     QueuedPrompt,
     Schedule,
     Shapes,
-    deal,
+    distribute,
     most_prefilled,
     prefilled_together,
 )
@@ -30,7 +30,7 @@ def test_every_row_ends_and_no_page_has_two_writers(seed):
     prefills, least = (width - 1, min(slots, 9)), int(draw.integers(1, 4))
     shapes = Shapes(size, 5, table_width, 0, *prefills, (slots,), least_shared=least)
     num_pages = int(draw.integers(2 + table_width, 2 + 3 * table_width))
-    schedule, ended = Schedule(shapes, num_pages, deal(queue)), set()
+    schedule, ended = Schedule(shapes, num_pages, distribute(queue)), set()
     for _ in range(3000):
         if not schedule.unfinished():
             break
@@ -123,7 +123,7 @@ def test_a_row_that_is_parked_finds_what_it_left(group, sizes):
         for n in draw.integers(1, width + 1, 24 // group)
     ]
     shapes = Shapes(size, chunk, 17, width + limit, width - 1, 6, sizes)
-    schedule, ended = Schedule(shapes, 40, deal(queue)), 0
+    schedule, ended = Schedule(shapes, 40, distribute(queue)), 0
     device, live = Device(40, size), []
     while schedule.unfinished():
         brought = device.run(schedule, draw, chunk)
@@ -139,11 +139,11 @@ def test_a_row_that_is_parked_finds_what_it_left(group, sizes):
 def test_rows_that_have_room_take_all_their_pages_once_nothing_waits():
     """So the device continues without the host."""
     queue = [QueuedPrompt(np.arange(1, 4), np.zeros((2, 2), np.uint32), 100)]
-    schedule = Schedule(Shapes(4, 5, 26, 0, 2, 1, (2,)), 60, deal(queue))
+    schedule = Schedule(Shapes(4, 5, 26, 0, 2, 1, (2,)), 60, distribute(queue))
     assert schedule.leaving() == [] and schedule.next_prefill() is not None
     assert schedule.next_prefill() is None and schedule.copies() is not None
     assert (schedule.slots(False).tables > 0).sum(axis=1).tolist() == [6, 6]  # four chunks
-    assert schedule.goes_on() and schedule.leaving() == []
+    assert schedule.can_run_ahead() and schedule.leaving() == []
     assert (schedule.slots(False).tables > 0).sum(axis=1).tolist() == [26, 26]
 
 
@@ -151,12 +151,12 @@ def test_rows_that_have_room_take_all_their_pages_once_nothing_waits():
 def test_a_chunk_with_drafts_ends_early_only_where_a_row_waits(rows, patience):
     queue = [QueuedPrompt(np.arange(1, 4), np.zeros((rows, 2), np.uint32), 100)]
     shapes = Shapes(4, 5, 26, 103, 2, 1, (8,), drafted=8, ended=64)
-    schedule = Schedule(shapes, 300, deal(queue))
+    schedule = Schedule(shapes, 300, distribute(queue))
     assert schedule.next_prefill() is not None and schedule.next_prefill() is None
     slots = schedule.slots(False)
     assert (slots.patience, slots.span) == (patience, 20)
     texts = dataclasses.replace(shapes, stop_strings=True)
-    schedule = Schedule(texts, 300, deal(queue))
+    schedule = Schedule(texts, 300, distribute(queue))
     schedule.next_prefill(), schedule.next_prefill()
     assert schedule.slots(False).span == 5
 
@@ -173,26 +173,26 @@ def test_where_rows_that_end_hold_up_others_the_host_looks_after_each_chunk_with
     """Another device takes the last prompt that waits while the first one's chunk is under way."""
     prompt = lambda: QueuedPrompt(np.arange(1, 4), np.zeros((2, 2), np.uint32), 100)
     shapes = Shapes(4, 5, 26, 103, 2, 1, (2,), drafted=2, ended=64)
-    hands = deal([prompt() for _ in range(3)], 2)
-    first, second = (Schedule(shapes, 300, hands, place=place) for place in range(2))
-    assert begun(first).slots(False).patience == 1 and hands.any()
+    queues = distribute([prompt() for _ in range(3)], 2)
+    first, second = (Schedule(shapes, 300, queues, place=place) for place in range(2))
+    assert begun(first).slots(False).patience == 1 and queues.any()
     begun(second).slots(False)
     one, both = np.ones((2, 1), np.int32), np.ones(2, bool)
     second.harvest(one, np.zeros((2, 1)), both.astype(int), ~both, np.array([1]), None)
     begun(second)
-    assert not hands.any()
-    assert first.goes_on() and not first.goes_on(drafts=True)
+    assert not queues.any()
+    assert first.can_run_ahead() and not first.can_run_ahead(drafts=True)
     assert first.slots(False).patience == scheduler._NEVER
-    assert first.goes_on(drafts=True)
+    assert first.can_run_ahead(drafts=True)
 
 
 @pytest.mark.parametrize(("rows", "patience"), [(1, scheduler._NEVER), (2, 2)])
 def test_with_turns_ended_rows_hold_up_others_if_there_are_others(rows, patience):
     queue = [QueuedPrompt(np.arange(1, 4), np.zeros((rows, 2), np.uint32), 100)]
     shapes = Shapes(4, 5, 26, 103, 2, 1, (8,), drafted=8, ended=64)
-    schedule = begun(Schedule(shapes, 300, deal(queue), lambda row, tokens: None))
+    schedule = begun(Schedule(shapes, 300, distribute(queue), lambda row, tokens: None))
     assert schedule.slots(False).patience == patience
-    assert schedule.goes_on() and schedule.goes_on(drafts=True) == (rows == 1)
+    assert schedule.can_run_ahead() and schedule.can_run_ahead(drafts=True) == (rows == 1)
 
 
 @pytest.mark.parametrize("prompts", [1, 3, 64, 500])
@@ -210,8 +210,8 @@ def test_a_device_that_runs_dry_takes_rows_that_wait_for_another():
         QueuedPrompt(np.arange(3, dtype=np.int32), np.full((2, 2), n, np.uint32), 1)
         for n in range(40)
     ]
-    shapes, hands = Shapes(4, 5, 1, 0, 2, 2, (2,)), deal(queue, 2)
-    schedules = [Schedule(shapes, 9, hands, place=place) for place in range(2)]
+    shapes, queues = Shapes(4, 5, 1, 0, 2, 2, (2,)), distribute(queue, 2)
+    schedules = [Schedule(shapes, 9, queues, place=place) for place in range(2)]
     ended = [[], []]
     for turn in range(1000):
         place = int(turn % 11 == 0)
@@ -236,8 +236,8 @@ def test_noise_of_rows_keeps_a_group_together_on_one_device():
     shared, own = np.full(4, 7), np.arange(4)
     parted = lambda noise: [
         (each.first_row, len(each.prompt.keys))
-        for hand in deal([QueuedPrompt(np.zeros(2, np.int32), keys, 1, noise)], 2)._hands
-        for each in hand
+        for part in distribute([QueuedPrompt(np.zeros(2, np.int32), keys, 1, noise)], 2)._queues
+        for each in part
     ]
     assert parted(None) == parted(shared) == [(0, 2), (2, 2)]
     assert parted(own) == [(0, 4)]
@@ -251,7 +251,7 @@ def test_few_rows_know_what_their_group_has_said():
         for n in (4, 1)
     ]
     shapes = Shapes(4, 4, 5, 18, 4, 2, (8, 2), drafted=2, ended=20)
-    schedule = Schedule(shapes, 40, deal(queue))
+    schedule = Schedule(shapes, 40, distribute(queue))
 
     def chunk(made, live):
         while schedule.next_prefill() is not None:

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from qerl_jax.generation.dealing import Hands, spans
+from qerl_jax.generation.work_queues import WorkQueues, spans
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -13,24 +13,24 @@ from qerl_jax.generation.dealing import Hands, spans
 def test_every_row_is_dealt_once_and_in_order(seed, whole):
     draw = np.random.default_rng(seed)
     sizes, places = draw.integers(1, 9, draw.integers(1, 12)).tolist(), int(draw.integers(1, 6))
-    dealt = spans(sizes, places, whole=whole)
-    assert len(dealt) == places
+    parts = spans(sizes, places, whole=whole)
+    assert len(parts) == places
     rows = [
-        (group, row) for group, start, end in itertools.chain(*dealt) for row in range(start, end)
+        (group, row) for group, start, end in itertools.chain(*parts) for row in range(start, end)
     ]
     assert rows == [(group, row) for group, size in enumerate(sizes) for row in range(size)]
-    pieces = sum(map(len, dealt))
+    pieces = sum(map(len, parts))
     if whole:
         assert pieces == len(sizes)
     else:
-        counts = [sum(end - start for _, start, end in hand) for hand in dealt]
+        counts = [sum(end - start for _, start, end in part) for part in parts]
         assert max(counts) - min(counts) <= 1 and pieces < len(sizes) + places
 
 
 def test_places_have_as_many_tokens_to_make_as_is_expected():
     lengths = [1, 1, 1, 9, 3, 3]
-    dealt = spans([2] * 6, 3, whole=False, lengths=lengths)
-    assert dealt == [
+    parts = spans([2] * 6, 3, whole=False, lengths=lengths)
+    assert parts == [
         [(0, 0, 2), (1, 0, 2), (2, 0, 2), (3, 0, 1)],
         [(3, 1, 2)],
         [(4, 0, 2), (5, 0, 2)],
@@ -49,13 +49,13 @@ def test_groups_that_come_out_even_are_not_parted():
 
 
 def test_who_has_nothing_takes_half_of_the_longest_hand_from_its_end():
-    hands = Hands([[], [1, 2], [3, 4, 5, 6]])
+    queues = WorkQueues([[], [1, 2], [3, 4, 5, 6]])
     first = lambda waiting: waiting[:1]
-    assert hands.take(0, first) == [5]
-    assert hands.take(2, first) == [3]
-    assert hands.take(0, first) == [6]
-    assert hands.take(0, first) == [2]
-    assert hands.take(1, lambda waiting: []) == [] and hands.any()
-    assert hands.take(0, lambda waiting: waiting[:]) == [1]
-    assert hands.take(0, first) == [4] and not hands.any()
-    assert hands.take(0, first) == []
+    assert queues.take(0, first) == [5]
+    assert queues.take(2, first) == [3]
+    assert queues.take(0, first) == [6]
+    assert queues.take(0, first) == [2]
+    assert queues.take(1, lambda waiting: []) == [] and queues.any()
+    assert queues.take(0, lambda waiting: waiting[:]) == [1]
+    assert queues.take(0, first) == [4] and not queues.any()
+    assert queues.take(0, first) == []

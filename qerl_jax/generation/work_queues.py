@@ -28,7 +28,7 @@ def spans(
     # Of the rows' ends those that are next to equal shares of the tokens.
     shares = made[-1] * np.arange(1, places) / places
     seams = np.searchsorted(made[:-1] + each / 2, shares).tolist()
-    dealt: list[list[tuple[int, int, int]]] = [[] for _ in range(places)]
+    parts: list[list[tuple[int, int, int]]] = [[] for _ in range(places)]
     firsts = itertools.accumulate(sizes, initial=0)
     for group, (first, size) in enumerate(zip(firsts, sizes, strict=False)):
         inner = [seam - first for seam in dict.fromkeys(seams) if first < seam < first + size]
@@ -36,25 +36,25 @@ def spans(
         for start, end in itertools.pairwise([0, *inner, size]):
             # Of one that is not parted, where its middle lies.
             at = first + (size // 2 if whole else start)
-            dealt[bisect.bisect_right(seams, at)].append((group, start, end))
-    return dealt
+            parts[bisect.bisect_right(seams, at)].append((group, start, end))
+    return parts
 
 
-class Hands[Piece]:
+class WorkQueues[Piece]:
     """One queue of waiting work per device, for threads. A device with an empty queue takes half of the longest
     one."""
 
-    def __init__(self, dealt: Sequence[Sequence[Piece]]):
-        self._hands = [list(each) for each in dealt]
+    def __init__(self, parts: Sequence[Sequence[Piece]]):
+        self._queues = [list(each) for each in parts]
         self._lock = threading.Lock()
 
     def of(self, places: range) -> Self:
         """What waits at some of the places, who take from each other alone."""
-        return type(self)(self._hands[places.start : places.stop])
+        return type(self)(self._queues[places.start : places.stop])
 
     def any(self) -> bool:
         """Whether anything waits at any place."""
-        return any(self._hands)
+        return any(self._queues)
 
     def take(self, place: int, choose: Callable[[list[Piece]], list[Piece]]) -> list[Piece]:
         """Removes and returns the entries that `choose` picks from the queue of `place`.
@@ -66,14 +66,14 @@ class Hands[Piece]:
             choose: Picks some of a list that is not empty, or none.
         """
         with self._lock:
-            fullest = max(self._hands, key=len)
-            if not self._hands[place] and fullest:
+            fullest = max(self._queues, key=len)
+            if not self._queues[place] and fullest:
                 # Half, from the end: the rest is what the other comes to first.
                 half = len(fullest) // 2
-                self._hands[place], fullest[half:] = fullest[half:], []
-            if not self._hands[place]:
+                self._queues[place], fullest[half:] = fullest[half:], []
+            if not self._queues[place]:
                 return []
-            chosen = choose(self._hands[place])
+            chosen = choose(self._queues[place])
             for each in chosen:
-                self._hands[place].remove(each)
+                self._queues[place].remove(each)
             return chosen
