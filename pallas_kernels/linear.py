@@ -1,4 +1,4 @@
-"""Defines the operations after a linear's product, for every implementation."""
+"""Defines the operations after a linear's product. Every implementation follows this definition."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def finish(
 ) -> jax.Array:
     """Computes rounded((product + [the products of the branches]) * unit + bias + residual).
 
-    Rounding is part of the definition: values in brackets and the result are rounded to `dtype` (docs/design/model.md,
-    "Where rounding happens"). Everything else is in float32.
+    Rounding is part of the definition: values in brackets and the result are rounded to `dtype`
+    (docs/design/model.md, "Where rounding happens"). Everything else is in float32.
 
     Args:
       product: float32 [M, N].
-      branches: LoRA for the parts of N, in order; empty without LoRA.
-      unit: float32 [M, 1], 1 / rms from the norm before the linear.
-      bias: [N].
-      residual: [M, N].
-      over: mesh axis whose devices each have a term of the product and of the branches. The sum over all of them takes
-        their place; terms are rounded to dtype, and so are their sums.
+      branches: LoRA for the parts of N (the linears that are joined along N), in order; empty without LoRA.
+      unit: float32 [M, 1], 1 / RMS from the norm before the linear.
+      bias: [N], of any float dtype.
+      residual: [M, N], of any float dtype.
+      over: mesh axis along whose devices K is divided. The product plus branches is then summed over these devices;
+        each device's term is rounded to dtype, and so is the sum.
       dtype: dtype of the result and of the branches.
 
     Returns:
@@ -57,8 +57,8 @@ def finish(
 
 
 def joined(branches: Sequence[Branch]) -> jax.Array:
-    """Joins the products of the branches along N, rounded to their dtype: float32 [M, N]."""
-    # Without it a GPU multiplies float32 in TF32.
+    """Computes the products of the branches, rounded to their dtype, and joins them along N: float32 [M, N]."""
+    # By default a GPU multiplies float32 in TF32.
     exact = jax.lax.Precision.HIGHEST if branches[0][0].dtype == jnp.float32 else None
     products = [jnp.dot(down, up, precision=exact) for down, up in branches]
     # On a CPU XLA omits the rounding of a product with a small rank.

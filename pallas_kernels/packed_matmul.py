@@ -1,8 +1,8 @@
 """Products with weights of any packed format.
 
-NVFP4 weights, and weights in a kernel's layout, use `nvfp4_matmul`. MXFP4 and NF4 are unpacked to the activations'
-dtype and multiplied, as bitsandbytes does for many rows. XLA fuses the unpacking into one pass, whose result is freed
-after the product.
+NVFP4 weights, and weights in a kernel's layout, use `nvfp4_matmul`. Other MXFP4 and NF4 weights are unpacked to the
+activations' dtype and then multiplied, as bitsandbytes does for many rows. XLA fuses the unpacking into one pass,
+whose result is freed after the product.
 """
 
 import jax
@@ -21,19 +21,19 @@ PackedWeight = api.PackedWeight | MXFP4Tensor | NF4Tensor
 def packed_matmul(
     x: jax.Array, w: PackedWeight, *, out_dtype: DTypeLike | None = None
 ) -> jax.Array:
-    """Multiplies activations with a packed weight: y = x @ dequantize(w)^T, accumulated in float32.
+    """Multiplies activations by a packed weight: y = x @ dequantize(w)^T, accumulated in float32.
 
-    The derivative with respect to x uses the packed weight too, and only the weight is kept for it. The weight is
-    frozen: it gets no gradient.
+    The derivative with respect to x also uses the packed weight, and saves nothing else for the backward pass. The
+    weight is frozen: it gets no gradient.
 
     Args:
       x: [..., K], float32 or bfloat16.
       w: an [N, K] weight without stacked axes; slice those with `lax.scan`.
-      out_dtype: dtype of y, by default x's. The sums are always rounded to x's dtype. With float32 the
-        multiplication by a global scale after that is not rounded.
+      out_dtype: dtype of y; by default x's dtype. The sums are always rounded to x's dtype first. With float32, y is
+        not rounded again after the division by a global scale.
 
     Returns:
-      y [..., N].
+      y [..., N] in `out_dtype`.
 
     Raises:
       ValueError: a wrong dtype or shape.
@@ -74,7 +74,7 @@ def _dot(x: jax.Array, w: MXFP4Tensor | NF4Tensor, *, contract: int) -> jax.Arra
         x,
         dequantize(w, x.dtype),
         (((1,), (contract,)), ((), ())),
-        # Without it a GPU multiplies float32 in TF32.
+        # By default a GPU multiplies float32 in TF32.
         precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )

@@ -1,4 +1,4 @@
-"""Assembles a weight from rows or columns of other weights, in any format and layout; values are copied unchanged."""
+"""Assembles a weight from rows or columns of other weights, in any format and layout. Values do not change."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _PREPARED = {HopperNVFP4: layout, PortableWeight: portable}
 
 @dataclasses.dataclass(frozen=True)
 class _Cut:
-    """How an array may be cut along the rows or the columns of its matrix.
+    """Describes how an array may be cut along the rows, or along the columns, of its matrix.
 
     Attributes:
-      axis: the array's axis that runs along them.
+      axis: the axis of the array that runs along the rows or columns.
       unit: number of rows or columns that must stay together.
-      entries: number of entries along `axis` that hold one unit.
+      entries: number of array entries along `axis` that hold one unit.
     """
 
     axis: int
@@ -52,7 +52,7 @@ _CUTS: dict[type, dict[Axis, dict[str, _Cut]]] = {
         "rows": {"codes": _Cut(-2), "scales": _Cut(-2)},
         "columns": {"codes": _Cut(-1, 2), "scales": _Cut(-1, mxfp4.BLOCK)},
     },
-    # In the form that `_by_rows` returns.
+    # For the arrays that `_by_rows` returns.
     NF4Tensor: {
         "rows": {"codes": _Cut(-2), "absmax": _Cut(-2)},
         "columns": {"codes": _Cut(-1, 2), "absmax": _Cut(-1, nf4.BLOCK)},
@@ -72,14 +72,15 @@ def assembled(sources: Sequence[Weight], places: np.ndarray, axis: Axis) -> Weig
     """Assembles a weight from rows or columns of other weights.
 
     Args:
-      sources: weights [N, K], or stacks of them, packed or dense, all of the same format, layout and shape. If a global
-        scale is one per weight, it must be the same in all.
+      sources: weights [N, K], or stacks of them, packed or dense, all of the same format, layout and shape. If a
+        global scale is one per weight, it must be the same in all.
       places: int [n, 2]. For each row or column of the result: the index of its source, and its index in that
         source. A negative source gives zeros.
-      axis: whether `places` are rows or columns.
+      axis: "rows" or "columns", whichever `places` lists.
 
     Returns:
-      The weight in the format and layout of its sources. NF4's scales are decoded, which changes no value.
+      The weight in the format and layout of its sources, [n, K] or [N, n]. NF4's scales are decoded, which changes no
+      value. Rows in pairs are put back in order if n is no multiple of 64.
 
     Raises:
       ValueError: a block of the format would be cut, or a block of NF4 crosses the end of a row.
@@ -108,7 +109,7 @@ def assembled(sources: Sequence[Weight], places: np.ndarray, axis: Axis) -> Weig
     except ValueError:
         if (prepared := _PREPARED.get(type(first))) is None:
             raise
-        # A tile of the layout would be cut. It can be larger than a block of the format, so retry without the layout.
+        # A tile of the layout would be cut. A block of the format may be smaller, so retry in the format.
         return prepared.prepare(assembled([prepared.unprepare(s) for s in sources], places, axis))
     divisor = getattr(first, "global_scale", None)
     if axis == "rows" and divisor is not None and divisor.shape[-1] > 1:
@@ -119,7 +120,7 @@ def assembled(sources: Sequence[Weight], places: np.ndarray, axis: Axis) -> Weig
 def _assembled_in_pairs(
     sources: Sequence[HopperNVFP4], places: np.ndarray, axis: Axis
 ) -> HopperNVFP4:
-    """Assembles weights whose rows are in pairs. `places` counts rows in their order before that."""
+    """Assembles weights whose rows are in pairs. `places` counts rows in their original order."""
     if axis == "rows":
         if not layout.can_pair(len(places)):
             return layout.prepare(assembled([layout.unprepare(s) for s in sources], places, axis))
@@ -143,7 +144,7 @@ def _by_rows(t: NF4Tensor) -> dict[str, jax.Array]:
 def _joined(
     arrays: Sequence[jax.Array], places: np.ndarray, cut: _Cut, size: int = 0, fill: float = 0
 ) -> jax.Array:
-    """Joins slices of the arrays of all sources, each with `size` rows or columns; `fill` where there is no source."""
+    """Joins slices of the sources' arrays, each of `size` rows or columns; puts `fill` where there is no source."""
     first, axis = arrays[0], cut.axis
     found = []
     for source, start, stop in _runs(_units(places, cut.unit, size)):
@@ -178,9 +179,9 @@ def _units(places: np.ndarray, unit: int, size: int) -> list[tuple[int, int]]:
 
 
 def _runs(units: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Runs of units that are neighbours in their source too: its index, the first unit, and the one after the last."""
+    """Yields runs of units that are adjacent in their source too: the source's index, the first unit, the end."""
 
-    def kept(at: int) -> tuple[int, int]:  # is the same for all units of a run
+    def kept(at: int) -> tuple[int, int]:  # the same for all units of a run
         source, number = units[at]
         return source, number - at if source >= 0 else 0
 

@@ -1,4 +1,4 @@
-"""The device and environment of this process, and which kernels run. Only this module asks JAX about the device."""
+"""Describes the device and environment of this process, and chooses kernels. Only this module asks JAX for them."""
 
 import contextlib
 import dataclasses
@@ -12,13 +12,13 @@ from typing import Literal, get_args
 
 import jax
 
-# Which kernels run: those for Hopper, the portable ones (Triton), none ("reference"), or the best for the device.
+# Which kernels run: those for Hopper, the portable ones (Triton), none ("reference"), or the best for the device
+# ("auto").
 type Kernels = Literal["auto", "hopper", "portable", "reference"]
 KERNELS: tuple[str, ...] = get_args(Kernels.__value__)
 # The lowest compute capability that Triton compiles for.
 LEAST_PORTABLE = (7, 5)
-# The versions that the portable kernels are tested with. Other versions of jax-triton call kernels in other ways, and
-# other versions of triton compile them in other ways.
+# The versions that the portable kernels are tested with. Other versions may call or compile kernels differently.
 TRITON = {"jax-triton": "0.3.1", "triton": "3.6.0"}
 
 
@@ -28,13 +28,13 @@ class Device:
 
     Attributes:
       name: JAX's name of it, e.g. "NVIDIA H200" or "cpu".
-      processors: number of multiprocessors.
+      processors: number of streaming multiprocessors.
       l2_bytes: size of the L2 cache, in bytes.
       bandwidth: bandwidth of device memory in bytes per second, as the vendor states it.
       shared_bytes: most bytes of shared memory for one block.
       platform: "cpu", "gpu" or "tpu".
       compute_capability: that of an NVIDIA GPU, e.g. "9.0"; otherwise whatever JAX says, or "".
-      has_packages: whether the packages in `TRITON` count as installed, to plan for a card of another machine.
+      has_packages: whether to treat the packages in `TRITON` as installed, to plan for a card of another machine.
     """
 
     name: str
@@ -47,8 +47,8 @@ class Device:
     has_packages: bool = False
 
 
-# Cards of compute capability 9.0, for their bandwidth and L2 size, which JAX does not report. Another name gets the
-# values of the longest name here that it begins with, or else those of the H200.
+# Cards of compute capability 9.0 with their bandwidth and L2 size, which JAX does not report. A device gets the
+# values of the longest name here with which its own name begins, or else those of the H200.
 CARDS = {
     card.name: card
     for card in (
@@ -71,8 +71,8 @@ _ASSUMED: Device | None = None
 def device() -> Device:
     """Returns the first device of the default backend, or the device that `on` assumes.
 
-    A device that is not in `CARDS` gets the bandwidth and L2 size of an H200, and its processors and shared memory too
-    if JAX does not report them.
+    A device that is not in `CARDS` gets the bandwidth and L2 size of an H200. If JAX does not report its
+    multiprocessors and shared memory, it gets those too.
     """
     return _ASSUMED or _described(jax.devices()[0])
 
@@ -83,7 +83,7 @@ def on(assumed: Device, kernels: Kernels | None = None) -> Iterator[Device]:
 
     Args:
       assumed: the device.
-      kernels: kernels that are chosen inside, as by `use_kernels`; None for those that are chosen.
+      kernels: the kernels to choose inside, without the check of `use_kernels`; None leaves the choice as it is.
     """
     global _ASSUMED, _CHOSEN
     before = _ASSUMED, _CHOSEN
@@ -110,17 +110,17 @@ def _described(found: jax.Device) -> Device:
 
 
 def platform() -> str:
-    """Name of the default backend: "cpu", "gpu" or "tpu"."""
+    """Returns the name of the default backend: "cpu", "gpu" or "tpu"."""
     return device().platform
 
 
 def device_kind() -> str:
-    """Name of the default backend's first device, e.g. "NVIDIA H200" or "cpu"."""
+    """Returns the name of the default backend's first device, e.g. "NVIDIA H200" or "cpu"."""
     return device().name
 
 
 def is_hopper() -> bool:
-    """Whether the default device is an NVIDIA GPU of compute capability 9.0 (H100, H200, GH200)."""
+    """Returns whether the default device is an NVIDIA GPU of compute capability 9.0 (H100, H200, GH200)."""
     return platform() == "gpu" and device().compute_capability == "9.0"
 
 
@@ -131,9 +131,9 @@ def use_kernels(name: Kernels) -> None:
     """Chooses the kernels of this process. Call it before weights are prepared and programs are traced.
 
     Args:
-      name: "auto" takes the Hopper kernels where they can run, else the portable ones if jax-triton is installed,
-        else the reference. Another name takes these kernels, and it is an error if they cannot run. With "auto" the
-        environment variable PALLAS_KERNELS, if set, gives the name.
+      name: "auto" chooses the Hopper kernels if they can run, else the portable ones if they can run, else the
+        reference; the environment variable PALLAS_KERNELS, if set, replaces it. Any other name chooses these kernels,
+        or fails if they cannot run.
 
     Raises:
       ValueError: an unknown name.
@@ -150,7 +150,7 @@ def use_kernels(name: Kernels) -> None:
 
 
 def chosen_kernels() -> Kernels:
-    """Returns the name given to `use_kernels`. If that is "auto" or was not called, returns PALLAS_KERNELS or "auto".
+    """Returns the name given to `use_kernels`. If that is "auto", the default, returns PALLAS_KERNELS or "auto".
 
     Raises:
       ValueError: PALLAS_KERNELS is an unknown name.
@@ -195,7 +195,7 @@ def unless_portable() -> str | None:
 
 
 def describe_kernels() -> list[str]:
-    """Lines for a user: which kernels run here, and why the others do not."""
+    """Returns lines to show a user: which kernels run here, and why the others do not."""
     hopper, portable = unless_hopper(), unless_portable()
     chosen = "hopper" if hopper is None else "portable" if portable is None else "reference"
     said = lambda reason: "yes" if reason is None else f"no, {reason}"
@@ -207,19 +207,19 @@ def describe_kernels() -> list[str]:
 
 
 def interprets_triton() -> bool:
-    """Whether Triton kernels are interpreted on a CPU, which TRITON_INTERPRET=1 in the environment asks for."""
+    """Returns whether Triton kernels are interpreted: on a CPU with triton, if TRITON_INTERPRET=1 is set."""
     asked = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
     return asked and platform() == "cpu" and _installed("triton") is not None
 
 
 def tensor_core_type() -> Literal["bfloat16", "float16"]:
-    """The 16-bit type that this device's tensor cores multiply: float16 below compute capability 8.0, else bfloat16."""
+    """Returns the 16-bit dtype for tensor cores: "float16" below compute capability 8.0, otherwise "bfloat16"."""
     known = device().compute_capability
     return "float16" if known and _capability() < (8, 0) else "bfloat16"
 
 
 def _is_nvidia() -> bool:
-    # By the form of the capability, because not every name has the maker's: "Tesla T4", "Quadro RTX 6000".
+    # The capability ("7.5") shows it. The name does not always contain the maker: "Tesla T4", "Quadro RTX 6000".
     return (
         platform() == "gpu" and re.fullmatch(r"\d+\.\d+", device().compute_capability) is not None
     )
@@ -231,7 +231,7 @@ def _capability() -> tuple[int, ...]:
 
 @functools.cache
 def _installed(package: str) -> str | None:
-    """The version of an installed package, or None."""
+    """Returns the version of an installed package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -239,26 +239,27 @@ def _installed(package: str) -> str | None:
 
 
 def checks_kernels() -> bool:
-    """Whether kernels check their assumptions at each launch, which PALLAS_KERNELS_CHECK=1 in the environment asks for.
+    """Returns whether kernels check their assumptions at each launch: if PALLAS_KERNELS_CHECK=1 is set.
 
-    This is read while a program is traced. A failed check raises an error that says what was found. Each check calls
-    the host, so checks are for debugging, not for normal runs.
+    The variable is read while a program is traced. A failed check raises an error that says what was found. Each
+    check calls the host, so checks are for debugging, not for normal runs.
     """
     return os.environ.get("PALLAS_KERNELS_CHECK", "0") not in ("", "0")
 
 
 def pairs_gates() -> bool:
-    """Whether gate_up is finished inside its product in decoding: unless PALLAS_PAIRED_GATES=0 is in the environment.
+    """Returns whether gate_up and SwiGLU are one kernel in decoding: unless PALLAS_PAIRED_GATES=0 is set.
 
-    Asked while a weight is prepared, whose rows then lie in pairs (`layout.paired_rows`).
+    The variable is read while a weight is prepared, because its rows are then stored in pairs (`layout.paired_rows`).
     """
     return os.environ.get("PALLAS_PAIRED_GATES", "1") not in ("", "0")
 
 
 def memory_stats() -> dict[str, int] | None:
-    """Memory of a local device in bytes (`bytes_limit`, `bytes_in_use`, ...), or None if not reported.
+    """Returns memory statistics of the local devices in bytes (`bytes_limit`, `bytes_in_use`, ...), or None.
 
-    `bytes_in_use` and `peak_bytes_in_use` are those of the fullest device, other numbers those of the first.
+    `bytes_in_use` and `peak_bytes_in_use` are the largest of all devices; other numbers are those of the first
+    device. The result is None if the first device reports nothing, as on a CPU.
     """
     first, *others = [device.memory_stats() for device in jax.local_devices()]
     if not first:
@@ -272,7 +273,7 @@ def memory_stats() -> dict[str, int] | None:
 
 
 def has_cudnn_attention(head_size: int) -> bool:
-    """Whether cuDNN's fused attention supports 16-bit heads of this size here, forward and backward."""
+    """Returns whether cuDNN's fused attention supports 16-bit heads of this size here, forward and backward."""
     return _is_nvidia() and _capability() >= (8, 0) and head_size <= 128 and head_size % 8 == 0
 
 
@@ -280,7 +281,8 @@ def use_deterministic_kernels() -> bool:
     """Makes XLA use kernels that give the same bits in every run.
 
     Returns:
-      Whether it will: XLA reads its flags once, so not if this process has used the GPU before without them.
+      Whether XLA will use them. It reads its flags only once, so it will not if this process has used the GPU
+      before without them.
     """
     from jax._src import xla_bridge  # nothing public says whether a device was used
 
@@ -296,10 +298,11 @@ def use_deterministic_kernels() -> bool:
 def use_compilation_cache() -> None:
     """Caches compiled GPU programs in ~/.cache/qerl_jax/xla, unless JAX is configured with another folder.
 
-    The second start of a run then compiles almost nothing. In that folder small programs are cached, too, unless JAX's
-    variable says otherwise: a run has dozens, each of which compiles for a tenth of a second, and JAX by itself only
-    caches those that take a second. CPU programs are not cached: they depend on the processor that they were compiled
-    on, and machines with different processors may share a home folder.
+    The second start of a run then compiles almost nothing. Programs that compile quickly are cached in that folder
+    too, unless JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS is set: a run has dozens of them, which compile for a tenth
+    of a second each, and by default JAX only caches programs that take a second. CPU programs are not cached: they
+    depend on the processor that they were compiled on, and machines with different processors may share a home
+    folder.
     """
     if platform() == "gpu" and jax.config.jax_compilation_cache_dir is None:
         folder = pathlib.Path.home() / ".cache" / "qerl_jax" / "xla"
@@ -312,8 +315,8 @@ def use_several_devices() -> None:
     """Prepares a run on several GPUs. Call it before the first transfer between them.
 
     Programs that compile quickly are cached too, so that all devices run the same compiled program. NCCL's multicast
-    over NVLink is turned off unless NCCL_NVLS_ENABLE is set: it fails in many containers, and sums of an adapter's
-    gradients are no faster with it.
+    over NVLink is turned off unless NCCL_NVLS_ENABLE is set: it fails in many containers, and does not make the sum
+    of an adapter's gradients faster.
     """
     if platform() == "gpu":
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -1,4 +1,4 @@
-"""Attention of one new token per row over a paged cache of keys and values."""
+"""Decode attention: each row's new token attends to a paged cache of keys and values."""
 
 from pallas_kernels.decode_attention.api import (
     decode_attention,

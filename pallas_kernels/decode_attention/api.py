@@ -1,4 +1,4 @@
-"""Public functions for decode attention. They check the arguments and choose an implementation."""
+"""The public functions of decode attention. They check the arguments and choose an implementation."""
 
 from typing import Any
 
@@ -116,7 +116,7 @@ def plan(
     *,
     heads: int,
 ) -> jax.Array | None:
-    """Divides the work of `decode_attention`. One plan serves all layers, because it depends on no layer.
+    """Divides the work of `decode_attention` among warpgroups. All layers of a decoding step share one plan.
 
     Args:
       keys: as for `decode_attention`; only shape and dtype are used.
@@ -127,8 +127,8 @@ def plan(
       heads: H, query heads.
 
     Returns:
-      The plan for `decode_attention`; None if the Hopper kernel cannot run with this cache. Other implementations need
-      no plan.
+      The plan for `decode_attention`, int32; its layout is private (`plans.Cut`). None if the Hopper kernel cannot
+      run on this device or with this cache: other implementations need no plan.
     """
     if runtime.unless_hopper() or configs.supports_cache(keys.shape, keys.dtype):
         return None
@@ -156,9 +156,9 @@ def decode_attention(
         out[h] = softmax(q[h] . k[0 ... end] / sqrt(C)) @ v[0 ... end]
 
     The softmax is computed in float32. Queries and keys are rotated by RoPE (arXiv 2104.09864) in float32 and
-    rounded to the cache's dtype. Slot s of a row is at s % S in page tables[row, s // S]. Several rows may read one
-    page (a common prefix), but then none of them may write to it. With implementation "hopper" or "portable", the
-    bits of a row's result do not depend on the other rows.
+    rounded to the cache's dtype. Token s of a row is in slot s % S of page tables[row, s // S]. Several rows may read
+    one page (a common prefix), but then none of them may write to it. With implementation "hopper" or "portable", the
+    bits of a row's result do not depend on what the other rows hold.
 
     In a loop that carries them, `keys` and `values` are updated in place. An index outside the tables or the cache is
     clamped to the nearest valid one. So an unused row may have a table of zeros and any end: it writes to page 0,
@@ -169,28 +169,29 @@ def decode_attention(
         Query head h uses key head h // (H / J).
       cos: float32 [B, C / 2], cosines of the angles of each row's position; pair c is (c, c + C / 2).
       sin: float32 [B, C / 2], sines of the same angles.
-      keys: [L, N, J, S, C], rotated keys: N pages of S slots for each layer.
-      values: [L, N, J, S, C].
+      keys: [L, N, J, S, C], rotated keys: N pages of S slots for each layer, J key/value heads.
+      values: [L, N, J, S, C], in the dtype of keys.
       layer: int32 scalar, the layer's index in the cache.
-      tables: int32 [B, W], each row's pages in order.
-      ends: int32 [B], the slot of the new token, which is the number of tokens before it.
-      plan: the result of `plan` for the same tables, ends, `shared` and `sequence`. With None, the Hopper kernel makes it here.
+      tables: int32 [B, W], the page table: each row's pages in order.
+      ends: int32 [B], each row's number of tokens before the new one, which is the new token's position in the row.
+      plan: the result of `plan` for the same tables, ends, `shared` and `sequence`. If it is None, the Hopper
+        implementation makes a plan in this call.
       shared: int32 [B], the number of each row's first pages that other rows may share, or None. The Hopper kernel
         reads such pages once for several rows, for heads that `supports_sharing` accepts. If two rows have the same
         number n and the same page at index n - 1 of their tables, all of their first n pages must be equal. The
-        order in which a row's terms are added depends on n, not on whether other rows share its pages.
-      sequence: int32 [B] or None: adjacent rows with the same number are consecutive tokens of one sequence and
-        have the same page table. Then all new keys and values are written before any row attends, and slots
-        after a row's end must be finite. The order in which a row's terms are added depends on the end of the last of
-        them. Rows with a negative number are out of use: their results are finite and mean nothing. None for rows that
-        are each of another sequence. There must be no `shared` beside it.
+        order of summation in a row depends on n, not on whether other rows share its pages.
+      sequence: int32 [B], or None if every row is a sequence of its own. Adjacent rows with the same number are
+        consecutive tokens of one sequence (drafts to verify) and have the same page table. All new keys and values
+        are then written before any row attends, and slots after a row's end must be finite. The order of summation in
+        a row may depend on the end of the sequence's last token. Rows with a negative number are unused: their
+        results are finite but meaningless. `shared` must then be None.
       implementation: "hopper", "portable" or "reference"; None chooses the first of these that supports the problem.
 
     Returns:
       The attention output [B, H, C] in qkv's dtype, the new keys and the new values.
 
     Raises:
-      ValueError: a wrong dtype or shape, or an unknown implementation.
+      ValueError: a dtype or shape is wrong, `shared` and `sequence` are both given, or the implementation is unknown.
       NotImplementedError: the named implementation cannot run this problem.
     """
     if qkv.ndim != 3 or qkv.dtype not in (jnp.float32, jnp.bfloat16):

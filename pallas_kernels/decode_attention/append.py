@@ -1,7 +1,8 @@
 """Writes the keys and values of new tokens into the cache, in jnp.
 
-Attention's kernels do that themselves, each row for its own token. This comes before them where one row reads what
-another one writes; `append_kernel.py` does the same on Hopper.
+An attention kernel normally writes each row's new token itself. If rows read each other's new tokens (`sequence` of
+`api.decode_attention`), all tokens must be in the cache before attention starts. Then this runs first, or on Hopper
+`append_kernel.py`.
 """
 
 import jax
@@ -22,13 +23,13 @@ def append(
 ) -> tuple[jax.Array, jax.Array]:
     """Rotates each row's new key, and writes it and the new value to the slot at the row's end.
 
-    Arguments are those of `api.decode_attention`. Of rows that end at the same slot the last one's are kept.
+    Arguments are those of `api.decode_attention`. If several rows write to the same slot, the last row wins.
 
     Returns:
-      The new keys and the new values.
+      The new keys and the new values, with the shape and dtype of the old ones.
     """
     layers, pages, key_heads, slots, _ = keys.shape
-    # Without equal places XLA need not write 16-bit values by compare-and-swap, which is slower than to store them.
+    # `places` are unique. Unless XLA knows that, it writes 16-bit values by compare-and-swap, which is slower.
     page, slot = plans.places(tables, ends, pages, slots)
     put = lambda cache, new: cache.at[jnp.clip(layer, 0, layers - 1), page, :, slot].set(
         new.astype(cache.dtype), mode="drop", unique_indices=True
@@ -38,7 +39,7 @@ def append(
 
 
 def rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates the pairs (c, c + C / 2) of x [B, heads, C] by cos and sin [B, C / 2]; returns float32."""
+    """Applies RoPE to the pairs (c, c + C / 2) of x [B, heads, C], with cos and sin [B, C / 2]; returns float32."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, None], sin[:, None]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

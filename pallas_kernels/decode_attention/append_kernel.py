@@ -1,6 +1,6 @@
-"""The Hopper kernel that writes the keys and values of new tokens into the cache, before rows read each other's.
+"""The Hopper kernel that writes all new keys and values into the cache, for rows that read each other's new tokens.
 
-A block writes one row's key and value of one head.
+Each block writes the key and the value of one row and one key head.
 """
 
 import functools
@@ -16,7 +16,7 @@ from pallas_kernels.decode_attention import plans
 from pallas_kernels.mosaic import launch as mosaic
 from pallas_kernels.mosaic import registers
 
-# Half a head's columns, of which each warp of a warpgroup has all.
+# The layout of half a head's columns. Every warp of a warpgroup holds all of them.
 _OF_COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 
 
@@ -32,12 +32,15 @@ def launch(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Does what `append.append` does.
+    """Writes new tokens to the cache as `append.append` does.
 
-    Arguments are those of `decode_kernel.launch`, with a plan that has the places of new tokens. Head sizes are multiples
-    of 16. `interpret` runs on a CPU.
+    Arguments are those of `decode_kernel.launch`. The plan must hold the places of new tokens: `cut.appends` is
+    False. The head size must be a multiple of 16. `interpret` runs the kernel on a CPU.
+
+    Returns:
+      The new keys and the new values [L, N, J, S, C].
     """
-    # Layers, pages, heads and slots are one axis, as in the kernel of attention.
+    # Layers, pages, heads and slots are merged into one axis, as in the attention kernel.
     caches = [jax.new_ref(cache.reshape(-1, keys.shape[-1])) for cache in (keys, values)]
     operands = {"qkv": qkv, "cos": cos, "sin": sin, "layer": layer, "plan": plan}
     mosaic.launch(

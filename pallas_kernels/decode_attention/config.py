@@ -1,6 +1,6 @@
 """The configuration of the Hopper decode attention kernel, and the problems that it supports.
 
-`plans.py` explains units and parts. Functions that depend on the device take it as an argument; None means the
+`plans.py` explains units and parts. If a function depends on the device, `device` is an argument; None means the
 current device.
 """
 
@@ -13,16 +13,17 @@ from pallas_kernels import runtime
 from pallas_kernels.decode_attention.plans import PAGE
 from pallas_kernels.runtime import Device
 
-# The most queries of a group: the rows of a `wgmma` operand that one warp holds. Queries are padded to 8 or 16 rows.
+# The most query heads per key head. One warp holds 16 rows of a `wgmma` operand; queries are padded to 8 or 16 rows.
 GROUP = 16
-# Rows that read a shared page together, each with 8 queries: a `wgmma` operand has 64 rows.
+# The most rows that read a shared page together: each has 8 of the 64 rows of a `wgmma` operand.
 SIBLINGS = 8
-# A prompt's pages are read together from so many on: 512 tokens. On an H200, 16 prompts of 1024 tokens with 8 rows each
-# are decoded 13 % faster so; with 256 tokens the attention of a layer takes 1 us longer.
+# Rows read the pages of a common prompt together if there are at least so many pages (512 tokens). On an H200 this
+# decodes 16 prompts of 1024 tokens with 8 rows each 13 % faster. With 256 tokens it makes a layer's attention 1 us
+# slower.
 LEAST_SHARED = 8
 HEAD_SIZES = 64, 128
-# Parts that are read at once when the parts of a unit are summed, by number of warpgroups: as many as fit in registers
-# with 8 rows.
+# How many parts of a unit are loaded at once when they are summed, by number of warpgroups in a block: as many as fit
+# into registers if queries are padded to 8 rows.
 BATCH = {1: 16, 2: 16, 3: 8, 4: 8}
 
 
@@ -31,9 +32,9 @@ class Config:
     """How the kernel divides a problem.
 
     Attributes:
-      pages: most pages in a part. A unit that already has the most parts may have longer ones.
-      stages: page slots in shared memory for each warpgroup, loaded or loading.
-      parts: most parts in a unit. A unit is one row and one key head.
+      pages: most pages in a part. Parts are longer if a unit would otherwise have more than `parts` of them.
+      stages: pipeline stages of each warpgroup; a stage is a slot in shared memory for one page of keys and values.
+      parts: most parts in a unit, which is one row and one key head; see `plans.Cut`.
       blocks: number of blocks. The parts are divided among the warpgroups of all blocks.
       teams: warpgroups per block, 1 to 4.
     """
@@ -132,9 +133,9 @@ def supports(
 def pick_config(
     rows: int, key_heads: int, head_size: int, group: int = 8, device: Device | None = None
 ) -> Config:
-    """Picks a configuration: as many warpgroups as registers allow, and longer parts if there are many units.
+    """Picks a configuration. More units get longer parts and, above 8 units, as many warpgroups as registers allow.
 
-    The group only affects `stages`, on which a plan does not depend.
+    `group` only affects `stages`, which a plan does not depend on.
 
     Args:
       rows: B, rows of the batch.
@@ -145,10 +146,10 @@ def pick_config(
     """
     device = device or runtime.device()
     units = rows * key_heads
-    # With so few units most of the time goes into summing parts, which is faster with more registers per warpgroup.
+    # With at most 8 units, summing parts takes most of the time. It is faster with more registers per warpgroup.
     teams = 2 if units <= 8 else 4 if head_size <= 64 else 3
     # The fastest of 2, 3, 4 and 6 on an H200 for 1, 8, 16 and 128 rows of 4 key heads. For 64 rows, 6 is 5 % faster
-    # if lengths differ, and 4 is 4 % faster if they do not: 4 is used.
+    # if lengths differ, and 4 is 4 % faster if they are equal; 4 is used.
     pages = 2 if units <= 32 else 3 if units <= 96 else 4 if units <= 384 else 6
     stages, parts = max(1, 768 // head_size // teams), -(-64 // pages)
     config = Config(pages, stages, parts, device.processors, teams)
@@ -158,27 +159,33 @@ def pick_config(
 
 
 def most_shared_bytes(device: Device | None = None) -> int:
-    """Bytes of shared memory that a block may use for data, without barriers and alignment."""
+    """Returns the bytes of shared memory that a block may use for data; 2 KiB are kept for barriers and alignment."""
     return (device or runtime.device()).shared_bytes - 2048
 
 
 def shared_bytes(group: int, head_size: int, config: Config) -> int:
-    """Bytes of shared memory that a block's data needs."""
+    """Returns the bytes of shared memory that a block needs for data: pages, inputs and flags of all warpgroups."""
     pages = config.stages * 2 * PAGE * head_size * 2
     inputs = 2 * (input_rows(group) * row_columns(head_size) * 2 + 2 * 64 * 4)
     return config.teams * (pages + inputs + 4 * SIBLINGS)
 
 
 def row_columns(head_size: int) -> int:
-    """Columns of a head's row in shared memory: at least 128, so that a row shifted by half a head is a slice."""
+    """Returns the columns that a head's row takes in shared memory.
+
+    They are at least 128: a head of 64 is stored twice, so that the row shifted by half a head (for RoPE) is a slice.
+    """
     return max(head_size, 128)
 
 
 def group_rows(group: int) -> int:
-    """The number of rows to which a group's queries are padded."""
+    """Returns the number of rows, 8 or 16, to which a group's queries are padded."""
     return 8 if group <= 8 else GROUP
 
 
 def input_rows(group: int) -> int:
-    """Rows of shared memory for a unit's queries, key and value. The first `group_rows` are read as queries."""
+    """Returns the rows of shared memory for a unit's queries, new key and new value.
+
+    The first `group_rows` rows are read as queries, so there are at least as many.
+    """
     return max(group + 2, group_rows(group))

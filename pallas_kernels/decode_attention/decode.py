@@ -1,38 +1,37 @@
 """Decode attention on Hopper in Pallas Mosaic GPU: checks, the plan and the launch.
 
-A unit is one row and one key/value head; its pages are cut into parts (see `plans.py`). The plan lists the parts of
-each warpgroup. Warpgroups of a block share no data, so one can compute while others wait for memory. A warpgroup takes
-one page at a time. The group's queries are the operand in registers, 8 rows repeated eight times or 16 rows repeated
-four times:
+**One part.** A unit is one row and one key/value head; its pages are cut into parts (see `plans.py`). The plan lists
+the parts of each warpgroup. Warpgroups of a block share no data, so one can compute while others wait for memory. A
+warpgroup processes one page at a time. The queries that share the key head are the first `wgmma` operand, in
+registers: 8 rows repeated eight times, or 16 rows repeated four times.
 
     S [64, slots] = Q K^T      then softmax with a running maximum; four threads hold a row
     O [64, C]    += P V        P stays in registers
 
     warpgroup    wait K | Q K^T | refill K | softmax | wait V | P V | refill V | next page
-    slot         the keys and values [64, C] of a page. Each warpgroup has `stages` slots. Bulk copies fill them page
-                 after page, across the ends of parts.
+    slot         the keys and values [64, C] of a page. Each warpgroup has `stages` slots, its pipeline stages. Bulk
+                 copies (TMA) fill them page after page, also across the ends of parts.
 
-Seven of eight (or three of four) computed rows are duplicates. The tensor cores have time for them. In return only the
-new token is written to shared memory: such a write needs a fence, which waits for all of a thread's writes to device
-memory.
+Seven of eight (or three of four) computed rows are duplicates, but the tensor cores are not the bottleneck. The
+repeated rows keep Q and P in registers, so only the new token is written to shared memory. Each such write needs a
+fence, which waits for all of a thread's writes to device memory.
 
-The warpgroup with a row's last page rotates the new key. It writes the new key and value into the page's tile in shared
-memory, for this step, and into the cache, for later steps.
+**The new token.** The warpgroup with a row's last page rotates the new key. It writes the new key and value into the
+page's tile in shared memory, for this step, and into the cache, for later steps.
 
-If a unit has one part, its warpgroup writes the result. Otherwise each warpgroup writes the maximum, sum and products
-of its part to device memory and increments an atomic counter. The warpgroup that comes last adds up the parts in order.
-The counters are in the plan and are 0 before and after a launch (`runtime.checks_kernels` lets each launch check
-this). How a row is cut depends only on its own length and on shapes, so the bits of its result do not depend on other
-rows.
+**Summing parts.** If a unit has one part, its warpgroup writes the result. Otherwise each warpgroup writes the
+maximum, the sum and the products of its part to device memory, and increments an atomic counter. The warpgroup that
+increments it last adds up the parts, in order. The counters are in the plan, and are 0 before and after a launch
+(each launch checks this if `runtime.checks_kernels`). How a row is cut depends only on its own length and on shapes,
+so the bits of its result do not depend on other rows.
 
-If rows may share pages, a warpgroup with a part of a tile takes the queries of up to 8 rows, 8 for each. They are read
-from device memory, since shared memory has no room for them beside the pages. The loop over pages is the same: each
-row of an operand of `wgmma` has its own sums, whatever the others are. The part then counts as a part of each of these
-rows, in all of their units at once.
+**Shared pages.** A warpgroup with a part of a tile takes the queries of up to 8 rows, 8 for each. It reads them from
+device memory, because shared memory has no room for them beside the pages. The loop over pages is the same: each row
+of a `wgmma` operand has its own sums, whatever the others are. The part then counts as a part of each of these rows.
 
-If rows are consecutive tokens of sequences, as with drafts, up to 8 of a sequence are a tile with all of its pages.
-Each row of the operand has an end of its own, one after that of the token before. All parts of a tile are those of its
-rows, so the warpgroup that comes last adds them up as one.
+**Sequences.** If rows are consecutive tokens of sequences (drafts to verify), up to 8 tokens of a sequence form a
+tile, which holds all pages of the sequence. Each token's end is one slot after that of the token before. The rows of
+a tile have no other parts, so the warpgroup that finishes last adds them up together.
 """
 
 import jax
@@ -61,16 +60,16 @@ def plan(
     *,
     group: int = SIBLINGS,
 ) -> jax.Array:
-    """Lists the work of every warpgroup: an operand of `decode_attention`.
+    """Makes the plan, an operand of `decode_attention`: it lists the work of every warpgroup.
 
     Args:
       shape: [L, N, J, S, C], the shape of the keys.
       tables: int32 [B, W], each row's pages.
       ends: int32 [B], the slot of each row's new token.
-      config: by default that of `pick_config`.
-      shared: int32 [B], as for `plans.make`; None if rows share no pages.
+      config: the configuration; None for that of `pick_config`.
+      shared: int32 [B], as for `api.decode_attention`; None if rows share no pages.
       sequence: int32 [B], as for `api.decode_attention`, or None.
-      group: H / J, query heads per key head; tokens of a sequence form tiles if there are not too many.
+      group: H / J, query heads per key head. Tokens of a sequence form tiles if `supports_sharing` accepts it.
 
     Returns:
       int32 [size], as described by `plans.Cut`.
@@ -87,11 +86,11 @@ def _division(
     shared: jax.Array | None,
     sequence: jax.Array | None,
 ) -> tuple[Config, plans.Cut]:
-    """How the kernel and the plan divide a problem."""
+    """Returns how the kernel and the plan divide a problem."""
     rows, width = of_tables
     key_heads, head_size = shape[2], shape[4]
     sequences = sequence is not None and supports_sharing(group * key_heads, key_heads) is None
-    # The number of sequences is not known here. One has at most `SIBLINGS` tokens.
+    # The number of sequences is not known here. This assumes that each has `SIBLINGS` / 2 tokens.
     units = -(-2 * rows // SIBLINGS) if sequences else rows
     config = config or pick_config(units, key_heads, head_size, group)
     return config, plans.Cut(
@@ -125,13 +124,13 @@ def decode_attention(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes `api.decode_attention` for queries and a cache in bfloat16.
 
-    `plan` defaults to one made from `tables`, `ends`, `shared` and `sequence`, `config` to that of `pick_config`. With
-    `sequence` a kernel of its own (`append_kernel`) writes all rows' new tokens before, and rows read each other's.
-    `interpret` runs on a CPU and reports data races; parts are then summed outside the kernel.
+    `plan` defaults to one made from `tables`, `ends`, `shared` and `sequence`, `config` to that of `pick_config`.
+    With `sequence` another kernel (`append_kernel`) first writes the new tokens of all rows, because rows read each
+    other's. `interpret` runs on a CPU and reports data races; parts are then summed outside the kernel.
 
     Raises:
-      ValueError: a plan for another problem.
-      NotImplementedError: the reason `supports` gives.
+      ValueError: the plan has the wrong shape or dtype for this problem.
+      NotImplementedError: the reason that `supports` or `supports_sharing` gives.
     """
     key_heads = keys.shape[2]
     group = qkv.shape[1] // key_heads - 2
@@ -165,10 +164,10 @@ def decode_attention(
 
 
 def _after_check(qkv: jax.Array, plan: jax.Array, cut: plans.Cut) -> jax.Array:
-    """Returns qkv once the plan's counters are checked (see `runtime.checks_kernels`).
+    """Returns qkv, but only after the plan's counters are checked (see `runtime.checks_kernels`).
 
-    The kernel counts in its plan, which XLA believes to be constant, and resets the counters to 0. After a launch that
-    failed to reset them, no warpgroup of the next launch would come last, so the output would not be written.
+    The kernel counts in its plan, which XLA believes to be constant, and resets the counters to 0. If a launch failed
+    to reset them, no warpgroup of the next launch would be the last one, so the output would not be written.
 
     Raises:
       ValueError: a counter is not zero; raised while the program runs.
@@ -182,23 +181,23 @@ def _after_check(qkv: jax.Array, plan: jax.Array, cut: plans.Cut) -> jax.Array:
                 f"{counters[wrong[0]]} for unit {wrong[0]}, and {len(wrong)} of {len(counters)} not 0"
             )
 
-    # XLA believes the plan to be constant, and would move its check out of a loop over layers. So the check is tied to
-    # qkv, which differs in each layer.
+    # XLA believes the plan to be constant, and would move the check out of a loop over layers. A barrier ties the
+    # check to qkv, which differs in each layer.
     qkv, plan = lax.optimization_barrier((qkv, plan))
     counters = plan[: cut.pieces_at]
     jax.debug.callback(check, counters)
-    # The check runs before the launch.
+    # This barrier makes the check run before the launch, which reads qkv.
     return lax.optimization_barrier((qkv, counters))[0]
 
 
 def _merge(products: jax.Array, totals: jax.Array, parts: jax.Array, qkv: jax.Array) -> jax.Array:
-    """Sums the parts of units when interpreted: returns [B, H, C].
+    """Sums the parts of each unit in jnp, for interpreted kernels: returns the output [B, H, C] in qkv's dtype.
 
     Args:
       products: float32 [B * J, P, G, C], G = `config.group_rows`.
-      totals: float32 [B * J, P, 2, G], the maxima and sums of exponentials.
-      parts: int32 [B], the number of parts that each row has.
-      qkv: [B, H + 2 J, C], for shape and dtype.
+      totals: float32 [B * J, P, 2, G], the maxima (times log2(e)) and sums of exponentials.
+      parts: int32 [B], the number of parts of each row.
+      qkv: [B, H + 2 J, C]; only its shape and dtype are used.
     """
     rows = len(parts)
     units, most, _, head_size = products.shape

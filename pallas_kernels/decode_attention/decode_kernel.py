@@ -1,4 +1,4 @@
-"""The Hopper decode attention kernel; `decode.py` describes it. Each phase is a method of `_Team`."""
+"""The Hopper decode attention kernel, which `decode.py` describes. Each phase is a method of `_Team`, a warpgroup."""
 
 import dataclasses
 import functools
@@ -22,9 +22,9 @@ from pallas_kernels.mosaic import collectives, gathered, registers
 from pallas_kernels.mosaic import launch as mosaic
 from pallas_kernels.mosaic.ring import Ring
 
-# The score of a masked slot: lower than any real score, but finite, so that differences are never NaN.
+# The score of a masked slot: lower than any real score, but finite, so that differences of scores are never NaN.
 NOTHING = -1e30
-# The layouts of [queries, slots or head columns], and of its rows and columns.
+# The register layout of [queries, slots] and [queries, head columns], and those of one value per row or per column.
 _OF_TILE = plgpu.Layout.WGMMA
 _OF_ROWS, _OF_COLUMNS = _OF_TILE.reduce(1), _OF_TILE.reduce(0)
 
@@ -34,11 +34,11 @@ class Problem:
     """Static parameters of a launch.
 
     Attributes:
-      config: numbers of blocks, warpgroups and page slots.
+      config: numbers of blocks, warpgroups and pipeline stages.
       cut: how the work is divided among warpgroups.
       group: query heads per key head, H / J.
       cache: [L, N, J, S, C], the shape of keys and of values.
-      interpret: run on a CPU.
+      interpret: whether this runs on a CPU.
     """
 
     config: Config
@@ -79,7 +79,7 @@ class Problem:
 
     @property
     def most_batch(self) -> int:
-        """Parts that are read at once when the parts of a unit are summed."""
+        """Number of parts that are loaded at once when the parts of a unit are summed."""
         return configs.BATCH[self.config.teams] * 8 // self.group_rows
 
 
@@ -96,8 +96,9 @@ def launch(
     """Launches the kernel. Arguments are those of `decode.decode_attention`, but `layer` is int32 [1].
 
     Returns:
-      Three values: (output [B, H, C], products of parts float32 [B * J, P, G, C], maxima and sums of parts float32
-      [B * J, P, 2, G]), with P = `cut.most_parts` and G = `group_rows`; the new keys; the new values.
+      Three values. The first is a tuple: the output [B, H, C], products of parts float32 [B * J, P, G, C], and maxima
+      and sums of parts float32 [B * J, P, 2, G], with P = `cut.most_parts` and G = `group_rows`. The others are the
+      new keys and the new values.
     """
     config, cut, teams = problem.config, problem.cut, problem.config.teams
     head_size, columns = problem.head_size, problem.columns
@@ -110,11 +111,11 @@ def launch(
 
     units = (cut.rows * cut.key_heads, cut.most_parts)
     of_pages = shared((config.stages, PAGE, head_size), keys.dtype, mosaic.SWIZZLED)
-    # A short head is stored twice, so that a row shifted by half a head is a slice of shared memory. XLA fuses this
-    # into whatever computes qkv. Tokens of sequences are read from device memory.
+    # A head of 64 is stored twice, so that the row shifted by half a head is a slice of shared memory. XLA fuses this
+    # into the operation that computes qkv. Tokens of sequences need no copy: they are read from device memory.
     if not cut.sequences:
         qkv = jnp.concatenate([qkv] * (columns // head_size), axis=-1)
-    # Layers, pages, heads and slots are one axis, because bulk copies take at most five.
+    # Layers, pages, heads and slots are merged into one axis, because bulk copies take at most five axes.
     caches = [jax.new_ref(cache.reshape(-1, head_size)) for cache in (keys, values)]
     results = mosaic.launch(
         functools.partial(_kernel, problem=problem),
@@ -157,7 +158,8 @@ def launch(
 
 def _kernel(refs: types.SimpleNamespace, *, problem: Problem) -> None:
     team, config = lax.axis_index("team"), problem.config
-    # Neighbours in the plan are in different blocks, so that an uneven rest of the work is spread over blocks.
+    # Consecutive warpgroups of the plan are in different blocks, so that the remainder of the work is spread over
+    # blocks.
     agenda = _Agenda(refs.plan, team * config.blocks + lax.axis_index("block"), problem.cut)
     start = agenda.piece(jnp.int32(0)), agenda.piece(jnp.int32(1))
     pages = [agenda.page(n) for n in range(config.stages + 1)]
@@ -193,41 +195,41 @@ class _Agenda:
     cut: plans.Cut
 
     def piece(self, i: jax.Array) -> _Piece:
-        """The i-th part of this warpgroup. After the last part the result is meaningless."""
+        """Returns the i-th part of this warpgroup. After the last part the result is meaningless."""
         at = self.number * self.cut.rounds + lax.min(i, self.cut.rounds - 1)
         fields = plans.FIELDS
         return _Piece(*(self.plan[self.cut.pieces_at + at * len(fields) + f] for f in fields))
 
     def page(self, n: jax.Array | int) -> jax.Array:
-        """The n-th page of this warpgroup, or -1 after the last."""
+        """Returns the n-th page of this warpgroup as page * J + head, or -1 after the last."""
         cut = self.cut
         return self.plan[cut.pages_at + self.number * (cut.length + 1) + lax.min(n, cut.length)]
 
     def count(self) -> jax.Array:
-        """The number of parts of this warpgroup."""
+        """Returns the number of parts of this warpgroup."""
         return self.plan[self.cut.counts_at + self.number]
 
     def members(self, tile: jax.Array) -> jax.Ref:
-        """The rows of a tile, a list as `gathered` describes it."""
+        """Returns the rows of a tile, a list of members for `gathered`."""
         siblings = self.cut.siblings
         return self.plan.at[pl.ds(self.cut.tiles_at + tile * siblings, siblings)]
 
     def totals(self) -> jax.Ref:
-        """The number of parts of each row's units."""
+        """Returns the number of parts of each row's units, int32 [B]."""
         return self.plan.at[pl.ds(self.cut.totals_at, self.cut.rows)]
 
     def is_tile(self, unit: jax.Array) -> jax.Array:
-        """Whether a part with this unit is one of a tile."""
+        """Returns whether a part with this unit belongs to a tile of rows that share pages (not of a sequence)."""
         return unit >= self.cut.units
 
 
 class _Softmax(NamedTuple):
-    """A running softmax over the pages read so far. Rows are queries.
+    """A running (online) softmax over the pages read so far. Its rows are queries.
 
     Attributes:
-      maximum: float32 [64], the largest score times log2(e).
+      maximum: float32 [64], the largest score so far, times log2(e).
       total: float32 [64], the sum of exponentials relative to `maximum`.
-      products: float32 [64, C], the same exponentials times the values.
+      products: float32 [64, C], the sum of the same exponentials times the values.
     """
 
     maximum: jax.Array
@@ -236,7 +238,7 @@ class _Softmax(NamedTuple):
 
     @classmethod
     def start(cls, columns: int) -> "_Softmax":
-        """The softmax before the first page."""
+        """Returns the state before the first page."""
         return cls(
             _full((64,), NOTHING, _OF_ROWS),
             _full((64,), 0, _OF_ROWS),
@@ -244,7 +246,7 @@ class _Softmax(NamedTuple):
         )
 
     def result(self) -> jax.Array:
-        """The attention output, float32 [64, C]."""
+        """Returns the attention output, float32 [64, C]."""
         return self.products * _broadcast(1 / self.total, self.products.shape, 0)
 
 
@@ -254,10 +256,10 @@ class _Team:
 
     Attributes:
       problem: static parameters.
-      refs: operands, results and scratch of `launch`; barriers of all warpgroups, other scratch of this one.
+      refs: operands, results and scratch of `launch`: the barriers of all warpgroups, the other scratch of this one.
       agenda: the warpgroup's work.
       number: the warpgroup's index in its block.
-      first_page: the first page of the layer among the pages of all layers.
+      first_page: index of the layer's first page among the pages of all layers.
     """
 
     problem: Problem
@@ -287,7 +289,7 @@ class _Team:
     # Bulk copies ---------------------------------------------------------------------------------
     @property
     def _keys(self) -> Ring:
-        """The ring of page slots for keys."""
+        """The ring buffer of page slots for keys."""
         refs = self.refs
         return self._ring(refs.keys, refs.key_slots, refs.keys_full)
 
@@ -304,11 +306,11 @@ class _Team:
         return Ring(self.problem.config.stages, copy, full, which=(self.number,))
 
     def _cache_row(self, page: jax.Array) -> jax.Array:
-        """The first row of a page in the cache [L * N * J * S, C]; `page` is page * J + head."""
+        """Returns the first row of a page in the cache [L * N * J * S, C]; `page` is page * J + head."""
         return (self.first_page * self.problem.key_heads + page) * PAGE
 
     def _place(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The row and the key head of a unit; of a tile the row that names it."""
+        """Returns the row and the key head of a unit; for a tile, its first row."""
         cut = self.problem.cut
         row = lax.div(unit, cut.key_heads)
         if cut.siblings:
@@ -316,7 +318,7 @@ class _Team:
         return row, lax.rem(unit, cut.key_heads)
 
     def _fetch_inputs(self, parity: jax.Array | int, unit: jax.Array) -> None:
-        """Starts copies of a unit's queries, new key and value, and its row's cosines and sines."""
+        """Starts copies of a unit's queries, new key and new value, and of its row's cosines and sines."""
         problem, refs = self.problem, self.refs
         (row, head), full = self._place(unit), refs.inputs_full.at[self.number, parity]
         heads, group, half_size = problem.heads, problem.group, problem.head_size // 2
@@ -340,12 +342,12 @@ class _Team:
         chunk: int,
         turns: tuple[jax.Array, jax.Array],
     ) -> jax.Array:
-        """Reads and rotates one chunk of 64 columns; returns it in the cache's dtype.
+        """Reads one chunk of 64 columns and applies RoPE; returns it in the cache's dtype.
 
         Args:
-          read: reads 64 columns, starting at a column.
+          read: a function that reads 64 columns, given the first one.
           chunk: index of the chunk.
-          turns: the result of `_signed`, in the shape that `read` returns.
+          turns: cosines and signed sines from `_signed`, in the shape that `read` returns.
         """
         x, partner = (
             read((64 * chunk + shift) % self.problem.columns).astype(jnp.float32)
@@ -355,7 +357,7 @@ class _Team:
         return (x * cos + partner * sin).astype(self.refs.keys.dtype)
 
     def _signed(self, cos: jax.Array, sin: jax.Array, chunk: int) -> tuple[jax.Array, jax.Array]:
-        """Cosines and sines of a chunk's columns, [..., 64], with the sines of a head's first half negated."""
+        """Returns cosines and sines of a chunk's columns, [..., 64], with negated sines in a head's first half."""
         if self.problem.head_size == 64:
             layout = _OF_COLUMNS if sin.ndim == 1 else _OF_TILE
             column = plgpu.broadcasted_iota(jnp.int32, sin.shape, sin.ndim - 1, layout=layout)
@@ -363,7 +365,7 @@ class _Team:
         return cos, -sin if chunk == 0 else sin
 
     def _turns(self, parity: jax.Array, chunk: int) -> tuple[jax.Array, jax.Array]:
-        """`_signed` of the row in one of the two input buffers, [64] each."""
+        """Returns `_signed` of the row in one of the two input buffers, [64] each."""
         cos, sin = (_load_columns(self.refs.turns.at[parity, i]) for i in range(2))
         return self._signed(cos, sin, chunk)
 
@@ -372,7 +374,7 @@ class _Team:
         return collectives.load_rows(ref, interpret=self.problem.interpret)
 
     def _queries(self, parity: jax.Array, unit: jax.Array) -> list[jax.Array]:
-        """The rotated queries of a unit's group, or of a tile's groups: [64, 64] for each chunk of columns."""
+        """Returns the rotated queries of a unit, or of all rows of a tile: [64, 64] for each chunk of columns."""
         if self.problem.cut.sequences:
             return self._gathered_queries(unit)
         if not self.problem.cut.siblings:
@@ -427,7 +429,7 @@ class _Team:
     ) -> None:
         """Writes the new value to the page's tile and to the cache.
 
-        In the tile it clears the rows after it: their weights are 0, but 0 times infinity or NaN would be NaN.
+        The tile's rows after it become 0: their weights are 0, but 0 times infinity or NaN would be NaN.
         """
         new = [
             self._read_input(parity, self.problem.group + 1, 64 * chunk).astype(
@@ -448,14 +450,14 @@ class _Team:
         *,
         clear: bool,
     ) -> None:
-        """Writes a row to a page's tile and to the cache.
+        """Writes a new key or value to a page's tile and to the cache.
 
         Args:
           tile: the page [64, C] in shared memory.
-          cache: all keys or all values.
-          slot: the row's slot in the page.
+          cache: all keys or all values, [L * N * J * S, C] in device memory.
+          slot: its slot in the page.
           page: page * J + head.
-          new: the row, [64] for each chunk of columns.
+          new: the key or value, [64] for each chunk of columns.
           clear: whether the tile's rows after `slot` become 0.
         """
         interpret = self.problem.interpret
@@ -490,9 +492,9 @@ class _Team:
         slot = self._keys.slot(n)
         further = self.agenda.page(n + self.problem.config.stages + 1)
         cut = self.problem.cut
-        # The slot of the row's own token, or of a tile's first one.
+        # The slot, in this page, of the row's new token; for a tile of a sequence's tokens, that of its first token.
         new_slot = (piece.home if cut.sequences else piece.slots - 1) - turn * PAGE
-        # `home` is negative unless this part has the row's last page.
+        # In kernels that append, `home` is negative unless this part has the row's last page.
         has_new = (new_slot < PAGE) & (piece.home >= 0)
         when_new = pl.when(has_new) if cut.appends else lambda write: None
         with jax.named_scope("scores"):
@@ -516,17 +518,18 @@ class _Team:
         pl.when(ahead >= 0)(lambda: ring.fetch(n + ring.stages, ahead))
 
     def _reloaded(self, queries: list[jax.Array], ahead: jax.Array) -> list[jax.Array]:
-        """Returns the queries, which a compiler must believe to differ from page to page: no page is less than -1.
+        """Returns the queries unchanged, but so that the compiler believes that they differ from page to page.
 
-        With one chunk, queries and weights are operands of equal shape. The ptxas of CUDA 13.0 gives both the same
-        registers, and sets them to the queries before the loop only, so that the second page meets weights.
+        This works around a bug. With one chunk, queries and weights are operands of equal shape. The ptxas of CUDA
+        13.0 gives both the same registers but loads the queries only before the loop, so the second page would be
+        multiplied by weights. The condition is never true, because no page is less than -1.
         """
         if self.problem.chunks > 1 or self.problem.interpret:
             return queries
         return [jnp.where(ahead < -1, jnp.zeros_like(chunk), chunk) for chunk in queries]
 
     def _scores(self, queries: list[jax.Array], slot: jax.Array) -> jax.Array:
-        """Q K^T of a page, float32 [64, slots]."""
+        """Returns Q K^T of a page, float32 [64, slots]."""
 
         def product(acc):
             for chunk, of_chunk in enumerate(queries):
@@ -539,7 +542,7 @@ class _Team:
     def _weights(
         self, softmax: _Softmax, scores: jax.Array, new_slot: jax.Array
     ) -> tuple[_Softmax, jax.Array]:
-        """Adds a page's scores to the softmax.
+        """Adds a page's scores to the running softmax.
 
         Returns:
           The new softmax, whose products are rescaled but do not yet include this page; and P [64, slots], the
@@ -548,7 +551,8 @@ class _Team:
         column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=_OF_TILE)
         if self.problem.cut.sequences:
             row = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=_OF_TILE)
-            # Each token of a sequence, 8 rows, ends one slot after the one before: column <= new_slot + row // 8.
+            # Each token of a sequence has 8 rows, and ends one slot after the token before it. So the condition is
+            # column <= new_slot + row // 8.
             column, new_slot = 8 * column - row, 8 * new_slot
         is_live = column <= new_slot
         scale = self.problem.head_size**-0.5 * math.log2(math.e)
@@ -573,7 +577,7 @@ class _Team:
         return products + pl.run_scoped(lambda acc: (add_product(acc), acc[...])[1], acc)
 
     def _operand(self, values: jax.Array) -> jax.Array | jax.Ref:
-        """The first operand of `wgmma`. The interpreter does not accept registers, so there it is in shared memory."""
+        """Returns the first operand of `wgmma`: in registers, or in shared memory for the interpreter."""
         if not self.problem.interpret:
             return values
         self.refs.operand[...] = values
@@ -583,12 +587,12 @@ class _Team:
     def _attend_piece(
         self, count: jax.Array, i: jax.Array, carry: tuple[_Piece, _Piece, jax.Array, jax.Array]
     ) -> tuple[_Piece, _Piece, jax.Array, jax.Array]:
-        """Attends to one part and writes its result, partial if the unit has several parts.
+        """Attends to one part and writes its result, or its partial result if the unit has several parts.
 
         Args:
           count: number of the warpgroup's parts.
           i: index of this part.
-          carry: this part; the next part; the index and page of `_attend_page`'s carry.
+          carry: this part; the next part; the page index and the page to load, as in `_attend_page`'s carry.
 
         Returns:
           The carry for the next part.
@@ -624,7 +628,7 @@ class _Team:
     def _finish(
         self, unit: jax.Array, part: jax.Array, parts: jax.Array, softmax: _Softmax
     ) -> None:
-        """Writes the result if the unit has one part; otherwise writes this part's sums."""
+        """Writes the result if the unit has one part; otherwise writes partial sums, and the last part sums them."""
         if self.problem.interpret:
             self._leave(unit, part, parts, softmax)
             return
@@ -639,7 +643,7 @@ class _Team:
     def _finish_shared(
         self, unit: jax.Array, part: jax.Array, parts: jax.Array, softmax: _Softmax
     ) -> None:
-        """As `_finish`, where rows may share pages: a part of a tile belongs to several units."""
+        """Does what `_finish` does if rows may share pages: a part of a tile belongs to several units."""
         is_tile = self.agenda.is_tile(unit)
         is_whole = jnp.logical_not(is_tile) & (parts == 1)
         is_part = jnp.logical_not(is_tile | is_whole)
@@ -650,7 +654,7 @@ class _Team:
         pl.when(is_whole)(lambda: self._write(unit, softmax, is_quarter=False))
         pl.when(is_part)(lambda: self._leave(unit, part, parts, softmax))
 
-        # One loop for both kinds, since the code that merges is long.
+        # One loop serves both kinds of parts, so that the long code of `_merge` is compiled only once.
         cut, (row, head) = self.problem.cut, self._place(unit)
         plan = self.refs.plan
 
@@ -668,7 +672,7 @@ class _Team:
     def _finish_sequence(
         self, unit: jax.Array, part: jax.Array, parts: jax.Array, softmax: _Softmax
     ) -> None:
-        """As `_finish`, for a tile of a sequence's tokens, whose parts are all those of its rows."""
+        """Does what `_finish` does for a tile of a sequence's tokens, whose rows have no other parts."""
         refs = self.refs
         if self.problem.interpret:
             self._leave_to_members(unit, part, softmax)
@@ -689,7 +693,7 @@ class _Team:
         collectives.store_rows(out, ref, is_quarter=is_quarter, interpret=self.problem.interpret)
 
     def _leave(self, unit: jax.Array, part: jax.Array, parts: jax.Array, softmax: _Softmax) -> None:
-        """Writes this part's sums to device memory. The last warpgroup of a unit gets a flag, to merge the parts."""
+        """Writes this part's sums to device memory. The flag becomes 1 if this is the unit's last part to finish."""
         refs, interpret = self.refs, self.problem.interpret
         collectives.store_rows(softmax.products, refs.products.at[unit, part], interpret=interpret)
         for which, values in enumerate((softmax.maximum, softmax.total)):
@@ -699,8 +703,10 @@ class _Team:
             collectives.count(refs.plan.at[unit], parts - 1, refs.flags)
 
     def _leave_to_members(self, unit: jax.Array, part: jax.Array, softmax: _Softmax) -> None:
-        """Writes a tile's part to device memory for each of its rows, and, where its rows have other parts too, counts it
-        in each with a flag as in `_leave`.
+        """Writes a tile's part to device memory for each of its rows.
+
+        Rows that share pages have other parts too, so the part is also counted in each row, with a flag for each as
+        in `_leave`.
         """
         refs, cut, interpret = self.refs, self.problem.cut, self.problem.interpret
         tile, head = self._place(unit)
@@ -720,12 +726,12 @@ class _Team:
         gathered.store_heads(out, self.refs.out, self.agenda.members(tile), first, count, at)
 
     def _merge_tile(self, unit: jax.Array, parts: jax.Array) -> None:
-        """Sums the parts of a tile in order and writes the result: first their weights, then 64 columns at a time."""
+        """Sums the parts of a tile in order and writes the result: first the totals, then 64 columns at a time."""
         refs, (tile, head) = self.refs, self._place(unit)
         members = self.agenda.members(tile)
 
         def of_part(k: jax.Array) -> tuple[jax.Array, jax.Array]:
-            """Maximum and sum of a part."""
+            """Returns maximum and sum of a part."""
             place = self.problem.key_heads, head, k
             return tuple(
                 gathered.load_part_values(refs.totals, members, place, which) for which in range(2)

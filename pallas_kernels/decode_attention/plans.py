@@ -1,23 +1,24 @@
-"""The plan of decode attention: which warpgroup attends to which pages. One plan serves all layers.
+"""The plan of decode attention says which warpgroup attends to which pages. All layers share one plan.
 
-A unit is one row and one key/value head. Its live pages are cut into parts of equal length (within one page): at
-most `pages` pages, or more where there would be more than `parts` of them. So the cut of a row depends only on its own
-length and on shapes, and the bits of its result do not depend on other rows. Which warpgroup gets a part does depend
-on them. The parts of all units are sorted, longest first, and dealt to the warpgroups in alternating order (first to
-last, then last to first), so that all warpgroups read about the same amount. The parts of a unit have the same length,
-so they are read at about the same time and can be summed while other units are read.
+**Units and parts.** A unit is one row and one key/value head. Its pages up to the row's end are cut into parts (the
+splits of split-KV attention) of equal length, to within one page. A part has at most `pages` pages, or more if there
+would be more than `parts` parts. So the cut of a row depends only on its own length and on shapes, and the bits of
+its result do not depend on other rows. Only which warpgroup gets a part depends on them. The parts of all units are
+sorted, longest first, and assigned to the warpgroups in alternating order (first to last, then last to first), so
+that all warpgroups read about the same amount. The parts of a unit have the same length, so they are read at about
+the same time, and their partial results can be summed while other units are read.
 
-Rows may share the pages of a common prompt. Then these pages and the row's other pages are cut apart, each into parts
-of equal length, also where no other row is left that shares them. Up to `siblings` rows that share them form a tile,
-which its first row names. A part of a tile is read once for all of its rows, and is one of the first
-parts of each. Tiles are dealt before all other parts: then most rows end with a part of their own, and are summed
-by different warpgroups.
+**Shared pages.** Rows may share the pages of a common prompt. Then a row's shared pages and its other pages are cut
+separately, each into parts of equal length, even if no other row shares the pages any more. Up to `siblings` rows
+that share pages form a tile, which is identified by its first row. A part of a tile is read once for all of its rows,
+and counts among the first parts of each row. The parts of tiles are assigned before all other parts. Then most rows
+finish with a part of their own, so different warpgroups sum them.
 
-Or rows are consecutive tokens of sequences. Then up to `siblings` tokens of a sequence form a tile with all of its pages,
-and no row has a part of its own.
+**Sequences.** Rows may instead be consecutive tokens of sequences. Then up to `siblings` tokens of a sequence form a
+tile, which holds all pages of the sequence, and no row has parts of its own.
 
-Names in the code call a part a piece, and a warpgroup a team. `Cut.blocks` counts the warpgroups of all blocks of the
-kernel.
+In the code, `piece` means a part, and `team` means a warpgroup. `Cut.blocks` counts the warpgroups of all blocks of
+the kernel.
 """
 
 import dataclasses
@@ -27,33 +28,43 @@ import jax
 import jax.numpy as jnp
 
 PAGE = 64
-# The fields of a part. UNIT: row * J + head, or (B + first row) * J + head for a tile. PART: its index in the unit,
-# times SHIFT, plus the unit's number of parts (for a tile that of its first row). SLOTS: its number of live slots.
-# HOME: page * J + head of the row's last page if the part ends there and the kernel appends the new token, else -1. For
-# a tile of a sequence's tokens: the slot of the first of them, counted from the part's first slot.
+# The fields of a part:
+#   UNIT   row * J + head; (B + first row) * J + head for a tile of rows that share pages, first row * J + head for a
+#          tile of a sequence's tokens.
+#   PART   index of the part in its unit * SHIFT + the unit's number of parts (for a tile, that of its first row).
+#   SLOTS  number of slots of the part up to the row's end.
+#   HOME   page * J + head of the row's last page if the part ends there and the kernel appends the new token, else
+#          -1. For a tile of a sequence's tokens: the slot of the first token, counted from the part's first slot; it
+#          is negative if that token is in an earlier part.
 FIELDS = UNIT, PART, SLOTS, HOME = range(4)
 SHIFT = 2**16
 
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """How units are cut, and the layout of a plan.
+    """Describes how units are cut, and the layout of a plan.
 
-    A plan holds, in this order: a counter per unit, all 0; parts [blocks, rounds, fields]; pages
-    [blocks, length + 1], each page * J + head, and -1 after the last; the number of parts of each warpgroup [blocks].
-    If rows may share pages, these follow: the rows of each tile [B, siblings], where row r of tile t that is absent is
-    -1 - t; the number of parts of each row's units [B]. If the kernel does not append, the page and the slot of each
-    row's new token follow, [2, B], as `places` gives them.
+    A plan is one int32 array that holds, in this order:
+
+        counters   [B * J], one for each unit, all 0
+        parts      [blocks, rounds, fields]
+        pages      [blocks, length + 1], each page * J + head; -1 after a warpgroup's last page
+        counts     [blocks], the number of parts of each warpgroup
+        tiles      [B, siblings], the rows of the tile that each row t identifies; -1 - t for an absent row
+        totals     [B], the number of parts of each row's units
+        places     [2, B], page and slot of each row's new token, from `places`
+
+    Tiles and totals are there only if `siblings` is not 0, places only if the kernel does not append.
 
     Attributes:
       rows: B, rows of the batch.
       width: W, most pages of a row.
       key_heads: J, key/value heads.
       pages: most pages of a part, unless its unit already has the most parts.
-      parts: most parts of a unit.
+      parts: most parts of a unit, or with shared pages of each of its two runs of pages.
       blocks: number of warpgroups in all blocks of the kernel.
-      siblings: most rows of a tile; 0 if rows share no pages.
-      appends: whether attention's kernel writes each row's new token to the cache; if not, it is there already.
+      siblings: most rows of a tile; 0 if there are no tiles.
+      appends: whether the attention kernel writes each row's new token to the cache; if not, it is there already.
       sequences: whether tiles are consecutive tokens of sequences.
     """
 
@@ -69,12 +80,12 @@ class Cut:
 
     @property
     def longest_run(self) -> int:
-        """Number of parts of `width` pages that are cut together: `parts_of`, as a Python number."""
+        """Most parts of one run of pages: `parts_of(width)` as a Python number."""
         return min(self.parts, -(-self.width // self.pages))
 
     @property
     def most_parts(self) -> int:
-        """Most parts of a unit. Shared pages and others are cut apart, which rounds up twice."""
+        """Most parts of a unit. Shared and other pages are cut separately, so their number is rounded up twice."""
         if self.sequences or not self.siblings:
             return self.longest_run
         return min(2 * self.longest_run, -(-self.width // self.pages) + 1)
@@ -131,7 +142,7 @@ class Cut:
 
 
 def parts_of(live: jax.Array, cut: Cut) -> jax.Array:
-    """Number of parts that `live` pages are cut into, if they are cut together; int32, in the shape of `live`."""
+    """Returns the number of parts into which a run of `live` pages is cut: int32, in the shape of `live`."""
     return jnp.minimum(-(-live // cut.pages), cut.parts)
 
 
@@ -141,7 +152,7 @@ def totals_of(
     shared: jax.Array | None = None,
     sequence: jax.Array | None = None,
 ) -> jax.Array:
-    """Number of parts of each row's units, int32 [B]; arguments as for `make`."""
+    """Returns the number of parts of each row's units, int32 [B]; arguments as for `make`."""
     ends = _clipped(ends, cut)
     if cut.sequences:
         ends = _last_ends(ends, _tiles_of((sequence,), cut.siblings))
@@ -157,7 +168,7 @@ def _clipped(ends: jax.Array, cut: Cut) -> jax.Array:
 
 
 def _shared(shared: jax.Array, ends: jax.Array, cut: Cut) -> jax.Array:
-    """The shared pages of each row. The page of the new token is never one of them."""
+    """Clips each row's number of shared pages, so that the page of the new token is never one of them."""
     return jnp.clip(shared, 0, _clipped(ends, cut) // PAGE)
 
 
@@ -169,19 +180,19 @@ def make(
     shared: jax.Array | None = None,
     sequence: jax.Array | None = None,
 ) -> jax.Array:
-    """Lists the work of every warpgroup.
+    """Makes the plan: a list of the work of every warpgroup.
 
-    Ranks and positions are computed as sums over pairs, without a sort or a scan: XLA fuses them into a few small
-    kernels.
+    Ranks and positions are computed as sums over all pairs, not by a sort or a scan, because XLA fuses such sums into
+    a few small kernels.
 
     Args:
       tables: int32 [B, W], each row's pages.
       ends: int32 [B], the slot of each row's new token.
       pages: N, pages of the cache in one layer.
       cut: how units are cut.
-      shared: int32 [B], the number of each row's first pages that other rows may share; None if `cut.siblings` is 0.
-        Rows with the same number and the same page at its place must have all of these pages in common.
-      sequence: int32 [B], as for `api.decode_attention`, if `cut.sequences`.
+      shared: int32 [B], as for `api.decode_attention`: the number of each row's first pages that other rows may
+        share. None if `cut.siblings` is 0 or `cut.sequences`.
+      sequence: int32 [B], as for `api.decode_attention`; used only if `cut.sequences`.
 
     Returns:
       int32 [cut.size], laid out as `Cut` describes.
@@ -190,8 +201,8 @@ def make(
     tables = jnp.clip(tables, 0, pages - 1)
     ends = _clipped(ends, cut)
     each_row = jnp.arange(rows)
-    # A run is pages of a row that are cut together: those of the row itself, and, after all rows, those of the tile that
-    # the row names.
+    # A run is a range of pages that are cut together. First come the own pages of all rows, then the shared pages of
+    # the tiles that the rows identify.
     row_of = each_row
     first, live = jnp.zeros(rows, jnp.int32), ends // PAGE + 1
     totals = totals_of(ends, cut, shared, sequence)
@@ -247,7 +258,7 @@ def make(
     home = jnp.where(is_last, home, -1)
     if cut.sequences:
         home = ends[row] - begin * PAGE
-    # A row's own parts come after those of its tile.
+    # A row's own parts are counted after the parts of its tile.
     before = totals - parts[:rows] if shared is not None else jnp.zeros_like(totals)
     part = part + jnp.where(run < rows, before[row], 0)
     unit = run * key_heads + head
@@ -272,9 +283,10 @@ def make(
 def places(
     tables: jax.Array, ends: jax.Array, pages: int, slots: int = PAGE
 ) -> tuple[jax.Array, jax.Array]:
-    """Page and slot of each row's new token, int32 [B] each.
+    """Returns page and slot of each row's new token, int32 [B] each.
 
-    No two rows have the same place: where a later row has it, too, the page is one that there is not, behind the last.
+    All places are different. If several rows write to one slot, only the last of them keeps its page; the others get
+    numbers from N on, which are no pages.
 
     Args:
       tables: int32 [B, W], each row's pages.
@@ -292,7 +304,7 @@ def places(
 
 
 def _tiles_of(keys: tuple[jax.Array, ...], siblings: int) -> jax.Array:
-    """The rows in each row's tile, bool [B, B]: those with the same keys, in their order, at most `siblings` in a tile.
+    """Returns which rows are in each row's tile, bool [B, B]: rows with equal keys, in order, up to `siblings` each.
 
     Args:
       keys: int32 [B] each.
@@ -305,7 +317,9 @@ def _tiles_of(keys: tuple[jax.Array, ...], siblings: int) -> jax.Array:
 
 
 def _members(tile: jax.Array, siblings: int) -> tuple[jax.Array, jax.Array]:
-    """The rows of the tile that each row names, int32 [B, siblings], as in `Cut`; and whether it is the first in a tile.
+    """Returns the rows of the tile that each row identifies, and whether a row is the first in its tile.
+
+    The rows are int32 [B, siblings], as in `Cut`; the other result is bool [B].
 
     Args:
       tile: bool [B, B], from `_tiles_of`.
@@ -320,5 +334,5 @@ def _members(tile: jax.Array, siblings: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _last_ends(ends: jax.Array, tile: jax.Array) -> jax.Array:
-    """The largest end in each row's tile, int32 [B]."""
+    """Returns the largest end in each row's tile, int32 [B]."""
     return jnp.max(jnp.where(tile, ends, 0), axis=1)

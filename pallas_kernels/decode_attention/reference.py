@@ -1,8 +1,8 @@
-"""Decode attention in jnp: the oracle of the kernels' tests, and the fallback where no kernel runs.
+"""Decode attention in jnp. Kernels are tested against it, and it runs where no kernel can.
 
     out[h] = softmax(q[h] . k[0 ... end] / sqrt(C)) @ v[0 ... end],   in float32
 
-It is not optimized: it gathers all pages of a row's table, including those after the row's end.
+It is not optimized: it gathers every page of a row's page table, including pages after the row's end.
 """
 
 import jax
@@ -21,7 +21,7 @@ def decode_attention(
     tables: jax.Array,
     ends: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See `api.decode_attention`."""
+    """Computes `api.decode_attention`, which describes arguments and results."""
     layers, pages, key_heads, slots, head_size = keys.shape
     rows, width = tables.shape
     heads = qkv.shape[1] - 2 * key_heads
@@ -32,7 +32,7 @@ def decode_attention(
     q = rotated(qkv[:, :heads], cos, sin).astype(keys.dtype)
 
     live = jnp.arange(width * slots) <= ends[:, None]
-    # [B, J, W * S, C]. Slots after the end are replaced because they may hold infinities or NaN.
+    # [B, J, W * S, C]. Slots after the end become 0, because they may hold infinities or NaN.
     is_read = live[:, None, :, None]
     k, v = (
         jnp.where(
@@ -43,7 +43,7 @@ def decode_attention(
         for cache in (keys, values)
     )
     q = q.astype(jnp.float32).reshape(rows, key_heads, -1, head_size)
-    # Without it a GPU multiplies float32 in TF32.
+    # By default a GPU multiplies float32 in TF32.
     highest = jax.lax.Precision.HIGHEST
     scores = jnp.einsum("bjgc,bjsc->bjgs", q, k, precision=highest) * head_size**-0.5
     weights = jax.nn.softmax(jnp.where(live[:, None, None], scores, -jnp.inf))

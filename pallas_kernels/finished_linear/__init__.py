@@ -1,4 +1,4 @@
-"""Linear layers together with LoRA, the norm before, SwiGLU, bias and residual."""
+"""Linear layers fused with LoRA, the RMSNorm before them, SwiGLU, bias and residual."""
 
 from pallas_kernels.finished_linear.api import (
     PreparedBranches,

@@ -1,4 +1,4 @@
-"""The public entry point: a linear layer with any weight, LoRA, norm, bias and residual, by the best kernel."""
+"""The public functions: a linear layer with any weight, LoRA, norm, bias and residual, run by the best kernel."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ from pallas_kernels.packed_matmul import PackedWeight, packed_matmul
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PreparedBranches:
-    """LoRA's matrices in the form that a linear's product reads; made once for many calls. Has no derivative.
+    """LoRA's matrices in the form that `finished_linear` reads, made once for many calls that need no derivative.
+
+    A part is one of the linears that are joined along N, such as q, k and v. Leading axes stack layers.
 
     Attributes:
       a: [..., K, ranks] in the activations' dtype, A of all parts side by side.
       ups: alpha / R * B in the activations' dtype: [..., R, N_i] of each part, or one matrix [..., ranks, N] with
         zeros where a rank belongs to another part; empty if `b` is set.
-      b: [..., N, 64], alpha / R * B^T of all parts for the kernel for many rows, in the order of the weight's rows; or
-        None.
+      b: [..., N, 64], alpha / R * B^T of all parts for the Hopper kernel for many rows, in the order of the weight's
+        rows; None if that kernel is not used.
       bias: float32 [..., N] for that kernel, in the same order; or None.
-      sizes: rows of W in each part, for that kernel.
+      sizes: rows of W in each part, for that kernel; empty without it.
     """
 
     a: jax.Array
@@ -52,7 +54,7 @@ def prepare_branches(
     """Converts LoRA's matrices to the form that `finished_linear` reads for x with `rows` rows.
 
     Args:
-      matrices: A [K, R] and B [R, N_i] of each part of N, in float32.
+      matrices: A [K, R] and B [R, N_i] of each part of N, in float32. All parts have the same R.
       bias: [N], or None.
       scaling: alpha / R.
       weight: the linear's weight, or a stack of weights; with None the result works with any weight.
@@ -64,8 +66,8 @@ def prepare_branches(
     ups = [(scaling * b).astype(dtype) for _, b in matrices]
     sizes, (k, rank) = [up.shape[1] for up in ups], down[0].shape
     if not has_unit or not _fits_kernel(rows, k, weight, sizes, rank, dtype):
-        # One product instead of several small ones saves launches, and gives the same bits in bfloat16. For packed
-        # weights unpacking takes most of the time, so the zeros would only cost memory.
+        # One product instead of several small ones saves launches, and gives the same bits in bfloat16. With packed
+        # weights, unpacking takes most of the time, so the zeros would cost memory and save little.
         if dtype == jnp.bfloat16 and isinstance(weight, jax.Array):
             ups = [block_diag(*ups)]
         return PreparedBranches(jnp.concatenate(down, axis=1), tuple(ups), None, None, ())
@@ -88,12 +90,15 @@ def linear(x: jax.Array, weight: PackedWeight | jax.Array) -> jax.Array:
 
     Returns:
       float32 [..., N]. Sums are rounded to x's dtype, and then divided by the global scale if there is one.
+
+    Raises:
+      ValueError: x does not fit a packed weight.
     """
     if isinstance(weight, PackedWeight):
         return packed_matmul(x, weight, out_dtype=jnp.float32)
     # Flatten x to a matrix: XLA:CPU's backward pass is three times slower for [B, T, K] than for [B*T, K].
     flat = x.reshape(-1, x.shape[-1])
-    # float32 means float32, also on cards whose default is TF32.
+    # By default a GPU multiplies float32 in TF32.
     exact = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     y = jnp.einsum("mk,nk->mn", flat, weight.astype(x.dtype), precision=exact)
     return y.reshape(*x.shape[:-1], -1).astype(jnp.float32)
@@ -109,25 +114,29 @@ def finished_linear(
     residual: jax.Array | None = None,
     over: str | None = None,
 ) -> jax.Array:
-    """Computes a linear with LoRA, and with what follows it, as `finish` defines it.
+    """Computes a linear with LoRA and the operations after it, as `pallas_kernels.linear.finish` defines them.
 
         y = rounded((x W^T + [the products of the branches]) * unit + bias + residual)
 
-    If a kernel supports these operands, it computes all of this at once. x, the branches and the residual get gradients.
-    Those of a packed weight and of `unit` are 0, and with a kernel so is that of the bias, which is frozen.
+    If a kernel supports these operands, it computes everything at once. x, the branches and the residual get
+    gradients, a packed weight gets zeros. With a kernel, `unit` and the bias get zeros too: the norm must include the
+    share of `unit` in the gradient of x, and the bias is frozen. Prepared branches have no derivative.
 
     Args:
       x: [..., K], float32 or bfloat16.
       weight: as for `linear`.
-      branches: (x A [..., R_i], alpha / R * B [R_i, N_i]) of each part of N, in x's dtype, in order; empty without LoRA.
-        Or the result of `prepare_branches` for the same number of rows.
+      branches: (x A [..., R_i], alpha / R * B [R_i, N_i]) of each part of N, in x's dtype, in order; empty without
+        LoRA. Or the result of `prepare_branches` for the same number of rows.
       unit: float32 [..., 1], 1 / RMS from the norm before.
-      bias: [N], of any float dtype.
+      bias: [N], of any float dtype. If `PreparedBranches.b` is set, the bias prepared with it is used instead.
       residual: [..., N], in x's dtype.
       over: mesh axis along which K is divided among devices; see `finish`.
 
     Returns:
       [..., N] in x's dtype.
+
+    Raises:
+      ValueError: x or the branches do not fit the weight.
     """
     flat = lambda of_rows: None if of_rows is None else of_rows.reshape(-1, of_rows.shape[-1])
     rows, unit, residual = flat(x), flat(unit), flat(residual)
@@ -148,7 +157,7 @@ def finished_linear(
 
 
 def _exact_dot(x: jax.Array, matrix: jax.Array) -> jax.Array:
-    # float32 means float32, also on cards whose default is TF32.
+    # By default a GPU multiplies float32 in TF32.
     exact = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jnp.dot(x, matrix, precision=exact)
 
@@ -156,7 +165,7 @@ def _exact_dot(x: jax.Array, matrix: jax.Array) -> jax.Array:
 def _has_kernel(
     rows: jax.Array, weight: object, branches: Sequence[Branch], unit: jax.Array | None
 ) -> bool:
-    """Whether the kernel for many rows supports these operands."""
+    """Returns whether the Hopper kernel for many rows supports these operands."""
     if unit is None or not branches:
         return False
     sizes, rank = [up.shape[1] for _, up in branches], branches[0][1].shape[0]

@@ -1,7 +1,7 @@
 """A linear of a decoding step with the operations around it, in two kernels: the product and its epilogue.
 
-The base may be packed or dense bfloat16. For a dense base XLA computes the product; the epilogue is the same. A packed
-SwiGLU whose rows are in pairs takes one kernel (`gated`).
+The base weight may be packed or dense bfloat16. For a dense weight XLA computes the product; the epilogue is the
+same. If the weight is gate and up with its rows in pairs, one kernel computes everything (`gated`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_M = configs.MAX_M
 
 
 def padded(m: int) -> int:
-    """M rounded up to a number of rows that the kernels support: 8, 16, 24, 32, 64, 96 or 128."""
+    """Rounds M up to a number of rows that the kernels support: 8, 16, 24, 32, 64, 96 or 128."""
     return m + -m % (8 if m <= 32 else 32)
 
 
@@ -41,7 +41,7 @@ def supports(
     rank: int,
     is_swiglu: bool = False,
 ) -> str | None:
-    """Why these kernels cannot run a linear on this device, or None.
+    """Returns why these kernels cannot run a linear on this device, or None if they can.
 
     Args:
       m: rows of x.
@@ -49,7 +49,7 @@ def supports(
       k: columns of x and W.
       is_packed: whether W is packed.
       rank: LoRA's rank; 0 without LoRA.
-      is_swiglu: whether the two parts are gate and up of a SwiGLU, which has one output.
+      is_swiglu: whether the two linears are gate and up of a SwiGLU, which has one output.
     """
     if reason := runtime.unless_hopper():
         return reason
@@ -82,7 +82,7 @@ def linear(
     counters: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array | Stream:
-    """y = x W^T + bias + LoRA's branches, with the norm before and the operations after the product.
+    """Computes y = x W^T + bias + LoRA, with the norm before it and the operations after it (see `epilogue`).
 
     Args:
       x: bfloat16 [M, K], M as returned by `padded`, K plain or padded with zeros to whole tiles; or a residual
@@ -98,10 +98,14 @@ def linear(
       config: configuration of the packed product; None for the tuned one. For rows in pairs a `gated.Config`.
       following: weight and branch of the next linear, for prefetching (`nvfp4_matmul.decode.Upcoming`).
       counters: see `gated.linear`; used only if the rows of w are in pairs.
-      interpret: run on a CPU, and report data races.
+      interpret: whether to run on a CPU and report data races.
 
     Returns:
-      bfloat16 [M, N]; or [M, N / 2] for a SwiGLU, padded with zeros to whole tiles; or the new stream.
+      bfloat16 [M, N]; for a SwiGLU [M, N / 2], padded with zeros to whole tiles; with a residual the new stream.
+
+    Raises:
+      ValueError: K of x is not that of w.
+      NotImplementedError: the reason that a kernel's `supports` gives, or arguments that rows in pairs do not allow.
     """
     n = w.shape[0]
     values = x.scaled if isinstance(x, Stream) else x
@@ -124,7 +128,7 @@ def linear(
     else:
         sums = _dense_product(values, w, branch)
         divisor = jnp.full((1,), 1 / layout.DECODED_SCALE)
-    # All rows of a tile must belong to one part: one LoRA branch, or one of gate and up.
+    # All rows of a tile must belong to one part: to one linear's LoRA, or to one of gate and up.
     sizes = (n // 2, n // 2) if is_swiglu else (n,) if branch is None else branch.sizes
     fill = functools.partial(_filled, sizes=sizes)
     if any(size % TILE for size in sizes[:-1]):
@@ -167,7 +171,10 @@ def _unfilled(y: jax.Array, sizes: Sequence[int]) -> jax.Array:
 
 
 def sliceable(global_scale: jax.Array) -> jax.Array:
-    """Repeats [L, 1] scales to [L, 64]: a kernel can read a slice in place only if it starts at a multiple of 256 B."""
+    """Repeats global scales [L, 1] to [L, 64]; scales [L, N] stay as they are.
+
+    A kernel can read a layer's slice in place only if it starts at a multiple of 256 bytes.
+    """
     wanted = (len(global_scale), 64)
     return global_scale if global_scale.shape[1] > 1 else jnp.broadcast_to(global_scale, wanted)
 
@@ -200,7 +207,7 @@ def _config(m: int, n: int, k: int, with_branch: bool) -> Config:
     if not with_branch:
         return config
     fits = lambda c: configs.supports(m, n, k, c, with_adapter=True) is None
-    # If one warpgroup's slot is too small for A, put two warpgroups in a block.
+    # If one warpgroup's slot is too small for tiles of A, put two warpgroups in a block.
     two = dataclasses.replace(config, warpgroups=2, blocks=-(-config.blocks // 2))
     for choice in (config, two):
         if dense_tile.is_as_wide(choice.warpgroups, choice.step) and fits(choice):

@@ -1,20 +1,19 @@
-"""All operations between two products of a decoding step except attention, in one small kernel.
+"""The epilogue of a decoding step's products: all operations between two products except attention, in one kernel.
 
     y = ([sum of parts] * scale + [[U] B]) * unit + bias       U = sum of the parts of x A
     plain       [y]
     residual    r' = [r + y], [r' * scale of the next norm], and sums of r'^2
     swiglu      [silu([gate]) * [up]]
 
-Values in brackets are rounded to bfloat16, and no others. A layer in training rounds in the same places.
-A rounding that only one of the two does would change results more than sums in another order do
-(docs/design/model.md, "Where rounding happens").
+The parts are the partial sums of `nvfp4_matmul.decode`. Values in brackets are rounded to bfloat16, and no others. A
+layer in training rounds in the same places. A rounding that only one of the two does would change results more than a
+different order of sums does (docs/design/model.md, "Where rounding happens").
 
-RMSNorm is divided between two kernels. The kernel that computes the residual stream r writes r * scale
-and the sum of r^2 over each 64 columns. The kernel after the next product multiplies by
-unit = 1 / sqrt(mean r^2 + eps); it may do so after the product, because unit is one factor per row of x.
-So no kernel has to read a whole row.
+RMSNorm is split between two kernels. The kernel that computes the residual stream r writes r * scale, and the sum of
+r^2 over every 64 columns. The kernel after the next product multiplies by unit = 1 / sqrt(mean r^2 + eps). This is
+possible after the product, because unit is one factor per row of x. So no kernel has to read a whole row.
 
-The residual stream is stored transposed, [D, M], like sums of products; x of a product is [M, K].
+The residual stream is stored transposed, [D, M], like sums of products. x of a product is [M, K].
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from pallas_kernels.runtime import Device
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """The residual stream of M rows, ready for a norm.
+    """The residual stream of M rows, with the first half of the next RMSNorm.
 
     Attributes:
       values: bfloat16 [D, M]; D is padded with zeros to whole tiles of 64.
@@ -52,7 +51,7 @@ class Stream:
     width: int = dataclasses.field(metadata={"static": True})
 
     def unit(self, eps: float) -> jax.Array:
-        """1 / sqrt(mean of squares + eps) of each row, float32 [M]."""
+        """Returns 1 / sqrt(mean of squares + eps) of each row, float32 [M]."""
         squares = self.squares[: layout.tiles(self.width)]
         return jax.lax.rsqrt(jnp.sum(squares, axis=0) / self.width + eps)
 
@@ -69,7 +68,7 @@ def stream(values: jax.Array, scale: jax.Array) -> Stream:
 
 
 def added(stream_: Stream, y: jax.Array, scale: jax.Array) -> Stream:
-    """Adds y to a stream, without a kernel: for a y that is first summed over devices.
+    """Adds y to a stream without a kernel, for a y that is first summed over devices.
 
     Args:
       stream_: the stream.
@@ -83,7 +82,7 @@ def added(stream_: Stream, y: jax.Array, scale: jax.Array) -> Stream:
 def supports(
     m: int, n: int, *, rank: int = 0, is_swiglu: bool = False, device: Device | None = None
 ) -> str | None:
-    """Why this kernel cannot finish a product, or None.
+    """Returns why this kernel cannot run after a product, or None if it can.
 
     Args:
       m: rows of x.
@@ -106,7 +105,7 @@ def supports(
 
 
 def shared_bytes(m: int, rank: int, *, is_swiglu: bool) -> int:
-    """Bytes of shared memory that a block takes, for B of its rows of W and x A of its rows of x."""
+    """Returns the bytes of shared memory that a block takes: B for its rows of W, and x A for its rows of x."""
     halves = 2 if is_swiglu else 1
     # If the rank is less than a tile, gate and up share one tile of x A.
     distinct = halves if rank >= TILE else 1
@@ -124,22 +123,23 @@ def finish(
     is_swiglu: bool = False,
     interpret: bool = False,
 ) -> jax.Array | Stream:
-    """Applies the operations after a product of N columns and M rows. Each part of N is padded to whole tiles.
+    """Applies the operations after a product of M rows and N columns. Each part of N is padded to whole tiles.
 
     Args:
       sums: from `nvfp4_matmul.decode.product`.
-      divisor: the weight's global scale, float32 [N]; or of any other size, whose first value is used for all.
+      divisor: the weight's global scale, float32 [N]; or of any other size, then its first value is used for all
+        rows.
       bias: [N]; or None.
       branch: LoRA's branch; given if and only if `sums` has an adapter.
-      norm: the stream whose `scaled` was multiplied, and epsilon of its norm; the product is multiplied by the
-        stream's `unit`. None without a norm.
+      norm: the stream whose `scaled` is x of the product, and the epsilon of its norm; the product is multiplied by
+        the stream's `unit`. None without a norm.
       residual: the stream's values [N, M], to which the product is added, and the scale of the next norm, float32;
         its length is N without padding. None without a residual.
       is_swiglu: whether the first half of N is the gate and the second half is up.
-      interpret: run on a CPU, and report data races.
+      interpret: whether to run on a CPU and report data races.
 
     Returns:
-      bfloat16 [M, N], or [M, N / 2] for a SwiGLU; or the new `Stream` if there is a residual.
+      bfloat16 [M, N], or [M, N / 2] for a SwiGLU; with a residual, the new `Stream`.
 
     Raises:
       NotImplementedError: the reason `supports` gives.
@@ -176,7 +176,7 @@ def finish(
 
 
 def _columns(m: int) -> int:
-    """Rows of x that one block finishes: the fastest of 8, 16 and 32, measured on an H200 with a 7B layer."""
+    """Returns the rows of x per block: the fastest of 8, 16 and 32, measured on an H200 with a 7B layer."""
     return 8 if m <= 32 else 16 if m <= 64 else 32
 
 

@@ -1,4 +1,4 @@
-"""The kernel of `epilogue`: each phase is a method of `_Block`, a block's tile of the result."""
+"""The kernel that `epilogue` describes. Each phase is a method of `_Block`, which computes one tile of the result."""
 
 import dataclasses
 import functools
@@ -23,14 +23,14 @@ from pallas_kernels.nvfp4_matmul.layout import TILE
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """The static description of an epilogue; of the arrays in it only shapes are used.
+    """Static parameters of a launch; of the arrays in it, only the shapes are used.
 
     Attributes:
-      mode: which result of the product is written; see `epilogue`.
-      sums: the product.
-      columns: rows of x that a block finishes.
+      mode: which result is written; see `epilogue`.
+      sums: the partial sums of the product.
+      columns: rows of x per block.
       branch: LoRA's branch; or None.
-      norm: the stream whose unit the product is multiplied by, and epsilon of its norm; or None.
+      norm: the stream whose unit the product is multiplied by, and the epsilon of its norm; or None.
       square_rows: number of rows of the new stream's `squares`.
       interpret: whether this runs on a CPU.
     """
@@ -45,7 +45,7 @@ class Problem:
 
     @property
     def halves(self) -> range:
-        """Parts of N: a block finishes one tile of each. Two for a SwiGLU (gate and up), otherwise one."""
+        """Indices of the halves of N: two for a SwiGLU, otherwise one (all of N). A block computes a tile of each."""
         return range(2 if self.mode == "swiglu" else 1)
 
     @property
@@ -65,7 +65,7 @@ class Problem:
 
     @property
     def distinct(self) -> int:
-        """Number of separate tiles of x A that a block reads; gate and up may share one."""
+        """Number of different slices of x A that a block reads; gate and up may share one."""
         is_swiglu = self.mode == "swiglu"
         return len(set(self.branch.firsts)) if is_swiglu and self.branch is not None else 1
 
@@ -76,16 +76,17 @@ class Problem:
 
 
 def launch(operands: Mapping[str, jax.Array | None], problem: Problem) -> list[jax.Array]:
-    """Starts the kernel.
+    """Launches the kernel.
 
     Args:
-      operands: `partials` [parts, N, M] and `divisor` [N] or any other size. Each of these or None: `bias` [N], LoRA's
-        `b` [N, R] and `u` [parts, ranks, M], the norm's `squares` [D / 64, M], `residual` [N, M] and the next norm's
-        `scale` [N].
-      problem: the description of the epilogue.
+      operands: `partials` float32 [parts, N, M], in rows or as `fragments`, and `divisor` float32 [N] or of any other
+        size. The others may be None: `bias` [N], LoRA's `b` bfloat16 [N, R] and `u` float32 [parts, ranks, M], the
+        norm's `squares` float32 [R', M] (R' is D / 64 rounded up to a multiple of 64), `residual` bfloat16 [N, M] and
+        the next norm's `scale` float32 [N].
+      problem: the static parameters.
 
     Returns:
-      [M, outputs]; or values, scaled values and squares of a `Stream`.
+      One array, bfloat16 [M, outputs]; with a residual three: values, scaled values and squares of a `Stream`.
     """
     _, n, m = problem.sums.size
     halves, ranks = len(problem.halves), max(problem.ranks, TILE)
@@ -119,11 +120,11 @@ def launch(operands: Mapping[str, jax.Array | None], problem: Problem) -> list[j
 
 @dataclasses.dataclass(frozen=True)
 class _Read:
-    """What a block loads into registers before it computes. Tiles are [64, columns].
+    """The values that a block loads into registers before it computes. Tiles are [64, columns].
 
     Attributes:
-      us: for each tile of ranks, the parts of x A.
-      parts: for each half of N, the parts of the sums.
+      us: for each tile of ranks, the partial sums of x A.
+      parts: for each half of N, the partial sums of the product.
       squares: tiles of 64 rows of `squares`.
       divisors: for each half of N, the divisor: a scalar, or a tile.
       biases: for each half of N, the bias as a tile; empty without a bias.
@@ -152,12 +153,12 @@ def _kernel(refs: types.SimpleNamespace, *, problem: Problem) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """A block's tile of the result.
+    """The program of one block, which computes one tile of the result.
 
     Attributes:
-      problem: the description of the epilogue, the same for all blocks.
+      problem: the static parameters, the same for all blocks.
       refs: operands, results and scratch of `launch`.
-      tile: number of the tile of 64 columns of the result.
+      tile: index of the tile of 64 columns of the result.
       window: the block's rows of x.
       pieces: the same rows, counted in chunks of `fragments`.
       rows: for each half of N, the block's rows of the sums.
@@ -191,7 +192,7 @@ class _Block:
 
     # Reading -------------------------------------------------------------------------------------
     def _ask_for_b(self) -> None:
-        """Starts the copies of B."""
+        """Starts the bulk copies of B to shared memory."""
         if not self.problem.ranks:
             return
         refs = self.refs
@@ -199,7 +200,7 @@ class _Block:
             plgpu.copy_gmem_to_smem(refs.b.at[rows], refs.b_tiles.at[half], refs.arrived.at[half])
 
     def _read(self) -> _Read:
-        """Issues all loads before any value is used, since this kernel mostly waits for memory."""
+        """Issues all loads before any value is used, because this kernel mostly waits for memory."""
         problem, refs = self.problem, self.refs
         u_parts = 0 if problem.branch is None else refs.u.shape[0]
         us = [[self._load_sum(refs.u, i, at) for i in range(u_parts)] for at in self._rank_tiles()]
@@ -227,7 +228,7 @@ class _Block:
         return _Read(us, parts, squares, divisors, biases, residual, scale)
 
     def _rank_tiles(self) -> list[jax.Array | int]:
-        """Numbers of the tiles of ranks that this block's rows need."""
+        """Returns the indices of the tiles of ranks that this block's rows need."""
         branch = self.problem.branch
         if branch is None:
             return []
@@ -250,7 +251,7 @@ class _Block:
 
     # Computing -----------------------------------------------------------------------------------
     def _put_u(self, us: list[list[jax.Array]]) -> None:
-        """Writes x A, transposed, to shared memory as the second operand of `wgmma`."""
+        """Sums the parts of x A, and writes it, transposed, to shared memory as the second operand of `wgmma`."""
         for i, more in enumerate(us):
             u = functools.reduce(jnp.add, more).astype(jnp.bfloat16)
             part, at = divmod(i * TILE, max(self.problem.ranks, TILE))
@@ -262,7 +263,7 @@ class _Block:
             plgpu.commit_smem()
 
     def _unit(self, squares: list[jax.Array]) -> jax.Array | None:
-        """1 / RMS from the norm before, for each row of x; None without a norm."""
+        """Returns 1 / RMS from the norm before, for each row of x; None without a norm."""
         if self.problem.norm is None:
             return None
         (stream, eps), tiles = self.problem.norm, self.problem.square_tiles
@@ -276,7 +277,7 @@ class _Block:
         return lax.rsqrt(total / stream.width + eps)
 
     def _product(self, read: _Read, unit: jax.Array | None, half: int) -> jax.Array:
-        """One half of the linear with LoRA, norm and bias, float32 [64, columns]; without SwiGLU and residual."""
+        """Returns one half of y, float32 [64, columns]: with LoRA, norm and bias, without SwiGLU or residual."""
         sums = self.problem.sums
         row = (half * self.problem.tiles + self.tile) * TILE
         filled = sums.plan.parts(lax.div(row, sums.rows))
@@ -293,7 +294,7 @@ class _Block:
         return y
 
     def _branch(self, half: int) -> jax.Array:
-        """The product of B and x A, float32 [64, columns]."""
+        """Returns the product of B and x A, float32 [64, columns]."""
         refs = self.refs
         plgpu.barrier_wait(refs.arrived.at[half])
 
@@ -309,7 +310,7 @@ class _Block:
         return registers.rounded_to_bfloat16(values, interpret=self.problem.interpret)
 
     def _write(self, values: jax.Array) -> None:
-        """Writes bfloat16 [64, columns], transposed."""
+        """Writes bfloat16 [64, columns] to the result, transposed."""
         ref = self.refs.out.at[self.window, self.rows[0]]
         if self.problem.interpret:
             ref[...] = values.T

@@ -4,26 +4,26 @@
     result = silu([gate]) * [up]                    values in brackets are rounded to bfloat16
 
 The rows of W are in pairs (`layout.paired_rows`): of the 64 rows that a warpgroup multiplies, each thread holds the
-same rows of gate and up. So gate and up never leave the registers, and only the result is written. `decode` with
-`epilogue` writes every sum in float32 and reads it again: 38 MB a layer for 64 rows of a 7B model.
+same rows of gate and up. So gate and up never leave the registers, and only the result is written. Two kernels
+(`decode` and `epilogue`) write every sum in float32 and read it again: 38 MB per layer for 64 rows of a 7B model.
 
 Each block sums whole tiles over all of K. Each of its warpgroups takes 64 rows of W at a time, and all share x:
 
     block      wait full | decode, wgmma | leave the slot, refill own W | ... | branch, norm, SwiGLU, store
-    slot       `step` columns of x [M, step] and of W [tiles, step / 64, 3, 192 words]; after the last columns of a
-               tile, B of its rows and U [M, 64], as in `nvfp4_matmul.prefill`, or with ranks above 32 several
-               slots of these, 64 columns of U in each
+    slot       a pipeline stage: `step` columns of x [M, step] and of W [tiles, step / 64, 3, 192 words]. After the
+               last columns of a tile, B of its rows and U [M, 64]; with ranks above 32 several slots of these, each
+               with 64 columns of U
 
-A block may have one tile more than it has warpgroups, and share it: each warpgroup multiplies its own part of the rows
-of x by it. This serves many rows of x, whose sums leave no registers for another warpgroup.
+A block may have one tile more than it has warpgroups. It is shared: each warpgroup multiplies it by its own part of
+the rows of x. This helps if x has many rows, whose sums leave no registers for another warpgroup.
 
-Every block of W takes about the same number of tiles, and W gets no more blocks than that needs. On the processors that
-are left, the first blocks of the grid multiply x by A. Each takes a share of K for one tile of 64 ranks; the last one
-to finish adds up the shares of the tile, in a fixed order, and signals that this part of U is ready. Blocks of W wait
-for all parts after they have multiplied all of x, so in practice U is ready by then. There is no deadlock: blocks of A
-wait for no others.
+Every block of W takes about the same number of tiles, and there are only as many blocks of W as that needs. On the
+remaining multiprocessors, the first blocks of the grid multiply x by A. Each takes a share of K for one tile of 64
+ranks. The last one to finish adds up the shares of the tile, in a fixed order, and signals that this part of U is
+ready. Blocks of W wait for all parts of U after they have multiplied all of x, so in practice U is ready by then.
+There is no deadlock, because blocks of A wait for no others.
 
-Every row of x is summed in the same order, whatever the other rows are.
+The order of summation in a row of x does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from pallas_kernels.nvfp4_matmul.decode import Upcoming
 from pallas_kernels.nvfp4_matmul.layout import TILE, HopperNVFP4
 from pallas_kernels.runtime import Device
 
-# The most ranks of each of gate and up: four tiles of A hold both, and a tile of W reads U from as many slots.
+# The most ranks of each of gate and up. Both together take four tiles of A, and U and B as many slots.
 MOST_RANKS = 2 * TILE
 # Counters in device memory, one word each: finished shares of each tile of A (four) for each part of the rows of x
 # (four), then finished parts of U, and blocks that have seen all parts. The rest is unused.
@@ -58,8 +58,8 @@ class Config:
 
     Attributes:
       warpgroups: warpgroups per block, each with 64 rows of W; 1 to 5.
-      step: columns of x and W per slot; 64, 128 or 256.
-      stages: number of slots in shared memory; 2 or more.
+      step: columns of x and W per pipeline stage; 64, 128 or 256.
+      stages: pipeline stages, that is, slots in shared memory; 2 or more.
       blocks: number of blocks that share W.
       is_shared: whether a block has one more tile, which each warpgroup multiplies by its part of the rows of x.
     """
@@ -78,15 +78,15 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """Which block does what.
+    """Describes which block does what.
 
     Attributes:
       tiles: number of tiles of 64 rows of W.
       steps: number of steps of `config.step` columns.
-      turns: how many times a block takes up to `config.high` tiles.
+      turns: number of rounds in which a block processes its tiles, up to `config.high` in each.
       tiles_of_a: number of tiles of 64 ranks of A, those of gate and up together; 0 without A.
       shares: number of blocks that share the columns of each tile of A; 0 without A.
-      windows: number of parts of the rows of x; in a block of A each warpgroup multiplies one part by A.
+      windows: number of parts of the rows of x. In a block of A each warpgroup multiplies one part by A.
     """
 
     tiles: int
@@ -103,7 +103,7 @@ class Cut:
 
 
 def cut(m: int, n: int, k: int, config: Config, *, rank: int, device: Device | None = None) -> Cut:
-    """Divides a problem as a configuration says; arguments as for `supports`."""
+    """Divides a problem according to a configuration; arguments as for `supports`."""
     tiles, steps = layout.tiles(n), layout.whole(k) // config.step
     most = -(-tiles // config.blocks)
     turns = -(-most // config.high)
@@ -124,13 +124,13 @@ def supports(
     rank: int = 0,
     device: Device | None = None,
 ) -> str | None:
-    """Why this kernel cannot run a problem, or None.
+    """Returns why this kernel cannot run a problem, or None if it can.
 
     Args:
       m: rows of x.
       n: rows of W, gate and up together.
       k: columns of x and W.
-      config: None for that of `pick_config`.
+      config: the configuration; None for that of `pick_config`.
       rank: padded rank of one part of LoRA's branch (`lora.filled_rank`); 0 without LoRA.
       device: the device that runs it; None for the current one.
     """
@@ -157,8 +157,8 @@ def _misfit(
     tiles_of_a, shares = of_blocks.tiles_of_a, of_blocks.shares
     if tiles_of_a > config.stages:
         return f"needs {tiles_of_a} slots for LoRA of rank {rank}; got {config.stages}"
-    # With more steps for each share, U would not be ready when the first tiles are. Of several tiles of A, a share may
-    # also be as much as half of the steps that a tile of W takes.
+    # With more steps per share, U would not be ready when the first tiles of W are. With several tiles of A, a share
+    # may also have up to half of the steps.
     is_ready = of_blocks.steps <= 2 * config.stages * shares or (tiles_of_a > 1 and shares > 1)
     if rank and not is_ready:
         there = of_blocks.blocks_of_a
@@ -170,13 +170,13 @@ def _misfit(
 
 
 def depth(config: Config) -> int:
-    """Tiles of words in a slot for each tile of rows: enough for W, for B of 64 columns of U, and for A."""
+    """Returns the blocks of words [3, 192] in a slot for each tile of rows: enough for W, for B, and for A."""
     chunks = config.step // TILE
     return max(chunks, 2, -(-4 * chunks // config.high))
 
 
 def shared_bytes(m: int, config: Config) -> int:
-    """Bytes of shared memory that a block takes."""
+    """Returns the bytes of shared memory that a block takes."""
     slot = config.step * m * 2 + config.high * depth(config) * _TILE_BYTES
     return config.stages * slot + 4 * m
 
@@ -184,7 +184,7 @@ def shared_bytes(m: int, config: Config) -> int:
 def pick_config(
     m: int, n: int, k: int, *, rank: int, device: Device | None = None
 ) -> Config | None:
-    """The configuration for a problem: the first of `candidates`; None if none fits."""
+    """Picks the configuration for a problem: the first of `candidates`; None if none fits."""
     return next(iter(candidates(m, n, k, rank=rank, device=device)), None)
 
 
@@ -202,8 +202,9 @@ def _candidates(m: int, n: int, k: int, rank: int, card: Device) -> tuple[Config
             for stages in (4, 3, 2):
                 config = Config(warpgroups, step, stages, blocks, is_shared)
                 if _misfit(m, n, k, config, rank=rank, device=card) is None:
-                    # The fewest tiles per block, then the fewest passes over x, then the fewest idle warpgroups. With
-                    # more than 64 rows a second pass is faster than a shared tile (7B, 128 rows: 59.0 and 63.4 us).
+                    # Prefer the fewest tiles per block, then the fewest passes over x, then the fewest idle
+                    # warpgroups. With more than 64 rows a second pass is faster than a shared tile (7B, 128 rows:
+                    # 59.0 us instead of 63.4 us).
                     avoided = m > 64 and is_shared
                     costs = count, avoided, turns, turns * high - count, is_shared, -step, -stages
                     found.append((costs, config))
@@ -215,16 +216,16 @@ def _candidates(m: int, n: int, k: int, rank: int, card: Device) -> tuple[Config
 def candidates(
     m: int, n: int, k: int, *, rank: int, device: Device | None = None
 ) -> tuple[Config, ...]:
-    """Configurations that fit a problem, the fastest first, as estimated from the number of tiles per block."""
+    """Returns the configurations that fit a problem, the fastest first, as estimated from the tiles per block."""
     return _candidates(m, n, k, rank, device or runtime.device())
 
 
 @dataclasses.dataclass(frozen=True)
 class Following:
-    """A product of this kernel, described for the product before it; see `decode.Upcoming`.
+    """Describes a product of this kernel for the product before it, which prefetches; see `decode.Upcoming`.
 
     Attributes:
-      words: words of its weight, int32 [N / 64, K / 64, 3, 192].
+      words: its packed weight, int32 [N / 64, K / 64, 3, 192].
       config: its configuration.
     """
 
@@ -242,12 +243,12 @@ class Following:
         return self.config.high, self.config.step // TILE
 
     def first(self, block: jax.Array) -> tuple[jax.Array, int]:
-        """Row and column where a block's first words begin, in tiles of 64 x 64."""
+        """Returns the row and column where a block's first words begin, in tiles of 64 x 64."""
         return first_tile(block, len(self.words), self.config.blocks), 0
 
 
 def first_tile(block: jax.Array, tiles: int, blocks: int) -> jax.Array:
-    """The first tile of a block; its last tile is the one before the first tile of the next block."""
+    """Returns the first tile of a block. Its last tile is the one before the first tile of the next block."""
     return jax.lax.div(block * tiles, blocks)
 
 
@@ -264,7 +265,7 @@ def linear(
     device: Device | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """silu(gate) * up, where gate and up are the halves of x W^T, with LoRA and the norm before; see the module.
+    """Computes silu(gate) * up; gate and up are the halves of x W^T with LoRA and the norm before (see the module).
 
     Args:
       x: bfloat16 [M, K], or a residual stream, which is normalized first. M is a multiple of 8; K is plain or padded
@@ -273,12 +274,12 @@ def linear(
       divisor: w's global scale after `decode.sliceable`; None for `w.global_scale`.
       branch: from `lora.pack_branch` with `is_paired`; None without LoRA.
       eps: epsilon of the norm, if x is a stream.
-      config: None for that of `pick_config`.
-      following: the next product, whose first words are prefetched.
+      config: the configuration; None for that of `pick_config`.
+      following: the next product, whose first words are prefetched; None for none.
       counters: zeros, int32 [COUNTERS]; the kernel sets them back to 0. Pass the same array for all layers to save
         a kernel per layer; None makes a new one.
       device: the device that runs it; None for the current one.
-      interpret: run on a CPU, and report data races.
+      interpret: whether to run on a CPU and report data races.
 
     Returns:
       bfloat16 [M, N / 2].

@@ -1,4 +1,4 @@
-"""The kernel of `gated`: each phase is a method of a block's work as one of its warpgroups sees it."""
+"""The kernel that `gated` describes. Each phase is a method of `_Block` or `_BlockOfA`, run by one warpgroup."""
 
 import dataclasses
 import functools
@@ -22,11 +22,11 @@ from pallas_kernels.nvfp4_matmul.decode import Upcoming
 from pallas_kernels.nvfp4_matmul.decode_kernel import ask_for
 from pallas_kernels.nvfp4_matmul.layout import TILE
 
-# Rows of x that are finished at a time; few, because the branch's product needs registers beside the sums.
+# Rows of x whose epilogue is computed at a time: few, because LoRA's product needs registers beside the sums.
 _AT_ONCE = 32
-# Shares of A that are added up at a time.
+# Number of partial sums of x A that are loaded and added up at a time.
 _SHARES_AT_ONCE = 4
-# Counters of each tile of A: one for each window of the rows of x.
+# Number of counters for each tile of A: one for each window (part) of the rows of x.
 _WINDOWS = 4
 # Indices in `counters`: the number of finished parts of U, and the number of blocks that have seen all of them.
 _READY, _READERS = 16, 17
@@ -34,13 +34,13 @@ _READY, _READERS = 16, 17
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """The static description of a problem.
+    """Static parameters of a launch.
 
     Attributes:
       config: how the work is divided.
       cut: which block does what.
-      rank: padded rank of one part of LoRA's branch; 0 without LoRA.
-      norm: width of the stream whose unit the product is multiplied by, and epsilon of its norm; or None.
+      rank: padded rank R of one part of LoRA's branch; 0 without LoRA.
+      norm: width of the stream whose unit the product is multiplied by, and the epsilon of its norm; or None.
       following: the product whose first words are prefetched; or None.
       interpret: whether this runs on a CPU.
     """
@@ -64,20 +64,20 @@ class Problem:
 
 
 def launch(operands: Mapping[str, jax.Array | None], problem: Problem, *, name: str) -> jax.Array:
-    """Starts the kernel.
+    """Launches the kernel.
 
     Args:
-      operands: `x` bfloat16 [M, K], `w` int32 [N / 64, K / 64, 3, 192], `divisor` float32 [N] or any other size,
-        `counters` int32 [gated.COUNTERS], zeros. Each of these or None: `squares` float32 [D / 64, M],
-        `a` int32 [K / 16, 3, 192], `b` int32 [N / 64, max(1, R / 16), 3, 192].
-      problem: the description of the problem.
-      name: the kernel's name.
+      operands: `x` bfloat16 [M, K], `w` int32 [N / 64, K / 64, 3, 192], `divisor` float32 [N] or of any other size,
+        `counters` int32 [gated.COUNTERS], zeros. The others may be None: `squares` float32, whose first D / 64 rows
+        [D / 64, M] are used; `a` int32 [tiles of A * K / 16, 3, 192]; `b` int32 [N / 64, max(1, R / 16), 3, 192].
+      problem: the static parameters.
+      name: the kernel's name in profiles.
 
     Returns:
       bfloat16 [M, N / 2].
     """
     if problem.interpret and problem.rank:
-        # Interpreted blocks cannot signal to each other, so A and W take a launch each.
+        # Interpreted blocks cannot signal each other, so A and W take one launch each.
         shares = _launch(operands, problem, problem.cut.blocks_of_a, 0, name=name)["shares"]
         u = fragments.to_rows(shares).sum(0).astype(jnp.bfloat16).T
         operands = {**operands, "a": None, "u": u}
@@ -121,7 +121,7 @@ def _launch(
             "new_u": jax.ShapeDtypeStruct((m, ranks), jnp.bfloat16) if adds_up else None,
         },
         {
-            # U uses the same memory as x. The interpreter does not know such unions, so it gets two arrays.
+            # U uses the same memory as x. The interpreter does not support such unions, so it gets two arrays.
             "slots": None if interpret else plgpu.RefUnion(x_slots, u_slots),
             "x_slots": x_slots if interpret else None,
             "u_slots": u_slots if interpret else None,
@@ -163,13 +163,13 @@ def _kernel(refs: types.SimpleNamespace, *, problem: Problem, blocks_of_a: int) 
 
 @dataclasses.dataclass(frozen=True)
 class _Worker:
-    """A block's work as one of its warpgroups sees it.
+    """The program of one warpgroup of a block.
 
     Attributes:
-      problem: the description of the problem, the same for all blocks.
+      problem: the static parameters, the same for all blocks.
       refs: operands, results and scratch of `launch`.
-      number: the block's number among the blocks of its kind.
-      group: the warpgroup's number in the block.
+      number: index of the block among the blocks of its kind.
+      group: index of the warpgroup in the block.
     """
 
     problem: Problem
@@ -187,7 +187,7 @@ class _Worker:
         return self.refs.x_slots if self.problem.interpret else self.refs.slots[0]
 
     def _u_slot(self, slot: jax.Array) -> jax.Ref:
-        """The part of a slot that holds 64 columns of U [M, 64]."""
+        """Returns the part of a slot that holds 64 columns of U [M, 64]."""
         slots = self.refs.u_slots if self.problem.interpret else self.refs.slots[1]
         return slots.at[slot * self.problem.chunks]
 
@@ -198,7 +198,7 @@ class _Worker:
         )
 
     def _summed(self, rows: int, add_products: Callable) -> jax.Array:
-        """The sums [64, rows] of an accumulator after `add_products`."""
+        """Runs `add_products` on a new accumulator and returns its sums, float32 [64, rows]."""
 
         def run(acc):
             add_products(acc)
@@ -219,22 +219,22 @@ class _Worker:
 
 @dataclasses.dataclass(frozen=True)
 class _BlockOfA(_Worker):
-    """A block that computes one share of a tile of x A, along K; each warpgroup has its own window of the rows of x."""
+    """A block that computes one tile of x A over a share of K. Each warpgroup has its own window of the rows of x."""
 
     @property
     def _tile(self) -> jax.Array | int:
-        """Number of this block's tile of A."""
+        """Index of this block's tile of A."""
         cut = self.problem.cut
         return 0 if cut.tiles_of_a == 1 else lax.div(self.number, cut.shares)
 
     @property
     def _share(self) -> jax.Array:
-        """Number of this block among those of its tile."""
+        """Index of this block among those of its tile."""
         cut = self.problem.cut
         return self.number if cut.tiles_of_a == 1 else lax.rem(self.number, cut.shares)
 
     def run(self) -> None:
-        """Multiplies; the last block of each tile and window also adds up the shares."""
+        """Multiplies. The last block to finish a window of a tile also adds up the shares."""
         cut = self.problem.cut
         start, stop = (lax.div((self._share + i) * cut.steps, cut.shares) for i in range(2))
 
@@ -293,7 +293,7 @@ class _BlockOfA(_Worker):
             collectives.publish(refs.counters.at[_READY])
 
     def _added_up(self, pieces: pl.Slice) -> jax.Array:
-        """The sum of all shares of this window, added in order."""
+        """Adds up all shares of this window, in order."""
         shares, ref = self.problem.cut.shares, self.refs.shares
         load = lambda share: fragments.load(ref.at[share, self._tile, pieces], interpret=False)
 
@@ -323,13 +323,13 @@ class _Block(_Worker):
 
     @functools.cached_property
     def ring(self) -> Ring:
-        """The ring of slots; `fetch` starts only the copies that warpgroup 0 makes for all."""
+        """The ring buffer of slots. Its `fetch` only starts the copies that warpgroup 0 makes for all warpgroups."""
         refs = self.refs
         stages = self.problem.config.stages
         return Ring(stages, self._copy_common, refs.full, refs.empty, end=self.units)
 
     def run(self) -> None:
-        """Fills the slots, and runs all turns."""
+        """Starts filling the slots, and runs all turns."""
         for stage in range(min(self.problem.config.stages, self.units)):
             unit = jnp.int32(stage)
             self._copy_own(unit, stage)
@@ -340,29 +340,29 @@ class _Block(_Worker):
 
     # Copies --------------------------------------------------------------------------------------
     def _tile(self, turn: jax.Array, at: jax.Array | int) -> jax.Array:
-        """Number of the tile at a place of a turn; it may lie beyond the block's last tile, see `_end`."""
+        """Returns the index of the tile at a place of a turn. It may be after the block's last tile; see `_end`."""
         tiles, config = self.problem.cut.tiles, self.problem.config
         first = gated.first_tile(self.number, tiles, config.blocks)
         return first + turn * config.high + at
 
     @property
     def _end(self) -> jax.Array:
-        """Number of the tile after this block's last tile."""
+        """Index of the tile after this block's last tile."""
         tiles, blocks = self.problem.cut.tiles, self.problem.config.blocks
         return gated.first_tile(self.number + 1, tiles, blocks)
 
     def _place(self, unit: jax.Array) -> tuple[jax.Array | int, jax.Array]:
-        """Turn and step of a unit."""
+        """Returns the turn and the step of a unit."""
         if self.turns == 1:
             return 0, unit
         units = self.problem.units_of_turn
         return lax.div(unit, units), lax.rem(unit, units)
 
     def _copy_words(self, unit: jax.Array, slot: jax.Array, place: jax.Array | int) -> None:
-        """Starts the copies of W, or of B, for one tile."""
+        """Starts the bulk copies of W, or of B, for one tile."""
         problem, refs = self.problem, self.refs
         turn, at = self._place(unit)
-        # If there is no such tile, copy the block's last one again: another warpgroup has just requested it.
+        # If there is no such tile, copy the block's last tile again, which another warpgroup has just requested.
         tile = lax.min(self._tile(turn, place), self._end - 1)
         first = place * gated.depth(problem.config)
 
@@ -389,11 +389,11 @@ class _Block(_Worker):
         pl.when(at >= problem.cut.steps)(ranks)
 
     def _copy_own(self, unit: jax.Array, slot: jax.Array | int) -> None:
-        """Starts the copies of this warpgroup's own rows of W, or B."""
+        """Starts the bulk copies of this warpgroup's own rows of W, or of B."""
         self._copy_words(unit, slot, self.group)
 
     def _copy_common(self, unit: jax.Array, slot: jax.Array) -> None:
-        """Starts the copies of x, or U, and of a shared tile."""
+        """Starts the bulk copies of x, or of U, and of a shared tile."""
         problem, refs = self.problem, self.refs
         if problem.config.is_shared:
             self._copy_words(unit, slot, problem.config.warpgroups)
@@ -427,7 +427,7 @@ class _Block(_Worker):
         @pl.when((unit > 0) & (ahead < ring.end))
         def _():
             ring.leave(slot)
-            # The copy may start when all threads of this warpgroup have read their words.
+            # The copy may start only when all threads of this warpgroup have read their words.
             collectives.sync(interpret=self.problem.interpret)
             self._copy_own(ahead, slot)
 
@@ -451,7 +451,7 @@ class _Block(_Worker):
         pl.when(~is_there)(lambda: self._pass_turn(turn))
 
     def _pass_turn(self, turn: jax.Array) -> None:
-        """The work of a warpgroup that has no tile in a turn: it keeps the slots moving for the others."""
+        """Runs a turn of a warpgroup that has no tile: it only leaves and refills slots for the other warpgroups."""
         first = turn * self.problem.units_of_turn
 
         @pl.loop(first, first + self.problem.units_of_turn)
@@ -483,8 +483,8 @@ class _Block(_Worker):
             )
             pl.when((self.group == 0) & (turn == self.turns - 1))(ask)
         units_of_branch = [last + tile for tile in range(self.problem.cut.tiles_of_a)]
-        # Where turns have whole rounds of the ring, these slots are the same in all turns. The compiler would compute
-        # all addresses in them before the first turn, and keep them in registers that the sums need.
+        # If a turn takes a multiple of `stages` units, these slots are the same in all turns. Then the compiler would
+        # compute all addresses in them before the first turn, and keep them in registers that the sums need.
         interpret = self.problem.interpret
         slots = [
             registers.opaque(self.ring.slot(unit), interpret=interpret) for unit in units_of_branch
@@ -496,15 +496,15 @@ class _Block(_Worker):
                 self.ring.wait(slot)
         if self.problem.norm is not None:
             pl.when(turn == 0)(lambda: plgpu.barrier_wait(self.refs.has_unit))
-        # The shared tile first: its sums are few, and their registers are then free.
+        # The shared tile is finished first: it has few sums, and this frees their registers.
         finished = reversed(list(zip(places, scales, totals, strict=True)))
         for (place, row, _), scale, total in finished:
             base = registers.to_bfloat16(total, interpret=interpret)
-            # Beside the sums of many rows there are registers for only a few more.
+            # The sums of many rows leave registers for only a few more.
             is_crowded = total is not totals[0] and self.rows > 96
             at_once = _AT_ONCE // 4 if is_crowded else _AT_ONCE
             self._finish(base, scale, self._tile(turn, place), slots, place, row, at_once)
-        # All of them were in use at once; the next turn leaves the last one.
+        # All slots of the branch were in use until now. Leave all but the last one, which the next turn leaves.
         for unit in units_of_branch[1:]:
             self._renew(unit)
             self._renew_common(unit)
@@ -512,7 +512,7 @@ class _Block(_Worker):
     def _multiply_unit(
         self, unit: jax.Array, accs: tuple[jax.Ref, ...], places: list[tuple]
     ) -> None:
-        """Adds the products of a unit, and has the slot of the unit before it refilled."""
+        """Adds the products of a unit to the accumulators, and refills the slot of the unit before it."""
         problem, slot = self.problem, self.ring.slot(unit)
         load = (lambda tile: None) if problem.interpret else packed_tile.load
         high = gated.depth(problem.config)
@@ -522,8 +522,8 @@ class _Block(_Worker):
             for acc, (place, row, rows) in zip(accs, places, strict=True)
         ]
         self.ring.wait(slot)
-        # One product runs while the next tile is decoded. With a shared tile and more than 96 rows, there are no
-        # registers for two decoded tiles: then this warpgroup waits, and another one decodes meanwhile.
+        # One product runs while the next tile is decoded. But with a shared tile and more than 96 rows, there are no
+        # registers for two decoded tiles. Then this warpgroup waits, and another one decodes meanwhile.
         overlaps = len(accs) == 1 or self.rows <= 96
         loaded = load(work[0][1])
         for i, (acc, tile, row, rows, chunk) in enumerate(work):
@@ -541,12 +541,12 @@ class _Block(_Worker):
             if i == 0:
                 self._renew(unit)
         self._renew_common(unit)
-        # ptxas does not see across the loop's edge that `wgmma` still reads registers.
+        # ptxas does not see across loop iterations that `wgmma` still reads registers.
         plgpu.wgmma_wait(0)
 
     # Results -------------------------------------------------------------------------------------
     def _scale(self, tile: jax.Array) -> jax.Array:
-        """The factor for sums of a tile: a scalar, or [64]."""
+        """Returns the factor for the sums of a tile: a scalar, or [64]."""
         divisor, n = self.refs.divisor, self.problem.cut.tiles * TILE
         if divisor.shape[0] != n:
             return (1 / layout.DECODED_SCALE) * (1 / divisor[0])
@@ -554,7 +554,7 @@ class _Block(_Worker):
         return (1 / layout.DECODED_SCALE) * (1 / _load(0, divisor.at[rows]))
 
     def _put_unit(self) -> None:
-        """Writes the norm's unit for all rows of x to shared memory, for all warpgroups."""
+        """Writes the norm's unit, 1 / RMS of all rows of x, to shared memory for all warpgroups."""
         (width, eps), refs = self.problem.norm, self.refs
         how = {"interpret": self.problem.interpret}
         collectives.put_units(refs.squares, layout.tiles(width), width, eps, refs.unit, **how)
@@ -570,16 +570,16 @@ class _Block(_Worker):
         row: jax.Array | int,
         at_once: int,
     ) -> None:
-        """Writes the result of a tile.
+        """Computes LoRA, norm and SwiGLU of a tile, and writes the result.
 
         Args:
-          base: sums, bfloat16 [64, rows].
+          base: the rounded sums, bfloat16 [64, rows].
           scale: factor for the sums, from `_scale`.
-          tile: number of the tile.
+          tile: index of the tile.
           slots: the slots that hold B and U, one for each tile of A.
-          place: place of the tile in the block's turn.
+          place: index of the tile in the block's turn.
           row: the first row of x.
-          at_once: rows of x that are finished at a time.
+          at_once: rows of x that are processed at a time.
         """
         problem, refs, interpret = self.problem, self.refs, self.problem.interpret
         rounded = functools.partial(registers.rounded_to_bfloat16, interpret=interpret)
@@ -603,7 +603,7 @@ class _Block(_Worker):
                 paired.store(result, to, interpret=interpret)
 
     def _load_b(self, tile_of_a: int, slot: jax.Array, place: jax.Array | int) -> jax.Array:
-        """B of a tile's rows and of the ranks of one tile of A, in registers, bfloat16 [64, 64]."""
+        """Loads B for a tile's rows and the ranks of one tile of A to registers, bfloat16 [64, 64]."""
         first, rank = place * gated.depth(self.problem.config), self.problem.rank
         count = self.refs.b.shape[1] // self.problem.cut.tiles_of_a
         pieces = [self.refs.w_slots.at[slot, first + i] for i in range(count)]
@@ -615,7 +615,7 @@ class _Block(_Worker):
     def _branch(
         self, slots: list[jax.Array], place: jax.Array | int, window: pl.Slice
     ) -> jax.Array:
-        """The product of B and U, float32 [64, rows], summed over the tiles of A in order."""
+        """Returns the product of B and U, float32 [64, rows], summed over the tiles of A in order."""
 
         def add_products(acc):
             for tile_of_a, slot in enumerate(slots):
@@ -626,7 +626,7 @@ class _Block(_Worker):
 
 
 def _windows(rows: int, at_once: int = _AT_ONCE) -> list[pl.Slice]:
-    """Slices of `rows` rows of x, with up to `at_once` rows each."""
+    """Cuts `rows` rows of x into slices of up to `at_once` rows."""
     cuts = [*range(0, rows, at_once), rows]
     return [pl.ds(first, last - first) for first, last in itertools.pairwise(cuts)]
 

@@ -1,4 +1,4 @@
-"""LoRA's A and B in the layout of the decode kernels: A in the tiles of `dense_tile`, B by rows of the base."""
+"""The layout of LoRA's A and B for the decode kernels: A in tiles of `dense_tile`, B by rows of the base weight."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,20 +13,21 @@ from pallas_kernels.nvfp4_matmul.layout import TILE
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Branch:
-    """LoRA's branches of joined linears that share an input. They are arrays, so new values need no recompilation.
+    """The LoRA matrices of linears that share an input and are joined along N, each of them called a part.
 
-    The ranks of part i are rows rank * i ... rank * (i + 1) - 1 of A^T. Each part is padded with zeros to `rank`,
-    which divides 64 or is a multiple of it. A row of the base reads only the ranks of its own part, or the group of
-    64 that contains them.
+    They are arrays, so new values need no recompilation. The ranks of part i are rows rank * i ... rank * (i + 1) - 1
+    of A^T. Each part is padded with zeros to `rank`, which divides 64 or is a multiple of it. A row of the base
+    weight reads only the ranks of its own part, or the group of 64 ranks that contains them.
 
     Attributes:
       a: for a packed base, int32 [..., tiles, K / 64, 4, 3, 192] from `dense_tile.pack`; for a dense one, bfloat16
         [..., 64 * tiles, K].
       b: bfloat16 [..., N, max(rank, 64)], scaled; zero in the columns of other parts. Each part of N is padded with
-        zeros to whole tiles of 64 rows. If `is_paired`: int32 [..., N / 64, max(1, R / 16), 3, 192] from `pack_pairs`.
-      sizes: rows of the base in each part, not necessarily whole tiles.
-      rank: padded rank of one part.
-      is_paired: whether `b` is for a base whose rows are in the order of `layout.paired_rows`.
+        zeros to whole tiles of 64 rows. If `is_paired`: int32 [..., N / 64, max(1, R / 16), 3, 192] from
+        `pack_pairs`.
+      sizes: rows of the base weight in each part, not necessarily whole tiles.
+      rank: padded rank R of one part.
+      is_paired: whether `b` is for a base weight whose rows are in the order of `layout.paired_rows`.
     """
 
     a: jax.Array
@@ -41,7 +42,7 @@ class Branch:
         return tuple(self.rank * part // TILE * TILE for part in range(len(self.sizes)))
 
     def first(self, row: jax.Array) -> jax.Array | int:
-        """The value of `firsts` for a row of the base; `row` counts the padding of the parts."""
+        """Returns the value of `firsts` for a row of the base weight; `row` counts the padding of the parts."""
         first, end = self.firsts[0], 0
         for size, following in zip(self.sizes, self.firsts[1:], strict=False):
             end += layout.whole(size)
@@ -50,7 +51,7 @@ class Branch:
 
 
 def filled_rank(rank: int) -> int:
-    """The padded rank of a part of a `Branch`: the next number that divides 64 or is a multiple of it."""
+    """Returns the padded rank of a part of a `Branch`: the next of 8, 16, 32, and the multiples of 64."""
     return rank + -rank % TILE if rank > TILE // 2 else 1 << max(3, (rank - 1).bit_length())
 
 
@@ -61,13 +62,13 @@ def pack_branch(
     is_packed: bool,
     is_paired: bool = False,
 ) -> Branch:
-    """Joins LoRA's branches of linears that share an input.
+    """Joins the LoRA matrices of linears that share an input.
 
     Args:
-      parts: A [..., K, R] and B [..., R, N_i] of each linear, in the order of the base's rows.
+      parts: A [..., K, R] and B [..., R, N_i] of each linear, in the order of the base weight's rows.
       scaling: alpha / R, multiplied into B.
-      is_packed: whether the base is packed.
-      is_paired: whether the base's rows, gate and up, are in pairs.
+      is_packed: whether the base weight is packed.
+      is_paired: whether the base weight's rows, gate and up, are in pairs.
     """
     rank = parts[0][0].shape[-1]
     filled = filled_rank(rank)
@@ -93,15 +94,15 @@ def pack_branch(
 
 
 def pack_pairs(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Packs B of gate and up in the order that a thread of `wgmma` reads, without the zeros between them.
+    """Packs B of gate and up in the order of a thread's `wgmma` fragment, without the zeros between them.
 
-    Of every eight ranks, thread 32 w + 4 g + t has the word with ranks 2 t and 2 t + 1: those of gate's row 8 w + g
-    of each 32 rows first, then those of the same row of up. Up to four words of a thread are neighbours. With 64 ranks
-    and more, each two [3, 192] are what one tile of A's ranks is multiplied by.
+    For every eight ranks, thread 32 w + 4 g + t has one word with ranks 2 t and 2 t + 1: first those of the gate's
+    row 8 w + g of 32 rows, then those of the same row of up. Up to four words of a thread are contiguous. With 64
+    ranks or more, two blocks [3, 192] hold what is multiplied by one tile of A's ranks.
 
     Args:
-      gate: B of the gate times alpha / R, [..., N / 2, R]; R is from `filled_rank`.
-      up: B of up, in the same form.
+      gate: B^T of the gate times alpha / R, [..., N / 2, R]; R is from `filled_rank`.
+      up: B^T of up, in the same form.
 
     Returns:
       int32 [..., N / 64, max(1, R / 16), 3, 192], pairs of bfloat16.
@@ -122,11 +123,11 @@ def pack_pairs(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 
 def owners(rank: int, tile: int) -> tuple[int, ...]:
-    """Whose ranks the columns of one tile of A's ranks are, for each eight of them: 0 for the gate, 1 for up.
+    """Returns, for each eight ranks in one tile of A's ranks, whose they are: 0 for the gate, 1 for up.
 
     Args:
-      rank: padded rank of each part. With fewer than 64 the ranks of both parts are in one tile.
-      tile: number of the tile.
+      rank: padded rank of each part. If it is below 64, the ranks of both parts are in one tile.
+      tile: index of the tile.
     """
     if rank < TILE:
         return (0,) * (rank // 8) + (1,) * (rank // 8)
@@ -134,11 +135,11 @@ def owners(rank: int, tile: int) -> tuple[int, ...]:
 
 
 def unpack_pairs(pieces: jax.Array, owners: tuple[int, ...]) -> jax.Array:
-    """Unpacks B of one tile of W's rows and one tile of A's ranks, with zeros.
+    """Unpacks B for one tile of W's rows and one tile of A's ranks, and adds the zeros.
 
     Args:
       pieces: int32 [1 or 2, 3, 192], from `pack_pairs`.
-      owners: from `owners`.
+      owners: the result of `owners`.
 
     Returns:
       bfloat16 [64 (rows), 64 (ranks)].

@@ -1,7 +1,7 @@
-"""A linear for many rows in one kernel: the product, and an epilogue with LoRA, the norm before and the bias.
+"""A linear for many rows in one kernel: the product, and an epilogue with LoRA, the norm before it and the bias.
 
-XLA alone would write LoRA's x A B, bfloat16 [M, N], to memory and read it again. For a linear with a large N that takes
-a tenth of the product's time.
+XLA alone would write LoRA's x A B, bfloat16 [M, N], to memory and read it again. If N is large, that takes a tenth of
+the product's time.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def supports(
     *,
     is_paired: bool = False,
 ) -> str | None:
-    """Why this kernel cannot run a linear on this device, or None.
+    """Returns why this kernel cannot run a linear on this device, or None if it can.
 
     Args:
       m: rows of x.
-      sizes: rows of W in each part.
+      sizes: rows of W in each part, that is, in each of the joined linears.
       k: columns of x and W.
       rank: LoRA's rank.
       dtype: dtype of x.
@@ -61,10 +61,10 @@ def linear(
     unit: jax.Array,
     bias: jax.Array | None,
 ) -> jax.Array:
-    """Computes `finish` (pallas_kernels/linear.py) of x W^T; the derivative reads the packed weight too.
+    """Computes `pallas_kernels.linear.finish` of x W^T. The derivative reads the packed weight too.
 
-    Weight and bias are frozen: their cotangents are zero. The cotangent of `unit` is zero too, because `split_norm`
-    includes its share in the cotangent of x.
+    Weight and bias are frozen: their cotangents are zero. The cotangent of `unit` is zero too: the norm that computes
+    `unit` must derive its share from the cotangent of x (as `split_norm` of the model does).
 
     Args:
       x: bfloat16 [M, K].
@@ -106,7 +106,10 @@ def _linear_bwd(kept, dy):
 
 
 def _branch_cotangents(branches: list[Branch], slope: jax.Array) -> list[Branch]:
-    """Cotangents of all branches, in two products with the whole slope [M, N]: XLA would copy parts of it."""
+    """Returns the cotangents of all branches.
+
+    It takes two products with the whole slope [M, N], because XLA would copy the slope's parts for separate products.
+    """
     down = jnp.concatenate([down for down, _ in branches], axis=1)
     up = block_diag(*(up for _, up in branches))
     ddown, dup = jnp.dot(slope, up.T), jnp.dot(down.T, slope)
@@ -124,7 +127,10 @@ linear.defvjp(_linear_fwd, _linear_bwd)
 def epilogue(
     branches: list[Branch], unit: jax.Array, bias: jax.Array | None, *, is_paired: bool = False
 ) -> prefill.Epilogue:
-    """The operations after the product, in the form that the kernel reads; `is_paired` if the rows of W are in pairs."""
+    """Returns the operations after the product in the form that the kernel reads.
+
+    Arguments are as for `linear`; `is_paired` says whether the rows of W are in pairs.
+    """
     downs, ups = zip(*branches, strict=True)
     sizes = kernel_sizes([up.shape[1] for up in ups], ups[0].shape[0], is_paired=is_paired)
     u = side_by_side(downs, ups, is_paired=is_paired)
@@ -136,7 +142,9 @@ def epilogue(
 def side_by_side(
     downs: Sequence[jax.Array], ups: Sequence[jax.Array], *, is_paired: bool = False
 ) -> jax.Array:
-    """Joins x A [M, R] of all parts to the kernel's [M, 64 * parts]; or A [K, R] of all parts to [K, 64 * parts].
+    """Joins x A [M, R] of all parts to the kernel's [M, 64 * parts], or A [K, R] of all parts to [K, 64 * parts].
+
+    If the kernel treats all parts as one (`kernel_sizes`), the result has 64 columns.
 
     Args:
       downs: x A, or A, of each part of N.
@@ -149,9 +157,9 @@ def side_by_side(
 
 
 def below_each_other(ups: Sequence[jax.Array], *, is_paired: bool = False) -> jax.Array:
-    """Joins alpha / R * B [R, N_i] of all parts to the kernel's [N, 64]: each row has its part's ranks, and zeros.
+    """Joins alpha / R * B [R, N_i] of all parts to the kernel's [N, 64]: each row has its part's ranks, then zeros.
 
-    With `is_paired` the rows of the result are in pairs, too.
+    With `is_paired` the rows of the result are in pairs too.
     """
     if not _is_one_part(ups, is_paired):
         return jnp.concatenate([_fill(up.T) for up in ups])
@@ -160,7 +168,7 @@ def below_each_other(ups: Sequence[jax.Array], *, is_paired: bool = False) -> ja
 
 
 def bias_of_kernel(bias: jax.Array, *, is_paired: bool) -> jax.Array:
-    """The bias [N] as float32, in the order of the rows of W."""
+    """Returns the bias [N] as float32, in the order of the rows of W."""
     bias = bias.astype(jnp.float32)
     return layout.paired_rows(bias, -1) if is_paired else bias
 
@@ -174,7 +182,7 @@ def prepared_linear(
     unit: jax.Array,
     bias: jax.Array | None,
 ) -> jax.Array:
-    """`linear` with LoRA's matrices prepared once for many calls; has no derivative.
+    """Computes `linear` with LoRA's matrices that were prepared once for many calls. It has no derivative.
 
     Args:
       x: bfloat16 [M, K].
@@ -189,11 +197,11 @@ def prepared_linear(
 
 
 def kernel_sizes(sizes: Sequence[int], rank: int, *, is_paired: bool = False) -> tuple[int, ...]:
-    """Sizes of the parts of N for the kernel: those of the branches, or one part with all ranks.
+    """Returns the sizes of the parts of N for the kernel: those of the branches, or one part with all ranks.
 
-    If a part does not begin at a multiple of 64 rows, and the ranks of all parts fit into 64, the kernel treats them as
-    one part. A row of B then has zeros for the ranks of other parts, which add nothing. If rows are in pairs, each 64
-    have rows of both parts, so they are always one.
+    If a part does not begin at a multiple of 64 rows, and the ranks of all parts fit into 64, the kernel treats them
+    as one part. A row of B then has zeros for the ranks of other parts, which add nothing. If rows are in pairs,
+    every 64 rows contain rows of both parts, so the two are one part if their ranks fit into 64.
     """
     is_aligned = all(size % TILE == 0 for size in sizes[:-1]) and not is_paired
     return (sum(sizes),) if not is_aligned and len(sizes) * rank <= TILE else tuple(sizes)

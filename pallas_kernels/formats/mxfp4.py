@@ -1,7 +1,7 @@
 """The MXFP4 number format, defined in jnp.
 
-An [N, K] matrix has a 4-bit E2M1 code for each entry and one E8M0 scale, a power of two, for each block of 32
-neighbours along K. There is no global scale. The bytes are those of compressed-tensors' scheme MXFP4A16:
+An [N, K] matrix has a 4-bit E2M1 code for each entry, and one E8M0 scale, a power of two, for each block of 32
+adjacent entries along K. There is no global scale. The bytes are those of compressed-tensors' scheme MXFP4A16:
 
     weight[n, k] = value(code[n, k]) * 2^(scale[n, k // 32] - 127)
 
@@ -31,13 +31,13 @@ BLOCK = 32
 
 type Rounding = Literal["nearest", "floor"]
 
-# Exponents that `search_scales` tries, relative to the one that `quantize` uses.
+# The exponents that `search_scales` tries, relative to the exponent that `quantize` uses.
 SEARCHED_STEPS = (1, -1)
 
 _BIAS = 127
 # The exponent of the largest code, 6 = 1.5 * 2^2.
 _CODE_EXPONENT = 2
-# The byte 255 is NaN. For 254, 2^-(254 - 127) is not a normal float32, so codes could not be computed.
+# Byte 255 is NaN. For byte 254, 2^-(254 - 127) is not a normal float32, so codes could not be computed.
 _SCALE_MAX = 253
 
 
@@ -132,12 +132,12 @@ def search_scales(
 
 
 def steps(t: MXFP4Tensor) -> jax.Array:
-    """The value of one code unit, 2^(scale - 127), for each entry: float32 [..., N, K]."""
+    """Returns the value of one code unit, 2^(scale - 127), for each entry: float32 [..., N, K]."""
     return jnp.repeat(_steps(t.scales), BLOCK, axis=-1)
 
 
 def dequantize(t: MXFP4Tensor, dtype: DTypeLike = jnp.float32) -> jax.Array:
-    """Decodes a weight: code * 2^(scale - 127) in dtype, [..., N, K]. It is exact in float32 and bfloat16."""
+    """Decodes a weight to code * 2^(scale - 127) in dtype, [..., N, K]. It is exact in float32 and bfloat16."""
     values = jnp.asarray(CODE_VALUES)[unpack_codes(t.codes)]
     blocks = values.reshape(*t.scales.shape, BLOCK) * _steps(t.scales)[..., None]
     return blocks.reshape(values.shape).astype(dtype)
@@ -192,9 +192,9 @@ def _blocks(w: jax.Array) -> jax.Array:
 
 
 def _scales_of_maxima(blocks: jax.Array, rounding: Rounding) -> jax.Array:
-    """int32 E8M0 scales of blocks, from the exponents of their largest entries."""
+    """Computes the E8M0 scales of blocks, as int32, from the exponents of their largest entries."""
     bits = jax.lax.bitcast_convert_type(jnp.max(jnp.abs(blocks), axis=-1), jnp.uint32)
-    # Adding a quarter of the mantissa's range carries into the exponent from 1.75 on.
+    # Adding a quarter of the mantissa's range carries into the exponent if the significand is 1.75 or more.
     exponents = (bits + (1 << 21 if rounding == "nearest" else 0)) >> 23
     return jnp.clip(exponents.astype(jnp.int32) - _CODE_EXPONENT, 0, _SCALE_MAX)
 
@@ -208,7 +208,7 @@ def _steps(scales: jax.Array) -> jax.Array:
 
 
 def _inverse(scales: jax.Array) -> jax.Array:
-    """float32 2^(127 - scale)."""
+    """Returns 2^(127 - scale) in float32."""
     bits = (2 * _BIAS - scales.astype(jnp.int32)) << 23
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 

@@ -1,11 +1,11 @@
 """The NF4 number format (QLoRA, arXiv 2305.14314), defined in jnp.
 
 An [N, K] matrix is read row by row as one vector. Each entry is a 4-bit index into a table of 16 quantiles of the
-normal distribution. Each block of 64 neighbours in the vector has one scale, its largest magnitude:
+normal distribution. Each block of 64 adjacent entries in the vector has one scale, its largest magnitude:
 
     weight[i] = CODE_VALUES[code[i]] * absmax[i // 64]
 
-With double quantization the scales are stored too as 8-bit indices into a table of 256 values. Each group of 256
+With double quantization the scales too are stored as 8-bit indices into a table of 256 values. Each group of 256
 scales has one float32 scale, and the mean of all scales is added back:
 
     absmax[j] = SCALE_VALUES[index[j]] * absmax2[j // 256] + offset
@@ -39,12 +39,14 @@ CODE_VALUES = np.array(
 )
 
 
-# Factors of a block's largest entry that `search_scales` tries as its scale, the nearest to 1 first.
+# Factors by which `search_scales` multiplies a block's largest magnitude to get candidate scales, nearest to 1 first.
 SEARCHED_SHARES = (0.97, 1.03, 0.94, 1.06, 0.91, 1.1, 0.88, 1.15, 0.85, 1.2, 0.8, 1.25, 0.75, 1.3)
 
 
 def _scale_values() -> np.ndarray:
-    """The signed 8-bit table of arXiv 1511.04561: each power of ten has twice as many values as the one below."""
+    """Computes the signed 8-bit table of arXiv 1511.04561. Each power of ten has twice as many values as the one
+    below.
+    """
     f32, magnitudes = np.float32, []
     for exponent in range(7):
         # Equally spaced bounds from 0.1 to 1, rounded as torch.linspace does: once, counted from the nearer end.
@@ -68,7 +70,7 @@ class NF4Tensor:
 
     Attributes:
       codes: uint8 [..., N * K / 2], two codes per byte, the even entry in the HIGH nibble.
-      absmax: [..., ceil(N * K / 64)], scales in float32; or uint8 indices with double quantization.
+      absmax: [..., ceil(N * K / 64)], float32 scales, or with double quantization uint8 indices.
       absmax2: float32 [..., ceil(blocks / 256)], scales of the scales; None if absmax is float32.
       offset: float32, shaped like absmax2: the mean scale of the matrix that a group belongs to; None if absmax is
         float32.
@@ -93,7 +95,7 @@ def pack_codes(codes: jax.Array) -> jax.Array:
 
 
 def unpack_codes(packed: jax.Array) -> jax.Array:
-    """Inverse of `pack_codes`: uint8 [..., K / 2] -> [..., K], each entry in 0..15."""
+    """Inverts `pack_codes`: uint8 [..., K / 2] -> [..., K], each entry in 0..15."""
     pairs = jnp.stack([packed >> 4, packed & 0xF], axis=-1)
     return pairs.reshape(*packed.shape[:-1], -1)
 
@@ -126,7 +128,7 @@ def quantize(w: jax.Array, *, double: bool = False, absmax: jax.Array | None = N
 
 
 def recode(w: jax.Array, t: NF4Tensor) -> NF4Tensor:
-    """Rounds a weight to NF4 with the scales of another weight of the same shape."""
+    """Rounds w [..., N, K] to NF4 with the scales of `t`, a weight of the same shape."""
     return _coded(t, _blocks(w), scales(t))
 
 
@@ -167,7 +169,7 @@ def search_scales(w: jax.Array, moments: jax.Array | None = None) -> jax.Array:
 
 
 def scales(t: NF4Tensor) -> jax.Array:
-    """The scale of each block, float32 [..., ceil(N * K / 64)], decoded if it is quantized."""
+    """Returns the scale of each block, float32 [..., ceil(N * K / 64)], decoded if it is quantized."""
     if t.absmax2 is None:
         return t.absmax
     groups = _split(jnp.asarray(SCALE_VALUES)[t.absmax], GROUP)
@@ -176,14 +178,14 @@ def scales(t: NF4Tensor) -> jax.Array:
 
 
 def steps(t: NF4Tensor) -> jax.Array:
-    """The scale of each entry: float32 [..., N, K]."""
+    """Returns the scale of each entry: float32 [..., N, K]."""
     n, k = t.shape
     repeated = jnp.repeat(scales(t), BLOCK, axis=-1)[..., : n * k]
     return repeated.reshape(*repeated.shape[:-1], n, k)
 
 
 def dequantize(t: NF4Tensor, dtype: DTypeLike = jnp.float32) -> jax.Array:
-    """Decodes a weight: table entry * scale in float32, rounded once to dtype; [..., N, K]."""
+    """Decodes a weight to table entry * scale, [..., N, K]: in float32, then rounded once to dtype."""
     n, k = t.shape
     values = _split(jnp.asarray(CODE_VALUES)[unpack_codes(t.codes)], BLOCK)
     values = (values * scales(t)[..., None]).reshape(*t.codes.shape[:-1], -1)[..., : n * k]
@@ -283,7 +285,7 @@ def _nearest(x: jax.Array, table: np.ndarray) -> jax.Array:
 
 
 def _nearest_values(x: jax.Array) -> jax.Array:
-    """The table entry nearest to each value."""
+    """Returns the table entry nearest to each value."""
     found = jnp.full_like(x, CODE_VALUES[0])
     for below, above in itertools.pairwise(CODE_VALUES):  # no gather: faster on a CPU
         found = jnp.where(x > (below + above) / 2, above, found)
@@ -295,7 +297,7 @@ def _with_quantized_scales(t: NF4Tensor) -> NF4Tensor:
     groups = _split(t.absmax - offset, GROUP)
     absmax2 = jnp.max(jnp.abs(groups), axis=-1)
     ratios = groups / jnp.where(absmax2 == 0, 1, absmax2)[..., None]
-    # By bisection: comparing with all 255 bounds would be slow to compile.
+    # `searchsorted` bisects here, because comparing with all 255 bounds would be slow to compile.
     bounds = (SCALE_VALUES[:-1] + SCALE_VALUES[1:]) / 2
     indices = jnp.searchsorted(bounds, ratios).astype(jnp.uint8)
     indices = indices.reshape(*t.absmax.shape[:-1], -1)[..., : t.absmax.shape[-1]]
@@ -305,7 +307,7 @@ def _with_quantized_scales(t: NF4Tensor) -> NF4Tensor:
 
 
 def _mean(x: jax.Array) -> jax.Array:
-    """The mean [..., 1] over the last axis, in float64 so that the order of summation does not matter."""
+    """Returns the mean [..., 1] over the last axis, in float64 so that the order of summation does not matter."""
     with jax.enable_x64(True):
         return jnp.mean(x, axis=-1, keepdims=True, dtype=jnp.float64).astype(x.dtype)
 

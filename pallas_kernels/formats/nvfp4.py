@@ -1,8 +1,8 @@
 """The NVFP4 number format, defined in jnp. Every kernel is tested against this file.
 
-An [N, K] matrix has a 4-bit E2M1 code for each entry, one E4M3 scale for each block of 16 neighbours along K, and a
-float32 global scale. All conventions, including roundings, are those of compressed-tensors' scheme NVFP4A16, so that
-packed bytes can be exchanged with that library unchanged (and should be with vLLM, which was not tested):
+An [N, K] matrix has a 4-bit E2M1 code for each entry, one E4M3 scale for each block of 16 adjacent entries along K,
+and a float32 global scale. All conventions, including roundings, are those of compressed-tensors' scheme NVFP4A16. So
+packed bytes can be exchanged with that library unchanged (and should work in vLLM, which was not tested):
 
     weight[n, k] = value(code[n, k]) * (scale[n, k // 16] / global_scale)
 
@@ -27,17 +27,17 @@ CODE_VALUES = np.array(
 
 _CODE_MAX = 6.0
 _SCALE_MAX = 448.0
-# Replaces a block scale that rounds to zero, because weights are divided by the scale to get codes.
+# The replacement for a block scale that rounds to zero: weights are divided by the scale to get codes.
 _SCALE_FOR_ZERO = 0.125
-# Block scales that `search_scales` tries: steps in the order of E4M3 values from the scale of the block's maximum, the
-# nearest first. One step is an eighth to a fifteenth of the scale, so the candidates reach from about 0.7 to 1.75 times
-# it.
+# Block scales that `search_scales` tries: steps in the order of E4M3 values from the scale of the block's maximum,
+# the nearest first. One step is an eighth to a fifteenth of the scale, so the candidates reach from about 0.7 to 1.75
+# times it.
 SEARCHED_STEPS = (1, -1, 2, -2, 3, -3, 4, -4, 5, 6)
-# A smaller global scale that `search` tries puts the largest block scale here: 1.75 times it is 448.
+# The largest block scale with the smaller global scale that `search` tries: 1.75 times it is 448.
 _ROOMY_SCALE_MAX = 256.0
-# It is tried if more than this share of blocks have a scale above `_ROOMY_SCALE_MAX`.
+# The smaller global scale is tried if more than this share of blocks have a scale above `_ROOMY_SCALE_MAX`.
 _CROWDED = 1e-3
-# Most entries of a weight that are searched at once, because a candidate needs several times their memory.
+# The most entries of a weight that are searched at once, because each candidate needs several times their memory.
 _SEARCHED_ENTRIES = 1 << 25
 # `random` chooses block scales among the 16 E4M3 values from 64 to 240. In a Gaussian matrix of 10^7 entries they are
 # about 150 +- 40.
@@ -79,13 +79,13 @@ def pack_codes(codes: jax.Array) -> jax.Array:
 
 
 def unpack_codes(packed: jax.Array) -> jax.Array:
-    """Inverse of `pack_codes`: uint8 [..., K / 2] -> [..., K], each entry in 0..15."""
+    """Inverts `pack_codes`: uint8 [..., K / 2] -> [..., K], each entry in 0..15."""
     pairs = jnp.stack([packed & 0xF, packed >> 4], axis=-1)
     return pairs.reshape(*packed.shape[:-1], -1)
 
 
 def nearest_codes(x: jax.Array) -> jax.Array:
-    """The E2M1 code nearest to each value, ties to the even code, saturating at 6: uint8, x's shape."""
+    """Returns the E2M1 code nearest to each value, ties to the even code, saturating at 6: uint8, x's shape."""
     # A tie is at the midpoint of two neighbouring magnitudes. The even code is the lower neighbour at every other
     # midpoint. NaN compares as false, so it becomes zero.
     midpoints = (CODE_VALUES[:7] + CODE_VALUES[1:8]) / 2
@@ -97,15 +97,15 @@ def nearest_codes(x: jax.Array) -> jax.Array:
 
 
 def nearest_magnitudes(x: jax.Array) -> jax.Array:
-    """The E2M1 magnitude nearest to each value >= 0, ties to the even code: float32, x's shape."""
+    """Returns the E2M1 magnitude nearest to each value >= 0, ties to the even code: float32, x's shape."""
     x = jnp.minimum(x, _CODE_MAX)
-    # float32 values have steps of 1/2 from 2^22, of 1 from 2^23 and of 2 from 2^24, so the sum is rounded to that step.
+    # The sum is rounded to the step of float32, which is 1/2 from 2^22 on, 1 from 2^23 on and 2 from 2^24 on.
     shift = jnp.where(x < 2, 2.0**22, jnp.where(x < 4, 2.0**23, 2.0**24)).astype(jnp.float32)
     return (x + shift) - shift
 
 
 def global_scale(w: jax.Array) -> jax.Array:
-    """Computes the global scale of a weight on its own: 2688 / max|w|.
+    """Computes the global scale of a single weight: 2688 / max|w|.
 
     Weights that are fused (q, k and v; gate and up) share the smallest of their global scales.
 
@@ -124,9 +124,9 @@ def global_scale(w: jax.Array) -> jax.Array:
 def quantize(
     w: jax.Array, global_scale: ArrayLike | None = None, scales: jax.Array | None = None
 ) -> NVFP4Tensor:
-    """Rounds a weight to NVFP4. Without given block scales the result is bit for bit that of compressed-tensors.
+    """Rounds a weight to NVFP4. By default the result is bit for bit that of compressed-tensors.
 
-        scale = e4m3(global_scale * (block max|w| / 6)),   0 becoming 0.125
+        scale = e4m3(global_scale * (block max|w| / 6)),   where 0 becomes 0.125
         code  = nearest E2M1 to w / (scale / global_scale),   ties to the even code, saturating
 
     For a bfloat16 weight, max|w| / 6 and 2688 / max|w| are rounded to bfloat16 too. A float16 weight is converted to
@@ -202,7 +202,7 @@ def search_scales(
 
 
 def _rows_at_a_time(n: int, k: int) -> int:
-    """The largest divisor of n whose rows of length k may be searched at once (`_SEARCHED_ENTRIES`); at least 1."""
+    """Returns the largest divisor of n such that so many rows of length k may be searched at once; at least 1."""
     return max(
         rows
         for rows in range(1, n + 1)
@@ -233,7 +233,7 @@ def _search_rows(
     def error(bits):
         scales = jax.lax.bitcast_convert_type(bits.astype(jnp.uint8), jnp.float8_e4m3fn)
         scales = scales.astype(jnp.float32)
-        # A rounded magnitude and its product with a scale are exact, so candidates with equal errors compare as equal.
+        # A rounded magnitude and its product with a scale are exact, so equal errors of candidates compare as equal.
         off = nearest_magnitudes(sizes * (1 / scales)) * scales - sizes
         return block_errors(off if moments is None else off * signs, moments)
 
@@ -263,9 +263,10 @@ def search(
 ) -> list[NVFP4Tensor]:
     """Rounds weights with one common input to NVFP4, with one global scale and searched block scales.
 
-    The global scale is the smallest of the weights' own ones. With it the largest block scale is 448 and cannot grow.
-    If more than one block in a thousand has a scale above 256, whose search is limited by 448, then a global scale
-    that puts the largest block scale at 256 is searched too. It is used if its total error is smaller.
+    The global scale is the smallest of those of the single weights. With it the largest block scale is 448 and cannot
+    grow, which limits the search of all block scales above 256. If more than one block in a thousand has such a
+    scale, a global scale that puts the largest block scale at 256 is searched too. It is used if its total error is
+    smaller.
 
     Args:
       parts: weights [N_i, K], each float32, bfloat16 or float16.
@@ -300,7 +301,7 @@ def search(
 
 
 def block_errors(off: jax.Array, moments: jax.Array | None) -> jax.Array:
-    """Computes the squared error of each block, or of the block's share of the output.
+    """Computes the squared error of each block: of its entries, or with moments of its share of the output.
 
     Args:
       off: float32 [b, ..., K / b], the errors of a block's b entries on the first axis.
@@ -317,20 +318,20 @@ def block_errors(off: jax.Array, moments: jax.Array | None) -> jax.Array:
 
 
 def steps(t: NVFP4Tensor) -> jax.Array:
-    """The value of one code unit, scale / global_scale, for each entry: float32 [..., N, K]."""
+    """Returns the value of one code unit, scale / global_scale, for each entry: float32 [..., N, K]."""
     return jnp.repeat(_steps(t), BLOCK, axis=-1)
 
 
 def dequantize(t: NVFP4Tensor, dtype: DTypeLike = jnp.float32) -> jax.Array:
-    """Decodes a weight: code * (scale / global_scale) in float32, rounded once to dtype; [..., N, K]."""
+    """Decodes a weight to code * (scale / global_scale), [..., N, K]: in float32, then rounded once to dtype."""
     return _times_codes(_steps(t), t.codes).astype(dtype)
 
 
 def scaled_codes(t: NVFP4Tensor, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
     """Computes code * scale, the operand of matrix products, exactly: dtype [..., N, K].
 
-    A code has 2 significant bits and a scale has 4, so their product fits bfloat16's 8. Its magnitudes, 2^-10 to 2688,
-    fit too. The global scale is left out: products apply it to the sum over K.
+    A code has 2 significant bits and a scale has 4, so their product fits bfloat16's 8. Its magnitudes, 2^-10 to
+    2688, fit too. The global scale is left out: products apply it to the sum over K.
     """
     return _times_codes(t.scales.astype(jnp.float32), t.codes).astype(dtype)
 
@@ -437,7 +438,7 @@ def _block_max(w: jax.Array) -> jax.Array:
 def _scales_of_maxima(
     block_max: jax.Array, divisor: jax.Array, dtype: DTypeLike, for_zero: float = _SCALE_FOR_ZERO
 ) -> jax.Array:
-    """The scales that map each block's largest magnitude to 6: float8_e4m3fn, block_max's shape."""
+    """Computes the scales that map each block's largest magnitude to 6: float8_e4m3fn, block_max's shape."""
     scales = divisor * _round_like(_divide(block_max, _CODE_MAX), dtype)
     scales = jnp.minimum(scales, _SCALE_MAX).astype(jnp.float8_e4m3fn)
     return jnp.where(scales == 0, jnp.float8_e4m3fn(for_zero), scales)
@@ -469,11 +470,11 @@ def _round_like(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 def _divide(a: ArrayLike, b: ArrayLike) -> jax.Array:
     """Divides with correct float32 rounding, which `/` does not guarantee.
 
-    XLA turns a / broadcast(b) into a * broadcast(1 / b); on a CPU a third of quotients by 6 are then one unit in the
-    last place off. For NVIDIA GPUs it uses `div.full`, whose error is up to 2 units. So one Newton step follows. Its
-    remainder a - q b is exact, because q and b are split into halves of 12 bits (Dekker, 1971), whether or not the
-    compiler fuses multiplications and additions. It equals numpy on 2 * 10^7 quotients; from a start that is 2 units
-    off, one in 10^6 is wrong.
+    XLA turns a / broadcast(b) into a * broadcast(1 / b). Then on a CPU a third of all quotients by 6 are off by one
+    unit in the last place. For NVIDIA GPUs XLA uses `div.full`, whose error is up to 2 units. So one Newton step
+    corrects the quotient. Its remainder a - q b is exact, whether or not the compiler fuses multiplications and
+    additions, because q and b are split into halves of 12 bits (Dekker, 1971). The result equals numpy's on 2 * 10^7
+    quotients. From a start that is 2 units off, one result in 10^6 is wrong.
     """
     a, b = jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32)
     q = a / b

@@ -1,4 +1,4 @@
-"""A rounding that XLA cannot omit, for definitions that two programs must follow equally."""
+"""A rounding that XLA cannot omit, for computations that two programs must do with the same bits."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ def rounded(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Converts x to `dtype`, rounding to nearest, ties to even.
 
     `astype` alone does not guarantee rounding. If a conversion back follows, XLA may omit both conversions
-    (`xla_allow_excess_precision`), depending on what it fuses.
+    (`xla_allow_excess_precision`), depending on its fusions.
     """
     of = jnp.finfo(dtype)
     if of.bits < jnp.finfo(x.dtype).bits:

@@ -1,6 +1,5 @@
-"""Shared code of kernels in Pallas Mosaic GPU: launches, and operations on registers, memory and threads that Pallas
-does not offer.
+"""Shared code of the Mosaic GPU kernels: launches, and operations on registers, memory and threads that Pallas lacks.
 
-Only this package uses Mosaic GPU names that JAX does not promise to keep. Importing its modules imports Pallas, which
-takes half a second, so a function that launches a kernel imports them when it is called.
+Only this package uses Mosaic GPU names that are not JAX's public API. Importing its modules imports Pallas, which
+takes half a second, so a function that launches a kernel imports them only when it is called.
 """

@@ -1,4 +1,4 @@
-"""Operations that Pallas lacks, in which the threads of a warpgroup, or several blocks, take part together."""
+"""Operations that all threads of a warpgroup, or several blocks, perform together, and that Pallas lacks."""
 
 import functools
 
@@ -31,13 +31,13 @@ def sync(*, interpret: bool) -> None:
 def load_rows(ref: jax.Ref, *, is_quarter: bool = False, interpret: bool) -> jax.Array:
     """Loads [8, n] or [16, n] as [64, n] in the layout `WGMMA`, with the rows repeated eight or four times.
 
-    This fills an instruction that needs 64 rows, and gives every warp all rows.
+    So `wgmma`, which needs 64 rows, can be used, and every warp holds all rows.
 
     Args:
       ref: [8, n] or [16, n] in shared or device memory, not tiled.
-      is_quarter: each warp loads its own n / 4 columns, warp 0 the first ones. The result is [64, n / 4], and only
-        `store_rows` accepts it.
-      interpret: run on a CPU, where `is_quarter` has no effect.
+      is_quarter: whether each warp loads only its own n / 4 columns, warp 0 the first ones. The result is then
+        [64, n / 4], which is in no standard layout: use it for elementwise operations and `store_rows` only.
+      interpret: whether this runs on a CPU, where `is_quarter` has no effect.
     """
     rows, columns = ref.shape
     if interpret:
@@ -57,7 +57,7 @@ def load_rows(ref: jax.Ref, *, is_quarter: bool = False, interpret: bool) -> jax
                 vector.load(pair, ref, [index(of_half), index(where)])
                 for of_half in _rows_of_halves(row, rows)
             ]
-            # A warp has 16 rows. If there are only 8, its second 8 are a copy of the first.
+            # A warp holds 16 rows. If there are only 8, its last 8 repeat the first 8.
             registers.flat[2 * at], registers.flat[2 * at + 1] = loaded[0], loaded[-1]
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
@@ -67,13 +67,13 @@ def load_rows(ref: jax.Ref, *, is_quarter: bool = False, interpret: bool) -> jax
 def store_rows(
     values: jax.Array, ref: jax.Ref, *, is_quarter: bool = False, interpret: bool
 ) -> None:
-    """Stores the first rows of values in the form that `load_rows` returns. Each warp stores n / 4 columns.
+    """Stores the first rows of values that have the form of `load_rows`. Each warp stores n / 4 of the columns.
 
     Args:
       values: [64, n], in which the rows repeat every 8 or 16; with `is_quarter`, [64, n / 4].
       ref: [rows, n] in device memory, with at most 8 or 16 rows.
       is_quarter: whether `values` were loaded with `is_quarter`.
-      interpret: run on a CPU, where `is_quarter` has no effect.
+      interpret: whether this runs on a CPU, where `is_quarter` has no effect.
     """
     rows, columns = ref.shape
     if interpret:
@@ -146,7 +146,7 @@ def store_row_values(values: jax.Array, ref: jax.Ref, *, interpret: bool) -> Non
 
 
 def _rows_of_halves(row: ir.Value, rows: int) -> list[ir.Value]:
-    """The rows of a thread: `row`, as `place` returns it, and `row` + 8 if there are more than 8 rows."""
+    """Returns the rows of a thread: `row`, as `place` returns it, and `row` + 8 if there are more than 8 rows."""
     return [row] if rows <= 8 else [row, arith.addi(row, i32(8))]
 
 
@@ -159,9 +159,9 @@ def put_row(
       row: [64] of a 16-bit type, in the layout `WGMMA.reduce(0)`.
       tile: [64, C] of the same type in shared memory, tiled by (8, 64) and swizzled by 128 bytes.
       slot: int32, index of the row.
-      chunk: index of the 64 columns.
-      clear: set these columns of all later rows to 0.
-      interpret: run on a CPU.
+      chunk: which 64 columns: 64 * chunk, ....
+      clear: whether to set these columns of all later rows to 0.
+      interpret: whether this runs on a CPU.
     """
     if interpret:
         _put_row_interpreted(row, tile.at[:, pl.ds(64 * chunk, 64)], slot, clear=clear)
@@ -182,7 +182,7 @@ def put_row(
         base = llvm.ptrtoint(word, utils.memref_ptr(tile))
 
         def begin(of_row: ir.Value) -> ir.Value:
-            """Address of the columns of a row: a tile of 1024 bytes holds 8 rows of 128 bytes."""
+            """Returns the address of a row's columns: a swizzle atom of 1024 bytes holds 8 rows of 128 bytes."""
             of_tile = arith.muli(arith.divui(of_row, i32(8)), i32(chunks))
             at = arith.muli(arith.addi(of_tile, chunk), i32(1024))
             in_tile = arith.muli(arith.remui(of_row, i32(8)), i32(128))
@@ -197,7 +197,7 @@ def put_row(
                 to = arith.addi(at, i32(sixteen))
                 store = "st.shared.v4.b32 [$0], {$1, $1, $1, $1};"
                 utils.inline_ptx(store, to, i32(0), predicate=after)
-        # Thread t < 4 has columns 8 * i + 2 * t and 8 * i + 2 * t + 1. Eight columns are 16 bytes.
+        # Thread t < 4 has columns 8 * i + 2 * t and 8 * i + 2 * t + 1. The swizzle moves 16 bytes, eight columns.
         at = arith.addi(begin(slot), arith.muli(thread, i32(4)))
         is_first = arith.cmpi(arith.CmpIPredicate.ult, thread, i32(4))
         for i, pair in enumerate(row.registers.flat):
@@ -219,14 +219,14 @@ def _put_row_interpreted(row: jax.Array, tile: jax.Ref, slot: jax.Array, *, clea
 
 
 def count(counter: jax.Ref, last: jax.Array, flag: jax.Ref) -> None:
-    """Adds this warpgroup to a counter, and tells it whether it is the last one.
+    """Increments an atomic counter for this warpgroup, and finds out whether the warpgroup is the last to do so.
 
-    The last warpgroup sees everything that the others wrote to device memory before they were counted. It leaves the
-    counter at 0.
+    The last warpgroup sees everything that the others wrote to device memory before they incremented the counter. Its
+    own increment sets the counter back to 0.
 
     Args:
-      counter: int32 in device memory, 0 before the first warpgroup is counted.
-      last: int32, the number of warpgroups to count minus one.
+      counter: int32 in device memory, 0 before the first warpgroup.
+      last: int32, the number of warpgroups to count, minus one.
       flag: int32 [1] in this warpgroup's shared memory. It becomes 1 for the last warpgroup, otherwise 0.
     """
 
@@ -256,14 +256,14 @@ def count(counter: jax.Ref, last: jax.Array, flag: jax.Ref) -> None:
 def put_units(
     squares: jax.Ref, count: int, width: int, eps: float, out: jax.Ref, *, interpret: bool
 ) -> None:
-    """Computes RMSNorm's factor from partial sums of squares: out = 1 / sqrt(sum / width + eps).
+    """Computes RMSNorm's factor 1 / RMS from partial sums of squares: out = 1 / sqrt(sum / width + eps).
 
     `sum` is over the first `count` rows of `squares`. Each thread of this warpgroup computes one column.
 
     Args:
       squares: float32 [R, M] in device memory, M at most 128.
       count: number of rows to add up.
-      width: number of values that were squared, for each column.
+      width: number of values that were squared for each column.
       eps: epsilon of the norm.
       out: float32 [M] in shared memory.
       interpret: whether this runs on a CPU.
@@ -290,16 +290,16 @@ def put_units(
 
 
 def publish(counter: jax.Ref) -> None:
-    """Adds 1 to a counter for this warpgroup.
+    """Increments a counter to signal that everything this warpgroup wrote to device memory is complete.
 
-    A block that sees the new count in `await_published` also sees everything that this warpgroup wrote before.
+    A block that sees the new count in `await_published` also sees these writes.
 
     Args:
       counter: int32 in device memory.
     """
 
     def emit(_: mgpu.LaunchContext, counter: ir.Value) -> None:
-        # Bulk copies will read what was written. They use the async proxy, which needs this fence.
+        # Bulk copies will read what was written. They use the async proxy, so a proxy fence is needed.
         utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
         utils.warpgroup_barrier()
         predicate = utils.single_thread_predicate(scope=utils.ThreadSubset.WARPGROUP)
@@ -312,7 +312,7 @@ def publish(counter: jax.Ref) -> None:
 def await_published(counter: jax.Ref, readers: jax.Ref, count: int, blocks: int) -> None:
     """Waits until `count` warpgroups have called `publish`.
 
-    One warpgroup of each block waits. The last of these blocks to finish waiting sets both counters back to 0.
+    One warpgroup of each block calls this. The last of these blocks to finish waiting sets both counters back to 0.
 
     Args:
       counter: int32 in device memory, 0 before the first count.
@@ -324,7 +324,7 @@ def await_published(counter: jax.Ref, readers: jax.Ref, count: int, blocks: int)
     def emit(_: mgpu.LaunchContext, counter: ir.Value, readers: ir.Value) -> None:
         counter, readers = map(utils.memref_ptr, (counter, readers))
         predicate = utils.single_thread_predicate(scope=utils.ThreadSubset.WARPGROUP)
-        # One thread asks: requests of all threads would queue up before those that count.
+        # Only one thread polls: the requests of all threads would delay the increments that they wait for.
         with utils.when(predicate):
             utils.inline_ptx(
                 "{ .reg .b32 seen; .reg .pred is_early;\n"

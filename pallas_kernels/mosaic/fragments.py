@@ -1,9 +1,9 @@
 """Stores and loads float32 [64, M] sums in device memory, in the order of a warpgroup's registers.
 
-Eight columns of [64, M] form a chunk of 512 values (`PIECE`). In it thread 32 w + 4 g + t has four neighbouring values:
-columns 2 t and 2 t + 1 of row 16 w + g, then the same columns of row 16 w + g + 8. So a thread moves 16 bytes at once,
-and a warp moves 512 contiguous bytes. With a matrix stored by rows, the same move takes twice as many instructions, and
-each touches eight cache lines.
+Eight columns of [64, M] form a chunk of 512 values (`PIECE`). In it, thread 32 w + 4 g + t has four contiguous
+values: columns 2 t and 2 t + 1 of row 16 w + g, then the same columns of row 16 w + g + 8. So a thread moves 16 bytes
+with one instruction, and a warp moves 512 contiguous bytes. For a matrix stored by rows, twice as many instructions
+are needed, and each touches eight cache lines.
 """
 
 import jax
@@ -15,13 +15,13 @@ from jax.extend.mlir.dialects import arith
 
 from pallas_kernels.mosaic.registers import elements, fragment, i32, llvm, thread, vectors
 
-# Rows that a warpgroup holds.
+# Number of rows that a warpgroup holds.
 TILE = 64
 COLUMNS, PIECE = 8, TILE * 8
 
 
 def shape(n: int, m: int) -> tuple[int, int, int]:
-    """Shape of [N, M] stored as chunks; N must be a multiple of 64, and M of 8."""
+    """Returns the shape of [N, M] stored as chunks. N must be a multiple of 64, and M of 8."""
     return n // TILE, m // COLUMNS, PIECE
 
 
@@ -83,6 +83,6 @@ def _emit_load(ref: ir.Value, kind: plgpu.ShapeDtypeStruct) -> mgpu.FragmentedAr
 
 
 def _address(ref: ir.Value, column: int) -> ir.Value:
-    """Address of this thread's four values in chunk `column`."""
+    """Returns the address of this thread's four values in chunk `column`."""
     first = arith.addi(arith.muli(thread(), i32(4)), i32(PIECE * column))
     return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [first], ir.F32Type.get())

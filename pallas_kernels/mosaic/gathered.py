@@ -1,7 +1,7 @@
-"""Tiles of 64 rows in the layout `WGMMA`. Each group of 8 rows belongs to one row of the batch, called a member.
+"""Loads and stores tiles of 64 rows (layout `WGMMA`), in which 8 rows each belong to one row of the batch, a member.
 
-A list of members is int32 [8] in device memory, in the order of the tile. An absent member is -1 - m: it is loaded as
-row m of the batch is, and nothing is stored or counted for it.
+A list of members is int32 [8] in device memory, in the order of the tile. An absent member is -1 - m. For it, row m
+of the batch is loaded, and nothing is stored or counted.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ _OF_REF, _OF_SCALAR = plgpu.RefType(), plgpu.Layout.WG_SPLAT(())
 def load_heads(
     ref: jax.Ref, members: jax.Ref, head: jax.Array, count: int, at: int, *, interpret: bool
 ) -> jax.Array:
-    """Loads 64 columns of some heads of each member, [64, 64]: 8 rows a member, of which the first `count` have values.
+    """Loads 64 columns of `count` heads of each member.
 
     Args:
       ref: [B, heads, n] of a 16-bit type in device memory.
@@ -36,7 +36,10 @@ def load_heads(
       head: int32, the first head.
       count: number of heads, at most 8.
       at: the first column; a multiple of 8. After the last column comes the first.
-      interpret: run on a CPU.
+      interpret: whether this runs on a CPU.
+
+    Returns:
+      [64, 64], 8 rows for each member. The first `count` of them are the heads; do not use the others.
     """
     columns = ref.shape[-1]
     if interpret:
@@ -70,12 +73,12 @@ def load_heads(
 
 
 def load_columns(ref: jax.Ref, members: jax.Ref, *, interpret: bool) -> jax.Array:
-    """Loads one vector of each member: [64, 64], with column c of each row at c % n.
+    """Loads one vector for each member: [64, 64], whose column c is entry c % n in all 8 rows of the member.
 
     Args:
       ref: float32 [B, n] in device memory, n 32 or 64.
       members: the list.
-      interpret: run on a CPU.
+      interpret: whether this runs on a CPU.
     """
     _, length = ref.shape
     if interpret:
@@ -270,7 +273,7 @@ def count(
     unit: jax.Array,
     flags: jax.Ref,
 ) -> None:
-    """`collectives.count` for a unit of each member at once: each of 8 threads counts in one.
+    """Does what `collectives.count` does, for one unit of each member at once. Each of 8 threads counts in one unit.
 
     Args:
       counters: int32 [units] in device memory, 0 before the first warpgroup is counted.
@@ -278,8 +281,8 @@ def count(
       members: the list.
       stride: J; member m counts in unit m * J + `unit`.
       unit: int32, the unit of member 0.
-      flags: int32 [8] in this warpgroup's shared memory. Those of units that it is the last to count in become 1, the
-        others 0.
+      flags: int32 [8] in this warpgroup's shared memory. A member's flag becomes 1 if this warpgroup is the last one
+        of its unit, otherwise 0.
     """
 
     def emit(_: mgpu.LaunchContext, counters, totals, members, unit, flags) -> None:
@@ -316,17 +319,17 @@ def _tile_of(dtype: jnp.dtype) -> plgpu.ShapeDtypeStruct:
 
 
 def _present(member: jax.Array) -> jax.Array:
-    """The row of the batch from which an entry of a list is loaded."""
+    """Returns the row of the batch that is loaded for an entry of a list."""
     return jnp.where(member < 0, -1 - member, member)
 
 
 def _row_of(member: ir.Value) -> ir.Value:
-    """`_present` of a thread's value: -1 - m is m with all bits inverted."""
+    """Computes `_present` for a thread's value: -1 - m is m with all bits inverted."""
     return arith.xori(member, arith.shrsi(member, i32(31)))
 
 
 def _members_of_halves(members: ir.Value) -> list[ir.Value]:
-    """The entries of the list for the two rows of a thread: a warp has the rows of two members."""
+    """Returns the entries of the list for the two rows of a thread: a warp has the rows of two members."""
     warp, _, _ = place()
     single = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
     at = [arith.addi(arith.muli(warp, i32(2)), i32(half)) for half in range(2)]
@@ -336,7 +339,7 @@ def _members_of_halves(members: ir.Value) -> list[ir.Value]:
 def _loaded(
     ref: ir.Value, members: ir.Value, load: Callable[[ir.Value, int, ir.Type], ir.Value]
 ) -> mgpu.FragmentedArray:
-    """A [64, 64] tile from load(row of the batch, index of 8 columns, type), which returns a thread's pair."""
+    """Makes a [64, 64] tile; load(row of the batch, index of 8 columns, type) returns a thread's two values."""
     kind = ir.VectorType.get((2,), ir.MemRefType(ref.type).element_type)
     layout = _OF_TILE.to_mgpu()
     made = np.empty(layout.registers_shape((64, 64)), object)
@@ -366,7 +369,7 @@ def _store_each(
     unit: jax.Array,
     place_of: Callable[[jax.Array], jax.Ref],
 ) -> None:
-    """Stores the rows of each member where `place_of` its unit says, when interpreted."""
+    """Stores the rows of each member at `place_of(unit)`, for interpreted kernels."""
 
     def store(k: int, member: jax.Array) -> None:
         place_of(member * stride + unit)[...] = lax.slice_in_dim(values, EACH * k, EACH * (k + 1))

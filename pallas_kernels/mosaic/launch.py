@@ -1,4 +1,4 @@
-"""Launches kernels whose references have names."""
+"""Launches Mosaic GPU kernels that receive their operands, results and scratch buffers by name."""
 
 import types
 from collections.abc import Callable, Mapping
@@ -7,9 +7,9 @@ from typing import Any
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-# The layout that `wgmma` needs in shared memory: 64 columns of 16 bits in a row of 128 bytes.
+# The shared memory layout that `wgmma` reads: 64 columns of 16 bits in a row of 128 bytes, with a 128-byte swizzle.
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-# The same for rows of 64 bytes: bulk copies of 32 columns, which are stored and read without bank conflicts.
+# The same for 32 columns in a row of 64 bytes. Bulk copies read it, and threads write it, without bank conflicts.
 NARROW = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(64))
 
 # Runs a kernel on a CPU and reports data races. `interpret=True` cannot be used: it fails on TMA copies.
@@ -30,13 +30,13 @@ def launch(
     """Launches a kernel.
 
     Args:
-      body: the kernel. Its argument has a reference to each operand, result and scratch buffer by name, or None where
-        the mapping has None.
-      operands: arrays, in the order of the kernel's parameters.
-      results: shapes and dtypes, in the order of the kernel's parameters, which follow the operands.
-      scratch: shared memory and barriers of a block, in memory order.
+      body: the kernel. Its argument has an attribute for each name below: a reference, or None if the mapping has
+        None.
+      operands: arrays by name. A `jax.Ref` among them can be written to.
+      results: shapes and dtypes by name.
+      scratch: shared memory and barriers of a block by name, in memory order.
       name: the kernel's name in profiles.
-      interpret: run on a CPU and report data races.
+      interpret: whether to run on a CPU and report data races.
       options: compiler options, in addition to those of all kernels.
       **mesh: grid, cluster and threads, as `plgpu.kernel` takes them.
 

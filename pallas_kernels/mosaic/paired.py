@@ -1,4 +1,4 @@
-"""Operations on pairs of rows, 16 w + g and 16 w + 8 + g, of [64, M]: in the layout `WGMMA` a thread holds both."""
+"""Operations on pairs of rows of [64, M], 16 w + g and 16 w + 8 + g. In the layout `WGMMA` one thread holds both."""
 
 import jax
 import jax.numpy as jnp
@@ -13,20 +13,21 @@ from pallas_kernels.mosaic.registers import elements, fragment, i32, llvm, threa
 _COLUMNS = 8
 
 
-# 32 rows of which each warp has eight, and a thread two neighbours along a row, as in the layout `WGMMA`.
+# A layout of 32 rows. Each warp has eight of them, and a thread has two adjacent values of a row, as in `WGMMA`.
 _HALF = plgpu.Layout.TILED(
     plgpu.Tiling(((32, 8), (8, 8), (2,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
 )
 
 
 def halves(values: jax.Array, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
-    """Splits pairs of rows: the first rows of all pairs, and the second rows, [32, M] each, in the order of the pairs.
-
-    No value leaves its thread.
+    """Splits pairs of rows. No value leaves its thread.
 
     Args:
       values: bfloat16 [64, M] in the layout `WGMMA`.
       interpret: whether this runs on a CPU.
+
+    Returns:
+      The first rows of all pairs, and the second rows: bfloat16 [32, M] each, in the order of the pairs.
     """
     rows, columns = values.shape
     if interpret:
@@ -42,15 +43,15 @@ def halves(values: jax.Array, *, interpret: bool) -> tuple[jax.Array, jax.Array]
 
 
 def gate(values: jax.Array, *, interpret: bool) -> jax.Array:
-    """silu(first row) * second row for all pairs of rows, in the form that `store` takes.
+    """Computes SwiGLU, silu(first row) * second row, for all pairs of rows; `store` stores the result.
 
     Args:
       values: float32 [64, M] in the layout `WGMMA`.
       interpret: whether this runs on a CPU.
 
     Returns:
-      bfloat16 [32, M]. On the device its shape is [64, M / 2], with M rounded up to a multiple of 16, in an order that
-      only `store` knows.
+      bfloat16 [32, M]. On the device its shape is [64, M / 2], with M rounded up to a multiple of 16, in an order
+      that only `store` knows.
     """
     rows, columns = values.shape
     if interpret:
@@ -72,8 +73,8 @@ def gate(values: jax.Array, *, interpret: bool) -> jax.Array:
     return plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=kind)(emit)(values)
 
 
-# silu of $1 and $2, times $3 and $4. The approximations of exp2 and 1 / x have errors of at most two units in
-# float32's last place.
+# Computes silu($1) * $3 and silu($2) * $4. The approximations of exp2 and 1 / x have errors of at most two units in
+# the last place of float32.
 _GATE = """{
 .reg .f32 a, b;
 mul.f32 a, $1, 0fBFB8AA3B;
@@ -93,7 +94,7 @@ cvt.rn.bf16x2.f32 $0, b, a;
 
 
 def _gated(first: list[ir.Value], second: list[ir.Value]) -> ir.Value:
-    """silu(first) * second for two values each, as two bfloat16 in one word."""
+    """Computes silu(first) * second for two values each; returns two bfloat16 in one word."""
     word = ir.IntegerType.get_signless(32)
     return llvm.inline_asm(word, [*first, *second], _GATE, "=&r,f,f,f,f")
 
@@ -121,7 +122,7 @@ def store(values: jax.Array, ref: jax.Ref, *, interpret: bool) -> None:
         )
         for at in range(kind.shape[0] // _COLUMNS):
             own = llvm.bitcast(word, values.registers.flat[at])
-            # Transpose 8 pairs x 8 columns of M, so that a thread has two values that are neighbours in memory.
+            # Transpose 8 pairs x 8 columns, so that a thread has two values that are contiguous in memory.
             code = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
             turned = llvm.inline_asm(word, [own], code, "=r,r", has_side_effects=True)
             row = arith.addi(arith.divui(lane, i32(4)), i32(_COLUMNS * at))
@@ -138,13 +139,13 @@ def store(values: jax.Array, ref: jax.Ref, *, interpret: bool) -> None:
 def load_diagonal(pieces: list[jax.Ref], owners: tuple[int, ...]) -> jax.Array:
     """Loads a [64, 64] operand of `wgmma`, in which the first and the second rows of pairs share no columns.
 
-    Each eight columns have values in one row of a pair only, and columns after those of `owners` have none. The other
-    values are zeros and are not stored.
+    In each group of eight columns, only the first or only the second rows have values. All other entries are zeros,
+    also in the groups after those of `owners`. Zeros are not stored in memory.
 
     Args:
-      pieces: int32 [3, 192] in shared memory. They hold a word for each thread and each eight columns, up to four
-        words of a thread as neighbours; a word has two neighbouring columns.
-      owners: which row of a pair has each eight columns, 0 or 1; at most eight.
+      pieces: int32 [3, 192] each, in shared memory. They hold one word, two adjacent columns, for each thread and
+        each group of eight columns. Up to four words of a thread are contiguous.
+      owners: for each group of eight columns, which row of a pair has values: 0 or 1. At most eight groups.
 
     Returns:
       bfloat16 [64, 64] in the layout `WGMMA`.

@@ -1,4 +1,4 @@
-"""Operations on the registers of a thread: the values of an array that one thread of a warpgroup holds."""
+"""Operations on registers: on the values of a warpgroup's array that one thread holds (its fragment)."""
 
 from collections.abc import Callable
 
@@ -19,11 +19,11 @@ llvm = mgpu.utils.llvm  # jax.extend.mlir does not have it
 def to_bfloat16(values: jax.Array, *, interpret: bool) -> jax.Array:
     """Converts values to bfloat16, two per instruction.
 
-    If a conversion back to float32 follows `astype`, LLVM converts one value at a time, at a quarter of the throughput.
+    With `astype` and a conversion back to float32, LLVM would convert one value at a time, at a quarter of the speed.
 
     Args:
       values: float32 [64, M] in the layout `WGMMA`.
-      interpret: run on a CPU.
+      interpret: whether this runs on a CPU.
     """
     if interpret:
         return rounded(values, jnp.bfloat16)
@@ -38,7 +38,7 @@ def rounded_to_bfloat16(values: jax.Array, *, interpret: bool) -> jax.Array:
 
 
 def _map_words(values: jax.Array, dtype: DTypeLike, unpack: Callable) -> jax.Array:
-    """Packs each two neighbours into a word as bfloat16, the first in the low half, and applies `unpack` to it."""
+    """Packs every two adjacent values as bfloat16 in a word, the first in the low half, and applies `unpack`."""
     kind = plgpu.ShapeDtypeStruct(values.shape, dtype, layout=plgpu.Layout.WGMMA)
 
     def emit(_: mgpu.LaunchContext, values: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
@@ -51,7 +51,7 @@ def _map_words(values: jax.Array, dtype: DTypeLike, unpack: Callable) -> jax.Arr
 
 
 def opaque(value: jax.Array, *, interpret: bool) -> jax.Array:
-    """Returns an int32 scalar whose value the compiler does not know, so that it computes nothing from it in advance."""
+    """Returns an int32 scalar unchanged, but hides its value, so that the compiler precomputes nothing from it."""
     if interpret:
         return value
     scalar = plgpu.Layout.WG_SPLAT(())
@@ -66,9 +66,9 @@ def opaque(value: jax.Array, *, interpret: bool) -> jax.Array:
 
 
 def store(values: jax.Array, ref: jax.Ref) -> None:
-    """Stores an array of any layout in device memory.
+    """Stores an array of any register layout in device memory.
 
-    JAX 0.12 rejects an assignment to `ref` that does not write whole cache lines; 0.11 does not check.
+    JAX 0.12 rejects an assignment to `ref` that does not write whole cache lines. JAX 0.11 does not check it.
 
     Args:
       values: an array.
@@ -81,7 +81,7 @@ def store(values: jax.Array, ref: jax.Ref) -> None:
 
 
 def as_pair(word: ir.Value) -> ir.Value:
-    """Reads a 32-bit word as two bfloat16 values, the low half first."""
+    """Reinterprets a 32-bit word as two bfloat16 values, the low half first."""
     return llvm.bitcast(ir.VectorType.get((2,), ir.BF16Type.get()), word)
 
 
@@ -92,9 +92,9 @@ def _unpacked(word: ir.Value) -> ir.Value:
 
 
 def keep_until_here(values: jax.Array) -> None:
-    """Keeps a warpgroup's registers unchanged up to this place in the program.
+    """Keeps a warpgroup's registers unchanged up to this point in the program.
 
-    LLVM considers registers free once a `wgmma` that reads them is issued, and may reuse them before it is done.
+    LLVM considers registers free once a `wgmma` that reads them is issued, and may overwrite them before it is done.
 
     Args:
       values: an array of a 16-bit type in the layout `WGMMA`.
@@ -127,7 +127,7 @@ def vectors(values: list[ir.Value], width: int) -> list[ir.Value]:
 
 
 def fragment(kind: plgpu.ShapeDtypeStruct, registers: list[ir.Value]) -> mgpu.FragmentedArray:
-    """Makes an array of the shape, dtype and layout of `kind` from the registers of a thread."""
+    """Makes an array with the shape, dtype and layout of `kind` from the registers of a thread."""
     of_layout = kind.layout.to_mgpu()
     array = np.empty(len(registers), dtype=object)
     array[:] = registers
@@ -139,19 +139,19 @@ def fragment(kind: plgpu.ShapeDtypeStruct, registers: list[ir.Value]) -> mgpu.Fr
 
 
 def pointer(ref: ir.Value) -> ir.Value:
-    """Address of the start of an array in memory."""
+    """Returns the address of the start of an array in memory."""
     return mgpu.utils.memref_ptr(ref)
 
 
 def load_words(base: ir.Value, first: ir.Value, count: int) -> ir.Value:
-    """Loads `count` 32-bit words, from index `first` after `base`, with one instruction; aligned to 4 * count bytes."""
+    """Loads `count` 32-bit words, from index `first` after `base`, in one load that is aligned to 4 * count bytes."""
     word = ir.IntegerType.get_signless(32)
     address = mgpu.utils.getelementptr(base, [first], word)
     return llvm.load(ir.VectorType.get((count,), word), address, alignment=4 * count)
 
 
 def assembly(text: str, results: int, operands: list[ir.Value]) -> list[ir.Value]:
-    """Runs PTX on 32-bit words. In its text $0 ... are the results, followed by the operands."""
+    """Runs PTX on 32-bit words. In the text, $0 ... are the results, followed by the operands."""
     word = ir.IntegerType.get_signless(32)
     # `&`: a result may be written before the last operand is read, so they must not share a register.
     constraints = ",".join(["=&r"] * results + ["r"] * len(operands))
@@ -161,12 +161,12 @@ def assembly(text: str, results: int, operands: list[ir.Value]) -> list[ir.Value
 
 
 def thread() -> ir.Value:
-    """Index of this thread in its warpgroup, 0 to 127."""
+    """Returns the index of this thread in its warpgroup, 0 to 127."""
     return arith.remui(mgpu.utils.thread_idx(), i32(128))
 
 
 def place() -> tuple[ir.Value, ir.Value, ir.Value]:
-    """A thread's warp (0 to 3), row (0 to 7) and first column (0 to 6) in an [8, 8] tile of the layout `WGMMA`."""
+    """Returns a thread's warp (0 to 3), and its row (0 to 7) and first column (0, 2, 4, 6) in [8, 8] of `WGMMA`."""
     own = thread()
     lane = arith.remui(own, i32(32))
     column = arith.muli(arith.remui(lane, i32(4)), i32(2))
@@ -174,10 +174,10 @@ def place() -> tuple[ir.Value, ir.Value, ir.Value]:
 
 
 def index(value: ir.Value) -> ir.Value:
-    """An integer as an index of an array."""
+    """Converts an integer to MLIR's type of array indices."""
     return arith.index_cast(ir.IndexType.get(), value)
 
 
 def i32(value: int) -> ir.Value:
-    """A 32-bit integer constant."""
+    """Makes a 32-bit integer constant."""
     return mgpu.c(value, ir.IntegerType.get_signless(32))

@@ -1,4 +1,4 @@
-"""A ring of slots in shared memory, which bulk copies fill ahead of the readers."""
+"""A ring buffer of pipeline stages (slots) in shared memory, which bulk copies fill ahead of the readers."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,9 +16,10 @@ class Ring:
 
     Attributes:
       stages: number of slots.
-      copy: copy(item, slot, ...) starts the bulk copies of an item, which arrive at barrier `full.at[slot]`.
-      full: a barrier per slot, complete when the slot's item has arrived.
-      empty: a barrier per slot, complete when all readers have left the slot. None if readers synchronize otherwise.
+      copy: copy(item, slot, ...) starts the bulk copies of an item, which arrive at the slot's barrier in `full`.
+      full: a barrier for each slot, complete when the slot's item has arrived.
+      empty: a barrier for each slot, complete when all readers have left the slot. None if readers synchronize
+        in another way; then `leave` and `refill` must not be called.
       first: index of the first item.
       end: index after the last item; None if the caller of `fetch` checks it.
       which: leading indices of this ring's barriers in `full` and `empty`, which several rings may share.
@@ -33,7 +34,7 @@ class Ring:
     which: tuple[jax.Array, ...] = ()
 
     def slot(self, item: jax.Array) -> jax.Array:
-        """The slot of an item."""
+        """Returns the slot of an item."""
         is_zero = isinstance(self.first, int) and self.first == 0
         return lax.rem(item if is_zero else item - self.first, self.stages)
 

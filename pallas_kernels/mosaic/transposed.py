@@ -12,7 +12,7 @@ from pallas_kernels.mosaic.registers import llvm
 
 
 def store(values: jax.Array, ref: jax.Ref) -> None:
-    """Stores ref[:, :] = values.T.
+    """Stores the transpose of values in device memory: ref[:, :] = values.T.
 
     Args:
       values: bfloat16 [64, M] in the layout `WGMMA`.
@@ -61,7 +61,7 @@ def _store(
         i64 = ir.IntegerType.get_signless(64)
         base = mgpu.utils.memref_ptr(ref)
         places = values.layout.thread_idxs(values.shape)
-        # A register holds two neighbours along the rows of `values`.
+        # A register holds two values that are adjacent along the rows of `values`, so they are contiguous in `ref`.
         for (row, column), pair in zip(places, values.registers.flat, strict=True):
             offset = arith.index_cast(i64, place(ref, row, column))
             llvm.store(pair, mgpu.utils.getelementptr(base, [offset], ir.BF16Type.get()))

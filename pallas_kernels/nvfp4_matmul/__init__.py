@@ -1,4 +1,4 @@
-"""Multiplies activations by packed weights without storing an unpacked copy of the model."""
+"""Products of activations and packed weights, without an unpacked copy of the model."""
 
 from pallas_kernels.nvfp4_matmul.api import PackedWeight, nvfp4_matmul, prepare, unprepare
 

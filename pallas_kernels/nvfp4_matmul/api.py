@@ -1,4 +1,7 @@
-"""The public entry point: checks the arguments, chooses an implementation, defines the derivative."""
+"""The public functions of products with packed weights: they check arguments and choose the implementation.
+
+`nvfp4_matmul` also defines its derivative.
+"""
 
 import dataclasses
 import functools
@@ -33,7 +36,7 @@ PackedWeight = NVFP4Tensor | HopperNVFP4 | PortableWeight
 
 
 class _Hopper:
-    """`decode.matmul`, for few rows; `config` picks its configuration."""
+    """Runs `decode.matmul`, for few rows; `config` picks its configuration."""
 
     @staticmethod
     def supports(m: int, n: int, k: int, dtype: DTypeLike) -> str | None:
@@ -54,7 +57,7 @@ class _Hopper:
 
 
 class _Wide:
-    """`prefill.matmul`, for any number of rows; `prefill_config` picks its configuration and the kernel for dX."""
+    """Runs `prefill.matmul`, for any number of rows; `prefill_config` picks its configuration and dX's kernel."""
 
     @staticmethod
     def supports(m: int, n: int, k: int, dtype: DTypeLike) -> str | None:
@@ -84,7 +87,7 @@ class _Dequantized:
 
 
 class _UnpreparedReference:
-    """`reference` for weights in the Hopper layout."""
+    """Runs `reference` for weights in the Hopper layout."""
 
     supports = staticmethod(reference.supports)
 
@@ -98,7 +101,7 @@ class _UnpreparedReference:
 
 
 class _Portable:
-    """The Triton kernel for few rows; `portable.tuning` picks its configuration."""
+    """Runs the Triton kernel for few rows; `portable.tuning` picks its configuration."""
 
     @staticmethod
     def supports(m: int, n: int, k: int, dtype: DTypeLike) -> str | None:
@@ -125,7 +128,7 @@ class _Unpacked:
 
 
 class _PortableReference:
-    """`reference` for weights in the portable layout, in any format."""
+    """Runs the reference for weights in the portable layout, in any format."""
 
     supports = staticmethod(reference.supports)
 
@@ -135,7 +138,7 @@ class _PortableReference:
 
     @staticmethod
     def backward(dy: jax.Array, w: PortableWeight) -> jax.Array:
-        # The sum is over rows with different global scales, so the multiplier must come first here.
+        # The sum may be over rows with different global scales, so the multiplier is applied before it.
         scaled = (dy.astype(jnp.float32) * w.multiplier).astype(dy.dtype)
         product = reference.dot(scaled, portable_layout.decoded(w, dy.dtype), contract=0)
         return product.astype(dy.dtype)
@@ -176,9 +179,12 @@ def prepare(
       t: the weight, in any packed format.
       dtype: dtype of the activations. All kernels need bfloat16. The Hopper kernels read NVFP4; the portable
         kernels read every format. If no kernel fits, the weight is returned unchanged.
-      is_gated: whether the rows are gate and up of a SwiGLU. They are then put in pairs (`layout.paired_rows`) if
-        `layout.can_pair` and `runtime.pairs_gates()` say so.
-      rank: rank of LoRA beside the weight; 0 without.
+      is_gated: whether the rows are gate and up of a SwiGLU. For the Hopper kernels they are then put in pairs
+        (`layout.paired_rows`) if `layout.can_pair` and `runtime.pairs_gates` say so.
+      rank: rank of LoRA on this weight; 0 without LoRA.
+
+    Returns:
+      A `HopperNVFP4` or a `PortableWeight`; or t itself if no kernel fits.
     """
     if isinstance(t, NVFP4Tensor) and _unfit(dtype) is None:
         is_paired = is_gated and runtime.pairs_gates() and layout.can_pair(t.shape[0], rank)
@@ -189,9 +195,9 @@ def prepare(
 
 
 def unprepare(w: PackedWeight) -> NVFP4Tensor | MXFP4Tensor | NF4Tensor:
-    """Exact inverse of `prepare`, with two exceptions.
+    """Inverts `prepare`, exactly with two exceptions.
 
-    After the Hopper layout, codes whose scale is zero are zero. Doubly quantized NF4 scales come back decoded.
+    In both layouts, NVFP4 codes whose scale is zero become zero. Doubly quantized NF4 scales come back decoded.
     """
     if isinstance(w, HopperNVFP4):
         return layout.unprepare(w)
@@ -209,9 +215,10 @@ def nvfp4_matmul(
 
         y = rounded(sum over k of x * (code * scale)) / global_scale
 
-    Sums are float32. Every implementation rounds them to x's dtype at the end of the product, because cuBLAS can
-    return nothing else. The division follows in float32; XLA fuses it into the operation that reads the sums, so
-    it costs nothing. For a one-hot x the sums are scaled codes, which are exact in bfloat16.
+    Sums are float32. Every implementation rounds them to x's dtype at the end of the product, because with cuBLAS
+    float32 sums would cost another pass over them (`dequantize.forward`). The division follows in float32; XLA fuses
+    it into the operation that reads the sums, so it costs nothing. For a one-hot x the sums are scaled codes, which
+    are exact in bfloat16.
 
     The derivative with respect to x also reads the packed weight, and saves nothing else for the backward pass.
     The weight is frozen: its cotangent is zero.
@@ -219,13 +226,13 @@ def nvfp4_matmul(
     Args:
       x: [..., K], float32 or bfloat16.
       w: one [N, K] weight; slice a stack with `lax.scan`. `prepare` converts it to the layout that the kernels read.
-      implementation: None for the fastest that supports the problem. "reference" works for every layout. The
-        Hopper layout also has "hopper" (M <= 128), "wide" and "dequantized"; the portable layout, which holds
-        every format, has "portable" (M <= 128) and "unpacked".
+      implementation: None for the fastest that supports the problem. "reference" works for every layout. The Hopper
+        layout also has "hopper" (at most 128 rows), "wide" and "dequantized". The portable layout, which holds every
+        format, also has "portable" (at most 128 rows) and "unpacked".
       out_dtype: dtype of y; by default x's dtype. With float32, y is not rounded again after the division.
 
     Returns:
-      [..., N].
+      y [..., N] in `out_dtype`.
 
     Raises:
       ValueError: a dtype or shape is wrong, or the implementation is unknown.
@@ -273,7 +280,7 @@ def _choose(
 
 
 def backward(dy: jax.Array, w: HopperNVFP4) -> jax.Array:
-    """dy [M, N] -> dy @ dequantize(w) [M, K], in dy's dtype: the cotangent of x in `nvfp4_matmul`."""
+    """Computes dy @ dequantize(w) [M, K] in dy's dtype, for dy [M, N]: the cotangent of x in `nvfp4_matmul`."""
     name = _choose(_HOPPER_IMPLEMENTATIONS, None, len(dy), *w.shape, dy.dtype)
     return _HOPPER_IMPLEMENTATIONS[name].backward(dy, w)
 

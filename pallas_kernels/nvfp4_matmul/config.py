@@ -1,7 +1,7 @@
-"""How the kernel for few rows divides its work, which problems it supports, and how a configuration is picked.
+"""The configuration of the kernel for few rows (decoding): how it divides its work, and which problems it supports.
 
-A configuration comes from a table of measurements on the device, or from a rule (`heuristic`). Functions that
-depend on the device take it as an argument; None means the current device.
+A configuration comes from a table measured on the device, or from a rule (`heuristic`). If a function depends on the
+device, `device` is an argument; None means the current device.
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ from pallas_kernels.runtime import Device
 MAX_M = 128
 
 TABLES = pathlib.Path(__file__).parent / "tuned"
-# Values of M in the tables; a problem uses the next larger one. There is none below 16, because `wgmma` takes
-# as long for 8 columns as for 16 (13 cycles of a multiprocessor, measured on an H200).
+# Values of M in the tables. A problem uses the next larger one. None is below 16, because `wgmma` takes as long for 8
+# columns as for 16 (13 cycles of a multiprocessor, measured on an H200).
 TUNED_M = (16, 32, 64, 128)
 _TILE_BYTES = 4 * (layout.CODE_WORDS + layout.SCALE_WORDS)
 
@@ -30,8 +30,8 @@ class Config:
 
     Attributes:
       warpgroups: warpgroups per block, each with 64 rows of W; 1 to 4.
-      step: columns of x and W per slot; 64, 128 or 256.
-      stages: number of slots in shared memory; 2 or more.
+      step: columns of x and W per pipeline stage; 64, 128 or 256.
+      stages: pipeline stages, that is, slots in shared memory; 2 or more.
       blocks: number of blocks that share the work.
     """
 
@@ -60,7 +60,16 @@ def supports(
     with_adapter: bool = False,
     device: Device | None = None,
 ) -> str | None:
-    """Why this kernel cannot run a problem with this configuration, or None."""
+    """Returns why this kernel cannot run a problem with this configuration, or None if it can.
+
+    Args:
+      m: M, rows of x.
+      n: N, rows of W.
+      k: K, columns of x and W.
+      config: the configuration.
+      with_adapter: whether the kernel also multiplies x by LoRA's A.
+      device: the device that runs it.
+    """
     if not 1 <= m <= MAX_M:
         return f"needs 1 <= M <= {MAX_M}; got M = {m}"
     row_tiles, columns = layout.tiles(n), layout.tiles(k) * TILE
@@ -80,12 +89,15 @@ def supports(
 
 
 def most_shared_bytes(device: Device | None = None) -> int:
-    """Bytes of shared memory that a block may use; 1 KiB is reserved for barriers."""
+    """Returns the bytes of shared memory that a block may use; 1 KiB is reserved for barriers."""
     return (device or runtime.device()).shared_bytes - 1024
 
 
 def shared_bytes(m: int, config: Config, *, adapter_k: int | None = None) -> int:
-    """Bytes of shared memory for a block's slots; `adapter_k` is K if LoRA's A uses the slots too, else None."""
+    """Returns the bytes of shared memory for a block's slots.
+
+    `adapter_k` is K if LoRA's A uses the slots too, otherwise None.
+    """
     rows, columns, depth = m + -m % 8, config.step, config.step // TILE
     if adapter_k is not None:
         of_a = adapter_k, config.warpgroups, config.step
@@ -94,10 +106,10 @@ def shared_bytes(m: int, config: Config, *, adapter_k: int | None = None) -> int
 
 
 def pick_config(m: int, n: int, k: int, device: Device | None = None) -> Config:
-    """The configuration for a problem: from the device's table, else from `heuristic`.
+    """Picks the configuration for a problem: from the device's table, otherwise by `heuristic`.
 
-    If the device's table has no row for the problem and the device has as many processors as an H200, the H200's
-    row is used: its number of blocks fits.
+    If the device's table has no row for the problem, but the device has as many multiprocessors as an H200, then the
+    H200's row is used, because its number of blocks fits.
 
     Args:
       m: rows of x, 1 to 128.
@@ -113,11 +125,11 @@ def pick_config(m: int, n: int, k: int, device: Device | None = None) -> Config:
 
 
 def heuristic(m: int, n: int, k: int, device: Device | None = None) -> Config:
-    """The configuration for a problem that no table has.
+    """Picks the configuration for a problem that is in no table.
 
-    If W has many rows, or x has more than 64, there is one block per multiprocessor, with the most warpgroups that
+    If W has many rows, or x has more than 64, there is one block per multiprocessor, with as many warpgroups as
     divide the row tiles; they share x. Otherwise there are a few small blocks per multiprocessor, so that the whole
-    matrix loads at once.
+    matrix is loaded at once.
     """
     row_tiles, columns = layout.tiles(n), layout.tiles(k) * TILE
     device = device or runtime.device()
@@ -125,7 +137,7 @@ def heuristic(m: int, n: int, k: int, device: Device | None = None) -> Config:
     longest = 256 if m <= 32 else 128
     step = next(s for s in (256, 128, 64) if s <= longest and columns % s == 0)
     steps = columns // step
-    # With so many row tiles, one run per processor splits a tile of four warpgroups between about two blocks.
+    # With so many row tiles and one block per multiprocessor, about two blocks share each tile of four warpgroups.
     if row_tiles >= 2 * processors or m > 64:
         warpgroups = next(w for w in (4, 3, 2, 1) if row_tiles % w == 0)
         blocks, depth = min(processors, row_tiles // warpgroups * steps), 4
@@ -137,7 +149,7 @@ def heuristic(m: int, n: int, k: int, device: Device | None = None) -> Config:
 
 
 def candidates(m: int, n: int, k: int, device: Device | None = None) -> list[Config]:
-    """Configurations worth timing; the first is the heuristic's, if it is supported."""
+    """Returns configurations worth timing. The first is the heuristic's, if it is supported."""
     device = device or runtime.device()
     row_tiles, processors = layout.tiles(n), device.processors
     found = [heuristic(m, n, k, device)]
@@ -156,7 +168,7 @@ def candidates(m: int, n: int, k: int, device: Device | None = None) -> list[Con
                     stages = min(4, _deepest(m, warpgroups, step, min(blocks, most), device))
                     if stages > 1:
                         found.append(Config(warpgroups, step, stages, min(blocks, most)))
-    # Of a small matrix every split gives less than a block to each processor. Few parts are fewer sums to add up.
+    # A small matrix has few units. Try one, two and three of them per block: fewer parts are fewer sums to add up.
     for step in fitting:
         steps = layout.whole(k) // step
         for split in dict.fromkeys((steps, -(-steps // 2), -(-steps // 3))):
@@ -167,21 +179,21 @@ def candidates(m: int, n: int, k: int, device: Device | None = None) -> list[Con
 
 
 def _deepest(m: int, warpgroups: int, step: int, blocks: int, device: Device) -> int:
-    """The most stages with which all blocks can run at the same time."""
+    """Returns the most stages with which all blocks can run at the same time."""
     resident = -(-blocks // device.processors)
     slot = shared_bytes(m, Config(warpgroups, step, 2, blocks)) // 2
-    # The card reserves 1 KiB of a multiprocessor's shared memory for each block.
+    # The GPU reserves 1 KiB of a multiprocessor's shared memory for each block.
     return (most_shared_bytes(device) // resident - 1024) // slot
 
 
 def path_of(device_kind: str) -> pathlib.Path:
-    """Path of a device's table, whether or not it exists."""
+    """Returns the path of a device's table, whether or not it exists."""
     return TABLES / f"{device_kind.lower().replace(' ', '_')}.json"
 
 
 @functools.cache
 def table_of(device_kind: str) -> dict[tuple[int, int, int], Config]:
-    """A device's table: (M, N, K) -> Config; empty if the device has none."""
+    """Reads a device's table: (M, N, K) -> Config. It is empty if the device has none."""
     path = path_of(device_kind)
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     return {(row["m"], row["n"], row["k"]): Config(**row["config"]) for row in rows}

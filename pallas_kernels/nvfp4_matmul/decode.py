@@ -1,11 +1,10 @@
 """The product for few rows of x (decoding) on Hopper, in Pallas Mosaic GPU.
 
-The kernel computes y^T = W x^T: `wgmma` takes W from registers, 64 rows at a time, and x^T from shared
-memory, with M as the instruction's N. One kernel serves all shapes. The work is a list of units, each
-`64 * warpgroups` rows (a tile) by `step` columns, ordered by tile and then by column. Every block takes
-an equal run of the list (stream-K; Osama et al., 2023). With one block per multiprocessor, a run spans
-several tiles, which suits weights of many rows. With a few times more blocks than tiles, K is split
-evenly, which suits weights of few rows.
+The kernel computes y^T = W x^T: `wgmma` takes W from registers, 64 rows at a time, and x^T from shared memory, with M
+as the instruction's N. One kernel serves all shapes. The work is a list of units, ordered by tile and then by column.
+A unit has `64 * warpgroups` rows (a tile) and `step` columns. Every block takes an equal run of the list (stream-K;
+Osama et al., 2023). With one block per multiprocessor, a run spans several tiles, which suits weights of many rows.
+With a few times more blocks than tiles, K is split evenly (split-K), which suits weights of few rows.
 
     block      all warpgroups share x; each decodes and multiplies its own 64 rows of W
 
@@ -13,23 +12,22 @@ evenly, which suits weights of few rows.
       warpgroup 1    wait full | decode, wgmma | leave the last slot | ...
       ...
 
-    slot       `step` columns of x [M, step] and of W [warpgroups, step / 64, 3, 192 words], or more words if
-               a tile of A needs them;
-               there are `stages` slots, filled by bulk copies that warpgroup 0 starts
+    slot       a pipeline stage: `step` columns of x [M, step] and of W [warpgroups, step / 64, 3, 192 words], or
+               more words if a tile of A needs them; there are `stages` slots, filled by bulk copies that
+               warpgroup 0 starts
 
-A product runs while the next tile is decoded. A warpgroup therefore leaves a slot after it has issued
-the first product of the next unit. The slot is refilled at the end of that unit, when the other
-warpgroups have most likely left it too. No warpgroup is reserved for copies: all registers go to
-warpgroups that multiply.
+A product runs while the next tile is decoded. Therefore a warpgroup leaves a slot only after it has issued the first
+product of the next unit. The slot is refilled at the end of that unit, when the other warpgroups have most likely
+left it too. No warpgroup is a dedicated producer: all registers go to warpgroups that multiply.
 
-Sums over a part of K are written in float32, in the order of the registers (`fragments`). `epilogue`
-adds them up, scales them and applies the operations after the product, in one small kernel.
+Partial sums over K are written in float32, in the order of the registers (`fragments`). `epilogue` adds them up,
+scales them and applies the operations after the product, in one small kernel.
 
-A block waits two microseconds for its first tile of W, mostly for device memory. So before a block
-stores its last sums, it prefetches into the L2 cache what blocks of the `Upcoming` product read first.
+A block waits two microseconds for its first tile of W, mostly for device memory. So before a block stores its last
+sums, it prefetches into the L2 cache what the blocks of the next product (`Upcoming`) read first.
 
-If the product has a LoRA branch, the last blocks of the grid multiply the same x by its A, in the same
-way: A is stored like W, in tiles of four times as many words (`dense_tile`), and uses the same slots.
+If the product has a LoRA branch, the last blocks of the grid multiply the same x by its A, in the same way: A is
+stored like W, in tiles of four times as many words (`dense_tile`), and uses the same slots.
 """
 
 import dataclasses
@@ -48,10 +46,10 @@ from pallas_kernels.runtime import Device
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Which block does which units; there are tiles * steps units, in equal runs.
+    """Assigns the tiles * steps units to blocks, in equal runs.
 
-    Block b takes units b * units // blocks to (b + 1) * units // blocks - 1. Its sum over a part of
-    tile t goes to part b - first_block(t) of the partial sums.
+    Block b takes units b * units // blocks to (b + 1) * units // blocks - 1. Its partial sums of tile t are stored as
+    part b - first_block(t).
 
     Attributes:
       tiles: tiles of rows of W.
@@ -68,19 +66,19 @@ class Plan:
         return self.tiles * self.steps
 
     def start(self, block):
-        """First unit of a block; `block` is an int or a traced integer."""
+        """Returns the first unit of a block; `block` is an int or a traced integer."""
         return _quotient(block * self.units, self.blocks)
 
     def place(self, unit):
-        """Tile and step of a unit; `unit` is a traced integer."""
+        """Returns the tile and the step of a unit; `unit` is a traced integer."""
         return lax.div(unit, self.steps), lax.rem(unit, self.steps)
 
     def first_block(self, tile):
-        """The block that has the first unit of a tile."""
+        """Returns the block that has the first unit of a tile."""
         return _quotient((tile * self.steps + 1) * self.blocks - 1, self.units)
 
     def parts(self, tile):
-        """Number of blocks that share a tile."""
+        """Returns the number of blocks that share a tile."""
         last_block = _quotient((tile + 1) * self.steps * self.blocks - 1, self.units)
         return last_block - self.first_block(tile) + 1
 
@@ -91,18 +89,18 @@ class Plan:
 
 
 def _quotient(a, b):
-    """a // b for numbers that are not negative; on traced ones `//` would add instructions for signs."""
+    """Returns a // b for non-negative numbers. For traced numbers, `//` would add instructions for signs."""
     return lax.div(a, b) if isinstance(a, jax.Array) else a // b
 
 
 @dataclasses.dataclass(frozen=True)
 class Beside:
-    """How the last blocks of the grid multiply x by A.
+    """Describes how the last blocks of the grid multiply x by LoRA's A.
 
     Attributes:
-      tiles: tiles of 64 ranks.
-      units: units along K in each tile; a unit fills a slot.
-      shares: blocks that share a tile.
+      tiles: number of tiles of 64 ranks.
+      units: number of units along K in each tile; a unit fills a slot.
+      shares: number of blocks that share a tile.
       width: columns of a unit.
       pieces: quarters of A's tiles in a slot for each warpgroup; see `dense_tile`.
     """
@@ -116,12 +114,12 @@ class Beside:
 
 @dataclasses.dataclass(frozen=True)
 class Upcoming:
-    """The product after this one, whose first words are prefetched.
+    """Describes the product after this one, whose first words are prefetched into the L2 cache.
 
     Attributes:
-      words: words of its weight, int32 [N / 64, K / 64, 3, 192].
+      words: its packed weight, int32 [N / 64, K / 64, 3, 192].
       config: its configuration.
-      plan: which of its blocks does which units.
+      plan: the assignment of its units to its blocks.
     """
 
     words: jax.Array
@@ -139,7 +137,7 @@ class Upcoming:
         return self.config.warpgroups, self.config.step // TILE
 
     def first(self, block: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Row and column where a block's first words begin, in tiles of 64 x 64."""
+        """Returns the row and column where a block's first words begin, in tiles of 64 x 64."""
         tile, at = self.plan.place(self.plan.start(block))
         high, wide = self.shape
         return tile * high, at * wide
@@ -152,7 +150,7 @@ def _cut(
     a_words: jax.Array | None,
     device: Device | None = None,
 ) -> tuple[Plan, int]:
-    """The plan for W, and the number of blocks that share each tile of A (0 without A)."""
+    """Returns the plan for W, and the number of blocks that share each tile of A (0 without A)."""
     (n, k), blocks, shares = w.shape, config.blocks, 0
     if a_words is not None:
         a_units = dense_tile.in_units(a_words, config.warpgroups, config.step)
@@ -169,7 +167,7 @@ def _cut(
 
 
 def upcoming(m: int, w: HopperNVFP4, config: Config, a_words: jax.Array | None) -> Upcoming:
-    """The `Upcoming` that describes `product` of x with m rows and these arguments."""
+    """Returns the `Upcoming` that describes a call of `product` with m rows of x and these arguments."""
     return Upcoming(w.words, config, _cut(m + -m % 8, w, config, a_words)[0])
 
 
@@ -178,11 +176,12 @@ class Sums:
     """Partial sums of a product as the kernel writes them, before the epilogue.
 
     Attributes:
-      partials: y^T before scaling, float32 [parts, N, M] with N padded to whole tiles, stored as `fragments` or in
-        rows. Only the first `plan.parts(t)` parts of tile t of the plan are written.
+      partials: y^T before scaling, float32 [parts, N, M] with N padded to whole tiles. It is stored in rows, or as
+        `fragments`. For tile t of the plan, only the first `plan.parts(t)` parts are written.
       plan: the plan that made the sums.
       rows: rows of W in one tile of the plan.
-      adapter: (x A)^T, float32 [parts, ranks, M] stored in the same way, all parts written; or None.
+      adapter: (x A)^T, float32 [parts, ranks, M], stored in the same way; all of its parts are written. None without
+        A.
     """
 
     partials: jax.Array
@@ -199,7 +198,7 @@ class Sums:
         return parts, tiles * TILE, columns * piece // TILE
 
     def in_rows(self) -> "Sums":
-        """The sums of all parts, stored in rows; added up in the same order as in `epilogue`."""
+        """Adds up all parts, in the same order as `epilogue` does, and returns the sums as one part, in rows."""
         from pallas_kernels.mosaic import fragments
 
         if not self.in_fragments:
@@ -216,7 +215,7 @@ class Sums:
 
     @property
     def in_fragments(self) -> bool:
-        """Whether the sums are stored as `fragments`, in the order of the registers, not in rows."""
+        """Whether the sums are stored as `fragments`, in the order of the registers, instead of in rows."""
         return self.partials.ndim == 4
 
 
@@ -230,17 +229,17 @@ def product(
     device: Device | None = None,
     interpret: bool = False,
 ) -> Sums:
-    """Multiplies x [M, K] by a packed weight, and by A if it is given; returns partial sums.
+    """Computes the partial sums of x W^T, and of x A if LoRA's A is given.
 
     Args:
       x: bfloat16 [M, K], M <= 128; K may be padded with zeros to whole tiles. The sums have M rounded up to a
         multiple of 8.
       w: one [N, K] weight.
-      config: see `config.pick_config`.
+      config: the configuration, for example from `config.pick_config`.
       a_words: LoRA's A from `dense_tile.pack`; or None.
-      following: the next product, whose first words are prefetched; it does not change the result.
+      following: the next product, whose first words are prefetched; it does not change the result. None for none.
       device: the device that runs it; None for the current one.
-      interpret: run on a CPU, and report data races.
+      interpret: whether to run on a CPU and report data races.
 
     Raises:
       ValueError: K of x is not that of w.
@@ -269,7 +268,7 @@ def matmul(
     device: Device | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """x [M, K] -> x @ dequantize(w)^T [M, N], both bfloat16; see `product`."""
+    """Computes x @ dequantize(w)^T, bfloat16 [M, N]; arguments and errors as for `product`."""
     m, (n, _) = len(x), w.shape
     total = product(x, w, config, device=device, interpret=interpret).in_rows().partials[0]
     with jax.named_scope("reduce"):

@@ -1,4 +1,4 @@
-"""The kernel of `decode`: each phase is a method of `_Block`, a block's work as one of its warpgroups sees it."""
+"""The kernel that `decode` describes. Each phase is a method of `_Block`, which runs in one warpgroup of a block."""
 
 import dataclasses
 import functools
@@ -21,12 +21,12 @@ from pallas_kernels.nvfp4_matmul.layout import TILE
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """The static description of a product.
+    """Static parameters of a launch.
 
     Attributes:
       config: how the work is divided.
-      plan: which of the first blocks does which units of W.
-      a: the work of the blocks after them; None without A.
+      plan: the assignment of the units of W to the first blocks of the grid.
+      a: the work of the other blocks, which multiply x by A; None without A.
       following: the product whose first words are prefetched; or None.
       interpret: whether this runs on a CPU.
     """
@@ -49,14 +49,14 @@ class Problem:
 
     @property
     def depth(self) -> int:
-        """Tiles that a slot has room for, for each warpgroup: of W, or quarters of A's."""
+        """Tiles of words that a slot holds for each warpgroup: tiles of W, or quarters of A's tiles."""
         return max(self.chunks, self.a.pieces) if self.a else self.chunks
 
 
 def launch(
     x: jax.Array, words: jax.Array, a_words: jax.Array | None, problem: Problem, *, name: str
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Starts the kernel.
+    """Launches the kernel.
 
     Args:
       x: bfloat16 [M, K], padded: M to a multiple of 8, K to whole tiles.
@@ -121,7 +121,7 @@ def _kernel(refs: types.SimpleNamespace, *, problem: Problem) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """A block's work as one of its warpgroups sees it.
+    """The program of one warpgroup of a block.
 
     Attributes:
       problem: the description of the product, the same for all blocks.
@@ -170,7 +170,7 @@ class _Block:
                 self._store(total, self.refs.sums.at[part, row_tile])
 
     def _copy_unit(self, unit: jax.Array, slot: jax.Array) -> None:
-        """Starts the copies of a unit of W and x."""
+        """Starts the bulk copies of a unit of W and x into a slot."""
         self._copy_w(unit, slot)
         self._copy_x(unit, slot)
 
@@ -186,9 +186,9 @@ class _Block:
         plgpu.copy_gmem_to_smem(refs.x.at[:, columns], self._x_slots.at[slot], refs.full.at[slot])
 
     def _multiply_unit(self, ring: Ring, unit: jax.Array, acc: jax.Ref) -> None:
-        """Adds the product of a unit, and has the slot of the unit before it refilled."""
+        """Adds the product of a unit to the accumulator, and refills the slot of the unit before it."""
         slot, chunks = ring.slot(unit), self.problem.chunks
-        # The unit that goes into the slot of the unit before this one.
+        # The unit that will be loaded into the slot of the unit before this one.
         ahead = unit - 1 + ring.stages
         previous = ring.slot(ahead)
         is_refilled = (unit > ring.first) & (ahead < ring.end)
@@ -205,18 +205,18 @@ class _Block:
             with jax.named_scope("mma"):
                 x = self._x_slots.at[slot, :, pl.ds(chunk * TILE, TILE)]
                 plgpu.wgmma(acc, w, x.T)
-                # One product runs while the next tile is decoded.
+                # Leave one product running while the next tile is decoded.
                 plgpu.wgmma_wait(0 if self.problem.interpret else 1)
             loaded = following
             if chunk == 0:
                 pl.when(is_refilled)(lambda: ring.leave(previous))
         pl.when((self.group == 0) & is_refilled)(lambda: ring.refill(previous, ahead))
-        # ptxas does not see across the loop's edge that `wgmma` still reads registers. Without this wait the
-        # next tile overwrites them (seen with steps of 64).
+        # ptxas does not see across loop iterations that `wgmma` still reads registers. Without this wait the next
+        # tile overwrites them (seen with steps of 64).
         plgpu.wgmma_wait(0)
 
     def _decoded(self, tile: jax.Ref, loaded: tuple[jax.Array, ...] | None) -> jax.Array | jax.Ref:
-        """A tile as the first operand of `wgmma`: in registers, or interpreted in shared memory."""
+        """Returns a decoded tile, the first operand of `wgmma`: in registers, or in shared memory if interpreted."""
         if not self.problem.interpret:
             return packed_tile.convert(*loaded)
         return self._in_memory(packed_tile.decode_words(tile[...]))
@@ -227,7 +227,8 @@ class _Block:
         number = self.number - self.problem.plan.blocks
         tile, share = lax.div(number, a.shares), lax.rem(number, a.shares)
         start, stop = (lax.div((share + i) * a.units, a.shares) for i in range(2))
-        # If a unit has fewer tiles of A than there are warpgroups, some compute the same, and only the first store it.
+        # If a unit has fewer tiles of A than there are warpgroups, some warpgroups compute the same tile. Only the
+        # first ones store it.
         mine = lax.rem(self.group, a.width // TILE)
         places = [4 * mine + i for i in range(4)]
         copy = functools.partial(self._copy_unit_of_a, tile)
@@ -263,14 +264,14 @@ class _Block:
     def _multiply_unit_of_a(
         self, ring: Ring, unit: jax.Array, tile: jax.Array, places: list[jax.Array], acc: jax.Ref
     ) -> None:
-        """Adds the product of one tile of a unit of A, and has the slot refilled.
+        """Adds the product of one tile of a unit of A to the accumulator, and refills the slot.
 
         Args:
-          ring: the ring of slots.
-          unit: number of the unit.
-          tile: which of the unit's tiles of columns.
-          places: numbers of that tile's four quarters among all quarters of the unit.
-          acc: sums [64, M].
+          ring: the ring buffer of slots.
+          unit: index of the unit.
+          tile: index of the tile of 64 columns in the unit.
+          places: indices of that tile's four quarters among all quarters of the unit.
+          acc: the accumulator, float32 [64, M].
         """
         slot, each = ring.slot(unit), self.problem.a.pieces
         ring.wait(slot)
@@ -298,7 +299,8 @@ class _Block:
 
     def _copy_words(self, words, slot: jax.Array, count: int) -> None:
         """Starts the copies of `count` tiles for each warpgroup; words(i) is the source for warpgroup i."""
-        # A contiguous copy that is promised to be in bounds needs no tensor map, which would have to be loaded first.
+        # A contiguous copy that is promised to be in bounds needs no tensor map (TMA descriptor), which would have to
+        # be loaded first.
         for i in range(self.problem.config.warpgroups):
             of_group = self.refs.w_slots.at[slot, i]
             plgpu.copy_gmem_to_smem(
@@ -309,14 +311,14 @@ class _Block:
             )
 
     def _summed(self, add_products) -> jax.Array:
-        """The sums [64, M] of an accumulator after `add_products`."""
+        """Runs `add_products` on a new accumulator and returns its sums, float32 [64, M]."""
         return pl.run_scoped(add_products, plgpu.ACC((TILE, self.rows), jnp.float32))
 
     def _store(self, total: jax.Array, ref: jax.Ref) -> None:
         fragments.store(total, ref, interpret=self.problem.interpret)
 
     def _in_memory(self, tile: jax.Array) -> jax.Ref:
-        """Copies a tile to shared memory, since interpreted `wgmma` takes no operand from registers."""
+        """Copies a tile to shared memory, because interpreted `wgmma` takes no operand from registers."""
         ref = self.refs.decoded.at[self.group]
         ref[...] = tile
         plgpu.commit_smem()
@@ -324,13 +326,13 @@ class _Block:
 
 
 def ask_for(following: Upcoming, words: jax.Ref, number: jax.Array, blocks: int) -> None:
-    """Prefetches into the L2 cache what blocks of the next product read first.
+    """Prefetches into the L2 cache what the blocks of the next product read first.
 
     Args:
       following: the next product.
-      words: words of its weight.
-      number: number of the block that asks.
-      blocks: number of blocks that ask, each for the blocks of its share.
+      words: its packed weight.
+      number: index of the block that prefetches.
+      blocks: number of blocks that prefetch; each does it for every `blocks`-th block of the next product.
     """
     high, wide = following.shape
 

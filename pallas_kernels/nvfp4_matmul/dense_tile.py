@@ -1,10 +1,9 @@
-"""The layout of LoRA's A, in bfloat16, that lets it use the kernel's slots for packed tiles.
+"""The layout of LoRA's A, in bfloat16. It lets A use the kernel's shared memory slots for packed tiles.
 
-A tile of 64 x 64 values is four quarters of 16 columns. Each quarter has as many words as a packed tile
-of 64 x 64 weights: 512 words of two values each, and 64 unused words in place of the scales. In a
-warpgroup, thread 32 w + 4 g + t (its number is `thread`) reads words 4 thread ... 4 thread + 3 of a
-quarter: rows 16 w + g and 16 w + g + 8 of columns 2 t, 2 t + 1, then both rows of columns 2 t + 8,
-2 t + 9.
+A tile of 64 x 64 values is stored as four quarters of 16 columns. A quarter has as many 32-bit words as a packed tile
+of 64 x 64 weights: 512 words of two values each, and 64 unused words in place of the scales. In a warpgroup, thread
+32 w + 4 g + t reads words 4 thread ... 4 thread + 3 of a quarter: rows 16 w + g and 16 w + g + 8 of columns 2 t and
+2 t + 1, then the same rows of columns 2 t + 8 and 2 t + 9.
 """
 
 import jax
@@ -13,27 +12,28 @@ import jax.numpy as jnp
 from pallas_kernels.nvfp4_matmul import layout
 from pallas_kernels.nvfp4_matmul.layout import TILE
 
-# Bytes of A that one block can load within the time of the smallest products, those of SmolLM2.
+# Bytes of A that one block can load in the time of the smallest products, those of SmolLM2.
 _LEAST_BYTES = 24 * 1024
 
 
 def supports(k: int, warpgroups: int, step: int) -> str | None:
-    """Why the kernel cannot load A through its slots, or None."""
+    """Returns why the kernel cannot load A into its slots, or None if it can."""
     if width(k, warpgroups, step) is None:
         return f"needs K of whole {3 * TILE}s for A and 3 warpgroups; got K = {k}"
     return None
 
 
 def is_as_wide(warpgroups: int, step: int) -> bool:
-    """Whether a slot for W is large enough for whole tiles of A."""
+    """Returns whether a slot for W holds a whole number of tiles of A."""
     return warpgroups * step % (4 * TILE) == 0
 
 
 def width(k: int, warpgroups: int, step: int) -> int | None:
-    """Columns of A (64 ranks high) in one slot; None if no number fits.
+    """Returns how many columns of A's tiles (64 ranks high) a slot holds, or None if no number fits.
 
-    The number divides K, and gives each warpgroup the same number of quarters. It is the largest that fits into a slot
-    with `step` columns of W, but at least one tile; a slot that is too small for that is made larger.
+    The number divides K (padded to whole tiles) and gives each warpgroup the same number of quarters. It is the
+    largest that fits into a slot with `step` columns of W, but at least one tile (three with three warpgroups). A
+    slot that is too small for that is made larger.
     """
     least = 3 * TILE if warpgroups == 3 else TILE
     most = max(least, warpgroups * step // 4)
@@ -43,12 +43,12 @@ def width(k: int, warpgroups: int, step: int) -> int | None:
 
 
 def pieces(k: int, warpgroups: int, step: int) -> int:
-    """Quarters of A's tiles in one slot for each warpgroup (tiles of W: step / 64)."""
+    """Returns the quarters of A's tiles in one slot for each warpgroup, in the place of step / 64 tiles of W."""
     return width(k, warpgroups, step) // (TILE // 4) // warpgroups
 
 
 def pack(a: jax.Array) -> jax.Array:
-    """Converts A, or a stack of A, to the kernel's layout.
+    """Converts A, or a stack of As, to the kernel's layout.
 
     Args:
       a: [..., K, R] of any float dtype; the R columns may belong to several adapters side by side.
@@ -70,7 +70,7 @@ def pack(a: jax.Array) -> jax.Array:
 
 
 def unpack_tile(pieces: list[jax.Array]) -> jax.Array:
-    """Inverse of `pack` for one tile: four int32 [3, 192] -> bfloat16 [64 (R), 64 (K)]."""
+    """Inverts `pack` for one tile: four int32 [3, 192] -> bfloat16 [64 (R), 64 (K)]."""
     words = jnp.stack(pieces).reshape(4, -1)[:, : layout.CODE_WORDS]
     values = jax.lax.bitcast_convert_type(words, jnp.bfloat16).reshape(4, 4, 8, 4, 2, 2, 2)
     # Axes: i, w, g, t, b, h, a -> w, h, g, i, b, t, a.
@@ -84,17 +84,17 @@ def in_units(words: jax.Array, warpgroups: int, step: int) -> jax.Array:
 
 
 def shares(units: jax.Array, *, m: int, base_bytes: int, most: int, processors: int) -> int:
-    """Number of blocks that share each tile of A; all tiles together take at most `most` blocks.
+    """Returns the number of blocks that share each tile of A. All tiles together take at most `most` blocks.
 
-    A block loads about as much of A as each of the `processors` loads of the base's `base_bytes`. More blocks would
-    finish sooner, but write more partial sums. For a small M twice as many are fastest (measured on an H200 with a
-    7B layer).
+    A block loads about as many bytes of A as each multiprocessor loads of the base weight. With more blocks A would
+    be finished sooner, but there would be more partial sums. For a small M, twice as many blocks are fastest
+    (measured on an H200 with a 7B layer).
 
     Args:
       units: A, as returned by `in_units`.
       m: rows of x.
       base_bytes: bytes of the packed base.
-      most: limit for all tiles together, if it is at least one block per tile.
+      most: most blocks for all tiles together; each tile gets at least one block even if that exceeds it.
       processors: multiprocessors of the device.
     """
     tiles, steps = units.shape[:2]

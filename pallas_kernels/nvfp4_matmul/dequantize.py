@@ -1,12 +1,12 @@
 """Unpacks a weight to bfloat16 on Hopper, and multiplies many rows by the copy with cuBLAS.
 
-With many rows, one pass over the weight costs little beside the arithmetic, and cuBLAS is hard to beat. The
+With many rows, one pass over the weight costs little compared with the arithmetic, and cuBLAS is hard to beat. The
 bfloat16 copy exists only until the product has read it.
 
-The kernel, in Pallas Mosaic GPU, should be limited by memory: it moves N * K * (9 / 16 + 2) bytes. A unit of
-work is 64 rows by `step` columns. A block is one warpgroup, and several blocks share a multiprocessor.
-Block b takes units b, b + blocks, ..., so that the units in work at any time are neighbours and whole
-rows are written at about the same time.
+The kernel, in Pallas Mosaic GPU, should be limited by memory bandwidth: it moves N * K * (9 / 16 + 2) bytes. A unit
+of work is 64 rows by `step` columns. A block is one warpgroup, and several blocks share a multiprocessor. Block b
+takes units b, b + blocks, ..., so that the units processed at one time are adjacent, and whole rows are written at
+about the same time.
 
     slots of packed tiles     filled by bulk copies, `stages` units ahead
     two slots of results      a bulk copy empties one while the other is filled
@@ -29,7 +29,7 @@ class Config:
 
     Attributes:
       step: columns per unit; 64, 128 or 256.
-      stages: units that are loaded ahead; 2 or more.
+      stages: pipeline stages, that is, units that are loaded ahead; 2 or more.
       blocks: number of blocks that share the units; None for four per multiprocessor.
     """
 
@@ -47,14 +47,14 @@ class Config:
 
 
 def supports(n: int, k: int, config: Config) -> str | None:
-    """Why this kernel cannot unpack an [N, K] weight with this configuration, or None."""
+    """Returns why this kernel cannot unpack an [N, K] weight with this configuration, or None if it can."""
     if layout.tiles(k) * TILE % config.step:
         return f"needs K of whole steps of {config.step}; got K = {k}"
     return None
 
 
 def pick_config(k: int) -> Config:
-    """A configuration with the largest step up to 128 that divides K; the rest is the same for all shapes."""
+    """Picks a configuration: the step is 128 if it divides K (padded to 64), otherwise 64; the rest is fixed."""
     return Config(step=64 * (2 - layout.tiles(k) % 2))
 
 
@@ -65,15 +65,18 @@ def dequantize(
     device: Device | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """code * scale, without the global scale: bfloat16 [N, K], with the same bits as `nvfp4.scaled_codes`.
+    """Computes code * scale, without the global scale, with the same bits as `nvfp4.scaled_codes`.
 
-    Rows that are stored in pairs are written in the order that they had before.
+    Rows that are stored in pairs are written in their original order.
 
     Args:
       w: one [N, K] weight.
-      config: None for that of `pick_config`.
+      config: the configuration; None for that of `pick_config`.
       device: the device that runs it; None for the current one.
-      interpret: run on a CPU, and report data races.
+      interpret: whether to run on a CPU and report data races.
+
+    Returns:
+      bfloat16 [N, K].
 
     Raises:
       NotImplementedError: the reason `supports` gives.
@@ -88,22 +91,25 @@ def dequantize(
 
 
 def forward(x: jax.Array, w: HopperNVFP4) -> jax.Array:
-    """x [M, K] -> x @ dequantize(w)^T [M, N], both bfloat16.
+    """Computes x @ dequantize(w)^T, bfloat16 [M, N], for x bfloat16 [M, K].
 
     cuBLAS returns the product as bfloat16. It is then multiplied by 1 / global_scale in float32; XLA fuses this into
-    the operation that reads the product, so it costs nothing. A result is therefore rounded twice (for a one-hot x
-    once: the product is a scaled code, which is exact in bfloat16). A float32 product would be rounded once, but
-    needs one more pass over [M, N]: 108 us beside 673 us for M, N, K = 2048, 37888, 3584. To scale the weights
-    instead would round before the sum, which is no more accurate.
+    the operation that reads the product, so it costs nothing. A result is therefore rounded twice. (For a one-hot x
+    it is rounded once, because the product is a scaled code, which is exact in bfloat16.) A float32 product would be
+    rounded once, but would need one more pass over [M, N]: 108 us in addition to 673 us for M, N, K = 2048, 37888,
+    3584. Scaling the weights instead would round before the sum, which is no more accurate.
     """
     return _scaled(_dot(x, dequantize(w), contract=1), w)
 
 
 def backward(dy: jax.Array, w: HopperNVFP4) -> jax.Array:
-    """dy [M, N] -> dy @ dequantize(w) [M, K], both bfloat16; rounds as `forward` does."""
+    """Computes dy @ dequantize(w), bfloat16 [M, K], for dy bfloat16 [M, N]. It rounds as `forward` does.
+
+    If each row of the weight has its own global scale, dy is scaled and rounded before the product instead.
+    """
     if w.global_scale.shape[-1] == 1:
         return _scaled(_dot(dy, dequantize(w), contract=0), w)
-    # The sum is over rows with different global scales, so the multiplier must come first here.
+    # The sum is over rows with different global scales, so the multiplier must be applied before it.
     return _dot(_scaled(dy, w), dequantize(w), contract=0)
 
 

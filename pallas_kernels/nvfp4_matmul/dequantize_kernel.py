@@ -1,4 +1,4 @@
-"""The kernel of `dequantize`."""
+"""The kernel that `dequantize` describes."""
 
 import functools
 import types
@@ -65,7 +65,7 @@ def _unpack(
     units = row_tiles * steps
     block = lax.axis_index("block")
     turns = lax.div(units - block + blocks - 1, blocks)
-    # Which rows of a unit are stored together, and where.
+    # The ranges of a unit's rows that are stored together, and where they go in the result.
     places = [(pl.ds(0, TILE), lambda row: pl.ds(row * TILE, TILE))]
     if is_paired:
         half, up = TILE // 2, row_tiles * TILE // 2
@@ -93,7 +93,7 @@ def _unpack(
         result = refs.unpacked.at[lax.rem(turn, 2)]
         with jax.named_scope("load"):
             ring.wait(slot)
-            # Wait for the copy before the last one: it reads the slot that is written next.
+            # Wait for the second to last copy: it reads the buffer that is written next.
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
         with jax.named_scope("decode"):
             for chunk in range(chunks):
@@ -109,7 +109,7 @@ def _unpack(
                 for part, (rows, _) in zip(parts, places, strict=True):
                     result[rows, pl.ds(chunk * TILE, TILE)] = part
         with jax.named_scope("store"):
-            # All threads are done: the result may be copied out, and the packed slot refilled.
+            # After this barrier all threads are done: the result can be copied out, and the packed slot refilled.
             plgpu.commit_smem()
             for at, (rows, to) in enumerate(places):
                 plgpu.copy_smem_to_gmem(

@@ -1,33 +1,33 @@
 """The memory layout of a packed weight for the Hopper kernels. A weight is converted once, when it is loaded.
 
-The matrix is cut into tiles of 64 rows x 64 columns. A tile is 576 words of 32 bits (4.5 bits per
-weight): 512 words of codes, then 64 words of scales. In a warpgroup, thread 32 w + 4 g + t gives `wgmma`
-rows 16 w + g and 16 w + g + 8 of its operand A, columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of
-every 16. Each thread reads its codes and scales in two loads, without shuffles:
+The matrix is cut into tiles of 64 rows x 64 columns. A tile is 576 words of 32 bits (4.5 bits per weight): 512 words
+of codes, then 64 words of scales. In the fragment of `wgmma`'s first operand, thread 32 w + 4 g + t of a warpgroup (w
+is its warp) holds rows 16 w + g and 16 w + g + 8, and columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of every 16. Each
+thread reads its codes and scales in two loads, without shuffles:
 
     codes    words 4 thread + i: the eight codes of columns 16 i ... 16 i + 15
     scales   words 512 + 16 w + 2 g + j: two bytes (rows g, g + 8) for columns 32 j ...,
              two for columns 32 j + 16 ...
 
-Both follow the order of K, so x needs no permutation. Codes and scales are in one array, so that one
-bulk copy loads both.
+Both follow the order of K, so x needs no permutation. Codes and scales are in one array, so that one bulk copy loads
+both.
 
-The four bits of a code become a bfloat16's sign, two lowest exponent bits and highest mantissa bit:
-bits 15, 8, 7 and 6 of a 16-bit lane (the even column in the low lane, the odd column in the high lane).
-A word holds four codes in each lane: rows g and g + 8 of column 2 t, then of column 2 t + 8. A rotation
-and a mask extract each of the first three. The remaining bits of an even word and of the odd word
-after it are combined into a third word, which holds the fourth code of both:
+The four bits of a code become a bfloat16's sign, two lowest exponent bits and highest mantissa bit. These are bits
+15, 8, 7 and 6 of a 16-bit lane (half) of a word: the even column is in the low lane, the odd column in the high lane.
+A word holds four codes in each lane: rows g and g + 8 of column 2 t, then of column 2 t + 8. A rotation and a mask
+extract each of the first three. The remaining bits of an even word and of the odd word after it are combined into a
+third word, which holds the fourth code of both:
 
     even word   rotated left by 0, 28 (right by 4) and 6
     odd word    rotated left by 0, 26 (right by 6) and 4
     third word  bits 4, 5, 13, 14 of the even word's lanes, the others of the odd word shifted left
                 by 2; rotated left by 26 (right by 6) for the even word's code and by 4 for the odd
 
-This takes 16 operations for 16 codes; no other choice of rotations takes fewer (all were searched).
+This takes 16 operations for 16 codes. An exhaustive search found no choice of rotations that takes fewer.
 
-A scale byte is an unsigned 8-bit float with 5 exponent and 3 mantissa bits. It holds every non-negative
-E4M3 value (E4M3's subnormals become normal numbers). Its bits are 11 ... 4 of a lane: the first pair
-directly, the second pair after a rotation by 8. A mask and constant upper bits then make a bfloat16.
+A scale byte is an unsigned 8-bit float with 5 exponent and 3 mantissa bits (E5M3). It represents every non-negative
+E4M3 value; E4M3's subnormals become normal numbers. Its bits are 11 ... 4 of a lane: for the first pair of bytes
+directly, for the second pair after a rotation by 8. A mask and constant upper bits then make a bfloat16.
 """
 
 import dataclasses
@@ -49,23 +49,22 @@ TILE_SHAPE = (3, 192)
 # Decoded code * decoded scale = code * scale * DECODED_SCALE.
 DECODED_SCALE = 2.0**-20
 
-# Our byte for each of E4M3's non-negative bytes: zero, the subnormals m / 8 * 2^-6, the normals, NaN.
-# No byte decodes to zero, so zero gets a byte that no other value uses, and its codes are set to zero.
-# 255 decodes to NaN.
+# The E5M3 byte for each non-negative E4M3 byte: zero, the subnormals m / 8 * 2^-6, the normals, NaN (255). No byte
+# decodes to zero. So zero gets a byte that no other value uses, and the codes of its block are set to zero.
 _SCALE_BYTES = np.array([143, 0, 8, 12, 16, 18, 20, 22, *range(24, 143), 255], np.uint8)
 
-# Bits of a lane that a code's sign, exponent and mantissa bits go to, the highest first.
+# The bits of a lane to which a code's sign, exponent and mantissa bits go, the highest first.
 _LANE_BITS = (15, 8, 7, 6)
-# Left rotations that extract the first three codes of an even and of an odd word.
+# Left rotations that extract the first three codes of an even word, and of an odd word.
 _ROTATIONS = ((0, -4, 6), (0, -6, 4))
 # The third word: the mask of the even word's bits, the odd word's left shift, and the rotations for both codes.
 EVEN_BITS, ODD_SHIFT, LEFT_ROTATIONS = 0x60306030, 2, (-6, 4)
 
 
 def _code_places() -> np.ndarray:
-    """Where each bit of each code of two words is stored: the word and the bit in it, [2, 4, 2, 4, 2].
+    """Returns where each bit of the codes in two words is stored: the word and the bit in it, [2, 4, 2, 4, 2].
 
-    Axes: word of the code, field, lane, bit of the code from the highest, (word, place).
+    Axes: word of the code, field (0 to 3), lane, bit of the code (highest first), (word, bit in the word).
     """
     places = np.empty((2, 4, 2, 4, 2), int)
     for word, field, lane, bit in np.ndindex(2, 4, 2, 4):
@@ -91,10 +90,10 @@ class HopperNVFP4:
 
     Attributes:
       words: int32 [..., ceil(N / 64), ceil(K / 64), 3, 192], 64 x 64 tiles of codes and scales.
-      global_scale: float32 [..., 1] or [..., N], a divisor; in the same order of rows as `words`.
+      global_scale: float32 [..., 1] or [..., N], a divisor; with its rows in the order of `words`.
       shape: (N, K), without padding.
-      is_paired: whether the N rows of `words` are in the order of `paired_rows`. Columns of a product are not: they are
-        those of the gate, then those of up.
+      is_paired: whether the rows of `words` are in the order of `paired_rows`. The columns of a product are not:
+        those of the gate come first, then those of up.
     """
 
     words: jax.Array
@@ -104,31 +103,32 @@ class HopperNVFP4:
 
     @property
     def multiplier(self) -> jax.Array:
-        """float32 1 / global_scale, [..., 1] or [..., N] in the order of a product's columns: the factor for its sums."""
+        """1 / global_scale, float32 [..., 1] or [..., N]: the factor of a product's columns, in their order."""
         factor = 1 / self.global_scale
         return joined_rows(factor, -1) if self.is_paired and factor.shape[-1] > 1 else factor
 
     @property
     def as_it_lies(self) -> "HopperNVFP4":
-        """The matrix whose rows are in the order of `words`."""
+        """The same words as a matrix whose rows are in the order of `words`: `is_paired` is False."""
         return dataclasses.replace(self, is_paired=False)
 
 
 def tiles(size: int) -> int:
-    """Number of tiles that cover `size` rows or columns."""
+    """Returns the number of tiles that cover `size` rows or columns."""
     return -(-size // TILE)
 
 
 def whole(size: int) -> int:
-    """`size` rounded up to whole tiles."""
+    """Rounds `size` up to whole tiles."""
     return tiles(size) * TILE
 
 
 def can_pair(n: int, rank: int = 0) -> bool:
-    """Whether N rows, all of the gate and then all of up, are put in pairs if LoRA beside them has this rank.
+    """Returns whether N rows, those of the gate and then those of up, should be put in pairs with LoRA of this rank.
 
-    In decoding, LoRA of up to 128 ranks can be added to rows in pairs. In training, the kernel for many rows adds up to
-    32 ranks to rows in pairs, but up to 64 to rows in order; so ranks of 33 to 64 train faster in order.
+    In decoding, LoRA of up to 128 ranks can be added to rows in pairs. In training, the kernel for many rows adds up
+    to 32 ranks to rows in pairs, but up to 64 to rows in order. So with ranks of 33 to 64, training is faster in
+    order.
     """
     return n % TILE == 0 and (2 * rank <= TILE or TILE < rank <= 2 * TILE)
 
@@ -136,8 +136,12 @@ def can_pair(n: int, rank: int = 0) -> bool:
 def paired_rows(a: jax.Array | np.ndarray, axis: int) -> jax.Array | np.ndarray:
     """Reorders gate and up, the halves of an axis, so that one thread of `wgmma` holds the same row of both.
 
-    Each 64 rows of the result hold 32 rows of both: rows 16 w + g are gate rows, and rows 16 w + 8 + g are the
-    up rows of the same numbers.
+    Each 64 rows of the result hold 32 rows of each. With g from 0 to 7, rows 16 w + g are rows 8 w + g of the gate,
+    and rows 16 w + 8 + g are the same rows of up.
+
+    Args:
+      a: an array whose axis has a size that is a multiple of 16.
+      axis: the axis.
     """
     shape, axis = a.shape, axis % a.ndim
     a = a.reshape(*shape[:axis], 2, shape[axis] // 16, 8, *shape[axis + 1 :])
@@ -145,7 +149,7 @@ def paired_rows(a: jax.Array | np.ndarray, axis: int) -> jax.Array | np.ndarray:
 
 
 def joined_rows(a: jax.Array, axis: int) -> jax.Array:
-    """Inverse of `paired_rows`: all gate rows, then all up rows."""
+    """Inverts `paired_rows`: all gate rows come first, then all up rows."""
     shape, axis = a.shape, axis % a.ndim
     a = a.reshape(*shape[:axis], shape[axis] // 16, 2, 8, *shape[axis + 1 :])
     return jnp.swapaxes(a, axis, axis + 1).reshape(shape)
@@ -154,7 +158,7 @@ def joined_rows(a: jax.Array, axis: int) -> jax.Array:
 def prepare(t: NVFP4Tensor, *, is_paired: bool = False) -> HopperNVFP4:
     """Converts a weight, or a stack of weights, to the layout of the Hopper kernels.
 
-    N and K are padded with zeros to multiples of 64. Scales must not be negative: their sign bit is dropped.
+    N and K are padded with zeros to multiples of 64. Scales must not be negative, because their sign bit is dropped.
     Codes whose scale is zero become zero.
 
     Args:
@@ -181,7 +185,7 @@ def prepare(t: NVFP4Tensor, *, is_paired: bool = False) -> HopperNVFP4:
 
 
 def _with_rows(t: NVFP4Tensor, order: Callable[[jax.Array, int], jax.Array]) -> NVFP4Tensor:
-    """The weight with its rows reordered by `order`(array, axis)."""
+    """Returns the weight with its rows reordered by `order(array, axis)`."""
     has_rows = t.global_scale.shape[-1] == t.shape[0]
     scales = jax.lax.bitcast_convert_type(t.scales, jnp.uint8)
     return dataclasses.replace(
@@ -193,7 +197,7 @@ def _with_rows(t: NVFP4Tensor, order: Callable[[jax.Array, int], jax.Array]) -> 
 
 
 def unprepare(w: HopperNVFP4) -> NVFP4Tensor:
-    """Exact inverse of `prepare`, except that codes whose scale is zero become zero."""
+    """Inverts `prepare` exactly, except that codes whose scale is zero have become zero."""
     n, k = w.shape
     codes, scale_bytes = unpack_tiles(w.words)
     inverse = np.zeros(256, np.uint8)
@@ -212,7 +216,7 @@ def unpack_tiles(words: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Extracts codes and scale bytes from tiles, int32 [..., n, k, 3, 192].
 
     Returns:
-      Codes, uint8 [..., 64 n, 64 k], each 0 to 15; and scale bytes, uint8 [..., 64 n, 4 k].
+      Codes, uint8 [..., 64 n, 64 k], each 0 to 15; and E5M3 scale bytes, uint8 [..., 64 n, 4 k].
     """
     *stack, n, k, _, _ = words.shape
     words = jax.lax.bitcast_convert_type(words, jnp.uint32).reshape(*stack, n, k, -1)
@@ -270,6 +274,6 @@ def _scale_words(scales: jax.Array) -> jax.Array:
 
 
 def _transposed(a: jax.Array, axes: str, order: str) -> jax.Array:
-    """Transposes the last axes of a, named by the letters of `axes`, to `order`; leading axes stay."""
+    """Transposes the last axes of a from the order `axes` to `order`, one letter for each axis; leading axes stay."""
     leading = a.ndim - len(axes)
     return a.transpose(*range(leading), *(leading + axes.index(axis) for axis in order))

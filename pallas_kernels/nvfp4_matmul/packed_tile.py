@@ -1,9 +1,9 @@
-"""Decodes one 64 x 64 tile of packed weights from shared memory to registers, in the order that `wgmma` reads.
+"""Decodes one 64 x 64 tile of packed weights from shared memory to registers, in the layout that `wgmma` reads.
 
-The four bits of a code become the sign, the two lowest exponent bits and the highest mantissa bit of a
-bfloat16, which is the code's value times 2^-126 (0.5 becomes a subnormal). A scale byte becomes the
-bfloat16 scale * 2^106. One multiplication per pair of weights gives code * scale * 2^-20. This is exact
-in bfloat16: the factors have 2 and 4 significant bits, the product at most 6.
+The four bits of a code become the sign, the two lowest exponent bits and the highest mantissa bit of a bfloat16. Its
+value is the code's value times 2^-126 (0.5 becomes a subnormal). A scale byte becomes the bfloat16 scale * 2^106. One
+multiplication per pair of weights then gives code * scale * 2^-20. This is exact in bfloat16: the factors have 2 and
+4 significant bits, the product at most 6.
 """
 
 import jax
@@ -17,8 +17,8 @@ from pallas_kernels.mosaic import registers
 from pallas_kernels.mosaic.registers import elements, fragment, i32, vectors
 from pallas_kernels.nvfp4_matmul import layout
 
-# Converts two words of codes ($8, $9) and their scales ($10 and $11; each half is for one row) to eight
-# pairs of bfloat16. The third word, with the fourth codes of both, is u.
+# Converts two words of codes ($8, $9) with their scales ($10, $11; each half is for one row) to eight pairs of
+# bfloat16 ($0 to $7). u is the third word of `layout`, which holds the fourth codes of both words.
 _DECODE_WORDS = f"""{{
 .reg .b32 even, odd, u, low, high;
 .reg .b16 s, z;
@@ -55,7 +55,8 @@ mul.rn.bf16x2 $5, $5, high;
 mul.rn.bf16x2 $6, $6, low;
 mul.rn.bf16x2 $7, $7, high;
 }}"""
-# Converts a word of scales ($2) to the pairs for both words of codes; exponent fields start at 0xE0.
+# Converts a word of scales ($2) to pairs of bfloat16 for both words of codes ($0, $1). The constant upper bits start
+# the exponent fields at 0xE0.
 _DECODE_SCALES = """{
 .reg .b32 u, upper;
 mov.b32 upper, 0x70007000;
@@ -69,17 +70,18 @@ _DECODED = plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=plgpu.Layout.WG
 
 
 def load(tile: jax.Ref) -> tuple[jax.Array, jax.Array]:
-    """Loads a tile from shared memory to a warpgroup's registers, for `convert`.
+    """Loads a tile, int32 [3, 192] in shared memory, to a warpgroup's registers, for `convert`.
 
-    int32 ref [3, 192] -> codes int32 [64, 8] and scales int32 [64]. Each thread gets the words that it needs; the
-    order of the elements has no other meaning.
+    Returns:
+      Codes int32 [64, 8] and scales int32 [64]. Each thread has the words that it needs; the order of the elements
+      has no other meaning.
     """
     arg_types, return_type = (plgpu.RefType(),), (_CODES, _SCALES)
     return plgpu.inline_mgpu(arg_types=arg_types, return_type=return_type)(_emit_load)(tile)
 
 
 def convert(codes: jax.Array, scales: jax.Array) -> jax.Array:
-    """Converts what `load` returns to bfloat16 [64, 64] in registers: code * scale * 2^-20."""
+    """Converts the result of `load` to bfloat16 [64, 64] in registers: code * scale * 2^-20."""
     arg_types = (_CODES.layout, _SCALES.layout)
     return plgpu.inline_mgpu(arg_types=arg_types, return_type=_DECODED)(_emit_convert)(
         codes, scales
@@ -93,20 +95,18 @@ def load_plain(*pieces: jax.Ref) -> jax.Array:
 
 
 def decode(tile: jax.Ref) -> jax.Array:
-    """Decodes a tile for a warpgroup: int32 ref [3, 192] in shared memory -> bfloat16 [64, 64].
-
-    The values are code * scale * 2^-20.
-    """
+    """Decodes a tile, int32 [3, 192] in shared memory, to bfloat16 [64, 64] in registers: code * scale * 2^-20."""
     return convert(*load(tile))
 
 
 def decode_words(words: jax.Array) -> jax.Array:
-    """The same as `decode`, without bit tricks: int32 [3, 192] -> bfloat16 [64, 64].
+    """Computes the same as `decode` without bit tricks: int32 [3, 192] -> bfloat16 [64, 64].
 
-    It serves interpret mode, where XLA on a CPU flushes the subnormals that `decode` needs, and tests as an oracle.
+    Interpreted kernels use it, because XLA on a CPU flushes the subnormals that `decode` needs. It is also an oracle
+    for tests.
     """
     codes, scale_bytes = (a.astype(jnp.int32) for a in layout.unpack_tiles(words[None, None]))
-    half_steps = codes & 7  # a code below 2 counts halves; the others are floats
+    half_steps = codes & 7  # codes 0 and 1 are halves (0 and 0.5); the others are normal floats
     magnitudes = jnp.where(
         half_steps < 2, half_steps / 2, _ldexp(2 + (codes & 1), (codes >> 1 & 3) - 2)
     )

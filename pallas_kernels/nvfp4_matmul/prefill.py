@@ -1,9 +1,9 @@
 """The products y and dX for many rows of x (prefill, training) on Hopper, in Pallas Mosaic GPU.
 
-As in `decode`, the kernel computes y^T = W x^T: `wgmma` takes W from registers and x^T from shared
-memory, so the unpacked weight never reaches device memory. A block sums a tile of `64 * warpgroups` rows of W by
-`rows` rows of x over all of K, scales it, and writes it transposed to shared memory. A bulk copy moves
-it to y while the next tile is summed.
+As in `decode`, the kernel computes y^T = W x^T: `wgmma` takes W from registers and x^T from shared memory, so the
+unpacked weight never reaches device memory. A block sums a tile of `64 * warpgroups` rows of W by `rows` rows of x
+over all of K, scales it, and writes it transposed to shared memory. A bulk copy moves it to y while the next tile is
+summed.
 
     block      all warpgroups share x; each decodes and multiplies its own 64 rows of W
 
@@ -11,27 +11,27 @@ it to y while the next tile is summed.
       warpgroup 1    issue wgmma | wait full, decode the next tile | wait for wgmma | leave the slot
       producer       wait empty, refill | wait empty, refill | ...
 
-    slot       64 columns of x [rows, 64] and of W [warpgroups, 3, 192 words]; there are `stages` slots
+    slot       one of `stages` pipeline stages: 64 columns of x [rows, 64] and of W [warpgroups, 3, 192 words]
 
-If a tile of x is so large that the accumulators leave no registers for a producer, warpgroup 0 starts
-the copies; the products then take longer than everything else. Two blocks may form a cluster that shares
-a tile of x: each loads half of it for both.
+If a tile of x is so large that the accumulators leave no registers for a producer warpgroup, warpgroup 0 starts the
+copies. The products then take longer than everything else. Two blocks may form a cluster that shares a tile of x:
+each loads half of it for both (multicast).
 
-Block b takes tiles b, b + blocks, .... The tiles in work at one time span up to `band` tiles of x and as
-many tiles of W as that allows, so blocks find each other's operands in the L2 cache. Tiles that would
-not fill a wave are split along K: each block sums a share of a tile and writes float32 sums, which XLA
-adds up, always in the same order.
+Block b takes tiles b, b + blocks, .... The tiles that are processed at one time span up to `band` tiles of x and as
+many tiles of W as that allows, so blocks find each other's operands in the L2 cache. Tiles that would not fill a wave
+are split along K (split-K): each block sums a share of a tile and writes float32 partial sums. XLA adds them up,
+always in the same order.
 
-An `Epilogue` is computed before a tile leaves the registers. LoRA's B comes last, as if it were 64 more
-columns of W, and x A as if it were 64 more columns of x:
+An `Epilogue` is computed before a tile leaves the registers. LoRA's B comes last, as if it were 64 more columns of W,
+and x A as if it were 64 more columns of x:
 
     y = ([W x] / global scale + [B U]) * unit + bias       U = x A; values in brackets are rounded to bfloat16
 
 This rounds in the same places as the epilogue of the decode kernels (`finished_linear.epilogue`).
 
-dX = dY W is the same with the axes of W exchanged: dX^T = W^T dY^T. It sums over rows of W, for which the
-packed layout does not match `wgmma`'s registers. So decoded tiles go through shared memory, where `wgmma`
-takes either orientation. While one tile is multiplied, the next one is written beside it.
+dX = dY W is the same with the axes of W exchanged: dX^T = W^T dY^T. It sums over the rows of W, and for that the
+packed layout does not match the register fragments of `wgmma`. So decoded tiles go through shared memory, where
+`wgmma` takes either orientation. There are two buffers: while one tile is multiplied, the next one is written.
 """
 
 import dataclasses
@@ -52,12 +52,14 @@ from pallas_kernels.runtime import Device
 class Epilogue:
     """The operations after a product of M rows: LoRA with at most 64 ranks in each part of N, norm, bias.
 
+    A part of N is one of the linear layers that are joined along N, such as q, k and v.
+
     Attributes:
-      u: bfloat16 [M, 64 * parts], x A of each part, padded with zeros.
-      b: bfloat16 [N, 64], B times alpha / R; each row has the ranks of its own part, then zeros. Its rows are in the
-        order of those of `HopperNVFP4.words`, as are the elements of the bias.
-      unit: float32 [M], 1 / RMS of each row, from the norm before.
-      bias: float32 [N], or None.
+      u: bfloat16 [M, 64 * parts], x A of each part, padded with zeros to 64 ranks.
+      b: bfloat16 [N, 64], B^T times alpha / R; each row has the ranks of its own part, then zeros. Its rows are in
+        the order of the rows of `HopperNVFP4.words`.
+      unit: float32 [M], 1 / RMS of each row, from the norm before the linear.
+      bias: float32 [N] in the same order as b, or None.
       sizes: rows of W in each part.
     """
 
@@ -77,15 +79,18 @@ def matmul(
     device: Device | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """x [M, K] -> x @ dequantize(w)^T [M, N], both bfloat16.
+    """Computes x @ dequantize(w)^T, and the operations of the epilogue.
 
     Args:
       x: bfloat16 [M, K].
       w: one [N, K] weight.
-      config: None for that of `pick_config`.
+      config: the configuration; None for that of `pick_config`.
       epilogue: the operations after the product; None for none.
       device: the device that runs it; None for the current one.
-      interpret: run on a CPU, and report data races.
+      interpret: whether to run on a CPU and report data races.
+
+    Returns:
+      bfloat16 [M, N].
 
     Raises:
       NotImplementedError: the reason `supports` gives.
@@ -104,15 +109,15 @@ def backward(
     device: Device | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """dy [M, N] -> dy @ dequantize(w) [M, K], both bfloat16; see `matmul`."""
+    """Computes dX = dy @ dequantize(w), bfloat16 [M, K], for dy bfloat16 [M, N]; the rest is as for `matmul`."""
     n, k = w.shape
     config = config or pick_config(len(dy), k, n, backward=True, device=device)
     if w.is_paired:
-        # The columns of dY lie as the rows of W that they are multiplied with.
+        # Put the columns of dY in the order of the rows of W that they are multiplied by.
         dy, w = layout.paired_rows(dy, -1), w.as_it_lies
     divisor = w.global_scale
     if len(divisor) > 1:
-        # The sum is over rows with different global scales, so the multiplier must come first here.
+        # The sum is over rows with different global scales, so the multiplier must be applied before it.
         dy = (dy.astype(jnp.float32) * w.multiplier).astype(dy.dtype)
         divisor = jnp.ones(1, jnp.float32)
     return _checked(dy, w, divisor, config, backward=True, device=device, interpret=interpret)
@@ -135,8 +140,8 @@ def _checked(
     reason = supports(outputs, columns, config, backward=backward, sizes=sizes, device=device)
     if reason is not None:
         raise NotImplementedError(reason)
-    # A bulk copy skips what lies beyond the end of an array, so M needs little padding. But a tile must not have
-    # more rows than the array, and the interpreter does not skip.
+    # A bulk copy skips rows beyond the end of an array, so M needs little padding. But a tile must not have more rows
+    # than the array, and the interpreter does not skip rows.
     rows = -m % 8 if m >= config.rows and not interpret else -m % config.rows
     x = jnp.pad(x, ((0, rows), (0, -columns % TILE)))
     if len(divisor) > 1:
@@ -189,7 +194,10 @@ def _multiply(
 
 
 def _with_both_ends(out: jax.Array | None, last: jax.Array) -> jax.Array:
-    """Writes the halves of `last` to the ends of both halves of `out`, if there is one, along the columns."""
+    """Writes the two halves of `last`'s columns to the ends of the two halves of `out`'s columns.
+
+    Without `out`, returns `last`.
+    """
     if out is None:
         return last
     columns, count = out.shape[1] // 2, last.shape[1] // 2
@@ -198,7 +206,7 @@ def _with_both_ends(out: jax.Array | None, last: jax.Array) -> jax.Array:
 
 
 def _finished(base: jax.Array, multiplier: jax.Array, epilogue: Epilogue) -> jax.Array:
-    """Applies an `Epilogue` in XLA, to the last columns of N: those whose sums were shared."""
+    """Applies an `Epilogue` in XLA to the last columns of N, whose sums were split along K."""
     m, n = base.shape
     first, start, branches = len(epilogue.b) - n, 0, []
     for part, size in enumerate(epilogue.sizes):

@@ -1,6 +1,6 @@
-"""How the kernel for many rows divides its work, which problems it supports, and how a configuration is picked.
+"""The configuration of the kernel for many rows (prefill, training): how it divides work, what it supports and costs.
 
-Functions that depend on the device take it as an argument; None means the current device.
+If a function depends on the device, `device` is an argument; None means the current device.
 """
 
 import dataclasses
@@ -15,11 +15,12 @@ from pallas_kernels.runtime import Device
 
 # The most rows of x in a tile.
 MAX_ROWS = 256
-# The same with a producer: a thread then has 168 registers; 160 rows take 80 for sums, and decoding about 70.
+# The same beside a producer warpgroup. A thread then has 168 registers: with 160 rows, sums take 80 and decoding 70.
 MOST_WITH_PRODUCER = 160
-# The most rows of a tile that leave shared memory for eight slots; up to here `pick_config` takes a producer.
+# The most rows of a tile that leave shared memory for eight pipeline stages. Up to here `pick_config` uses a
+# producer.
 _DEEP = 152
-# Cost of adding up shares of K: ns to start a kernel, and bytes per ns to write and to read the shares.
+# The cost of adding up the partial sums of split tiles: ns to start a kernel, and bytes per ns to write or read them.
 _SHARE_NS, _SHARE_RATE = 2000, 5000
 _MOST_SPLIT = 8
 _TILE_BYTES = 4 * (layout.CODE_WORDS + layout.SCALE_WORDS)
@@ -33,13 +34,13 @@ class Config:
     """How a product is divided among blocks.
 
     Attributes:
-      rows: rows of x per tile; 8 to 256, a multiple of 8.
-      warpgroups: warpgroups per block, each with 64 rows of W; 1 to 3.
-      stages: number of slots in shared memory; at least 3, with a producer at least 2.
+      rows: rows of x per tile; 8 to 256, a multiple of 8, or of 16 with `cluster` 2.
+      warpgroups: warpgroups per block that multiply, each with 64 rows of W; 1 to 3, with a producer at most 2.
+      stages: pipeline stages, that is, slots in shared memory; at least 3, with a producer at least 2.
       band: the most tiles of x that are processed at one time.
       cluster: blocks that share a tile of x, each with its own rows of W; 1 or 2.
       producer: whether a separate warpgroup starts the copies.
-      split: blocks that share the columns of each tile that is left after the last whole wave; 1 or more.
+      split: number of blocks among which K is split, for the tiles that would not fill a wave; 1 or more.
     """
 
     rows: int
@@ -82,11 +83,11 @@ def supports(
     sizes: tuple[int, ...] = (),
     device: Device | None = None,
 ) -> str | None:
-    """Why this kernel cannot run a problem with this configuration, or None.
+    """Returns why this kernel cannot run a problem with this configuration, or None if it can.
 
     Args:
-      outputs: N, or K for dX.
-      summed: K, or N for dX.
+      outputs: N, columns of the result; K for dX.
+      summed: K, columns that are summed over; N for dX.
       config: see `pick_config`.
       backward: whether dX is computed.
       sizes: sizes of the parts of the `Epilogue`; empty without one.
@@ -103,8 +104,8 @@ def supports(
     # The last part includes the padding of N.
     if any(size % (TILE * rows) for size in sizes[:-1]):
         return f"needs parts of whole {TILE * rows}-row tiles but for the last; got {sizes}"
-    # B has a single place in shared memory. K must have enough steps that B of the next tile is loaded only after
-    # B of this one was read.
+    # LoRA's B has only one buffer. K must have enough steps that B of the next tile is loaded only after B of this
+    # tile was read.
     if sizes and layout.tiles(summed) < (least := config.stages - 1):
         return f"needs {names[1]} of {least * TILE} or more; got {names[1]} = {summed}"
     used = shared_bytes(config, backward=backward, has_epilogue=bool(sizes))
@@ -122,7 +123,7 @@ def pick_config(
     sizes: tuple[int, ...] = (),
     device: Device | None = None,
 ) -> Config:
-    """The configuration with the least `cost`; the arguments are as for `supports`, and m is the rows of x."""
+    """Picks the configuration with the least `cost`. The arguments are as for `supports`; m is the rows of x."""
     device = device or runtime.device()
     steps = layout.tiles(summed)
     # All rows of W in a block must belong to one part.
@@ -162,14 +163,14 @@ def cost(
     backward: bool = False,
     device: Device | None = None,
 ) -> float:
-    """Estimates the ns that a product takes on an H200, or on a card with more or fewer of its multiprocessors.
+    """Estimates the time of a product in ns, on an H200 or a card that only has more or fewer multiprocessors.
 
     The time is that of the slowest block: the number of waves, times the steps of a tile, times the time of a step.
     A step of 64 columns was measured on an H200. With a producer it takes 261, 297, 351 and 399 ns at 64, 88, 128 and
-    152 rows, a straight line; without one, 612 ns at 256 rows. Sizes between 152 and 256 rows are as fast if each
-    block has one tile, but slower if a block has several; their estimate is then infinite. For dX a step takes 639 ns
-    at 144 rows and 690 ns at 256, and 800 ns if all blocks work all the time, because the card lowers its clock. Long
-    sums lower the clock by up to 5 % more.
+    152 rows, nearly a straight line; without one, 612 ns at 256 rows. Without a producer, sizes below 256 rows are as
+    fast if each block has one tile, but slower if a block has several; the estimate is then infinite. For dX a step
+    takes 639 ns at 144 rows and 690 ns at 256, and 800 ns if all blocks work all the time, because the card lowers
+    its clock. Long sums lower the clock by up to 5 % more.
 
     The arguments are as for `supports`; m is the rows of x.
     """
@@ -191,22 +192,22 @@ def cost(
     else:
         unit = max(270 + 1.15 * rows, 2.4 * rows)
     share_bytes = shared * config.split * rows * config.warpgroups * TILE * 4
-    # If there are whole tiles too, one more kernel copies the added sums into their array.
+    # If there are unsplit tiles too, one more kernel copies the added sums into the array of their results.
     adding = _SHARE_NS * (1 + bool(whole)) + 2 * share_bytes / _SHARE_RATE if shared else 0
     return waves * steps * unit + adding
 
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """Which block does what. For dX, "rows" of W means its columns, and "columns" its rows.
+    """Describes which block does what. For dX, "rows" of W means its columns, and "columns" its rows.
 
     Attributes:
       x_tiles: number of tiles of x.
-      w_tiles: number of tiles of rows of W; one cluster handles one tile.
-      whole_w_tiles: how many of them, from the first, one cluster sums over all columns.
-      steps: steps of 64 columns.
-      split: clusters that share each of the other tiles.
-      band: tiles of x that are processed at one time.
+      w_tiles: number of tiles of rows of W; one cluster processes one tile.
+      whole_w_tiles: how many of them, from the first, are summed over all columns by one cluster.
+      steps: number of steps of 64 columns.
+      split: number of clusters that share each of the other tiles (split-K).
+      band: number of tiles of x that are processed at one time.
       blocks: number of clusters in the grid.
     """
 
@@ -235,7 +236,7 @@ class Cut:
 
 
 def cut(m: int, w_rows: int, steps: int, config: Config, device: Device | None = None) -> Cut:
-    """Divides the product of x with m rows and W with `w_rows` x `steps` tiles of 64 x 64."""
+    """Divides the product of x, which has m rows, and W, which has `w_rows` x `steps` tiles of 64 x 64."""
     x_tiles, w_tiles = -(-m // config.rows), w_rows // (config.warpgroups * config.cluster)
     # All bands have the same size, so that the kernel divides by a constant, which is faster.
     band = next(band for band in range(config.band, 0, -1) if x_tiles % band == 0)
@@ -246,7 +247,7 @@ def cut(m: int, w_rows: int, steps: int, config: Config, device: Device | None =
 
 
 def _whole_tiles(x_tiles: int, w_tiles: int, config: Config, processors: int) -> int:
-    """How many tiles of W are summed over all columns by one cluster: as many as fill whole waves."""
+    """Returns how many tiles of W are summed over all columns by one cluster: as many as fill whole waves."""
     if config.split == 1:
         return w_tiles
     blocks = processors // config.cluster
@@ -254,7 +255,7 @@ def _whole_tiles(x_tiles: int, w_tiles: int, config: Config, processors: int) ->
 
 
 def shared_bytes(config: Config, *, backward: bool = False, has_epilogue: bool = False) -> int:
-    """Bytes of shared memory that a block takes for its slots, its result and B."""
+    """Returns the bytes of shared memory that a block takes for its slots, its result and LoRA's B."""
     slot = config.rows * TILE * 2 + config.warpgroups * _TILE_BYTES
     result = config.warpgroups * config.rows * TILE * 2
     if backward:
@@ -264,12 +265,12 @@ def shared_bytes(config: Config, *, backward: bool = False, has_epilogue: bool =
 
 
 def unpacks_for_dx(m: int, n: int, k: int, device: Device | None = None) -> bool:
-    """Whether dX of m rows is faster with `dequantize` and cuBLAS than with this kernel."""
+    """Returns whether dX of m rows is estimated to be faster with `dequantize` and cuBLAS than with this kernel."""
     config = pick_config(m, k, n, backward=True, device=device)
     copied = 2 * m * n * k / _CUBLAS_RATE + n * k * unpack_ns(device)
     return copied < cost(m, k, n, config, backward=True, device=device)
 
 
 def unpack_ns(device: Device | None = None) -> float:
-    """Nanoseconds per weight that a device takes to unpack a matrix to bfloat16."""
+    """Returns the ns per weight that a device takes to unpack a matrix to bfloat16."""
     return _UNPACK_NS * runtime.H200.bandwidth / (device or runtime.device()).bandwidth

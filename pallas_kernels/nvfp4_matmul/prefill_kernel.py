@@ -1,4 +1,4 @@
-"""The kernel of `prefill`: each phase is a method of `_Block`, a block's work as one of its warpgroups sees it."""
+"""The kernel that `prefill` describes. Each phase is a method of `_Block`, which runs in one warpgroup of a block."""
 
 import dataclasses
 import functools
@@ -20,21 +20,21 @@ from pallas_kernels.nvfp4_matmul.layout import TILE
 from pallas_kernels.nvfp4_matmul.prefill import Epilogue
 from pallas_kernels.nvfp4_matmul.prefill_config import Config, Cut
 
-# The most rows of x whose epilogue fits into registers at once, also beside a producer.
+# The most rows of x whose epilogue fits into registers at once, even if there is a producer.
 _MOST_AT_ONCE = 96
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """The static description of a product.
+    """Static parameters of a launch.
 
     Attributes:
-      config: sizes of tiles and slots.
+      config: sizes of tiles and pipeline stages.
       cut: which block does which tiles.
       backward: whether the product is dX.
       epilogue: the operations after the product; or None.
-      is_paired: whether the rows of W are in pairs. The columns of the product are not: a tile of 64 rows of W has 32
-        columns in the first half of N and 32 in the second.
+      is_paired: whether the rows of W are in pairs. The columns of the product are not: the results of 64 rows of W
+        are 32 columns in the first half of N and 32 columns in the second half.
       interpret: whether this runs on a CPU.
     """
 
@@ -47,34 +47,35 @@ class Problem:
 
     @property
     def units_of_tile(self) -> int:
-        """Units of a tile that one block sums; with an epilogue one more, which multiplies B."""
+        """Units of a tile that one block sums over all of K; an epilogue adds one, which multiplies B and x A."""
         return self.cut.steps + (self.epilogue is not None)
 
     @property
     def in_memory(self) -> bool:
-        """Whether `wgmma` takes W from shared memory: for dX, and interpreted, where registers are no operand."""
+        """Whether `wgmma` takes W from shared memory: for dX, and in the interpreter, which supports nothing else."""
         return self.backward or self.interpret
 
     @property
     def halves(self) -> int:
-        """Number of parts in which a result is copied out; for dX its space in shared memory is half a tile."""
+        """Number of parts in which a result is copied out: two for dX, whose shared memory buffer is half a tile."""
         return 2 if self.backward else 1
 
 
 def launch(
     x: jax.Array, words: jax.Array, divisor: jax.Array, problem: Problem
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Starts the kernel.
+    """Launches the kernel.
 
     Args:
-      x: bfloat16 [M, K], padded; for dX it is dY.
+      x: bfloat16 [M, K], padded; for dX it is dY [M, N].
       words: int32 [N / 64, K / 64, 3, 192].
       divisor: the global scale, float32 [1] or [N].
-      problem: the description of the product.
+      problem: the static parameters.
 
     Returns:
-      The product bfloat16 [M, N], in which shared columns are not written; None if all columns are shared. And the
-      float32 sums [split, columns, M] of the shared columns, or None.
+      Two arrays. The first is the product, bfloat16 [M, N] (for dX [M, K]), in which the columns of split tiles are
+      not written; None if all tiles are split. The second is the partial sums of split tiles, float32
+      [split, columns, M padded to whole tiles]; None if no tiles are split.
     """
     config, cut, epilogue = problem.config, problem.cut, problem.epilogue
     rows, warpgroups, stages = config.rows, config.warpgroups, config.stages
@@ -151,13 +152,13 @@ def _divide(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """The tiles of one block, first whole tiles and then shares, and their units of 64 columns.
+    """Lists the tiles of one block, first whole tiles and then shares of split tiles, and their units of 64 columns.
 
     Attributes:
-      problem: the description of the product, the same for all blocks.
-      number: number of the block, or of its cluster.
-      rank: the block's number in the cluster.
-      turns: number of tiles and shares.
+      problem: the static parameters, the same for all blocks.
+      number: index of the block's cluster.
+      rank: index of the block in its cluster.
+      turns: number of tiles and shares; each is processed in one turn.
       whole_turns: number of tiles that this block sums over all columns.
       whole_units: number of units of those tiles.
       units: number of units of all tiles and shares.
@@ -173,7 +174,7 @@ class _Work:
 
     @classmethod
     def of(cls, problem: Problem, number: jax.Array, rank: jax.Array) -> "_Work":
-        """The work of block `rank` of cluster `number`."""
+        """Returns the work of block `rank` of cluster `number`."""
         cut = problem.cut
         blocks, whole = cut.blocks, cut.whole
         turns = lax.div(whole + cut.shared * cut.split - number + blocks - 1, blocks)
@@ -183,14 +184,14 @@ class _Work:
         return cls(problem, number, rank, turns, whole_turns, whole_units, units)
 
     def place(self, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Tiles of x and of W of a turn: first along a band of x, then on to the next rows of W."""
+        """Returns the tiles of x and W of a turn. Turns first go along a band of x, then to the next rows of W."""
         cut = self.problem.cut
         w_tile, at = _divide(self.number + turn * cut.blocks, cut.band)
         bands, w_tile = _divide(w_tile, cut.whole_w_tiles)
         return bands * cut.band + at, w_tile * self.problem.config.cluster + self.rank
 
     def place_of_share(self, turn: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Tiles of x and of W of a turn, and its share of K."""
+        """Returns the tiles of x and W of a turn, and the index of its share of K."""
         cut = self.problem.cut
         share, tile = _divide(self.number + turn * cut.blocks - cut.whole, cut.shared)
         w_tile, x_tile = _divide(tile, cut.x_tiles)
@@ -198,7 +199,7 @@ class _Work:
         return x_tile, w_tile, share
 
     def locate(self, unit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Tiles of x and of W of a unit, and its step along K."""
+        """Returns the tiles of x and W of a unit, and its step along K."""
         cut, found = self.problem.cut, []
         if cut.whole:
             turn, at = _divide(unit, self.problem.units_of_tile)
@@ -215,13 +216,13 @@ class _Work:
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """A block's work as one of its warpgroups sees it.
+    """The program of one warpgroup of a block.
 
     Attributes:
-      problem: the description of the product, the same for all blocks.
+      problem: the static parameters, the same for all blocks.
       refs: operands, results and scratch of `launch`.
       work: the tiles of this block.
-      group: the warpgroup's number in the block.
+      group: index of the warpgroup in the block.
     """
 
     problem: Problem
@@ -231,13 +232,13 @@ class _Block:
 
     @functools.cached_property
     def ring(self) -> Ring:
-        """The ring of slots; each holds a unit of x and W, or of x A and B."""
+        """The ring buffer of slots. A slot holds a unit of x and W, or x A; B has a buffer of its own."""
         stages, refs = self.problem.config.stages, self.refs
         return Ring(stages, self._copy_unit, refs.full, refs.empty, end=self.work.units)
 
     # Copies --------------------------------------------------------------------------------------
     def fetch_all(self) -> None:
-        """The work of a producer: loads all units."""
+        """Runs the producer warpgroup, which loads all units."""
         ring = self.ring
         ring.fill()
 
@@ -246,7 +247,7 @@ class _Block:
             ring.refill(ring.slot(unit), unit)
 
     def _copy_unit(self, unit: jax.Array, slot: jax.Array) -> None:
-        """Starts the copies of a unit."""
+        """Starts the bulk copies of a unit into a slot."""
         refs, steps = self.refs, self.problem.cut.steps
         x_tile, w_tile, at = self.work.locate(unit)
         of_group = pl.ds(w_tile * self.problem.config.warpgroups, self.problem.config.warpgroups)
@@ -265,7 +266,7 @@ class _Block:
             columns()
         else:
             pl.when(at < steps)(columns)
-            # B of the tile before is no longer read: the slot was emptied after it.
+            # B of the previous tile is no longer read: this slot held its unit or a later one, and is empty again.
             pl.when(at == steps)(branch)
 
     def _copy(
@@ -305,7 +306,7 @@ class _Block:
 
     # Sums ----------------------------------------------------------------------------------------
     def multiply_all(self) -> None:
-        """The work of the warpgroups that multiply: all tiles and shares."""
+        """Runs a warpgroup that multiplies: all tiles and shares."""
         work, cut = self.work, self.problem.cut
         if cut.whole:
             pl.loop(0, work.whole_turns)(self._one_tile)
@@ -314,12 +315,12 @@ class _Block:
         plgpu.wait_smem_to_gmem(0)
 
     def _sum_of(self, first: jax.Array, count: int) -> jax.Array:
-        """Sums the products of `count` units, in float32, unscaled: [64, rows]."""
+        """Sums the products of `count` units; returns unscaled sums, float32 [64, rows]."""
 
         def sum_over_columns(acc):
             last = first + count - 1
             step = lambda unit, w: self._multiply(unit, acc, w, lambda: self._decoded(unit + 1))
-            # Two units per turn of the loop, so that a decoded tile need not be moved to other registers.
+            # The loop is unrolled by two, so that a decoded tile need not be moved to other registers.
             two = lambda i, w: step(first + 2 * i + 1, step(first + 2 * i, w))
             w = lax.fori_loop(0, (count - 1) // 2, two, self._decoded(first))
             if count % 2 == 0:
@@ -331,7 +332,7 @@ class _Block:
         return pl.run_scoped(sum_over_columns, plgpu.ACC(shape, jnp.float32))
 
     def _decoded(self, unit: jax.Array) -> jax.Array | None:
-        """Waits for a unit's tile and decodes it: to registers, or to shared memory, where `_operand` reads it."""
+        """Waits for a unit's tile and decodes it to registers, or to shared memory (then the result is None)."""
         slot, interpret = self.ring.slot(unit), self.problem.interpret
         with jax.named_scope("load"):
             self.ring.wait(slot)
@@ -340,14 +341,14 @@ class _Block:
             w = packed_tile.decode_words(tile[...]) if interpret else packed_tile.decode(tile)
             if not self.problem.in_memory:
                 return w
-            # All warps wait here, so the product that last read this place is done.
+            # All warps wait here, so the product that last read this buffer is done.
             plgpu.commit_smem()
             self.refs.decoded[lax.rem(unit, 2), self.group] = w
             plgpu.commit_smem()
             return None
 
     def _operand(self, unit: jax.Array, w: jax.Array | None) -> jax.Array | jax.Ref:
-        """A tile as the first operand of `wgmma`."""
+        """Returns a decoded tile as the first operand of `wgmma`."""
         if not self.problem.in_memory:
             return w
         ref = self.refs.decoded.at[lax.rem(unit, 2), self.group]
@@ -356,7 +357,7 @@ class _Block:
     def _multiply(
         self, unit: jax.Array, acc: jax.Ref, w: jax.Array | None, meanwhile: Callable
     ) -> jax.Array | None:
-        """Adds the product of a unit; calls `meanwhile` while the product runs, and returns its result."""
+        """Adds the product of a unit to the accumulator. Calls `meanwhile` while it runs, and returns its result."""
         with jax.named_scope("mma"):
             plgpu.wgmma(acc, self._operand(unit, w), self.refs.x_slots.at[self.ring.slot(unit)].T)
         result = meanwhile()
@@ -382,7 +383,7 @@ class _Block:
                 self._write_finished(total, first_unit + steps, x_tile, w_row)
 
     def _one_share(self, turn: jax.Array) -> None:
-        """Sums a tile over a share of the columns, and writes the sums."""
+        """Sums a tile over a share of the columns, and writes the partial sums."""
         work, cut, config = self.work, self.problem.cut, self.problem.config
         x_tile, w_tile, share = work.place_of_share(turn)
         total = self._sum_of(work.whole_units + (turn - work.whole_turns) * cut.run, cut.run)
@@ -399,7 +400,7 @@ class _Block:
         total = total.astype(jnp.bfloat16)
         for half in range(halves):
             first, count = half * (rows // halves), rows // halves
-            # Wait until the copy before this one has read it.
+            # Wait until the previous copy has read the buffer.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             self._store(0, total[:, first : first + count] if halves > 1 else total)
             self._copy_out(x_tile, first, count, w_row)
@@ -407,14 +408,14 @@ class _Block:
     def _write_finished(
         self, total: jax.Array, branch_unit: jax.Array, x_tile: jax.Array, w_row: jax.Array
     ) -> None:
-        """Writes a tile after its epilogue."""
+        """Applies the epilogue to a tile and writes the result."""
         rows, refs, slot = self.problem.config.rows, self.refs, self.ring.slot(branch_unit)
-        # Few enough rows of x at a time that a second float32 tile fits into registers.
-        # Beside a producer, the two stores that rows in pairs need take more registers, so there are three parts.
+        # Process so few rows of x at a time that a second float32 tile fits into registers. With a producer, paired
+        # rows are processed in three parts, because their two stores take more registers.
         many = 3 if self.problem.is_paired and self.problem.config.producer else 2
         pieces = 1 if rows <= _MOST_AT_ONCE else many
         cuts = (*(rows // (8 * pieces) * 8 * piece for piece in range(pieces)), rows)
-        # Rounding before the division by DECODED_SCALE is the same as after it: that is a power of two.
+        # Rounding before or after the division by DECODED_SCALE is the same, because that is a power of two.
         base = registers.to_bfloat16(total, interpret=self.problem.interpret)
         scale = self._multiplier(w_row)
         bias = None if refs.bias is None else _load(0, refs.bias.at[pl.ds(w_row, TILE)])
@@ -437,7 +438,7 @@ class _Block:
         self._copy_out(x_tile, 0, rows, w_row)
 
     def _branch(self, u: jax.Ref, count: int) -> jax.Array:
-        """The product of B and x A, float32 [64, count]."""
+        """Returns the product of B and x A, float32 [64, count]."""
 
         def multiply(acc):
             plgpu.wgmma(acc, self.refs.b_slot.at[self.group], u.T)
@@ -447,7 +448,7 @@ class _Block:
         return pl.run_scoped(multiply, plgpu.ACC((TILE, count), jnp.float32))
 
     def _store(self, first: int, values: jax.Array) -> None:
-        """Stores bfloat16 [64, count] transposed as rows `first` ... of the result in shared memory."""
+        """Stores bfloat16 [64, count], transposed, in the result's buffer in shared memory, from row `first` on."""
         result, rows = self.refs.result.at[self.group], pl.ds(first, values.shape[1])
         if not self.problem.is_paired:
             result.at[rows].T[...] = values
@@ -456,7 +457,7 @@ class _Block:
             result.at[half, rows].T[...] = part
 
     def _copy_out(self, x_tile: jax.Array, first: int, count: int, w_row: jax.Array) -> None:
-        """Starts the copy of a result to rows `first` ... `first` + `count` - 1 of a tile of x."""
+        """Starts the copy of a result to rows `first` ... `first + count - 1` of a tile of x."""
         plgpu.commit_smem()
         rows = pl.ds(x_tile * self.problem.config.rows + first, count)
         result, out = self.refs.result.at[self.group], self.refs.out
@@ -469,7 +470,7 @@ class _Block:
             plgpu.copy_smem_to_gmem(result.at[half], to, commit_group=half == 1)
 
     def _multiplier(self, w_row: jax.Array) -> jax.Array:
-        """The factor for sums of 64 rows of W, from `w_row`: a scalar, or [64]."""
+        """Returns the factor for the sums of 64 rows of W from `w_row` on: a scalar, or [64]."""
         divisor = self.refs.divisor
         if divisor.shape == (1,):
             return (1 / layout.DECODED_SCALE) * (1 / divisor[0])

@@ -1,14 +1,14 @@
-"""The matrix products of real models, by name: one list for tests, tuning and benchmarks."""
+"""The matrix products of real models, one list for tests, tuning and benchmarks."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One linear layer, y [M, N] = x [M, K] @ W [N, K]^T.
+    """A linear layer, y [M, N] = x [M, K] @ W [N, K]^T.
 
-    q, k and v are one product; so are gate and up. `lm_head` is listed for completeness: the recipe keeps it in
-    16 bits.
+    q, k and v are one product, and so are gate and up. `lm_head` is only listed for completeness: the recipe keeps it
+    in 16 bits.
     """
 
     model: str

@@ -1,4 +1,4 @@
-"""Decode attention over a paged cache in Triton: checks and launches. `attention_kernels.py` describes the kernels."""
+"""Decode attention over a paged cache in Triton: checks and launches. `attention_kernels.py` has the kernels."""
 
 import jax
 import jax.numpy as jnp
@@ -6,23 +6,30 @@ import jax.numpy as jnp
 from pallas_kernels import runtime
 from pallas_kernels.portable import launch
 
-# The queries of a key head are the rows of the left operand of a product. Tensor cores need at least so many rows.
+# The query heads of a key head are the rows of `tl.dot`'s left operand, which needs at least so many rows.
 _LEAST_GROUP = 16
-# Most parts of a row: the second kernel reads all of them at once.
+# The most parts (splits) of a row. The second kernel reads all of them at once.
 _MOST_PIECES = 64
 
 
 def supports_heads(heads: int, key_heads: int, head_size: int, slots: int = 64) -> str | None:
-    """Returns why the kernels do not support a model's heads with pages of `slots` slots here, or None if they do."""
+    """Returns why the kernels do not support a model's heads with pages of `slots` slots here, or None if they do.
+
+    Args:
+      heads: H, query heads.
+      key_heads: J, key/value heads.
+      head_size: C, channels per head.
+      slots: S, slots of a page.
+    """
     if head_size not in (32, 64, 128, 256):
         return f"needs heads of size 32, 64, 128 or 256; got {head_size}"
     if heads // key_heads > 64:
         return f"needs at most 64 query heads to a key head; got {heads // key_heads}"
-    # A page of keys and of values, the queries, and their probabilities.
+    # Bytes for a page of keys and values, the queries, and their probabilities, in 16 bits.
     filled, card = _filled(heads // key_heads), runtime.device()
     needed = 2 * (2 * slots * head_size + filled * (slots + head_size))
     if filled == 64 and card.compute_capability.startswith(("9.", "10.")):
-        # Triton's products of 64 rows there read operands in other layouts, so parts of these are stored twice.
+        # There, Triton's products of 64 rows read operands in other layouts, so some operands are stored twice.
         needed *= 2
     if needed > (offered := card.shared_bytes):
         return f"needs {needed} bytes of shared memory of {offered} for pages of {slots} slots of size {head_size}"
@@ -30,7 +37,7 @@ def supports_heads(heads: int, key_heads: int, head_size: int, slots: int = 64) 
 
 
 def _filled(group: int) -> int:
-    """The query heads of a key head, with those that fill them up to a power of two."""
+    """Rounds the number of query heads per key head up to a power of two, at least 16."""
     return max(_LEAST_GROUP, 1 << (group - 1).bit_length())
 
 
@@ -48,7 +55,15 @@ def supports(qkv: jax.Array, keys: jax.Array, tables: jax.Array) -> str | None:
 
 
 def pages_of_a_piece(rows: int, key_heads: int, width: int) -> int:
-    """Number of pages of a part: fewer than `width` if one program per row and head would leave processors idle."""
+    """Returns the number of pages of a part, so that there are about eight programs per multiprocessor.
+
+    A row has at most 64 parts. A program processes one part of one row and key head.
+
+    Args:
+      rows: B, rows of the batch.
+      key_heads: J, key/value heads.
+      width: W, most pages of a row.
+    """
     wanted = max(1, 8 * runtime.device().processors // (rows * key_heads))
     pieces = min(width, wanted, _MOST_PIECES)
     return -(-width // pieces)
@@ -66,7 +81,10 @@ def decode_attention(
     *,
     appends: bool = True,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See `decode_attention.api.decode_attention`. If `appends` is False, the caches hold the new tokens already."""
+    """Computes `decode_attention.api.decode_attention`, which describes the arguments.
+
+    If `appends` is False, the caches already hold the new tokens, and are not written to.
+    """
     rows, all_heads, size = qkv.shape
     layers, pool, key_heads, slots, _ = keys.shape
     width = tables.shape[1]

@@ -1,9 +1,9 @@
 """The Triton kernels of decode attention; `attention.py` launches them.
 
-A row's live pages are cut into parts of PAGES pages. One program of `attend` processes one part for all query heads
-of a key head. It writes its weighted sum of values with the largest score and the sum of the softmax. `combine` then
-merges the parts of a row. How a row is cut depends only on shapes, so the bits of its result do not depend on other
-rows.
+They are a split-KV attention. The pages of a row, up to its end, are cut into parts of PAGES pages. One program of
+`attend` processes one part for all query heads of a key head. It writes its weighted sum of values, the largest score
+and the sum of exponentials. `combine` then merges the parts of a row. How a row is cut depends only on shapes, so the
+bits of its result do not depend on what other rows hold.
 """
 
 import triton
@@ -56,8 +56,8 @@ def attend(
       sin: float32 [B, SIZE / 2].
       keys: [LAYERS, POOL, KEY_HEADS, SLOTS, SIZE].
       values: [LAYERS, POOL, KEY_HEADS, SLOTS, SIZE].
-      tables: int32 [B, WIDTH], each row's pages.
-      ends: int32 [B], slots of the new tokens.
+      tables: int32 [B, WIDTH], the page table: each row's pages.
+      ends: int32 [B], positions of the new tokens in their rows.
       found: float32 [B, KEY_HEADS, PIECES, GROUP, SIZE], sums of exponentials times values.
       weights: float32 [B, KEY_HEADS, PIECES, 2, GROUP], the largest scores times log2(e), and the sums of
         exponentials.
@@ -127,7 +127,7 @@ def attend(
         sums = tl.dot(p.to(COMPUTE), v.to(COMPUTE), sums * shrink[:, None])
         largest = higher
 
-    # If the new tokens are in the cache already, another program may be reading there.
+    # Without APPENDS the new tokens are in the cache already, and another program may be reading them.
     if APPENDS and is_last:
         number = tl.minimum(tl.maximum(tl.load(tables + row * WIDTH + last), 0), POOL - 1)
         start = ((of_layer + number) * KEY_HEADS + head) * (SLOTS * SIZE) + end % SLOTS * SIZE

@@ -1,17 +1,21 @@
 """Decodes four 4-bit codes from a 16-bit word in Triton, by bit operations without a table in memory.
 
-A word is int16. An E2M1 code of NVFP4 or MXFP4 has a sign bit, two exponent bits and a mantissa bit. In bfloat16 they
-belong at bits 15 (sign), 8 and 7 (lowest exponent bits) and 6 (highest mantissa bit). Left shifts of the word by 0, 3
-and 6 bring the first three codes there; the remaining bits are the fourth code's. So each of three codes costs a shift
-and a mask. E2M1's subnormal 0.5 becomes a bfloat16 subnormal, so the result is code * 2^-126. In float16 the bits are
-15, 11, 10 and 9, and the result is code * 2^-14. For NVFP4 one multiplication by scale * 2^119 (in float16 scale * 2^7)
-then gives exactly code * scale * 2^-7. The factor 2^-7 is `DECODED_SCALE`; products undo it in float32.
+**E2M1 codes.** A word is int16. A code of NVFP4 or MXFP4 has a sign bit, two exponent bits and a mantissa bit. In
+bfloat16 they belong at bits 15 (sign), 8 and 7 (lowest exponent bits) and 6 (highest mantissa bit). Left shifts of
+the word by 0, 3 and 6 move the first three codes there, so each of these codes costs a shift and a mask. The
+remaining bits of the word hold the fourth code. E2M1's subnormal 0.5 becomes a bfloat16 subnormal, so the result is
+code * 2^-126. In float16 the bits are 15, 11, 10 and 9, and the result is code * 2^-14.
 
-NF4 values come from a table. `prmt` looks up bytes in registers, four at once in a table of eight. So four look-ups
-find the low and high bytes in both halves of the table, and the code's highest bit selects the half.
+**Scales.** For NVFP4, one multiplication by scale * 2^119 (in float16 scale * 2^7) then gives exactly code * scale *
+2^-7. The factor 2^-7 is `DECODED_SCALE`; it is part of a weight's `global_scale`, so products undo it in float32. For
+MXFP4 the factor is a relative scale (see `layout.py`), and the result is the weight times `global_scale`.
 
-Triton's interpreter runs no assembly and has no bfloat16 arithmetic. For it every function has a second version, which
-uses plain operations in float32.
+**NF4 codes.** Their values come from a table. The instruction `prmt` looks up four bytes at once in a table of eight
+bytes in registers. Four look-ups find the low and high bytes in both halves of the table, and the code's highest bit
+selects the half.
+
+Triton's interpreter runs no assembly and has no bfloat16 arithmetic. For it every function has a second version
+(without ASSEMBLY), which uses plain operations in float32.
 """
 
 import ml_dtypes
@@ -44,7 +48,7 @@ _BFLOAT16_CODES = tl.constexpr("""{
     fma.rn.bf16x2 $3, $3, $11, z;
 }""")
 
-# float16 uses the same words. Its exponent and mantissa bits are three places further left.
+# float16 uses the same words. Its exponent and mantissa bits are three places further to the left.
 _FLOAT16_CODES = tl.constexpr("""{
     .reg .b32 t, u;
     and.b32 t, $4, 0x01C001C0;
@@ -74,7 +78,7 @@ _FOUR_BY_ONE = tl.constexpr("=&r,=&r,=&r,=&r,r")
 
 
 def _spread(shift: int, offset: int) -> tl.constexpr:
-    """Assembly that turns each byte of a word into a pair of equal 16-bit values, (byte << shift) + offset."""
+    """Writes assembly that turns each byte of a word into a pair of equal 16-bit values, (byte << shift) + offset."""
     steps = (
         f"prmt.b32 t, $4, 0, 0x4{i}4{i};\n mad.lo.u32 ${i}, t, {1 << shift}, {offset * 0x10001:#x};"
         for i in range(4)
@@ -82,8 +86,8 @@ def _spread(shift: int, offset: int) -> tl.constexpr:
     return tl.constexpr("{\n .reg .b32 t;\n " + "\n ".join(steps) + "\n}")
 
 
-# Shift and offset that turn a scale's byte into 16 bits: for NVFP4 scale * 2^119 in bfloat16 or scale * 2^7 in float16
-# ("nvfp4_half"), for MXFP4 the relative scale in bfloat16 (see `layout.py`).
+# Shift and offset that turn a scale's byte into 16 bits: for NVFP4 scale * 2^119 in bfloat16 or scale * 2^7 in
+# float16 ("nvfp4_half"), for MXFP4 the relative scale in bfloat16 (see `layout.py`).
 _SCALE_SHIFTS = {"nvfp4": (4, 0x7680), "nvfp4_half": (7, 0x3400), "mxfp4": (7, 0)}
 _NVFP4_SCALES = _spread(*_SCALE_SHIFTS["nvfp4"])
 _NVFP4_HALF_SCALES = _spread(*_SCALE_SHIFTS["nvfp4_half"])
@@ -91,7 +95,7 @@ _MXFP4_SCALES = _spread(*_SCALE_SHIFTS["mxfp4"])
 
 
 def _lookup(values: list[int]) -> tl.constexpr:
-    """Assembly that looks up the four 4-bit codes in each half of a word in a table of 16 values of 16 bits."""
+    """Writes assembly that looks up the four 4-bit codes in each half of a word, in a table of 16 16-bit values."""
     table = lambda byte, first: [
         sum((values[first + 4 * half + i] >> 8 * byte & 0xFF) << 8 * i for i in range(4))
         for half in range(2)
@@ -122,8 +126,10 @@ _NF4_VALUES = tl.constexpr(nf4.CODE_VALUES.astype(ml_dtypes.bfloat16).astype(flo
 
 @triton.jit
 def scale_pairs(words, FORMAT: tl.constexpr, COMPUTE: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Decodes the four scales of each int32 word: each a pair of equal 16-bit values in an int32, or without ASSEMBLY
-    one float32."""
+    """Decodes the four scales of each int32 word to four tensors.
+
+    With ASSEMBLY they are int32, a pair of equal 16-bit values each; without it they are float32.
+    """
     if ASSEMBLY:
         if FORMAT == "mxfp4":
             steps: tl.constexpr = _MXFP4_SCALES
@@ -149,9 +155,9 @@ def scale_pairs(words, FORMAT: tl.constexpr, COMPUTE: tl.constexpr, ASSEMBLY: tl
 
 @triton.jit
 def scaled_values(words, s0, s1, s2, s3, COMPUTE: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Decodes words of E2M1 codes: four tensors code * scale * `DECODED_SCALE` of dtype COMPUTE.
+    """Decodes words of E2M1 codes to four tensors of dtype COMPUTE, the weights times `global_scale`.
 
-    s0 to s3 are the scales from `scale_pairs`.
+    For NVFP4 this is code * scale * `DECODED_SCALE`. s0 to s3 are the scales from `scale_pairs`.
     """
     if ASSEMBLY:
         if COMPUTE == tl.float16:
@@ -183,7 +189,7 @@ def scaled_values(words, s0, s1, s2, s3, COMPUTE: tl.constexpr, ASSEMBLY: tl.con
 
 @triton.jit
 def nf4_values(words, COMPUTE: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Decodes words of NF4 codes: four tensors of table entries, rounded to COMPUTE, without scales."""
+    """Decodes words of NF4 codes to four tensors of table entries, rounded to COMPUTE and not scaled."""
     if ASSEMBLY:
         if COMPUTE == tl.float16:
             v0, v1, v2, v3 = tl.inline_asm_elementwise(
@@ -214,9 +220,10 @@ def nf4_values(words, COMPUTE: tl.constexpr, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def _scale(words, place: tl.constexpr, FORMAT: tl.constexpr):
-    """Decodes the scale in one byte: scale * DECODED_SCALE in float32.
+    """Decodes the scale in one byte to float32: NVFP4's scale * DECODED_SCALE, or MXFP4's relative scale * 2^-126.
 
-    It lacks the factor 2^126 of the assembly, because the interpreter treats float32 subnormals as zeros.
+    The scales of the bfloat16 assembly are 2^126 times as large, because its codes have the factor 2^-126. Here codes
+    are not subnormal, because the interpreter treats float32 subnormals as zeros.
     """
     byte = words >> place & 0xFF
     if FORMAT == "mxfp4":
@@ -228,7 +235,7 @@ def _scale(words, place: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def _e2m1(bits):
-    """The value of an E2M1 code at bits 15, 8, 7 and 6, in float32."""
+    """Returns the value of an E2M1 code at bits 15, 8, 7 and 6, in float32."""
     exponent = bits >> 7 & 3
     mantissa = (bits >> 6 & 1).to(tl.float32) * 0.5
     power = (1 << exponent).to(tl.float32) * 0.5

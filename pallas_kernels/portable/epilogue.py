@@ -1,4 +1,4 @@
-"""A linear of a decoding step and the operations around it, as two kernels: product and epilogue.
+"""A linear of a decoding step with the operations around it, in two Triton kernels: product and epilogue.
 
     y = ([sum of parts] * multiplier + [[x A] B]) * unit + bias
     plain       [y]
@@ -6,8 +6,9 @@
     swiglu      [silu([gate]) * [up]]
 
 Values in brackets are rounded to bfloat16, and nothing else is. Training and the Hopper kernels round in the same
-places (docs/design/model.md, "Where rounding happens"). RMSNorm is split between the two kernels, as there. Weights
-and adapters are stacked over layers and read in place, because a slice of a stack would be a copy.
+places (docs/design/model.md, "Where rounding happens"). RMSNorm is split between two kernels, as in
+`finished_linear.epilogue`. Weights and adapters are stacked over layers and read in place, because a slice of a stack
+would be a copy.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ class Stream:
     squares: jax.Array
 
     def unit(self, eps: float) -> jax.Array:
-        """1 / sqrt(mean of squares + eps) of each row, float32 [M]."""
+        """Returns 1 / sqrt(mean of squares + eps) of each row, float32 [M]."""
         return jax.lax.rsqrt(jnp.sum(self.squares, axis=0) / self.values.shape[1] + eps)
 
 
 def stream(values: jax.Array, scale: jax.Array) -> Stream:
-    """Makes a stream from activations bfloat16 [M, D] and the scale float32 [D] of the first norm."""
+    """Makes a stream from activations, bfloat16 [M, D], and the scale of the first norm, float32 [D]."""
     wide = values.astype(jnp.float32)
     squares = jnp.sum(wide * wide, axis=1)[None]
     # The kernel makes this many tiles; the same shape lets a loop over layers carry the stream.
@@ -59,7 +60,10 @@ def stream(values: jax.Array, scale: jax.Array) -> Stream:
 
 
 def added(stream_: Stream, y: jax.Array, scale: jax.Array) -> Stream:
-    """The stream r + y, for a float32 y [M, D] that no kernel adds: where devices sum it up first."""
+    """Adds y, float32 [M, D], to a stream without a kernel, for a y that is first summed over devices.
+
+    `scale` is the scale of the next norm, float32 [D].
+    """
     values = stream_.values
     return stream(rounded(values.astype(jnp.float32) + y, values.dtype), scale)
 
@@ -83,7 +87,7 @@ class Branch:
 
 
 def filled_rank(rank: int) -> int:
-    """The padded rank of a part of a `Branch`: the next power of two, at least 16."""
+    """Returns the padded rank of a part of a `Branch`: the next power of two, at least 16."""
     return max(16, 1 << (rank - 1).bit_length())
 
 
@@ -152,10 +156,13 @@ def linear(
       branch: from `pack_branch`.
       eps: epsilon of the norm, if x is a stream.
       residual: a stream to which y is added, and the scales float32 [L, N] of the norm after it.
-      is_swiglu: y is gate and up, and the result is silu(gate) * up.
+      is_swiglu: whether y is gate and up, so that the result is silu(gate) * up.
 
     Returns:
       bfloat16 [M, N], or [M, N / 2] with `is_swiglu`; with `residual` the new stream.
+
+    Raises:
+      NotImplementedError: the reason `portable.matmul.supports` gives.
     """
     values = x.scaled if isinstance(x, Stream) else x
     sums = matmul.product(values, w, layer=layer, a=None if branch is None else branch.a)

@@ -41,7 +41,7 @@ def _product(
     COMPUTE: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):
-    """([sum of parts] * multiplier + [[x A] B]) * unit + bias for the given rows and columns n; float32."""
+    """Computes ([sum of parts] * multiplier + [[x A] B]) * unit + bias for rows `row` and columns n, in float32."""
     at = partials + row[:, None] * STRIDE + n[None, :]
     known = (row < M)[:, None] & real[None, :]
     y = tl.load(at, mask=known, other=0.0)
@@ -107,7 +107,7 @@ def finish(
     COMPUTE: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):
-    """Finishes a tile of columns for a block of rows. The grid is (tile, block); a tile belongs to one part.
+    """Computes a tile of columns for a block of rows. The grid is (tile, block). A tile belongs to one part of N.
 
     Arrays and constants:
       layer: int32 [1], index into every axis L.
@@ -117,7 +117,7 @@ def finish(
       b: [L, N, RANK]; each row has the ranks of its own part.
       down: float32 [RANK_SPLIT, M, RANKS], sums of x A; RANK columns for each part.
       squares: float32 [TILES, M], sums of squares of the stream that was multiplied.
-      back: float32 [M], what undoes the scaling of x for float16 (`matmul.Sums`); not read for bfloat16.
+      back: float32 [M], factors that undo the scaling of x for float16 (`matmul.Sums`); not read for bfloat16.
       residual: [M, N].
       scale: float32 [L, N], scales of the next norm.
       out: [M, N]; [M, N / 2] with IS_SWIGLU.
@@ -136,7 +136,7 @@ def finish(
         sums = tl.load(squares + each[:, None] * M + row[None, :], mask=known, other=0.0)
         unit = tl.rsqrt(tl.sum(sums, axis=0) / WIDTH + EPS)
     if COMPUTE == tl.float16:
-        # Powers of two, so what was rounded before has the same bits otherwise.
+        # These are powers of two, so values that were rounded before this factor keep their significant bits.
         unit *= tl.load(back + row, mask=there, other=0.0)
 
     # The first tile of each part begins with the part's first column.

@@ -1,7 +1,8 @@
-"""Launches Triton kernels with jax-triton on a GPU, or with Triton's interpreter on a CPU. It can also only list them.
+"""Launches Triton kernels: with jax-triton on a GPU, or with Triton's interpreter on a CPU.
 
-The modules `*_kernels` and `decoders` import triton. They are imported here when a kernel is launched, so everything
-else in this package works without triton.
+It can also record launches instead, to compile the kernels for another GPU. The modules `*_kernels` and `decoders`
+import triton. They are imported here when a kernel is launched, so everything else in this package works without
+triton.
 """
 
 import contextlib
@@ -28,8 +29,8 @@ class Launch:
       kernel: "module.function" in this package.
       types: dtypes of the array arguments (operands and results), by name.
       constants: the other arguments, by name.
-      warps: warps per program.
-      stages: stages of the loads' software pipeline.
+      warps: warps per program (`num_warps`).
+      stages: pipeline stages of loads (`num_stages`).
     """
 
     kernel: str
@@ -40,15 +41,15 @@ class Launch:
 
 
 _WRITTEN_DOWN: list[Launch] | None = None
-# XLA runs calls at the same time if neither needs the other's result, and the interpreter's state is one for all.
+# XLA runs calls concurrently if neither needs the other's result, but the interpreter has global state.
 _INTERPRETER = threading.Lock()
 
 
 @contextlib.contextmanager
 def writing_down() -> Iterator[list[Launch]]:
-    """Lists launches instead of doing them, inside a `with` block; results are zeros.
+    """Records launches in a list instead of launching kernels, inside a `with` block. Results are zeros.
 
-    It is meant for `jax.eval_shape`; the list is for `compile_for`.
+    Trace programs in it with `jax.eval_shape`, and pass the recorded launches to `compile_for`.
     """
     global _WRITTEN_DOWN
     before, _WRITTEN_DOWN = _WRITTEN_DOWN, []
@@ -73,15 +74,15 @@ def call(
     """Launches a Triton kernel.
 
     Args:
-      kernel: "module.function" in this package. Its array arguments are the operands and then the results.
-      operands: arrays by name.
-      results: shapes and dtypes by name.
+      kernel: "module.function" in this package. Its array arguments are the operands, followed by the results.
+      operands: arrays by name, in the order of the arguments.
+      results: shapes and dtypes by name, in the order of the arguments.
       grid: number of programs along each axis, at most three axes.
-      warps: warps per program.
-      stages: stages of the loads' software pipeline.
-      aliases: for each result that updates an operand in place, the name of the operand.
-      has_tensor_cores: whether the kernel has an argument COMPUTE, the dtype in which it multiplies.
-      **constants: the other arguments.
+      warps: warps per program (`num_warps`).
+      stages: pipeline stages of loads (`num_stages`).
+      aliases: result name -> operand name, for each result that updates an operand in place.
+      has_tensor_cores: whether the kernel has an argument COMPUTE, the dtype in which tensor cores multiply.
+      **constants: the compile-time arguments, except COMPUTE and ASSEMBLY.
 
     Returns:
       The results, in the order of `results`.
@@ -119,7 +120,7 @@ def call(
             name=f"portable_{kernel.split('.')[1]}",
             num_warps=warps,
             num_stages=stages,
-            # Given here, because otherwise jax-triton asks a device, and there may be none.
+            # Without it jax-triton would ask the device, but there may be none.
             compute_capability=int(runtime.device().compute_capability.replace(".", "")),
             input_output_aliases=places,
             ASSEMBLY=True,
@@ -129,10 +130,10 @@ def call(
 
 
 def compile_for(launch: Launch, capability: int) -> Any:
-    """Compiles a kernel to machine code for a card that need not be present.
+    """Compiles a kernel to machine code for a GPU that need not be present.
 
     Args:
-      launch: from `writing_down`.
+      launch: a launch that `writing_down` recorded.
       capability: compute capability times ten, e.g. 75.
 
     Returns:
@@ -150,7 +151,7 @@ def compile_for(launch: Launch, capability: int) -> Any:
         name: f"*{short[str(launch.types[name])]}" if name in launch.types else "constexpr"
         for name in function.arg_names
     }
-    # JAX aligns buffers to 256 bytes; jax-triton promises Triton 16, and so does this.
+    # JAX aligns buffers to 256 bytes. jax-triton promises Triton 16 bytes, so this does the same.
     attributes = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(function.arg_names)
@@ -217,7 +218,7 @@ def _interpret(
     _mend_interpreter()
     wide = lambda dtype: np.float32 if dtype == jnp.bfloat16 else dtype
     arrays = [np.array(o).astype(wide(o.dtype)) for o in map(np.asarray, operands)]
-    # Outputs start as NaN, or -1 if they are integers, so that tests notice a value that no program wrote.
+    # Outputs start as NaN, or -1 if they are integers, so that tests notice values that no program wrote.
     filled = lambda dtype: np.nan if jnp.issubdtype(dtype, jnp.floating) else -1
     outputs = [np.full(r.shape, filled(r.dtype), wide(r.dtype)) for r in results]
     for operand, result in aliases.items():

@@ -1,15 +1,15 @@
-"""The memory layout of a packed weight for the portable kernels. A weight is converted once, at load.
+"""The memory layout of a packed weight for the portable kernels. A weight is converted once, when it is loaded.
 
-Columns are cut into chunks of 64: four blocks of 16. Each row of a chunk has 16 words of 16 bits. Word j holds the
-codes of columns j, 16 + j, 32 + j and 48 + j. So a kernel that splits the words of a row gets its four blocks in order,
-each with one scale, without shuffles. The rows of a chunk are contiguous, so any range of them is contiguous, too.
+Columns are cut into chunks of 64, which are four blocks of 16. Each row of a chunk has 16 words of 16 bits. Word j
+holds the codes of columns j, 16 + j, 32 + j and 48 + j. So a kernel that splits the words of a row gets its four
+blocks in order, each with one scale, without shuffles. Any range of a chunk's rows is contiguous.
 
     words     int16 [chunks, N, 16]     `decoders.py` says where the bits of an E2M1 code are
-    scales    int32 [chunks, N]         four bytes, the first block's lowest; float32 for NF4
+    scales    int32 [chunks, N]         four bytes, with the first block's byte lowest; one float32 for NF4
 
-A few operations turn a scale's byte into a bfloat16 or float16 (see `decoders.py`). NVFP4's byte is an E5M3 number,
-exponent + 9 and three mantissa bits, in which all E4M3 values are normal. MXFP4's byte is the exponent relative to
-the largest one of its matrix.
+A few operations turn a scale's byte into a bfloat16 or float16 (see `decoders.py`). NVFP4's byte is an E5M3 number:
+the exponent plus 9, and three mantissa bits. In it all E4M3 values are normal. MXFP4's byte is the exponent relative
+to the largest exponent of its matrix.
 """
 
 import dataclasses
@@ -31,8 +31,8 @@ TILE = 64
 # For NVFP4 kernels decode code * scale * DECODED_SCALE, which is exact in bfloat16 and in float16.
 DECODED_SCALE = 2.0**-7
 
-# The E5M3 byte for each non-negative E4M3 byte: zero, the subnormals m / 8 * 2^-6, the normals, NaN. No byte decodes to
-# zero. So zero gets a byte that no other value has, and the codes of its block are set to zero.
+# The E5M3 byte for each non-negative E4M3 byte: zero, the subnormals m / 8 * 2^-6, the normals, NaN. No byte decodes
+# to zero. So zero gets a byte that no other value has, and the codes of its block are set to zero.
 _SCALE_BYTES = np.array([143, 0, 8, 12, 16, 18, 20, 22, *range(24, 143), 145], np.uint8)
 
 
@@ -42,9 +42,9 @@ class PortableWeight:
     """An [N, K] weight of y = x W^T in the layout of the portable kernels, or a stack of such weights.
 
     Attributes:
-      words: int16 [..., ceil(K / 64), N', 16], N' being N rounded up to a multiple of 64.
+      words: int16 [..., ceil(K / 64), N', 16], with N' = N rounded up to a multiple of 64.
       scales: int32 [..., ceil(K / 64), N'], four bytes each; float32 for NF4.
-      global_scale: float32 [..., 1] or [..., N]. The weights are the decoded values divided by it.
+      global_scale: float32 [..., 1] or [..., N], a divisor: weights are decoded values / global_scale.
       shape: (N, K) of one matrix without padding, static. It stays valid when leading axes of the leaves are sliced.
       format: "nvfp4", "mxfp4" or "nf4".
     """
@@ -67,7 +67,7 @@ def whole(n: int) -> int:
 
 
 def unless_format(kind: str) -> str | None:
-    """Returns why weights of a format ("nvfp4", "mxfp4" or "nf4") cannot be converted on this device, or None."""
+    """Returns why a format ("nvfp4", "mxfp4" or "nf4") cannot be used on this device, or None if it can."""
     if kind == "mxfp4" and runtime.tensor_core_type() == "float16":
         least = "compute capability 8.0"
         return f"needs {least} for MXFP4, whose exponents exceed float16's; this is {runtime.device_kind()}"
@@ -125,9 +125,9 @@ def prepare(t: NVFP4Tensor | MXFP4Tensor | NF4Tensor) -> PortableWeight:
 
 
 def unprepare(w: PortableWeight) -> NVFP4Tensor | MXFP4Tensor | NF4Tensor:
-    """Converts a weight back, the inverse of `prepare`.
+    """Inverts `prepare`, exactly with two exceptions.
 
-    It is exact except that codes whose scale is zero are zeros, and that NF4 scales are not quantized.
+    NVFP4 codes whose scale is zero have become zeros, and quantized NF4 scales are returned in float32.
     """
     n, k = w.shape
     codes, scales = _codes(w), _scale_bytes(w)
@@ -157,7 +157,7 @@ def decoded(w: PortableWeight, dtype: DTypeLike) -> jax.Array:
     n, k = w.shape
     codes = _codes(w)
     if w.format == "nf4":
-        # The kernels have the table in 16 bits and the scales in float32.
+        # The kernels round the table to 16 bits and keep the scales in float32.
         table = jnp.asarray(nf4.CODE_VALUES)
         table = table.astype(jnp.bfloat16).astype(jnp.float32) if dtype != jnp.float32 else table
         scales = jnp.repeat(jnp.swapaxes(w.scales, -1, -2)[..., :n, :], CHUNK, axis=-1)
@@ -165,7 +165,7 @@ def decoded(w: PortableWeight, dtype: DTypeLike) -> jax.Array:
     exponents = _scale_bytes(w).astype(jnp.int32)
     if w.format == "nvfp4":
         bits = (exponents << 4) + 0x7680
-        # These bits are scale * 2^119; with 2^-126, the factor of a decoded code, scale * 2^-7 remains.
+        # These bits are scale * 2^119. A decoded code has the factor 2^-126, so scale * 2^-7 remains.
         scales = jax.lax.bitcast_convert_type(bits << 16, jnp.float32) * 2.0**-126
     else:
         scales = jax.lax.bitcast_convert_type(jnp.maximum(exponents - 126, 1) << 23, jnp.float32)
@@ -213,7 +213,7 @@ def _codes(w: PortableWeight) -> jax.Array:
 
 
 def _scale_bytes(w: PortableWeight) -> jax.Array:
-    """Unpacks the bytes of scales: uint8 [..., N, K / 16]. For NF4 the result is meaningless."""
+    """Unpacks the scale bytes: uint8 [..., N, K / 16]. For NF4 the result is meaningless."""
     n, k = w.shape
     bytes_ = jax.lax.bitcast_convert_type(jnp.swapaxes(w.scales, -1, -2), jnp.uint8)
     return bytes_.reshape(*bytes_.shape[:-2], -1)[..., :n, : k // nvfp4.BLOCK]

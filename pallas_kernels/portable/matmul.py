@@ -1,7 +1,7 @@
-"""Products with packed weights in Triton: a fused kernel for few rows; for many rows an unpacked copy for cuBLAS.
+"""Products with packed weights in Triton: a fused split-K kernel for few rows, an unpacked copy and cuBLAS for many.
 
-    few rows   y = sum over parts of K of x W^T     `product` returns the parts; the caller adds them
-    many rows  y = x @ unpacked(W)^T                unpacking takes little time beside the product
+    few rows   y = sum over parts of K of x W^T     `product` returns partial sums; the caller adds them up
+    many rows  y = x @ unpacked(W)^T                unpacking takes little time compared with the product
 
 Forward products leave out `global_scale`; `nvfp4_matmul` applies it. `backward` includes it.
 """
@@ -28,8 +28,8 @@ class Sums:
     """The partial sums of `product`. The sum over their first axis, times `back` if there is one, is the product.
 
     Attributes:
-      partials: float32 [parts, M, N'] of x W^T, N' being N rounded up to whole tiles.
-      down: float32 [parts, M, ranks] of x A^T, or None.
+      partials: float32 [parts, M, N'] of x W^T, with N' = N rounded up to a multiple of 64.
+      down: float32 [parts, M, ranks] of x A^T, with its own number of parts; or None.
       back: float32 [M], powers of two by which rows of x were divided for float16; None for bfloat16.
     """
 
@@ -39,7 +39,7 @@ class Sums:
 
 
 def supports(m: int, n: int, k: int, config: Config) -> str | None:
-    """Returns why the kernel for few rows cannot run a problem, or None if it can."""
+    """Returns why the kernel for few rows cannot run x [M, K] @ W [N, K]^T with this configuration, or None."""
     if not 1 <= m <= MAX_M:
         return f"needs 1 <= M <= {MAX_M}; got M = {m}"
     if layout.whole(n) % config.block_n:
@@ -57,7 +57,7 @@ def product(
     a: jax.Array | None = None,
     config: Config | None = None,
 ) -> Sums:
-    """Computes partial sums over K of x W^T, and of x A^T in the same launch.
+    """Computes partial sums (split-K) of x W^T, and of x A^T in the same launch.
 
     Args:
       x: bfloat16 [M, K], M at most 128.
@@ -118,7 +118,7 @@ def product(
 
 
 def unpacked(w: PortableWeight, config: Config | None = None) -> jax.Array:
-    """Decodes a weight [N, K] in the dtype of the tensor cores: weights times `global_scale`."""
+    """Decodes a weight to [N, K] in the dtype of the tensor cores: the weights times `global_scale`."""
     n, k = w.shape
     chunks, rows, _ = w.words.shape
     config = config or tuning.UNPACK
@@ -146,14 +146,14 @@ def unless_fit(dtype: DTypeLike) -> str | None:
 
 
 def few_rows(x: jax.Array, w: PortableWeight) -> jax.Array:
-    """Computes x [M, K] @ decoded(W)^T as float32 [M, N], with the fused kernel. M is at most 128."""
+    """Computes x [M, K] @ unpacked(W)^T as float32 [M, N], with the fused kernel. M is at most 128."""
     sums = product(x, w)
     y = jnp.sum(sums.partials, axis=0)[:, : w.shape[0]]
     return y if sums.back is None else y * sums.back[:, None]
 
 
 def many_rows(x: jax.Array, w: PortableWeight) -> jax.Array:
-    """Computes x [M, K] @ decoded(W)^T as [M, N], with cuBLAS.
+    """Computes x [M, K] @ unpacked(W)^T as [M, N], with cuBLAS.
 
     The result is bfloat16, or float32 where the tensor cores need float16.
     """
@@ -165,7 +165,7 @@ def backward(dy: jax.Array, w: PortableWeight) -> jax.Array:
     if w.global_scale.shape[-1] == 1:
         dx = _dot(dy, unpacked(w), contract=0)
         return (dx.astype(jnp.float32) * w.multiplier).astype(dy.dtype)
-    # The sum runs over rows with different global scales, so the multiplier is applied to dy first.
+    # The sum is over rows with different global scales, so the multiplier must be applied before it.
     scaled = (dy.astype(jnp.float32) * w.multiplier).astype(dy.dtype)
     return _dot(scaled, unpacked(w), contract=0).astype(dy.dtype)
 
@@ -185,6 +185,9 @@ def _dot(x: jax.Array, weight: jax.Array, *, contract: int) -> jax.Array:
 
 
 def _unit(x: jax.Array) -> jax.Array:
-    """Powers of two [M, 1] that bring the largest value of each row of x between 1 and 2: float16 ends at 65504."""
+    """Returns powers of two [M, 1] that scale the largest value of each row of x into [1, 2).
+
+    They are needed because float16 ends at 65504.
+    """
     largest = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=1, keepdims=True)
     return jnp.exp2(-jnp.floor(jnp.log2(jnp.where(largest > 0, largest, 1))))

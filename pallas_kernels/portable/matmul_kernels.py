@@ -1,8 +1,8 @@
 """The Triton kernels of products with packed weights. `matmul.py` launches them; `layout.py` describes the weight.
 
-W, in tiles of rows, is the left operand of the tensor cores, and x^T is the right one. So a product with one row of x
-wastes seven columns of an instruction instead of fifteen. And a weight goes from shared memory through the decoder
-into the registers that the instruction reads, without being written back.
+A tile of rows of W is the left operand of the tensor cores, and x^T is the right operand. So a product with one row
+of x wastes seven columns of an instruction, instead of fifteen rows. And a weight goes from shared memory through the
+decoder into the registers that the instruction reads, without being written back.
 """
 
 import triton
@@ -13,9 +13,9 @@ from pallas_kernels.portable import decoders
 
 @triton.jit
 def _decoded(words, scales, FORMAT: tl.constexpr, COMPUTE: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Decodes words int16 [R, 16] and scales [R] of a chunk: four blocks [R, 16] of COMPUTE.
+    """Decodes words int16 [R, 16] and scales [R] of a chunk to its four blocks, [R, 16] of dtype COMPUTE each.
 
-    NF4 values are without their scales, which do not fit into 16 bits.
+    NF4 values are not multiplied by their scales, which do not fit into 16 bits.
     """
     if FORMAT == "nf4":
         return decoders.nf4_values(words, COMPUTE, ASSEMBLY)
@@ -29,7 +29,7 @@ def _decoded(words, scales, FORMAT: tl.constexpr, COMPUTE: tl.constexpr, ASSEMBL
 
 @triton.jit
 def _of_x(pointers, chunk, part: tl.constexpr, K: tl.constexpr, COMPUTE: tl.constexpr):
-    """Loads block `part` of a chunk of x^T: [16, BLOCK_M]. Rows from K on are zeros."""
+    """Loads block `part` of a chunk of x^T, [16, BLOCK_M] of dtype COMPUTE. Rows from K on are zeros."""
     at = pointers + (chunk * 64 + 16 * part)
     if K % 64 == 0:
         return tl.load(at).to(COMPUTE)
@@ -89,9 +89,9 @@ def product(
 ):
     """Computes partial sums over K: of x W^T in `partials`, and of x A^T in `down`.
 
-    The grid is (i, j); j is a block of x's rows. The first RANKS / BLOCK_R * RANK_SPLIT programs i work on A, the
-    others on W. A program on W sums one of SPLIT ranges of chunks for BLOCK_N rows of W. Each value is written by one
-    program, so results do not depend on the order of programs.
+    The grid is (i, j); j is a block of x's rows. The first RANKS / BLOCK_R * RANK_SPLIT programs i process A, the
+    others W. A program for W sums one of SPLIT ranges of chunks for BLOCK_N rows of W. Each value is written by only
+    one program, so results do not depend on the order of programs.
 
     Arrays and constants:
       layer: int32 [1], index into every axis L.
@@ -102,14 +102,14 @@ def product(
       partials: float32 [SPLIT, M, N].
       down: float32 [RANK_SPLIT, M, RANKS].
       N: padded rows of W, a multiple of BLOCK_N.
-      UNITS: chunks in one round of the loop.
+      UNITS: chunks in one iteration of the loop.
     """
     chunks: tl.constexpr = (K + 63) // 64
     rank_programs: tl.constexpr = RANKS // BLOCK_R * RANK_SPLIT
     index = tl.load(layer).to(tl.int64)
     program = tl.program_id(0)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    # Rows beyond M read the last row, and their sums are not written.
+    # Rows beyond M read the last row of x, and their sums are not written.
     pointers = x + tl.minimum(row, M - 1)[None, :] * K + tl.arange(0, 16)[:, None]
     if RANKS > 0:
         if program < rank_programs:
@@ -131,7 +131,7 @@ def product(
     rounds: tl.constexpr = chunks // UNITS
     sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     first = part * rounds // SPLIT
-    # With num_stages given here Triton prefetches all loads; by default only those that a product reads.
+    # With num_stages on the loop, Triton prefetches all loads; without it, only those that `tl.dot` reads directly.
     for turn in tl.range(first, (part + 1) * rounds // SPLIT, num_stages=STAGES):
         for unit in tl.static_range(UNITS):
             chunk = turn * UNITS + unit
@@ -166,7 +166,7 @@ def unpack(
     COMPUTE: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):
-    """Decodes a weight: code * scale * DECODED_SCALE, or for NF4 entry * scale, [N, K] of COMPUTE.
+    """Decodes a weight to [N, K] of dtype COMPUTE: the weights times `layout.PortableWeight.global_scale`.
 
     Arrays and constants:
       words: int16 [ceil(K / 64), ROWS, 16]; ROWS is at least N and a multiple of BLOCK_N.

@@ -1,4 +1,4 @@
-"""The launch configurations of products with few rows: from a table measured on the device, or by a rule."""
+"""The launch configurations of products with few rows, from a table measured on the device or by a rule."""
 
 import dataclasses
 import functools
@@ -15,14 +15,14 @@ TUNED_M = (8, 16, 32, 64, 128)
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How a launch is divided.
+    """How a product is divided among programs.
 
     Attributes:
-      block_n: rows of W in one program: 32, 64, 128 or 256.
-      units: chunks of 64 columns in one round of the loop: 1, 2 or 4.
-      split: number of programs among which K is divided.
+      block_n: rows of W per program: 32, 64, 128 or 256.
+      units: chunks of 64 columns per iteration of the loop: 1, 2 or 4.
+      split: number of programs among which K is divided (split-K).
       warps: warps per program: 1, 2, 4 or 8.
-      stages: stages of the loads' software pipeline: one more than the rounds that are prefetched.
+      stages: pipeline stages of loads: one more than the number of iterations that are prefetched.
     """
 
     block_n: int = 64
@@ -47,20 +47,20 @@ UNPACK = Config(block_n=64, warps=4, stages=1)
 
 
 def block_m(m: int, config: Config) -> int:
-    """Rows of x in one program: M rounded up to a power of two, or fewer if the sums do not fit into registers.
+    """Returns the rows of x per program: M rounded up to a power of two, or fewer if registers limit the sums.
 
-    It is at least 4 * warps if registers allow, so that each thread loads four bytes of a [rows, 16] block of x:
-    Triton does not prefetch smaller loads.
+    There are at least 4 * warps rows if registers allow it, so that each thread loads four bytes of a [rows, 16]
+    block of x: Triton does not prefetch smaller loads.
     """
     most = 2048 * config.warps // config.block_n
     if runtime.tensor_core_type() == "float16":
-        # On a T4 Triton multiplies without tensor cores and keeps both operands in registers.
+        # For a T4, Triton multiplies without tensor cores and keeps both operands in registers.
         most = 16
     return min(max(4 * config.warps, 1 << (m - 1).bit_length(), 8), max(most, 8))
 
 
 def prefetched(m: int, config: Config) -> int:
-    """Bytes of shared memory into which a program of the product prefetches W and x. A T4 prefetches nothing."""
+    """Returns the bytes of shared memory into which a program prefetches W and x; 0 on a T4 (no prefetch)."""
     if runtime.tensor_core_type() == "float16":
         return 0
     # A row of a chunk of W has 16 words of two bytes, and four bytes of scales.
@@ -69,12 +69,12 @@ def prefetched(m: int, config: Config) -> int:
 
 
 def rank_split(k: int) -> int:
-    """Number of programs among which K is divided for x A^T: eight chunks or more each, at most eight programs."""
+    """Returns among how many programs K is divided for x A^T: eight chunks or more each, at most eight programs."""
     return min(8, max(1, -(-k // CHUNK) // 8))
 
 
 def pick_config(m: int, n: int, k: int) -> Config:
-    """Picks the configuration for a problem: from the device's table, else by `heuristic`."""
+    """Picks the configuration for x [M, K] and W [N, K]: from the device's table, otherwise by `heuristic`."""
     found = table_of(runtime.device_kind()).get((_bucket(m), n, k))
     return found or heuristic(m, n, k)
 
@@ -82,16 +82,17 @@ def pick_config(m: int, n: int, k: int) -> Config:
 def heuristic(m: int, n: int, k: int) -> Config:
     """Picks the configuration for a problem that is in no table.
 
-    Up to 32 rows: programs of two warps, about sixteen warps per processor. With two warps Triton does not use the
-    four-warp instructions of Hopper and Blackwell, which need the decoded weight in shared or tensor memory. Each
-    partial sum is written and read again, so K is cut into fewer parts if these would be larger than the weight.
+    Up to 32 rows: programs of two warps, about sixteen warps per multiprocessor. With two warps, Triton does not use
+    the four-warp instructions of Hopper and Blackwell, which need the decoded weight in shared or tensor memory.
+    Partial sums are written and read again, so K is cut into fewer parts if they would take more bytes than the
+    weight.
 
-    More than 32 rows: programs of four warps and 128 rows of W, at most three per processor, because each program reads
-    all of x, and that took most of the time of smaller programs on an H200. A T4 (too few registers) and a B200 (too
+    More than 32 rows: programs of four warps and 128 rows of W, at most three per multiprocessor. Each program reads
+    all of x, and on an H200 that took most of the time of smaller programs. A T4 (too few registers) and a B200 (too
     little tensor memory) keep the first form.
 
-    A round has two chunks if three quarters of the programs of a processor fit into its shared memory (100 kB on an RTX
-    4090, 228 kB on an H200), otherwise one.
+    An iteration processes two chunks if three quarters of the programs of a multiprocessor fit into its shared memory
+    (100 kB on an RTX 4090, 228 kB on an H200), otherwise one.
     """
     rows, chunks = whole(n), -(-k // CHUNK)
     is_small = runtime.tensor_core_type() == "float16" or _uses_tensor_memory()
@@ -100,7 +101,7 @@ def heuristic(m: int, n: int, k: int) -> Config:
     fits = 0.75 * programs * prefetched(m, tile) <= runtime.device().shared_bytes
     units = 2 if chunks % 2 == 0 and fits else 1
     if is_large:
-        # No more programs than can run at once, because a few that are left would take as long as all others.
+        # No more programs than can run at once: a few programs in a second wave would take as long as the first wave.
         split = min(3 * runtime.device().processors // (rows // 128), chunks // units // 4)
         return Config(128, units, max(1, split), warps=4, stages=3)
     most = min(max(1, chunks // units // 2), max(2, int(0.07 * k / m)), 16)
@@ -109,9 +110,9 @@ def heuristic(m: int, n: int, k: int) -> Config:
 
 
 def candidates(m: int, n: int, k: int) -> list[Config]:
-    """Configurations worth timing that fit into a card's memories, the heuristic's first.
+    """Returns configurations worth timing that fit into the GPU's memories, the heuristic's first.
 
-    There are one or two dozen, because each takes seconds to compile.
+    There are only one or two dozen, because each takes seconds to compile.
     """
     rows, chunks = whole(n), -(-k // CHUNK)
     found = [heuristic(m, n, k)]
@@ -134,20 +135,20 @@ def candidates(m: int, n: int, k: int) -> list[Config]:
 
 
 def path_of(device_kind: str) -> pathlib.Path:
-    """The path of a device's table, which need not exist."""
+    """Returns the path of a device's table, whether or not it exists."""
     return TABLES / f"{device_kind.lower().replace(' ', '_')}.json"
 
 
 @functools.cache
 def table_of(device_kind: str) -> dict[tuple[int, int, int], Config]:
-    """Reads a device's table: (M, N, K) -> Config. It is empty if there is none."""
+    """Reads a device's table: (M, N, K) -> Config. It is empty if the device has none."""
     path = path_of(device_kind)
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     return {(row["m"], row["n"], row["k"]): Config(**row["config"]) for row in rows}
 
 
 def _uses_tensor_memory() -> bool:
-    # Compute capability 10 (B200) and its successor for small machines. An RTX 5090 (12.0) has none.
+    # Compute capabilities 10.x (B200) and 11.x have tensor memory. An RTX 5090 (12.0) has none.
     return runtime.device().compute_capability.startswith(("10.", "11."))
 
 
