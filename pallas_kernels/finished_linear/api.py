@@ -136,11 +136,13 @@ def finished_linear(
       [..., N] in x's dtype.
 
     Raises:
-      ValueError: x or the branches do not fit the weight.
+      ValueError: x or the branches do not fit the weight, or the branches were prepared for a call without a residual.
     """
     flat = lambda of_rows: None if of_rows is None else of_rows.reshape(-1, of_rows.shape[-1])
     rows, unit, residual = flat(x), flat(unit), flat(residual)
     if isinstance(branches, PreparedBranches) and branches.b is not None:
+        if residual is not None or over is not None:
+            raise ValueError("these branches were prepared for a kernel that adds no residual")
         y = prefill.prepared_linear(
             rows, weight, branches.a, branches.b, branches.sizes, unit, branches.bias
         )

@@ -92,7 +92,7 @@ def supports(
       device: the device that runs it; None for the current one.
     """
     if m % _columns(m):
-        return f"needs M a multiple of 8 up to 32, of 32 above; got M = {m}"
+        return f"needs M a multiple of {_columns(m)}; got M = {m}"
     if n % (2 * TILE if is_swiglu else TILE):
         return f"needs N of whole tiles of 64 rows; got N = {n}"
     used, most = shared_bytes(m, rank, is_swiglu=is_swiglu), most_shared_bytes(device)
