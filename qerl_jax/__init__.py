@@ -5,8 +5,8 @@
     run.plot()
     run.policy().generate("What is 12 + 30?")
 
-A name is imported when it is first used, and JAX with the first that needs it. The functions
-for a training loop of your own are in `qerl_jax.rl`.
+A name is imported when it is first used, and JAX with the first name that needs it. The functions
+for your own training loop are in `qerl_jax.rl`.
 """
 
 import importlib
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     __version__: str
 
-# The module of each public name; the imports above say the same to editors.
+# The module of each public name. The imports above list the same names for editors and type checkers.
 _MODULES = {
     "api.jobs": ("evaluate", "export", "plan", "quantize", "report"),
     "api.policy": ("CompletionOutput", "Policy", "RequestOutput", "load"),
@@ -80,5 +80,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names."""
+    """Lists the public names."""
     return list(__all__)

@@ -1,4 +1,4 @@
-"""`python -m qerl_jax` is the command `qerl`."""
+"""Runs the command `qerl` for `python -m qerl_jax`."""
 
 import sys
 

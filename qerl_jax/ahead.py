@@ -1,4 +1,4 @@
-"""Calls that start before their results are needed, while a device still samples other rows."""
+"""Starts calls before their results are needed, while a device still samples other rows."""
 
 import collections
 import queue
@@ -8,18 +8,19 @@ from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-# The most results that were never fetched, as after an interrupted rollout; the oldest are dropped.
+# The most results that are kept until they are fetched; the oldest are dropped. After an interrupted rollout, some
+# never are fetched.
 _MOST_KEPT = 1 << 16
 
 
 class Ahead[Arguments: Hashable, Result]:
-    """A function whose calls run in threads, and can be begun ahead of time.
+    """A function whose calls run in threads, and can be started before their results are needed.
 
-    Equal calls of one `map` are made once. Running calls do not keep the interpreter from ending.
+    Equal calls of one `map` are made once. Running calls do not prevent the interpreter from exiting.
 
     Args:
         function: Called with one argument, from several threads.
-        workers: Calls that run at a time.
+        workers: The most calls that run at the same time.
     """
 
     def __init__(self, function: Callable[[Arguments], Result], workers: int):
@@ -31,7 +32,7 @@ class Ahead[Arguments: Hashable, Result]:
         weakref.finalize(self, _end, self._jobs, workers)
 
     def begin(self, calls: Sequence[Arguments]) -> None:
-        """Starts calls that a later `map` will be asked for; what is under way is not started again."""
+        """Starts calls whose results a later `map` returns; a call that was started already is not repeated."""
         with self._lock:
             for arguments in calls:
                 if arguments not in self._begun:
@@ -40,7 +41,7 @@ class Ahead[Arguments: Hashable, Result]:
                 self._begun.popitem(last=False)
 
     def map(self, calls: Sequence[Arguments]) -> list[Result]:
-        """The results of calls, in their order; what was begun is taken up. Raises what a call raised."""
+        """Returns the results of calls, in their order; started calls are not repeated. Raises what a call raised."""
         with self._lock:
             asked = {
                 arguments: self._begun.pop(arguments, None) or self._submit(arguments)
@@ -50,7 +51,7 @@ class Ahead[Arguments: Hashable, Result]:
 
     def _submit(self, arguments: Arguments) -> Future:
         if len(self._threads) < self._workers:
-            # The interpreter would wait for all threads of an executor when it ends.
+            # A ThreadPoolExecutor is not used, because the interpreter would wait for its threads at exit.
             thread = threading.Thread(target=_work, args=(self._jobs, self._function), daemon=True)
             self._threads.append(thread)
             thread.start()

@@ -1,4 +1,4 @@
-"""Which model sizes train on a card, from the memory plan; needs no card and no weights."""
+"""Estimates which model sizes can be trained on a GPU, from the memory plan; needs no GPU and no weights."""
 
 import dataclasses
 
@@ -14,10 +14,9 @@ from qerl_jax.config import DENSE, RunConfig
 from qerl_jax.model import architecture, fused_decode
 from qerl_jax.model.transformer import Transformer
 
-# Share of a card's memory that JAX takes in a run that may use all of it: XLA_PYTHON_CLIENT_MEM_FRACTION. JAX's
-# default is three quarters.
+# Assumed share of a card's memory that JAX may use, XLA_PYTHON_CLIENT_MEM_FRACTION. JAX's default is three quarters.
 FRACTION = 0.9
-# Most bytes of shared memory for one block, by compute capability.
+# The most bytes of shared memory of a thread block, by compute capability.
 SHARED_BYTES = {
     "7.5": 64 << 10,
     "8.0": 163 << 10,
@@ -31,13 +30,13 @@ SHARED_BYTES = {
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """An NVIDIA card.
+    """An NVIDIA GPU.
 
     Attributes:
         name: Its common name.
         mebibytes: Its memory in MiB, as the driver reports it.
         capability: Its compute capability.
-        processors: Number of its multiprocessors.
+        processors: Number of its streaming multiprocessors.
     """
 
     name: str
@@ -47,12 +46,12 @@ class Card:
 
     @property
     def limit(self) -> int:
-        """Bytes that a run may use."""
+        """The bytes that a run may use."""
         return int(self.mebibytes * 2**20 * FRACTION)
 
     @property
     def device(self) -> runtime.Device:
-        """The card as kernels see it. jax-triton counts as installed: the extra `cuda` includes it."""
+        """The device description for kernels. It assumes that jax-triton is installed, as by the extra `cuda`."""
         name = f"NVIDIA {self.name}"
         return dataclasses.replace(
             runtime.CARDS.get(name, runtime.H200),
@@ -64,10 +63,13 @@ class Card:
         )
 
     def kernels(self, cfg: RunConfig | None = None) -> str:
-        """What samples the rollouts of a run, or of `recipe`, on this card, and how far that was tested, in words.
+        """Says which kernels sample the rollouts of a run on this card, and how far they were tested.
+
+        Args:
+            cfg: The run; None means `recipe` of a known model.
 
         Raises:
-            ConfigError: The run names kernels that cannot run on it.
+            ConfigError: If the run names kernels that cannot run on this card.
         """
         cfg = cfg or recipe(next(iter(architecture.KNOWN)))
         asked = cfg.model.kernels
@@ -92,7 +94,7 @@ class Card:
 
 
 def _product_kernels(model: Transformer) -> str:
-    """What multiplies with the model's weights, by the layout that they are prepared in here."""
+    """Returns which kernels multiply with the model's weights, from the layout that `prepare` chooses."""
     if model.weights in DENSE or model.full:
         return "cuBLAS"
     random = {"nvfp4": nvfp4.random, "mxfp4": mxfp4.random, "nf4": nf4.random}[model.weights]
@@ -120,7 +122,7 @@ CARDS = (
 
 
 def named(name: str) -> Card:
-    """Finds a card by name, in upper or lower case, with or without the maker's name.
+    """Finds a card by name, in upper or lower case, with or without "NVIDIA" or "RTX".
 
     Raises:
         ConfigError: For an unknown name; the error lists the known ones.
@@ -128,7 +130,7 @@ def named(name: str) -> Card:
     plain = lambda text: "".join(text.lower().replace("nvidia", "").replace("rtx", "").split())
     found = [card for card in CARDS if plain(card.name) == plain(name)]
     known = ", ".join(card.name for card in CARDS)
-    # V100 means no H100.
+    # The names must be very similar: V100, for example, does not mean H100.
     hint = meant(name, [card.name for card in CARDS], 0.8)
     rule = f"must be one of {known}{hint or '; for another card give its --device-memory'}"
     require(bool(found), "device", name, rule)
@@ -136,7 +138,7 @@ def named(name: str) -> Card:
 
 
 def recipe(model: str) -> RunConfig:
-    """A run to plan with: NVFP4, rank 32, steps of 64 completions of up to 1024 tokens, 8 of each prompt."""
+    """Returns the run that is planned: NVFP4, rank 32, steps of 64 completions of up to 1024 tokens, 8 per prompt."""
     return from_table(
         RunConfig,
         {
@@ -157,7 +159,7 @@ def recipe(model: str) -> RunConfig:
 
 
 def describe(card: Card) -> list[str]:
-    """Lines that say which of the published shapes train on a card by `recipe`, and their peak memory."""
+    """Returns lines that say which known models can be trained on a card by `recipe`, and their peak memory."""
     lines = [
         f"{card.name}: {card.mebibytes * 2**20 / 1e9:.1f} GB, of which a run gets {card.limit / 1e9:.1f} "
         f"(set XLA_PYTHON_CLIENT_MEM_FRACTION={FRACTION}); {card.kernels()}",

@@ -1,12 +1,12 @@
-"""Dataclasses whose values are checked when they are built, and tables of plain values for them.
+"""Dataclasses that check their values when they are built, and conversion from and to tables of plain values.
 
-The rule for a single value stands in the annotation of its field:
+The rule for a single value is in the annotation of its field:
 
     @dataclasses.dataclass(frozen=True)
     class LoraConfig(Checked, section="lora."):
         rank: Count = 32
 
-An impossible value, a wrong type or an unknown key is one `ConfigError` that names the field, the
+An invalid value, a wrong type or an unknown key raises a `ConfigError` that names the field, the
 value and the rule.
 """
 
@@ -24,7 +24,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 
 class ConfigError(ValueError):
-    """An impossible configuration."""
+    """Raised for an invalid configuration."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,15 +32,15 @@ class Rule:
     """A rule for the values of a field, besides its type.
 
     Attributes:
-        holds: Says whether a value keeps the rule.
-        text: The rule in words, as the error says it.
+        holds: Whether a value satisfies the rule.
+        text: The rule in words, for the error.
     """
 
     holds: Callable[[Any], bool]
     text: str
 
     def __repr__(self) -> str:
-        """The words alone: the command line shows a field's type where a value cannot be read."""
+        """Returns only the words, because the command line shows a field's type if a value cannot be parsed."""
         return self.text
 
 
@@ -55,22 +55,25 @@ NotEmpty = Annotated[str, Rule(bool, "must not be empty")]
 
 
 def is_seed(value: Any) -> bool:
-    """JAX's keys keep only the low 32 bits of a seed, and orders of the data take no negative one."""
+    """Whether a value is a valid seed: JAX's keys use only 32 bits, and NumPy's generators take no negative seed."""
     return isinstance(value, numbers.Integral) and 0 <= value < 2**32
 
 
 def require(
     holds: bool, name: str, value: Any, rule: str, error: type[Exception] = ConfigError
 ) -> None:
-    """Raises the error about a value that breaks a rule."""
+    """Raises `error` unless `holds`, with the name, the value and the rule."""
     if not holds:
         raise error(f"{name}: got {value!r}; {rule}")
 
 
 def meant(name: str, known: Iterable[str], least: float = 0.6) -> str:
-    """The end of an error about an unknown name: the known one that is most like it; empty if none is.
+    """Returns the end of an error about an unknown name: a question with the most similar known name, or "".
 
-    `least` is how like it that must be, from 0 to 1.
+    Args:
+        name: The unknown name.
+        known: The known names.
+        least: Smallest similarity, from 0 to 1.
     """
     near = difflib.get_close_matches(name, [*known], 1, least)
     return f"; did you mean {near[0]}?" if near else ""
@@ -80,8 +83,8 @@ class Checked:
     """Base of dataclasses that check themselves.
 
     Attributes:
-        section: Stands before a field's name in errors.
-        names: Names that errors use instead of a field's own.
+        section: Prefix of field names in errors.
+        names: Names that errors use instead of a field's own name.
     """
 
     section: ClassVar[str] = ""
@@ -101,21 +104,21 @@ class Checked:
             self._require(holds, name, text)
 
     def _across(self) -> list[tuple[bool, str, str]]:
-        """The rules across fields: whether each holds, the field (or several with a comma) at fault, the rule."""
+        """Returns rules across fields: whether each holds, the field (or several, comma-separated), the rule."""
         return []
 
     def _require(self, holds: bool, field: str, rule: str) -> None:
-        """Raises the error about a field, or about several with a comma."""
+        """Raises the error about a field, or several (comma-separated), unless `holds`."""
         value = operator.attrgetter(*field.split(", "))(self)
         require(holds, self.section + self.names.get(field, field), value, rule)
 
 
-# The largest number of 32 bits, in which all arithmetic is done.
+# The largest float32, the type of all arithmetic.
 _LARGEST = 3.4028235e38
 
 
 def unusable(value: Any) -> str | None:
-    """Says why no field can have a value, be it alone or in a list or table; None where one can."""
+    """Returns why no field can have a value, alone or within a list or table; None if the value is usable."""
     if isinstance(value, str):
         return "must not hold a NUL character" if "\0" in value else None
     if isinstance(value, bool) or value is None:
@@ -123,7 +126,7 @@ def unusable(value: Any) -> str | None:
     if isinstance(value, numbers.Integral):
         return None if abs(value) <= 2**32 else "must lie between -2**32 and 2**32"
     if isinstance(value, numbers.Real):
-        holds = abs(value) <= _LARGEST  # not so for NaN either
+        holds = abs(value) <= _LARGEST  # False for NaN, too
         return None if holds else "must be a number that 32 bits can hold"
     items: Iterable[Any] = ()
     if isinstance(value, dict):
@@ -134,7 +137,7 @@ def unusable(value: Any) -> str | None:
 
 
 def _holds(rule: Rule, value: Any) -> bool:
-    """Whether a value keeps a rule; a value of a type that the rule cannot read does not."""
+    """Whether a value satisfies a rule; False if the rule cannot be applied to its type."""
     try:
         return bool(rule.holds(value))
     except (TypeError, AttributeError, re.error):
@@ -143,7 +146,7 @@ def _holds(rule: Rule, value: Any) -> bool:
 
 @functools.cache
 def _rules(cls: type) -> list[tuple[str, bool, Rule]]:
-    """The rules in the annotations of a class: the field, whether it may be None, the rule."""
+    """Returns the rules in the annotations of a class: the field, whether it may be None, the rule."""
     found = []
     for name, hint in typing.get_type_hints(cls, include_extras=True).items():
         is_noted = typing.get_origin(hint) is Annotated
@@ -155,7 +158,16 @@ def _rules(cls: type) -> list[tuple[str, bool, Rule]]:
 
 
 def from_table(cls: type, table: dict[str, Any], prefix: str = "") -> Any:
-    """Builds a dataclass from a TOML table, checking names and types."""
+    """Builds a dataclass from a TOML table, and checks names and types.
+
+    Args:
+        cls: The dataclass.
+        table: Values by field name; sections are tables.
+        prefix: Prefix of field names in errors.
+
+    Raises:
+        ConfigError: For an unknown or missing field, or an invalid value.
+    """
     hints = typing.get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     where = f"[{prefix.rstrip('.')}]" if prefix else "the top level"
@@ -171,7 +183,7 @@ def from_table(cls: type, table: dict[str, Any], prefix: str = "") -> Any:
 
 
 def _meant_field(name: str, hints: dict[str, Any], prefix: str) -> str:
-    """As `meant`; a field that a section of that table has goes before one with a similar name."""
+    """Does what `meant` does, but prefers a field of this name in a section to a field with a similar name."""
     inside = [
         f"{section}.{name}"
         for section, hint in hints.items()
@@ -184,20 +196,20 @@ def _meant_field(name: str, hints: dict[str, Any], prefix: str) -> str:
 
 
 def to_table(cfg: Any) -> dict[str, Any]:
-    """The TOML table of a dataclass; `from_table` of it gives an equal one."""
+    """Returns the TOML table of a dataclass, from which `from_table` builds an equal one."""
     plain = lambda value: list(value) if isinstance(value, tuple) else value
     section = lambda fields: {name: plain(value) for name, value in fields if value is not None}
     return dataclasses.asdict(cfg, dict_factory=section)
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
-    """The types that a hint allows."""
+    """Returns the types that a type hint allows."""
     is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
     return typing.get_args(hint) if is_union else (hint,)
 
 
 def pythons(value: Any) -> Any:
-    """A value with Python's numbers in place of numpy's, which loops over settings have."""
+    """Replaces NumPy scalars within a value by Python numbers; they come from loops over settings."""
     if isinstance(value, dict):
         return {name: pythons(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
@@ -206,7 +218,7 @@ def pythons(value: Any) -> Any:
 
 
 def _value(hint: Any, value: Any, name: str) -> Any:
-    """A value of a table as a type hint wants it; a whole number will do for a float, and numpy's numbers do, too."""
+    """Converts a value of a table to the type of a hint; integers are accepted for floats, and NumPy scalars, too."""
     value = pythons(value)
     (hint,) = [member for member in _members(hint) if member is not types.NoneType]
     origin, args = typing.get_origin(hint), typing.get_args(hint)

@@ -4,15 +4,18 @@ from typing import Any
 
 from qerl_jax.checked import require
 
-# A larger rollout is most likely a typing error.
+# A larger rollout is most likely a typo.
 _MOST_ROWS = 2**20
 
 
 def across_sections(cfg: Any) -> list[tuple[bool, str, str]]:
-    """The rules across sections: whether each holds, the field (or several with a comma) at fault, the rule.
+    """Returns rules across sections: whether each holds, the field (or several, comma-separated), the rule.
 
     Args:
         cfg: A `config.RunConfig`.
+
+    Raises:
+        ConfigError: For batch sizes that are no multiples of each other, or too large.
     """
     used = {*cfg.rewards.functions, *([cfg.eval.reward] if cfg.eval else [])}
     lora, grpo = cfg.model.trainable == "lora", cfg.grpo
@@ -70,7 +73,7 @@ def across_sections(cfg: Any) -> list[tuple[bool, str, str]]:
 
 
 def _across_tables(cfg):
-    """What a user's own functions get is kept in the run's files, too: in TOML and in JSON."""
+    """Returns rules for options of a user's own functions, which are also saved as TOML and JSON."""
     tables = {
         "model.chat_template_kwargs": cfg.model.chat_template_kwargs,
         "rewards.options": cfg.rewards.options,
@@ -89,7 +92,7 @@ def _is_plain(value):
 
 
 def _own_policies(noise):
-    """Whether an update acts under noise of each sequence's own."""
+    """Whether updates use separate noise for each sequence."""
     return noise is not None and noise.per == "sequence" and noise.scope == "both"
 
 
@@ -168,12 +171,12 @@ def _across_batches(cfg):
     ]
 
 
-# Clip ranges below this are GSPO's, of ratios that are means over a sequence; the paper's are 3e-4 and 4e-4.
+# Clip ranges below this are GSPO's, for ratios that are means over a sequence; its paper uses 3e-4 and 4e-4.
 _NARROW_CLIP = 1e-2
 
 
 def advice(cfg: Any) -> list[str]:
-    """Warnings about choices that work but are unusual; each names the field, its value and the remedy.
+    """Returns warnings about choices that work but are unusual; each names the field, its value and the remedy.
 
     Args:
         cfg: A `config.RunConfig`.

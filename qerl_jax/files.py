@@ -1,4 +1,4 @@
-"""Files that are written as a whole or not at all, their fingerprints, and jobs that go on after a stop."""
+"""Writes files and folders completely or not at all, computes their hashes, and stores results of resumable jobs."""
 
 import concurrent.futures
 import contextlib
@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-# Suffixes of the files of a model or an adapter.
+# Suffixes of the files in a model or adapter folder.
 _MADE_OF = (".safetensors", ".gguf", ".json", ".jinja", ".txt", ".model")
 
 
@@ -30,15 +30,15 @@ _REMEDIES = {
 
 
 class DiskError(OSError):
-    """A file that could not be written; its text names the path, the reason and the remedy in one line."""
+    """Raised if a file could not be written; its text names the path, the reason and the remedy in one line."""
 
     def __init__(self, path: str | os.PathLike, number: int | None, reason: str | None = None):
-        """Says what is wrong with a path.
+        """Makes the text of the error.
 
         Args:
-            path: What was written.
-            number: The `errno` of the failure; None where there is none.
-            reason: The reason in words; absent means those of `number`.
+            path: The file or folder that was written.
+            number: The `errno` of the failure; None if it is unknown.
+            reason: The reason in words; None means the text of `number`.
         """
         reason = reason or (os.strerror(number) if number else "unknown reason")
         remedy = _REMEDIES.get(number, "correct that, or choose another folder")
@@ -51,11 +51,10 @@ class DiskError(OSError):
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike) -> Iterator[None]:
-    """Turns errors while a path is written into one line.
+    """Turns errors inside the block, in which a path is written, into a `DiskError`.
 
     Raises:
-        DiskError: For any `OSError` in the block but one that says so already, and for what a library raises
-            where the disk is full.
+        DiskError: For any `OSError`, and for a library's error that says that the disk is full.
     """
     try:
         yield
@@ -70,10 +69,10 @@ def writing(path: str | os.PathLike) -> Iterator[None]:
 
 
 def write_whole(path: pathlib.Path, text: str) -> None:
-    """Writes a file so that it is there either as a whole or not at all.
+    """Writes a text file atomically: readers find either the old file or the complete new one.
 
     Raises:
-        DiskError: When it cannot be written.
+        DiskError: If it cannot be written.
     """
     partial = path.with_name(f".{path.name}.partial")
     with writing(path):
@@ -88,15 +87,15 @@ def write_whole(path: pathlib.Path, text: str) -> None:
 
 @contextlib.contextmanager
 def whole_folder(folder: str | pathlib.Path, marker: str, kind: str) -> Iterator[pathlib.Path]:
-    """A folder to fill, which takes the place of `folder` when the block ends without an error.
+    """Yields a temporary folder to fill, which replaces `folder` when the block ends without an error.
 
     Args:
-        folder: Replaced if it is empty or holds `marker`.
-        marker: A file that every such folder holds.
-        kind: What such a folder is called.
+        folder: The final folder; it may exist only if it is empty or contains `marker`.
+        marker: Name of a file that every folder of this kind contains.
+        kind: The kind of folder, for the error.
 
     Raises:
-        FileExistsError: When the folder holds something else.
+        FileExistsError: If the folder has other files.
     """
     folder = pathlib.Path(folder).resolve()
     partial, previous = (
@@ -121,19 +120,19 @@ def whole_folder(folder: str | pathlib.Path, marker: str, kind: str) -> Iterator
     shutil.rmtree(previous, ignore_errors=True)
 
 
-# The file in a sealed folder that says what the others hold.
+# The file in a sealed folder with sizes and hashes of the others.
 SEAL = "checksums.json"
 
 
 def seal(folder: pathlib.Path) -> None:
-    """Writes `checksums.json`: size and SHA-256 of every file in a folder, for `damage` to compare."""
+    """Writes `checksums.json` with size and SHA-256 of every file in a folder; `damage` compares them."""
     write_whole(folder / SEAL, json.dumps(_contents(folder), indent=1, sort_keys=True))
 
 
 def damage(folder: pathlib.Path) -> str | None:
-    """Says in which file a sealed folder is not as it was sealed; None where all is as it was.
+    """Returns a text about the first file of a sealed folder that has changed; None if all are unchanged.
 
-    All that the files hold is read, and nothing in it is trusted.
+    All files are read completely, and their contents are not trusted.
     """
     try:
         sealed = read_json(folder / SEAL)
@@ -150,10 +149,10 @@ def damage(folder: pathlib.Path) -> str | None:
 
 
 def _contents(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """Size and SHA-256 of all files below a folder but the seal, by their paths in it."""
+    """Returns size and SHA-256 of all files below a folder except the seal, by their paths in it."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     names = [path.relative_to(folder).as_posix() for path in paths]
-    with concurrent.futures.ThreadPoolExecutor(4) as threads:  # hashing leaves Python's lock
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:  # hashing releases the GIL
         hashes = threads.map(digest, paths)
         return {
             name: {"bytes": path.stat().st_size, "sha256": digest_}
@@ -162,14 +161,14 @@ def _contents(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
         }
 
 
-# No file of a model, a data set or a run nests deeper. Deeper values would overflow the stack of later code.
+# No JSON file of a model, a data set or a run is nested deeper. Deeper values would overflow the stack of later code.
 DEEPEST = 64
 _TOO_DEEP = f"lists and tables nest more than {DEEPEST} deep"
 
 
 def is_shallow(value: Any) -> bool:
-    """Whether at most `DEEPEST` of a value's lists and tables lie within each other."""
-    level = [value]  # the values so many lists and tables down
+    """Whether a value's lists and tables are nested at most `DEEPEST` deep."""
+    level = [value]  # all values at one depth
     for _ in range(DEEPEST + 1):
         held = [each for each in level if isinstance(each, dict | list)]
         if not held:
@@ -181,27 +180,27 @@ def is_shallow(value: Any) -> bool:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text that this process did not write.
+    """Parses a JSON text that this process did not write.
 
     Raises:
-        ValueError: When it is no JSON, or nests more than `DEEPEST` deep.
+        ValueError: If it is not JSON, or nested more than `DEEPEST` deep.
     """
     try:
         value = json.loads(text)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
     brackets = ("[", "{") if isinstance(text, str) else (b"[", b"{")
-    # With few brackets it is no deeper, and need not be walked.
+    # With few brackets it cannot be nested deeper, and is not walked.
     if sum(map(text.count, brackets)) > DEEPEST and not is_shallow(value):
         raise ValueError(_TOO_DEEP)
     return value
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """The object that a JSON file of a model folder holds.
+    """Reads a JSON file with one object.
 
     Raises:
-        ValueError: Naming the file, when it is none.
+        ValueError: If the file is not JSON, or not an object; the message names the file.
     """
     try:
         table = parse_json(path.read_text("utf-8"))
@@ -213,7 +212,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def digest(path: pathlib.Path) -> str | None:
-    """SHA-256 of a file, which may be written anew under the same name; None where there is none."""
+    """Returns the SHA-256 of a file in hexadecimal digits; None if there is no such file."""
     if not path.expanduser().is_file():
         return None
     with path.expanduser().open("rb") as file:
@@ -221,10 +220,16 @@ def digest(path: pathlib.Path) -> str | None:
 
 
 def fingerprint(folder: pathlib.Path) -> str | None:
-    """SHA-256 of names, sizes and 16 chunks of each of a model's or adapter's files; None where there is none.
+    """Returns a SHA-256 over names, sizes and 16 chunks of 64 KiB of each file of a model or adapter.
 
-    Weights that were made anew under the same name differ in nearly every chunk, and tens of GB are not read; of
-    what is smaller than 1 MiB, such as configs and templates, all is.
+    So tens of GB need not be read; new weights under the same name differ in nearly every chunk. Files of at most
+    1 MiB, such as configs and templates, are read completely.
+
+    Args:
+        folder: A model or adapter folder, or a single file.
+
+    Returns:
+        The hash in hexadecimal digits; None if there is no such folder or file.
     """
     folder = folder.expanduser()
     inside = folder.iterdir() if folder.is_dir() else [folder]
@@ -244,11 +249,14 @@ def fingerprint(folder: pathlib.Path) -> str | None:
 def content_hashes(
     folders: Mapping[str, Any], files: Mapping[str, Any] | None = None
 ) -> dict[str, str | None]:
-    """`<name>.sha256` of model or adapter folders and of files, for what a job depends on; None where none is there.
+    """Returns hashes of the folders and files that a job depends on, as `<name>.sha256`.
 
     Args:
-        folders: Paths or None by name (see `fingerprint`); the name of a model of the hub is no path.
-        files: Paths or None by name (see `digest`).
+        folders: Paths or None by name, see `fingerprint`. The name of a model of the hub is not a path.
+        files: Paths or None by name, see `digest`.
+
+    Returns:
+        The hashes by name; None for a path that is None or does not exist.
     """
     kinds = (fingerprint, folders), (digest, files or {})
     return {
@@ -265,22 +273,22 @@ _OTHER_SETTINGS = (
 
 
 class Progress:
-    """The results of a job that may be killed, one a line in a .jsonl file, and the settings that they depend on.
+    """The results of a resumable job, one per line of a .jsonl file, and the settings that they depend on.
 
-    A later call of the same job reads `values` and goes on after the last of them.
+    A later call of the same job reads `values` and continues after the last of them.
 
     Args:
-        path: The file; made where it is not there.
-        identity: All that a result depends on; anything that JSON can hold.
-        settings: A file for the identity; None puts it in the first line of `path`.
-        refusal: The error where the settings differ; `{path}`, `{folder}` and `{changed}` are filled in.
+        path: The file; it is created if it does not exist.
+        identity: All that a result depends on, as a JSON value.
+        settings: A file for the identity; None puts it into the first line of `path`.
+        refusal: The error for different settings; `{path}`, `{folder}` and `{changed}` are filled in.
 
     Attributes:
         values: The results so far, as they are read from the file.
         identity: The identity as it is read from the file.
 
     Raises:
-        ValueError: Where the file is something else, or holds results under other settings.
+        ValueError: If the file is not of such a job, or has results of other settings.
     """
 
     def __init__(
@@ -300,7 +308,7 @@ class Progress:
             self.values = lines
         if not isinstance(before, dict) or before.keys().isdisjoint(self.identity):
             raise ValueError(f"{path}: is not the file of an earlier call: choose another name")
-        # Where there is no result yet, the first call may have been a mistake.
+        # Other settings are accepted while there is no result: the first call may have been a mistake.
         if (changed := ", ".join(changes(before, self.identity))) and self.values:
             raise ValueError(refusal.format(path=path, folder=path.parent, changed=changed))
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -318,12 +326,12 @@ class Progress:
 
 
 def whole_lines(path: pathlib.Path) -> list[Any]:
-    """What a .jsonl file holds; none where it is not there.
+    """Returns the values in a .jsonl file; none if there is no such file.
 
-    A kill may have cut the last line short, even within a character: it is left out.
+    A last line without a newline is left out, because the process may have been killed while writing it.
 
     Raises:
-        ValueError: For a line that is no JSON.
+        ValueError: For a line that is not JSON.
     """
     lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     try:
@@ -333,12 +341,12 @@ def whole_lines(path: pathlib.Path) -> list[Any]:
 
 
 def changes(before: dict[str, Any], identity: dict[str, Any]) -> list[str]:
-    """Names of the settings that differ between two calls."""
+    """Returns the names of the settings that differ between two calls, sorted."""
     return sorted(k for k in before | identity if before.get(k) != identity.get(k))
 
 
 def to_line(value: Any, default: Callable[[Any], Any] = str) -> str:
-    """A line of a .jsonl file; what JSON has no form for, such as a path, is written as `default` gives it."""
+    """Returns a line of a .jsonl file; `default` converts what JSON does not support, such as paths."""
     line = json.dumps(value, ensure_ascii=False, default=default)
-    # Half characters (lone surrogates) have no UTF-8, but an escape, which is JSON's, too.
+    # Lone surrogates cannot be written in UTF-8, and are written as escapes, which are valid JSON.
     return line.encode(errors="backslashreplace").decode() + "\n"

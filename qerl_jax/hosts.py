@@ -1,7 +1,7 @@
 """The processes of a run on several hosts: how they find each other, exchange messages, and end.
 
-Messages go through JAX's coordination service, which runs in the first process. No device takes part, so a waiting
-process can be told why its wait will not end. Sums of gradients do not go this way: see `mesh`.
+Messages are sent through JAX's coordination service, which runs in the first process. No device is used, so a waiting
+process can be told why its wait will not end. Sums of gradients are not sent this way, see `mesh`.
 """
 
 import contextlib
@@ -22,9 +22,9 @@ from qerl_jax.checked import require
 LOST = 4
 # Seconds of silence after which a process counts as dead.
 _SILENCE = 30
-# Milliseconds between two checks whether the awaited process has ended. A chunk of a message must arrive in this time.
+# Milliseconds between two checks whether the awaited process has ended. A chunk of a message must arrive within it.
 _LOOK = 1000
-# Bytes of a chunk of a message. Below a megabyte per second no chunk would arrive.
+# Bytes of a chunk of a message. On a network below one megabyte per second, no chunk would arrive in time.
 _PIECE = 1 << 20
 _NUMBER_BYTES = 4
 # Seconds that the first process, which serves the others, stays after an error, so that they can read the reason.
@@ -36,10 +36,10 @@ _numbers = itertools.count()
 
 
 class HostLost(RuntimeError):
-    """Another process of the run has ended, or cannot be reached.
+    """Raised if another process of the run has ended, or cannot be reached.
 
     Attributes:
-        exit_code: Exit code of a command line.
+        exit_code: The exit code of a command line for this error.
     """
 
     exit_code = LOST
@@ -47,7 +47,7 @@ class HostLost(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Hosts:
-    """The processes of a run. All do the same, each on its own devices.
+    """The processes of a run, which all run the same program, each on its own devices.
 
     Attributes:
         index: The number of this process.
@@ -59,12 +59,12 @@ class Hosts:
 
     @classmethod
     def all(cls) -> Self:
-        """The processes that have joined; only this process where none have."""
+        """Returns the processes that have joined; only this process if none have."""
         import jax  # slow to import, here and below: the command line imports this module for its help
 
         if not jax.distributed.is_initialized():
             return cls()
-        # `jax.process_index` would initialize devices, after which compiler options cannot be set.
+        # `jax.process_index` would initialize devices, and compiler options cannot be set after that.
         return cls(_state().process_id, _state().num_processes)
 
     @property
@@ -73,13 +73,15 @@ class Hosts:
         return self.index == 0
 
     def gathered(self, value: Any) -> list[Any]:
-        """The values of all processes, in their order. All processes must call this.
+        """Sends a value to all processes, and returns those of all, in the order of processes (an all-gather).
+
+        All processes must call this.
 
         Args:
-            value: A value that `messages.encode` takes.
+            value: A value that `messages.encode` accepts.
 
         Raises:
-            HostLost: When a process does not call this because it has ended.
+            HostLost: If a process does not call this because it has ended.
         """
         if self.count == 1:
             return [value]
@@ -96,18 +98,22 @@ class Hosts:
         return found
 
     def told[Result](self, work: Callable[[], Result]) -> Result:
-        """The result of `work`, which only the first process calls. All processes must call this."""
+        """Broadcasts the result of `work`, which only the first process calls. All processes must call this."""
         return self.gathered(work() if self.leads else None)[0]
 
     def together[Result](
         self, work: Callable[[], Result], poll: Callable[[], None]
     ) -> list[Result]:
-        """The results of `work` in each process. All must call this; if a signal ends it in one process, it ends in
-        all.
+        """Calls `work` in each process, and returns the results of all. All processes must call this.
+
+        If a signal ends `work` in one process, this call ends in all.
 
         Args:
-            work: Called by each process for itself.
+            work: Called by each process.
             poll: Raises the signal that ended `work` in another process.
+
+        Raises:
+            HostLost: If another process was interrupted, and `poll` did not raise, or has ended.
         """
         try:
             found = (work(),)
@@ -121,14 +127,14 @@ class Hosts:
         return [result for (result,) in everyones]
 
     def send(self, name: str, value: Any) -> None:
-        """Writes a value that one other process receives; a name is used once in the life of the processes.
+        """Sends a value that one other process receives; each name can be used only once in a run.
 
         Args:
             name: The name by which the other process asks for the value.
-            value: A value that `messages.encode` takes.
+            value: A value that `messages.encode` accepts.
 
         Raises:
-            HostLost: When the first process cannot be reached.
+            HostLost: If the first process cannot be reached.
         """
         _put(f"qerl/{name}", messages.encode(value))
 
@@ -137,13 +143,13 @@ class Hosts:
 
         Args:
             name: See `send`.
-            is_over: Whether to wait no longer; asked about once a second.
+            is_over: Whether to stop waiting; called about once a second.
 
         Returns:
-            The value, alone in a tuple; None when `is_over` said so.
+            The value, in a tuple of length 1; None if `is_over` returned True.
 
         Raises:
-            HostLost: When a process has ended by an error, or the first one cannot be reached.
+            HostLost: If a process has ended with an error, or the first one cannot be reached.
         """
         data = _awaited(f"qerl/{name}", is_over)
         if data is None:
@@ -158,13 +164,13 @@ class Hosts:
             _say_once(_ASKED, str(number))
 
     def asked(self) -> int | None:
-        """The signal that asked any process to end the run; None while there was none."""
+        """Returns the signal that asked any process to end the run; None if there was none."""
         found = _read(_ASKED) if self.count > 1 else None
         return None if found is None else int(found)
 
     @contextlib.contextmanager
     def farewell(self) -> Iterator[None]:
-        """Tells the others of an error in the block, so that they do not wait for this process."""
+        """Tells the other processes about an error in the block, so that they do not wait for this one."""
         try:
             yield
         except HostLost:
@@ -183,12 +189,12 @@ class Hosts:
 def join(environment: Mapping[str, str] = os.environ) -> None:
     """Joins this process to the others of its run, if the environment names any.
 
-    The environment has JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or is a Slurm step with
-    several tasks. Must be called before anything is computed.
+    The environment has JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or is that of a Slurm step with
+    several tasks. This must be called before anything is computed.
 
     Raises:
-        ConfigError: For variables that are missing or are not numbers.
-        HostLost: When the others cannot be reached.
+        ConfigError: For variables that are missing or invalid.
+        HostLost: If the other processes cannot be reached.
     """
     import jax
 
@@ -203,12 +209,15 @@ def join(environment: Mapping[str, str] = os.environ) -> None:
         text = " ".join(str(error).split())[:300]
         where = found.get("coordinator_address", "the first host of the Slurm step")
         raise HostLost(f"the other processes cannot be reached at {where}: {text}") from error
-    # JAX aborts a process whose peer is silent for long, because it may be waiting for the peer in a device call.
+    # JAX aborts a process if another one has been silent too long, because it may wait for that one in a device call.
     _signal(signal.SIGABRT, _aborted)
 
 
 def leave(code: int) -> None:
-    """If this process has joined others, ends it at once with an exit code, without waiting for them."""
+    """Ends this process at once with an exit code, without waiting for others; does nothing if it is alone.
+
+    The first process, which serves the others, waits some seconds before, unless another one was lost.
+    """
     hosts = Hosts.all()
     if hosts.count == 1:
         return
@@ -218,7 +227,7 @@ def leave(code: int) -> None:
 
 
 def _named(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """The arguments of `jax.distributed.initialize`; None where this process is alone."""
+    """Returns the arguments of `jax.distributed.initialize`; None if this process is alone."""
     if any(name in environment for name in (_ADDRESS, _COUNT, _INDEX)):
         rule = f"must be set together with {_ADDRESS}, {_COUNT} and {_INDEX}"
         for name in (_ADDRESS, _COUNT, _INDEX):
@@ -235,13 +244,13 @@ def _named(environment: Mapping[str, str]) -> dict[str, Any] | None:
             {} if "JAX_LOCAL_DEVICE_IDS" in environment else _ALL_CARDS
         )
     if all(name in environment for name in _SLURM) and environment["SLURM_NTASKS"] != "1":
-        # With one task per card JAX gives each task its own card.
+        # With several tasks per node, JAX gives each task its own card.
         alone = environment.get("SLURM_STEP_NUM_NODES") == environment["SLURM_NTASKS"]
         return _ALL_CARDS if alone else {}
     return None
 
 
-# Otherwise JAX would give a Slurm task one card.
+# Makes all cards of the host visible; by default JAX would give a Slurm task one card.
 _ALL_CARDS: dict[str, Any] = {"local_device_ids": []}
 
 
@@ -252,19 +261,19 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 
 
 def _state() -> Any:
-    """JAX's state of the processes, which has no public name."""
+    """Returns JAX's state of distributed processes, which has no public name."""
     from jax._src import distributed
 
     return distributed.global_state
 
 
 def _service() -> Any:
-    """The client of JAX's coordination service."""
+    """Returns the client of JAX's coordination service."""
     return _state().client
 
 
 def _put(key: str, data: bytes) -> None:
-    """Writes a message in chunks: the first one, with their number before it, when all others are there."""
+    """Writes a message in chunks. The first one, which begins with the number of the others, is written last."""
     first, *others = (data[start : start + _PIECE] for start in range(0, len(data) or 1, _PIECE))
     with _reaching():
         for number, piece in enumerate(others, 1):
@@ -273,7 +282,7 @@ def _put(key: str, data: bytes) -> None:
 
 
 def _awaited(key: str, is_over: Callable[[], bool] = lambda: False) -> bytes | None:
-    """What another process writes under a key; waits for it. None when `is_over` says that nobody waits any more."""
+    """Waits for the message that another process writes under a key; returns None if `is_over` returns True."""
     head = _awaited_piece(key, is_over)
     if head is None:
         return None
@@ -298,7 +307,7 @@ def _awaited_piece(key: str, is_over: Callable[[], bool] = lambda: False) -> byt
 
 @contextlib.contextmanager
 def _reaching() -> Iterator[None]:
-    """A context for calls to the service, which ends with the first process."""
+    """Turns errors of calls to the service, which ends with the first process, into `HostLost`."""
     try:
         yield
     except RuntimeError as error:
@@ -307,8 +316,7 @@ def _reaching() -> Iterator[None]:
 
 
 def _say_once(key: str, text: str) -> None:
-    """Writes a message for all, unless another process has written it. If writing fails, the process is ending
-    anyway."""
+    """Writes a message for all processes, unless it exists already. Errors are ignored: the run is ending anyway."""
     with contextlib.suppress(RuntimeError):
         _service().key_value_set(key, text)
 
@@ -331,5 +339,5 @@ def _aborted(number: int) -> None:
 
 
 def _signal(number: int, handler: Any) -> None:
-    """Sets a handler for a signal that C code raises: a Python handler would run too late."""
+    """Sets a C handler for a signal that C code raises, because a Python handler would run too late."""
     ctypes.CDLL(None).signal(ctypes.c_int(number), handler)

@@ -1,4 +1,4 @@
-"""One process per folder: a lock that ends when its process ends, for whatever reason."""
+"""Locks a folder for one process; the lock is released when the process ends, however it ends."""
 
 import contextlib
 import errno
@@ -12,32 +12,32 @@ from typing import IO
 
 from qerl_jax.files import writing
 
-# The file stays in the folder; the lock on it does not outlive its process.
+# The lock file stays in the folder; the lock itself ends with its process.
 NAME = ".lock"
-# Errors of file systems without locks.
+# Error numbers of file systems without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class Busy(OSError):
-    """Another process uses the folder; the message names both and the remedy."""
+    """Raised if another process uses the folder; the message names both and the remedy."""
 
 
 @contextlib.contextmanager
 def held(folder: str | pathlib.Path) -> Iterator[str | None]:
     """Locks an existing folder for the block.
 
-    The lock is `flock` on `.lock` in the folder: the kernel releases it when the process ends, even by SIGKILL. On
-    a network drive that supports locks it holds for all machines.
+    The lock is a `flock` on `.lock` in the folder: the kernel releases it when the process ends, even by SIGKILL. On
+    a network drive that supports locks it is valid for all machines.
 
     Args:
-        folder: The folder, which exists.
+        folder: An existing folder.
 
     Yields:
-        None, or a warning where the file system has no locks.
+        None, or a warning if the file system has no locks.
 
     Raises:
-        Busy: When another process, or another call in this one, holds the lock.
-        DiskError: When the lock file cannot be made.
+        Busy: If another process, or another call in this one, holds the lock.
+        DiskError: If the lock file cannot be written.
     """
     path = pathlib.Path(folder) / NAME
     with writing(path):
@@ -67,6 +67,6 @@ def held(folder: str | pathlib.Path) -> Iterator[str | None]:
 
 
 def _read(file: IO[str]) -> str:
-    """The holder of the lock, as written in its file; the kernel knows only that it is held."""
+    """Returns the holder of the lock, which is written in the lock file."""
     file.seek(0)
     return file.read(200).strip() or "unknown process"

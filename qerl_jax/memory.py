@@ -1,10 +1,9 @@
-"""Estimates the device memory of a run from shapes and a few measured factors; no weight is made.
+"""Estimates the device memory of a run from shapes and a few measured factors; no weights are allocated.
 
-The peak is what always stays (base, adapter, optimizer) plus the largest of three phases that take
-turns: the rollout (cache, scores), the update (gradients, activations of one micro-batch) and
-scheduled evaluation (cache, scores). A cache is released when its phase ends. The last lines of a phase are
-workspace, whose size the compiler decides: its factors were read off
-`compiled.memory_analysis()` of programs for an H200.
+The peak is the memory that is always in use (base, adapter, optimizer) plus the largest of three phases that follow
+each other: the rollout (KV cache, logits), the update (gradients, activations of one micro-batch) and scheduled
+evaluation (KV cache, logits). A cache is released when its phase ends. The compiler decides the size of workspace;
+its factors were taken from `compiled.memory_analysis()` of programs for an H200.
 """
 
 import dataclasses
@@ -37,19 +36,19 @@ from qerl_jax.rl.objective import Objective, compiler_options, gradient
 Phase = Literal["always", "rollout", "update", "evaluation"]
 _TURNS: tuple[Phase, ...] = ("rollout", "update", "evaluation")
 
-# Workspace in units of one array: [tokens, F] and [tokens, D] that live at once in the backward pass of a
-# layer's MLP; with the products kept it makes two [tokens, F] fewer. Queries, keys and values of [slots]
-# that live at once in that of attention: themselves, their slopes, what is mixed and its slope. What a
-# layer keeps where nothing is recomputed, per token. Of scores [rows, V] in float32 in a chunk of the
-# head with its slopes.
+# Workspace as numbers of arrays that exist at the same time. In the backward pass of a layer's MLP: _FFN arrays
+# [tokens, F] (two fewer if matrix products are kept) and _WIDTH arrays [tokens, D]. In that of attention: _SLOTS
+# arrays as large as queries, keys and values of all slots (these, the attention output, and the gradients of both).
+# _KEPT_... are what a layer keeps per token if nothing is recomputed. _CHUNK counts float32 logits [rows, V] in a
+# chunk of the head, gradients included.
 _FFN, _WIDTH, _SLOTS = 8, 2, 4
 _KEPT_FFN, _KEPT_WIDTH, _KEPT_INPUTS = 3, 3, 3
 _CHUNK = 1.5
-# Bytes of each score of the rows of a micro-batch in the backward pass of plain attention: two float32, read off programs
-# for a T4 (7.9 to 8.5). A CPU takes 12.
+# Bytes of each attention score of a micro-batch in the backward pass of plain attention: two float32, taken from
+# programs for a T4 (7.9 to 8.5). A CPU needs 12.
 _SCORE = 8
-# What the plan chooses by itself must leave a fifth: its estimates of workspace are not exact. That of "products" at 7B
-# was 2 % above what an H200 took, that of "none" 5 %.
+# Share of the memory that the plan's own choices may use, because estimates of workspace are not exact. At 7B that of
+# "products" was 2 % above the memory that an H200 used, that of "none" 5 %.
 _CHOSEN_SHARE = 0.8
 _CHUNK_ROWS = 1024
 _UNITS = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -60,12 +59,12 @@ class Item:
     """One line of a plan.
 
     Attributes:
-        name: What takes the memory.
-        size: Bytes.
-        phase: The phase of a step in which it is there.
-        field: The config field, with a better value, that makes it smaller; "" for none.
-        shortage: Why no run can do with the memory that it may use; "" if one can.
-        estimated: Whether the compiler decides its size; other sizes follow from shapes.
+        name: What uses the memory.
+        size: Size in bytes.
+        phase: The phase in which it is allocated.
+        field: The config field to change, with a better value, to make it smaller; "" if there is none.
+        shortage: Text of an error if the KV cache cannot hold one row; "" otherwise.
+        estimated: Whether the size is an estimate, because the compiler decides it; other sizes follow from shapes.
     """
 
     name: str
@@ -81,10 +80,10 @@ class MemoryPlan:
     """The memory of a run.
 
     Attributes:
-        items: All that it holds, by phase; the first is the base.
-        update: How the update computes, in words; "" if unknown.
-        rows: Rows of a rollout of each replica; all devices hold as much.
-        mesh: The devices; of a replica each holds as much.
+        items: Everything that uses memory on a device, by phase; the first item is the linears of the base.
+        update: A line about micro-batches and recomputation; "" if unknown.
+        rows: Rows of a rollout of each replica; the memory is the same on all devices.
+        mesh: The devices of the run.
     """
 
     items: tuple[Item, ...]
@@ -93,19 +92,19 @@ class MemoryPlan:
     mesh: MeshConfig = MeshConfig()
 
     def size(self, *phases: Phase) -> int:
-        """Bytes of all items of those phases."""
+        """Returns the bytes of all items of the given phases."""
         return sum(item.size for item in self.items if item.phase in phases)
 
     @property
     def peak(self) -> int:
-        """Bytes of the phase that needs the most."""
+        """The bytes that are in use in the phase that needs the most."""
         return self.size("always") + max(self.size(phase) for phase in _TURNS)
 
     def require(self, limit: int) -> None:
-        """Refuses a plan that needs more than `limit` bytes, or whose cache cannot hold a row.
+        """Checks that the plan needs at most `limit` bytes, and that its cache can hold a row.
 
         Raises:
-            ConfigError: Names the largest thing of the fullest phase that a field can make smaller.
+            ConfigError: If not; it names the largest item of the fullest phase that a field can make smaller.
         """
         if self.peak <= limit:
             for item in self.items:
@@ -133,16 +132,16 @@ class MemoryPlan:
         return "the device offers" if count == 1 else f"each of {count} devices offers"
 
     def about_exhaustion(self, phase: Phase, asked: int | None, limit: int | None) -> str:
-        """One line for a device that ran out of memory though the plan had fitted.
+        """Returns a line for a device that ran out of memory although the plan fitted.
 
-        Lines whose sizes follow from shapes are not wrong. The largest of the phase's others is named, with the
-        setting that makes it smaller. Where JAX was told not to take the device's memory at once, that is the likelier
-        cause: regions of doubled sizes leave no room for the second of two large arrays.
+        It names the largest estimated item of the phase (sizes that follow from shapes are exact) and the setting
+        that makes it smaller. If JAX's preallocation is switched off, fragmentation is the more likely cause: memory
+        is then taken in regions of doubled sizes, which may be too small for a second large array.
 
         Args:
-            phase: What the run was doing; "always" while its weights were loaded.
-            asked: Bytes that it could not get, where they are known.
-            limit: Bytes that the device offers, where they are known.
+            phase: The phase of the run; "always" while its weights were loaded.
+            asked: Bytes of the failed allocation, if known.
+            limit: Bytes that the device offers, if known.
         """
         lines = [item for item in self.items if item.phase == phase and item.field]
         wrong = max(lines, key=lambda item: (item.estimated, item.size))
@@ -165,17 +164,17 @@ class MemoryPlan:
         )
 
     def require_one_base(self, in_use: int, peak: int) -> None:
-        """Refuses to go on when memory says that the base is, or was, there twice.
+        """Checks from measured memory that there is, and was, only one copy of the base.
 
-        For what no plan knows half of a base is granted, 1 GiB at least. Where the base itself trains,
-        there is none to copy.
+        The measured values may exceed the plan by half of the base, or 1 GiB if that is more. If the base itself is
+        trained, there is no frozen base to check.
 
         Args:
-            in_use: Bytes after a step.
-            peak: The most that there ever were.
+            in_use: Bytes in use after a step.
+            peak: Peak bytes.
 
         Raises:
-            RuntimeError: Says how much there is, and how much should be.
+            RuntimeError: If more memory is or was in use; it has both numbers.
         """
         base = self.items[0].size
         for found, planned, when in (
@@ -189,7 +188,12 @@ class MemoryPlan:
                 )
 
     def lines(self, limit: int | None = None, measured: int | None = None) -> list[str]:
-        """The table as lines, with the limit that it is compared with."""
+        """Returns the plan as lines of a table.
+
+        Args:
+            limit: Bytes that the device offers; None leaves out that line.
+            measured: Measured peak in bytes; None leaves out that line.
+        """
         rows = []
         for phase in ("always", *_TURNS):
             items = [item for item in self.items if item.phase == phase]
@@ -222,14 +226,14 @@ def estimate(
     limit: int | None = None,
     device: runtime.Device | None = None,
 ) -> MemoryPlan:
-    """Estimates the memory of a run, on each of its devices.
+    """Estimates the memory of a run on each of its devices.
 
     Args:
         cfg: The run.
-        arch: The shape of its base; None reads it from the model's config.json, or for a published
-            shape from `architecture.KNOWN`.
-        limit: Bytes that the device offers, to a part of which the sampler confines its cache.
-        device: The device to plan for; None for this one.
+        arch: The shape of its base; None reads it from the model's config.json, or for a known model from
+            `architecture.KNOWN`.
+        limit: Bytes that the device offers, which bound the size of the KV cache; None for no bound.
+        device: The device to plan for; None means this one.
     """
     arch = arch or _architecture(cfg)
     require_context(cfg, arch)
@@ -239,11 +243,11 @@ def estimate(
     with runtime.on(device or runtime.device()):
         chosen = _chosen(cfg, arch, limit, sum(item.size for item in items), adapter)
         update = _update(chosen, arch, adapter)
-    # Weights that train are sampled in 16 bits, which are there before the cache is.
+    # With full training, the weights are copied to the sampler's dtype before the cache is allocated.
     full = cfg.model.trainable == "full"
     sampled = adapter * _width(cfg) // 4 if full else 0
     free = None if limit is None else max(0, limit - sum(item.size for item in items) - sampled)
-    # Prompts and completions of each, which replicas share.
+    # Prompts of a phase, and completions of each; replicas divide them.
     devices = places(cfg.mesh, cfg.generation_batch_size)
     sampling = {"rollout": (cfg.prompts_per_rollout, cfg.rollout.num_generations)}
     if cfg.eval:
@@ -273,16 +277,16 @@ def planned(
     limit: int | None = None,
     device: runtime.Device | None = None,
 ) -> RunConfig:
-    """The config with what it leaves to the plan: tokens of a micro-batch, and what is recomputed.
+    """Returns the config with values that it leaves to the plan: tokens of a micro-batch, and what is recomputed.
 
-    Of what fits, micro-batches of many tokens come before little recomputation. Where nothing fits it is
-    what takes the least memory, and where `limit` is None "layer".
+    Among choices that fit, larger micro-batches are preferred to less recomputation. If none fits, the choice with
+    the least memory is taken. If `limit` is None, "auto" recomputation means "layer".
 
     Args:
         cfg: The run.
         arch: See `estimate`.
-        limit: Likewise.
-        device: Likewise.
+        limit: See `estimate`.
+        device: See `estimate`.
     """
     arch = arch or _architecture(cfg)
     items, adapter = ([], 0) if limit is None else _always(cfg, arch)
@@ -291,11 +295,11 @@ def planned(
 
 
 def about_update(cfg: RunConfig, chosen: RunConfig) -> str:
-    """A line that says how the update computes, and what of that the plan chose.
+    """Returns a line about the micro-batches and the recomputation of an update, and which of them the plan chose.
 
     Args:
         cfg: The run.
-        chosen: What `planned` made of it.
+        chosen: The result of `planned`.
     """
     shapes = update_shapes(chosen)
     tokens = max(shape.tokens for shape in shapes)
@@ -310,7 +314,7 @@ def about_update(cfg: RunConfig, chosen: RunConfig) -> str:
 
 
 def exhausted(error: BaseException) -> tuple[bool, int | None]:
-    """Whether an error says that the device has no memory left, and how many bytes were asked for if it says so."""
+    """Returns whether an error is about exhausted device memory, and the bytes asked for, or None if unknown."""
     text = str(error)
     if "RESOURCE_EXHAUSTED" not in text and "out of memory" not in text.lower():
         return False, None
@@ -321,9 +325,12 @@ def exhausted(error: BaseException) -> tuple[bool, int | None]:
 
 
 def require_context(cfg: RunConfig, arch: architecture.Architecture | None = None) -> None:
-    """Refuses rows that are longer than the base was made for, see `Architecture.require_context`.
+    """Checks that rows fit in the base's context, see `Architecture.require_context`.
 
-    Which of a published shape's bases is meant, and so its context, is known once it is loaded.
+    A shape of `architecture.KNOWN` has no context of its own: that is known only when a base is loaded.
+
+    Raises:
+        ConfigError: If rows are too long.
     """
     (arch or _architecture(cfg)).require_context(
         cfg.data.max_prompt_length,
@@ -333,15 +340,15 @@ def require_context(cfg: RunConfig, arch: architecture.Architecture | None = Non
 
 
 def device_memory() -> int | None:
-    """Bytes that XLA may use on a device; None where it does not say, as on a CPU."""
+    """Returns the bytes that XLA may use on a device; None if the device does not report them, as a CPU."""
     return (runtime.memory_stats() or {}).get("bytes_limit")
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "80GB", "74.5 gib" or a plain number, which must be a million at least.
+    """Parses a size such as "80GB" or "74.5 gib", or a plain number of bytes, which must be at least a million.
 
     Raises:
-        ValueError: For anything else.
+        ConfigError: For any other text.
     """
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]*)", text.strip().lower())
     number, unit = match.groups() if match else ("", "")
@@ -359,10 +366,10 @@ def compiled_update(
     limit: int | None = None,
     device: runtime.Device | None = None,
 ) -> Any:
-    """`memory_analysis()` of the gradient of the largest micro-batch, compiled for the default device.
+    """Compiles the gradient of the largest micro-batch for the default device, and returns its `memory_analysis()`.
 
-    No weight is made. The workspace depends on the kind of device. What a config leaves to the plan is
-    chosen by `planned`, for `device`.
+    No weights are allocated. The workspace depends on the kind of device. Values that the config leaves to the plan
+    are chosen by `planned`, for `device`.
     """
     arch = arch or _architecture(cfg)
     cfg = planned(cfg, arch, limit=limit, device=device)
@@ -417,7 +424,7 @@ def _totals(cfg: RunConfig, number: Any) -> grpo.BatchTotals:
 
 
 def _fixed(cfg: RunConfig) -> list[str]:
-    """Names of what stays fixed beside the rows of a micro-batch."""
+    """Returns the names of the fixed per-token arrays of a micro-batch (`PackedRows.fixed`)."""
     quantile = ["high_entropy"] if cfg.grpo.top_entropy_quantile < 1 else []
     return (["ref_logps"] if cfg.grpo.beta else []) + quantile
 
@@ -425,7 +432,7 @@ def _fixed(cfg: RunConfig) -> list[str]:
 def abstract_policy(
     cfg: RunConfig, arch: architecture.Architecture
 ) -> tuple[Transformer, Any, Any]:
-    """The model, and shapes and types of what trains and of what is frozen."""
+    """Returns the model, and shapes and dtypes of its trained and its frozen parameters."""
     model = Transformer(
         arch, cfg.model.weights, cfg.lora, jnp.dtype(cfg.model.dtype), kept=_kept(cfg, arch)
     )
@@ -439,7 +446,7 @@ def abstract_policy(
 
 
 def sampled_policy(cfg: RunConfig) -> Transformer:
-    """The model that a device samples with: its own part of the policy, where devices decode rows together."""
+    """Returns the model that a device samples with: its part of the policy if devices decode rows together."""
     arch, full = _architecture(cfg), cfg.model.trainable == "full"
     return Transformer(
         arch,
@@ -454,7 +461,7 @@ def sampled_policy(cfg: RunConfig) -> Transformer:
 
 
 def _always(cfg: RunConfig, arch: architecture.Architecture) -> tuple[list[Item], int]:
-    """What always stays, and bytes of what trains."""
+    """Returns the items that are always in memory, and the bytes of the trained parameters."""
     model, params, frozen = abstract_policy(cfg, arch)
     state = jax.eval_shape(lambda p: optimizer.transformation(cfg.optim).init(p), params)
     adapter = _bytes(params)
@@ -479,7 +486,7 @@ def _always(cfg: RunConfig, arch: architecture.Architecture) -> tuple[list[Item]
 def _chosen(
     cfg: RunConfig, arch: architecture.Architecture, limit: int | None, always: int, adapter: int
 ) -> RunConfig:
-    """See `planned`; `always` and `adapter` are bytes of what stays, and of what trains."""
+    """Implements `planned`; `always` and `adapter` are bytes of the constant items and of the trained parameters."""
     remats: tuple[Remat, ...] = ("products", "mlp", "layer")
     if cfg.model.gradient_checkpointing != "auto":
         remats = (cfg.model.gradient_checkpointing,)
@@ -494,7 +501,7 @@ def _chosen(
         for budget in _budgets(cfg, limit)
         for remat in remats
     ]
-    # The last one is taken where none fits: `MemoryPlan.require` then says what would help.
+    # If none fits, the last one is returned, and `MemoryPlan.require` then says what would help.
     for candidate in candidates[:-1]:
         size = always + sum(item.size for item in _update(candidate, arch, adapter))
         if limit is None or size <= _CHOSEN_SHARE * limit:
@@ -503,7 +510,7 @@ def _chosen(
 
 
 def _budgets(cfg: RunConfig, limit: int | None) -> list[int | None]:
-    """Tokens of a micro-batch that the plan may choose: halves, down to the longest row."""
+    """Returns the micro-batch sizes in tokens that the plan may choose: repeated halves, down to the longest row."""
     given = cfg.optim.max_tokens_per_microbatch
     if given is not None or cfg.grpo.loss_type == "bnpo":
         return [given]
@@ -575,10 +582,10 @@ def _sampling(
 
 
 def _gathered(cfg: RunConfig, arch: architecture.Architecture, phase: Phase) -> list[Item]:
-    """Weights of the layer that is computed and of the next one, where devices share a base.
+    """Returns the item of gathered weights if devices share a base: those of the current and the next layer.
 
-    Devices that decode rows together gather in updates only, and then put the parts of a layer together. In rollouts
-    each copies the rows of the head that it computes scores with.
+    Devices that decode rows together gather weights only in updates, and then also assemble the parts of a layer. In
+    rollouts each copies the rows of the head with which it computes logits.
     """
     together = cfg.mesh.tensor > 1
     if cfg.mesh.group == 1:
@@ -592,7 +599,7 @@ def _gathered(cfg: RunConfig, arch: architecture.Architecture, phase: Phase) -> 
 
 
 def _noise(cfg: RunConfig, arch: architecture.Architecture, rows: int) -> list[Item]:
-    """Noise of so many rows, each with its own: vectors of two norms, and the random bits that they are made of."""
+    """Returns the item of separate noise for each row: vectors for two norms per layer, and their random bits."""
     if cfg.noise is None or cfg.noise.per == "rollout":
         return []
     size = 2 * 2 * arch.num_layers * rows * arch.width * 4
@@ -602,7 +609,7 @@ def _noise(cfg: RunConfig, arch: architecture.Architecture, rows: int) -> list[I
 def _update(cfg: RunConfig, arch: architecture.Architecture, adapter: int) -> list[Item]:
     shapes, width = update_shapes(cfg), _width(cfg)
     tokens = max(shape.tokens for shape in shapes)
-    # Slopes of prompts are there by row, and summed by row.
+    # The gradients of prompts exist for each row, before and after they are summed.
     slots = max(_SLOTS * shape.slots + 2 * shape.num_rows * shape.prompt_width for shape in shapes)
     inputs = arch.query_width + 2 * arch.kv_width
     row = cfg.data.max_prompt_length + cfg.rollout.max_completion_length
@@ -622,13 +629,13 @@ def _update(cfg: RunConfig, arch: architecture.Architecture, adapter: int) -> li
     ffn = _FFN if cfg.model.gradient_checkpointing in ("layer", "mlp") else _FFN - 2
     mlp = tokens * ((ffn - 1) * arch.ffn_width + _WIDTH * arch.width + inputs)
     attention = slots * inputs
-    # A packed weight is dequantized in turn with the last of the MLP's arrays; a dense one is copied out
-    # of its stack beside all of them.
+    # A dequantized weight and the last of the MLP's arrays do not exist at the same time. A dense weight is copied
+    # out of its stack in addition to all of them.
     weight, last = max(map(arch.linear_size, arch.linears())), tokens * arch.ffn_width
     mlp += max(last, weight) if cfg.model.weights == "nvfp4" else last + weight
     chunk = min(_CHUNK_ROWS, tokens)
     head = round(_CHUNK * chunk * arch.vocab_size * 4)
-    # The states before the head, and their slopes: of log-probabilities, and of entropies where these teach.
+    # The states before the head, and their gradients: from log-probabilities, and from an entropy bonus.
     states = (3 if cfg.grpo.has_entropy_bonus else 2) * tokens * arch.width * width
     workspace = max(mlp * width, attention * width, head + states)
     less = 'model.gradient_checkpointing to "layer"'
@@ -649,9 +656,9 @@ def _scores(
     shapes: Sequence[microbatches.Shape],
     fewer: str,
 ) -> list[Item]:
-    """What plain attention holds of a micro-batch, on cards without cuDNN's attention: below 8.0, such as a T4.
+    """Returns the item of attention scores, on GPUs without cuDNN's attention (compute capability below 8.0).
 
-    A CPU has none either, but reports no memory; plans that are made there are for a GPU.
+    A CPU has no such attention either, but it reports no memory, and plans that are made there are for a GPU.
     """
     is_fused = layers.has_fused_attention(jnp.dtype(cfg.model.dtype), arch.head_size)
     if is_fused or runtime.platform() == "cpu":
@@ -662,7 +669,7 @@ def _scores(
 
 
 def update_shapes(cfg: RunConfig) -> tuple[microbatches.Shape, ...]:
-    """All shapes that the micro-batches of a run can have; see `microbatches.update_shapes`."""
+    """Returns all shapes that the micro-batches of a run can have; see `microbatches.update_shapes`."""
     return microbatches.update_shapes(cfg.optim, cfg.grpo.loss_type, **_update_sizes(cfg))
 
 
@@ -683,7 +690,7 @@ def _architecture(cfg: RunConfig) -> architecture.Architecture:
 
 
 def _kept(cfg: RunConfig, arch: architecture.Architecture) -> Kept:
-    """The linears that a packed folder on this disk keeps in 16 bits."""
+    """Returns the linears that a local model folder keeps in 16 bits."""
     folder = pathlib.Path(cfg.model.model_name_or_path).expanduser()
     if cfg.model.random_base or not any(folder.glob("*.safetensors")):
         return ()
@@ -691,7 +698,7 @@ def _kept(cfg: RunConfig, arch: architecture.Architecture) -> Kept:
 
 
 def _rank(cfg: RunConfig) -> str:
-    """The field on which the size of what trains depends, if there is one."""
+    """Returns the field on which the size of the trained parameters depends; "" if there is none."""
     return "lora.rank" if cfg.model.trainable == "lora" else ""
 
 

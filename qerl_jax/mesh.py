@@ -1,8 +1,8 @@
 """The devices of a run, and the data that moves between them.
 
-Data parallel: each replica holds the whole policy, on its own device or on a few devices that share its base. It
-samples some of the rows, and computes some of the micro-batches. Only sums of gradients move between replicas,
-before the optimizer's step.
+Replicas are data parallel: each holds the whole policy, on its own device or on a few devices that share its base. It
+samples some of the rows, and computes some of the micro-batches. Devices exchange only sums of gradients between
+replicas, before the optimizer's step.
 """
 
 import contextlib
@@ -31,24 +31,28 @@ _AUTO = jax.sharding.AxisType.Auto
 
 
 def places(cfg: MeshConfig, rows: int, hosts: Hosts | None = None) -> int:
-    """Number of replicas on all hosts, for `rows` rows per rollout: as configured, or as many as the devices
-    allow."""
+    """Returns the number of replicas on all hosts: as configured, or as many as devices and rows allow.
+
+    Args:
+        cfg: The mesh.
+        rows: Rows of a rollout.
+        hosts: The processes; None means all that have joined.
+    """
     if cfg.data is not None:
         return cfg.data
-    # Each host sees the same number of devices; a run where they differ is refused.
+    # All hosts have the same number of devices; other runs are refused.
     most = max(1, len(jax.local_devices()) // cfg.group)
     return min(most, rows // (count := (hosts or Hosts.all()).count)) * count
 
 
 @dataclasses.dataclass(frozen=True)
 class Replicas:
-    """Devices that hold the whole policy, one by one or in groups that share a base, on one or several hosts.
+    """Replicas of the policy, each on one device or on a group that shares a base, on one or several hosts.
 
-    Places are the numbers of the replicas among all hosts; each host has the same number of replicas.
+    A "place" is the index of a replica among those of all hosts; each host has the same number of replicas.
 
     Attributes:
-        devices: The devices of this process, group by group, at least one. Empty means a run on one device: arrays
-            stay where they are, and nothing is moved.
+        devices: The devices of this process, group by group. Empty means a run on one device: arrays are not moved.
         hosts: The processes of the run.
         group: Number of devices of a replica, which share its base (`sharding`).
     """
@@ -59,16 +63,17 @@ class Replicas:
 
     @classmethod
     def of(cls, cfg: MeshConfig, rows: int, hosts: Hosts | None = None) -> Self:
-        """The replicas that a config asks for.
+        """Makes the replicas that a config describes.
 
         Args:
             cfg: The mesh.
             rows: Rows of a rollout; without a number of replicas in the config, there are no more replicas than
                 rows.
-            hosts: The processes whose devices they are; None means all that have joined.
+            hosts: The processes of the run; None means all that have joined.
 
         Raises:
-            ConfigError: When this process does not see its share of the devices, or they are not alike.
+            ConfigError: If this process has too few devices, they are of different kinds, or their number does not
+                fit the hosts and rows.
         """
         seen, hosts = jax.local_devices(), hosts or Hosts.all()
         rule = f"a run on {hosts.count} hosts needs at least as many rows in a rollout"
@@ -94,36 +99,36 @@ class Replicas:
         return cls(() if is_one else tuple(seen[:count]), hosts, cfg.group)
 
     def __len__(self) -> int:
-        """Number of replicas of the run on all hosts."""
+        """Returns the number of replicas of the run on all hosts."""
         return max(1, len(self.devices) // self.group) * self.hosts.count
 
     @property
     def own(self) -> range:
-        """The places of this process's replicas."""
+        """The indices of this process's replicas among those of all hosts."""
         count = len(self) // self.hosts.count
         return range(self.hosts.index * count, (self.hosts.index + 1) * count)
 
     @property
     def groups(self) -> tuple[tuple[jax.Device, ...], ...]:
-        """The devices of each replica of this process."""
+        """The devices of each replica of this process; empty if `devices` is empty."""
         return tuple(itertools.batched(self.devices, self.group))
 
     def hold(self, tree: Any) -> Any:
-        """The tree with each array on all devices of this host; a device that already has the array gets no copy.
+        """Puts each array of a tree on all devices of this host; a device that already has the array gets no copy.
 
-        Each device of a group gets its part of the weights of a shared base.
+        Of the weights of a shared base, each device of a group gets its part.
         """
         return jax.device_put(tree, self.places_of(tree)) if self.devices else tree
 
     def places_of(self, tree: Any) -> Any:
-        """The sharding of each array of a tree that this host holds, or of a tree of shapes."""
+        """Returns the sharding on this host of each array of a tree; shapes and dtypes are enough."""
         mesh = _mesh(self.devices, self.group)
         return jax.tree.map(
             lambda spec: NamedSharding(mesh, spec), sharding.specs(tree, self.group)
         )
 
     def each(self, tree: Any) -> tuple[Any, ...]:
-        """The tree as each replica of this host holds it, without a copy."""
+        """Returns the tree as each replica of this host holds it, one tree per replica, without a copy."""
         if not self.devices:
             return (tree,)
         held = self.hold(tree)
@@ -136,10 +141,11 @@ class Replicas:
     def apart(self, trees: Sequence[Any], place: int) -> Any:
         """Joins one tree per device of a replica into one tree, whose arrays have a leading axis for the devices.
 
+        For a replica of one device its tree is returned as it is.
+
         Args:
-            trees: One per device of a replica, on the host or held by the replica. For a replica of one device its
-                tree is returned as it is.
-            place: The number of the replica on this host.
+            trees: One tree per device of a replica, on the host or on the replica's devices.
+            place: The index of the replica on this host.
         """
         if self.group == 1:
             return trees[0]
@@ -148,14 +154,17 @@ class Replicas:
         return jax.device_put(jax.tree.map(_side_by_side, *trees), spread)
 
     def total(self, trees: Sequence[Any]) -> Any:
-        """The sum of the trees, one per device, held by all devices: an all-reduce in the arrays' own type.
+        """Sums trees over all devices of all hosts: an all-reduce in the arrays' own dtype. All hosts must call this.
 
         Args:
-            trees: The trees of this host's replicas; all hosts must call this. Where a replica has several devices,
-                arrays have a leading axis for them (`apart`).
+            trees: One tree per replica of this host. If a replica has several devices, arrays have a leading axis for
+                them (`apart`).
+
+        Returns:
+            The sum, held by all devices.
 
         Raises:
-            HostLost: When another host does not answer.
+            HostLost: If another host does not answer.
         """
         if not self.devices:
             (tree,) = trees
@@ -167,11 +176,10 @@ class Replicas:
         return jax.tree.map(lambda x: x[0], summed)
 
     def of_first(self, tree: Any) -> Any:
-        """The first process's tree, held by the devices of all hosts.
+        """Broadcasts the first process's tree to the devices of all hosts.
 
         Args:
-            tree: The tree as this host holds it on all of its devices; of other hosts' trees only shapes and types
-                are used.
+            tree: The tree of this host; if it is not the first, only shapes and dtypes are used.
         """
         if self.hosts.count == 1:
             return tree
@@ -180,10 +188,10 @@ class Replicas:
         return self._total([first, *zeros[1:]] if self.hosts.leads else zeros)
 
     def side_by_side[Result](self, work: Callable[[int], Result]) -> list[Result]:
-        """Calls `work` with the number of each replica of this host, each in its own thread; returns the results.
+        """Calls `work` with the index of each replica of this host, each in its own thread, and returns the results.
 
-        Launching a program on a GPU returns only after most of it has run: with one thread, devices would take
-        turns.
+        Launching a program on a GPU returns only after most of it has run, so with one thread devices would not run
+        in parallel.
         """
         if not self.devices:
             return [work(0)]
@@ -193,20 +201,20 @@ class Replicas:
     def compiling(
         self, device: jax.Device, *program: Hashable
     ) -> contextlib.AbstractContextManager:
-        """A context for calling a program: replicas that have not run it yet enter one after the other.
+        """Returns a context for calling a program: replicas that have not run it yet enter one after the other.
 
         The first replica compiles it, and the others find it in JAX's compilation cache (on a CPU each compiles
-        it). Compiling twice may give different programs: XLA measures each time which algorithms are fastest, and
-        these round differently.
+        it). Two compilations may give different programs, because XLA measures each time which algorithms are
+        fastest, and these round differently.
 
         Args:
-            device: The device that runs it; the first of several.
-            *program: Identifies the program.
+            device: The device that runs the program; of several, the first.
+            *program: Hashable values that identify the program.
         """
         return _one_after_the_other(device, program) if self.devices else contextlib.nullcontext()
 
     def _total(self, trees: Sequence[Any]) -> Any:
-        """The sum of the trees of all devices of all hosts; this host passes its own."""
+        """Returns the sum of the trees of all devices of all hosts; this host passes its own."""
         stacked = jax.tree.map(self._stacked, *trees)
         if self.hosts.count == 1:
             whole = _all_reduce(self._whole_mesh)(stacked)
@@ -215,7 +223,7 @@ class Replicas:
         return jax.tree.map(lambda x, like: x.reshape(like.shape), whole, trees[0])
 
     def _stacked(self, *parts: jax.Array) -> jax.Array:
-        """One array, of which each device of all hosts holds its own part; a scalar gets an axis."""
+        """Makes one array of which each device of all hosts holds its own part; a scalar gets an axis."""
         parts = [part.reshape(-1) if part.ndim == 0 else part for part in parts]
         first, *rest = parts[0].shape
         mesh = self._whole_mesh
@@ -224,7 +232,7 @@ class Replicas:
         )
 
     def _reduced(self, stacked: Any) -> Any:
-        """The sum over all hosts."""
+        """Returns the sum over all hosts."""
         try:
             return jax.block_until_ready(_all_reduce(self._whole_mesh)(stacked))
         except Exception as error:  # gloo and NCCL raise different types
@@ -232,14 +240,14 @@ class Replicas:
             raise HostLost(f"gradients cannot be added up with the other hosts: {text}") from error
 
     def _as_held(self, array: jax.Array) -> jax.Array:
-        """An array that all hosts hold, as this host holds it."""
+        """Converts an array that all hosts hold to one on this host's devices."""
         parts = [part.data for part in array.addressable_shards]
         held = NamedSharding(_mesh(self.devices, self.group), P())
         return jax.make_array_from_single_device_arrays(array.shape, held, parts)
 
     @property
     def _whole_mesh(self) -> Mesh:
-        """The devices of all hosts in one row; each host uses its first devices."""
+        """A mesh with one axis of the devices of all hosts; each host uses its first devices."""
         if self.hosts.count == 1:
             return _row(self.devices)
         chosen = [
@@ -251,7 +259,7 @@ class Replicas:
 
 
 def _of_group(group: tuple[jax.Device, ...], whole: jax.Array) -> jax.Array:
-    """The part of an array that a replica's devices hold, as one array."""
+    """Returns the part of an array that a replica's devices hold, as one array."""
     parts = {part.device: part.data for part in whole.addressable_shards}
     placed = NamedSharding(_mesh(group, len(group)), whole.sharding.spec)
     return jax.make_array_from_single_device_arrays(
@@ -265,7 +273,7 @@ def _side_by_side(*arrays: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
 
 
 def _by_device(devices: Sequence[jax.Device], tree: Any) -> list[Any]:
-    """For each device, its part of a tree's arrays."""
+    """Returns, for each device, its part of a tree's arrays."""
     leaves, form = jax.tree.flatten(tree)
     found = [{part.device: part.data for part in leaf.addressable_shards} for leaf in leaves]
     return [jax.tree.unflatten(form, [parts[device] for parts in found]) for device in devices]
@@ -286,7 +294,7 @@ def _one_after_the_other(device: jax.Device, program: Hashable) -> Iterator[None
 
 @functools.cache
 def _mesh(devices: tuple[jax.Device, ...], group: int) -> Mesh:
-    """A mesh of replicas of `group` devices each; for a single replica, of its devices only."""
+    """Returns a mesh of replicas of `group` devices each; for a single replica of several devices, of one axis."""
     if len(devices) == group > 1:
         return Mesh(np.array(devices), (sharding.GROUP,), axis_types=(_AUTO,))
     return Mesh(

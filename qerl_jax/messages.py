@@ -1,7 +1,7 @@
-"""What the processes of a run tell each other, as bytes.
+"""Serializes messages between the processes of a run.
 
-Numbers, texts, arrays, lists, tuples, dictionaries, and instances of classes that are known by name (`sent`). Nothing in
-such bytes is run when they are read, whoever sent them.
+Messages consist of numbers, texts, bytes, arrays, lists, tuples, dictionaries, and instances of registered classes
+(`sent`). Decoding runs no code from a message, unlike pickle.
 """
 
 import dataclasses
@@ -15,28 +15,28 @@ _classes: dict[str, type] = {}
 
 
 def sent[T](cls: type[T]) -> type[T]:
-    """Lets instances of a dataclass or of a named tuple be sent: a decorator. Both sides know the class by its name."""
+    """Registers a dataclass or named tuple whose instances can be sent (a decorator); its name must be unique."""
     _classes[cls.__name__] = cls
     return cls
 
 
 def encode(value: Any) -> bytes:
-    """The bytes of a value.
+    """Encodes a value as bytes.
 
     Args:
-        value: Of the kinds that the module names; arrays may be on a device, and are read.
+        value: A value of the types that the module's docstring lists; arrays on a device are copied to the host.
 
     Raises:
-        TypeError: For anything else.
+        TypeError: For a value of another type.
     """
     return msgpack.packb(_as_plain(value), unicode_errors="surrogatepass")
 
 
 def decode(data: bytes) -> Any:
-    """The value of bytes that `encode` made; arrays are NumPy's.
+    """Decodes bytes that `encode` returned; arrays become NumPy arrays.
 
     Raises:
-        ValueError: When they were not made by `encode`, or hold a class that is not known.
+        ValueError: If they are not from `encode`, or contain an unknown class.
     """
     return _restored(msgpack.unpackb(data, unicode_errors="surrogatepass"))
 

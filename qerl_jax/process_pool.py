@@ -1,12 +1,12 @@
-"""Functions that may hang, in processes that can be killed.
+"""Runs functions that may hang in processes that can be killed.
 
-A `Pool` keeps processes that have imported one module and answer calls of its functions, each under
-a time limit. They are fresh interpreters, not forks: JAX is in the parent, whose threads and device
-memory a fork would share, and the parent's main module is not run again. Requests and replies are
-lines of JSON.
+A `Pool` keeps processes that have imported one module and answer calls of its functions, each with
+a time limit. They are fresh interpreters, not forks, because a fork would share the threads and
+device memory of JAX in the parent; the parent's main module is not run again. Requests and replies
+are lines of JSON.
 
-The limit is on processor time. So whether an answer is judged in time does not depend on what else the machine is
-doing, and a run can be repeated. A limit on the clock, five times as long, ends calls that only wait.
+The limit is on CPU time. So whether a call ends in time does not depend on the load of the machine, and a run can be
+repeated. A limit on wall-clock time, five times as long, ends calls that only wait.
 
 A worker ends with its parent, however the parent ends: an idle one reads the end of its input, and a
 busy one has an alarm, which the kernel delivers whatever Python is doing.
@@ -34,9 +34,9 @@ from qerl_jax.checked import require
 
 # Long enough to import sympy on a machine that is busy compiling.
 _START_SECONDS = 120.0
-# Seconds on the clock for each of the processor's: on a busy machine a call gets a share of it.
+# Seconds of wall-clock time per second of CPU time, because on a busy machine a call gets only a share of a CPU.
 _PATIENCE = 5
-# Variables that say where things are and how texts look; others may be keys.
+# Environment variables for paths and locale that workers get; others may be secrets.
 _PASSED_ON = (
     *("HOME", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "PATH", "PYTHONHASHSEED"),
     *("TMPDIR", "TZ"),
@@ -47,11 +47,11 @@ _MEMORY_BYTES = 4 << 30
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """A call without a value.
+    """The result of a call that returned no value.
 
     Attributes:
-        reason: "timeout" if it was killed at its limit, "died" if its process ended twice or the worker was
-            stopped, "raised" for an exception.
+        reason: "timeout" if it was killed at its limit, "died" if its process ended (in a `Pool` twice) or the worker
+            was stopped, "raised" for an exception.
         detail: The exception's type and text.
     """
 
@@ -60,18 +60,18 @@ class Failure:
 
 
 class Pool:
-    """Processes that call functions of one module; they start when they are first needed."""
+    """Worker processes that call functions of one module; they start when they are first needed."""
 
     def __init__(
         self, module: str, *, workers: int, seconds: float, memory_bytes: int = _MEMORY_BYTES
     ):
-        """Starts nothing yet.
+        """Creates a pool; no process is started yet.
 
         Args:
             module: Import path of the module whose functions are called.
             workers: Most processes at a time.
-            seconds: Longest call, in seconds of the processor; on the clock five times as long.
-            memory_bytes: Address space of a process.
+            seconds: Limit of a call, in seconds of CPU time; in wall-clock time it is five times as long.
+            memory_bytes: Limit of a process's address space, in bytes.
 
         Raises:
             ValueError: If a number is not positive.
@@ -86,22 +86,22 @@ class Pool:
         self.close = weakref.finalize(self, _stop_all, members)
 
     def map(self, function: str, calls: Sequence[Sequence[Any]]) -> list[Any]:
-        """Calls `function` with each tuple of arguments, side by side; equal calls are made once.
+        """Calls `function` with each tuple of arguments, in parallel; equal calls are made once.
 
         Args:
             function: Name of a function of the module.
-            calls: Arguments of each call; they and the values must be plain JSON.
+            calls: Arguments of each call; arguments and results must be JSON values.
 
         Returns:
-            Values in the order of the calls, a `Failure` for each call without one.
+            The results in the order of the calls, with a `Failure` for each call that returned none.
 
         Raises:
-            RuntimeError: If a worker cannot start, with its reason.
+            RuntimeError: If a worker cannot start; the message has the reason.
         """
         return self._calls.map([_key(function, arguments) for arguments in calls])
 
     def begin(self, function: str, calls: Sequence[Sequence[Any]]) -> None:
-        """Starts calls that `map` will be asked for later."""
+        """Starts calls whose results a later `map` returns."""
         self._calls.begin([_key(function, arguments) for arguments in calls])
 
 
@@ -113,14 +113,14 @@ def _call(idle: queue.SimpleQueue, request: str) -> Any:
     worker = idle.get()
     try:
         reply = worker.call(request)
-        # Something else may have killed it, such as the kernel for lack of memory: a second try tells.
+        # Something else may have killed it, such as the kernel when memory is low: the call is repeated once.
         return worker.call(request) if reply == Failure("died") else reply
     finally:
         idle.put(worker)
 
 
 class Worker:
-    """One process, replaced after every call that it did not survive."""
+    """One worker process, which is restarted after a call that ended it."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class Worker:
         *,
         is_trusted: bool = False,
     ):
-        """Starts nothing yet; a module that is trusted, as a user's own is, sees the whole environment."""
+        """Creates a worker without a process; with `is_trusted` (a user's module) it gets the whole environment."""
         names = os.environ if is_trusted else _PASSED_ON
         self._environment = {name: os.environ[name] for name in names if name in os.environ}
         limits = str(seconds), str(memory_bytes)
@@ -138,7 +138,7 @@ class Worker:
         self._module, self._seconds = module, seconds
         self._process: subprocess.Popen | None = None
         self._is_stopped = False
-        # A finalizer may stop the worker in the thread that is within a call.
+        # Reentrant, because a finalizer may stop the worker in a thread that is inside a call.
         self._calling = threading.RLock()
 
     def call(self, request: str) -> Any:
@@ -155,10 +155,10 @@ class Worker:
             return self._reply(_PATIENCE * self._seconds)
 
     def stop(self) -> None:
-        """Ends the process for good; a call that another thread makes meanwhile fails."""
+        """Ends the process permanently; a concurrent call of another thread fails."""
         self._is_stopped = True
         _kill(self._process)
-        with self._calling:  # soon, since the call has lost its process, or will end it itself
+        with self._calling:  # acquired soon: a running call has lost its process, or will end it
             self._end()
 
     def _end(self) -> None:
@@ -177,11 +177,11 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            # What the parent can import, and no Ctrl-C that is meant for it.
+            # The worker can import what the parent can, and does not get the parent's Ctrl-C.
             env=self._environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
             start_new_session=True,
         )
-        # `stop` may have come before there was a process that it could kill.
+        # `stop` may have been called before there was a process to kill.
         failure = Failure("died") if self._is_stopped else self._reply(_START_SECONDS)
         if failure is None:
             return
@@ -191,7 +191,7 @@ class Worker:
             raise RuntimeError(f"a worker process could not import {self._module}: {why}")
 
     def _reply(self, seconds: float) -> Any:
-        """The value of a call, or why there is none; without a reply the process is ended."""
+        """Waits for a call's reply, and returns its value or a `Failure`; without a reply it ends the process."""
         poll = select.poll()
         poll.register(self._process.stdout, select.POLLIN)
         line = self._process.stdout.readline() if poll.poll(1000 * seconds) else None
@@ -203,7 +203,7 @@ class Worker:
         return Failure("raised", reply["error"]) if "error" in reply else reply["value"]
 
     def _ended_by(self) -> int | None:
-        """The signal that has ended the process, after the end of its output; None for none."""
+        """Returns the signal that ended the process, whose output has ended; None if it is still running."""
         try:
             return -self._process.wait(timeout=1)
         except subprocess.TimeoutExpired:
@@ -224,7 +224,7 @@ def _stop_all(workers: Sequence[Worker]) -> None:
 def _serve(module: str, seconds: float, memory_bytes: int) -> None:
     """Answers requests until the input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    # What the module prints must not look like a reply.
+    # Standard output is redirected, so that the module's prints are not read as replies.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

@@ -1,9 +1,9 @@
-"""How a policy is divided among the devices that share one base: a table of rules by axis name.
+"""Sharding of a policy among the devices that share one base: a table of rules by axis name.
 
 The devices of such a group run one program. Each holds a part of the base's weights, and a full copy of everything
 else. A layer gathers its weights when it is computed, and drops them afterwards (fully sharded data parallel, ZeRO-3:
-arXiv:1910.02054). Where the group decodes rows together, parts have other shapes (`model.division`), and decoding
-gathers nothing.
+arXiv:1910.02054). If the group decodes rows together (tensor parallel), parts have other shapes (`model.division`),
+and decoding gathers no weights.
 """
 
 import dataclasses
@@ -20,11 +20,11 @@ from jax.sharding import PartitionSpec as P
 
 # The mesh axis of the devices of a group.
 GROUP = "group"
-# Maps each array axis to the mesh axis that divides it; None: every device has all of it.
+# Maps each array axis to the mesh axis that divides it; None means that every device has all of it.
 RULES = {
     "layers": None,
-    # Outputs of a linear: whole blocks of 4-bit weights, and their scales. Or, where devices decode rows together, the
-    # parts that a weight was split into before.
+    # Outputs of a linear: whole blocks of 4-bit weights, and their scales. In tensor parallel, the parts into which a
+    # weight was split before.
     "out": GROUP,
     "in": None,
     "any": None,  # axes of the embedding, norms, biases, and trained parameters
@@ -32,7 +32,7 @@ RULES = {
 
 
 def axes(path: Sequence[Any], ndim: int) -> tuple[str, ...]:
-    """The names of an array's axes, by its place in a tree."""
+    """Returns the names of an array's axes, from its path in a tree."""
     names = [getattr(key, "key", None) for key in path]
     if "layers" in names and "weight" in names and ndim > 1:
         return ("layers", "out", *("in",) * (ndim - 2))
@@ -40,7 +40,7 @@ def axes(path: Sequence[Any], ndim: int) -> tuple[str, ...]:
 
 
 def spec(path: Sequence[Any], shape: Sequence[int], count: int) -> P:
-    """How an array is divided in a group of `count` devices; an axis that does not divide evenly stays whole."""
+    """Returns the sharding of an array in a group of `count` devices; an axis that is no multiple stays whole."""
     placed = (RULES[name] for name in axes(path, len(shape)))
     found = [
         on if on and size % count == 0 else None for on, size in zip(placed, shape, strict=True)
@@ -49,12 +49,12 @@ def spec(path: Sequence[Any], shape: Sequence[int], count: int) -> P:
 
 
 def specs(tree: Any, count: int) -> Any:
-    """`spec` of each array of a tree."""
+    """Returns `spec` of each array of a tree."""
     return jax.tree_util.tree_map_with_path(lambda path, x: spec(path, x.shape, count), tree)
 
 
 def part(tree: Any, count: int) -> int:
-    """Bytes of a tree of arrays on each device of a group."""
+    """Returns the bytes of a tree of arrays on each device of a group."""
     sizes = jax.tree.map(
         lambda x, at: math.prod(x.shape) * x.dtype.itemsize // (count if GROUP in at else 1),
         tree,
@@ -66,13 +66,13 @@ def part(tree: Any, count: int) -> int:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A device's part of an array that is divided along its first axis, or in a stack along its second."""
+    """A device's part of an array that is divided along its first axis, or its second in a stack of layers."""
 
     array: jax.Array
 
 
 def gathered(tree: Any) -> Any:
-    """A tree whose parts are gathered from all devices of the group; a tree without parts is returned as it is."""
+    """Gathers the parts (`Part`) of a tree from all devices of the group; other arrays stay as they are."""
     return jax.tree.map(
         lambda x: (
             jax.lax.all_gather(x.array, GROUP, axis=0, tiled=True) if isinstance(x, Part) else x
@@ -90,17 +90,17 @@ def in_group(
     gives_own: Any = False,
     places: Mapping[int, P] = MappingProxyType({}),
 ):
-    """Makes a function of arrays on a group, in which each device computes on its own parts.
+    """Makes a function of arrays on a group (a `shard_map`), in which each device computes on its own parts.
 
     Args:
-        count: Devices of the group; for one device the function is returned as it is.
-        function: The computation of one device. Divided arrays are passed as `Part`.
-        own: Numbers of the arguments that differ between devices. They have a leading axis of `count`, which the
+        count: Number of devices of the group; for one device `function` is returned as it is.
+        function: The computation of one device. Arrays that `RULES` divide are passed as `Part`.
+        own: Indices of the arguments that differ between devices. They have a leading axis of size `count`, which the
             function does not see.
-        gives_own: Whether each device's result is its own, and gets such an axis; or how the devices' results are
-            joined. For a tuple, one value per member. Other results must be the same on all devices.
-        places: How the arrays of other arguments, by number, are divided otherwise than by the table. The function sees
-            parts of the same number of axes.
+        gives_own: True if each device has its own result, which gets such an axis; False if results are the same on
+            all devices; or a PartitionSpec by which results are joined. For a tuple, one value per member.
+        places: Sharding of further arguments, by index, that `RULES` do not describe. The function sees parts with
+            the same number of axes.
     """
     if count == 1:
         return function

@@ -1,4 +1,4 @@
-"""Sampling: the engine, its schedule and pages, how a token is sampled, texts for notebooks and files.
+"""Sampling: the engine, its scheduler and KV-cache pages, token sampling, and text generation for users.
 
-May import `checkpoint`, `model`, `data` and what those import.
+This package may import `checkpoint`, `model`, `data` and what those import.
 """

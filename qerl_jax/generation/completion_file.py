@@ -1,4 +1,4 @@
-"""Completions of many prompts in a .jsonl file; the job may be killed, and the same call goes on."""
+"""Writes completions of many prompts to a .jsonl file; the same call continues a job that was killed."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from qerl_jax.files import Progress, content_hashes, to_line, write_whole
 from qerl_jax.generation.generator import Generator
 from qerl_jax.generation.sampling_params import SamplingParams
 
-# What is written beside a prompt; log-probabilities are those at its temperature, turns those with tools.
+# Columns added to a row. Log-probabilities are those at the sampling temperature; only jobs with tools write `turns`.
 WRITTEN = ("completion", "finish_reason", "num_tokens", "cumulative_logprob", "turns")
 _SECONDS_BETWEEN_LINES = 10
 
@@ -32,23 +32,23 @@ def write(
     tools: ToolsConfig | None = None,
     mesh: MeshConfig = ALONE,
 ) -> None:
-    """Writes a row per completion.
+    """Writes one row per completion.
 
-    Until all are there they go to `<path>.partial`, from which a later call goes on.
+    Until all completions are done, rows are appended to `<path>.partial`; a later call continues from that file.
 
     Args:
-        path: The file; it appears at the end.
+        path: The output file; it is created when all completions are done.
         source: The policy that samples.
-        rows: Columns that stand beside the completions of each prompt.
+        rows: Columns that are written with each completion of a prompt.
         prompts: The prompts, one for each of `rows`.
-        params: How they are sampled.
+        params: Sampling options.
         limits: `max_concurrent`, `kv_cache_tokens` and `kv_cache_fraction` of `Generator`.
-        log: Is called with a line about the progress, now and then.
-        tools: What the policy may call; a row then has its messages, too, as `turns`.
+        log: Called with a progress line about every 10 seconds.
+        tools: Tools that the policy may call; each row then also has its messages, as `turns`.
         mesh: The devices.
 
     Raises:
-        ValueError: Where other settings have left a partial file; also see `Generator`.
+        ValueError: If a partial file of other settings exists; also see `Generator`.
     """
     partial = path.with_name(path.name + ".partial")
     progress = Progress(partial, _identity(source, rows, prompts, params, tools))
@@ -89,9 +89,9 @@ def write(
 
 
 def columns_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the columns with which each row's environment is reset, without the prompt.
+    """Returns the columns with which each row's environment is reset.
 
-    The environment gets the prompt as the policy sees it.
+    The prompt is left out, because the environment gets the prompt as the policy sees it.
     """
     return [{name: value for name, value in row.items() if name != "prompt"} for row in rows]
 
@@ -103,7 +103,7 @@ def _identity(
     params: SamplingParams,
     tools: ToolsConfig | None,
 ) -> dict[str, Any]:
-    """Everything that a row of the file depends on, as plain JSON; of a model of the hub, its name."""
+    """Returns all that the output depends on, as plain JSON; a model of the hub is identified by its name."""
     asked = json.dumps([rows, prompts], ensure_ascii=False)
     model = source.model
     identity = {
@@ -116,5 +116,5 @@ def _identity(
         "tools": tools and to_table(tools),
         "prompts.sha256": hashlib.sha256(asked.encode()).hexdigest(),
     }
-    # As it will be read.
+    # Converted to what a reader of the JSON gets, so that the two can be compared.
     return json.loads(json.dumps(identity))

@@ -1,4 +1,4 @@
-"""Rows of several turns: the policy's calls are read, carried out, and answered while other rows are sampled."""
+"""Multi-turn rows: the policy's tool calls are parsed, executed and answered while other rows are sampled."""
 
 import concurrent.futures
 import dataclasses
@@ -14,18 +14,18 @@ from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.rewards.environments import Session, Snapshot, Toolbox, Toolboxes, error
 from qerl_jax.rewards.shared_tools import FarSession
 
-# Added to the result of a call that was cut at its limit.
+# Appended to a tool's result that was truncated.
 _CUT = " ... (the rest is cut)"
 
 
 @dataclasses.dataclass(frozen=True)
 class Tools:
-    """What the policy may call, and how.
+    """The tools that the policy may call, and the format of the calls.
 
     Attributes:
         cfg: Limits of calls and answers.
         toolboxes: The tools and the environments.
-        call_format: How calls are written; None if `cfg` has a pattern for them.
+        call_format: The format of calls; None if `cfg` has a pattern for them.
     """
 
     cfg: ToolsConfig
@@ -40,16 +40,16 @@ class Tools:
         toolboxes: Toolboxes,
         log: Callable[[str], None] = lambda text: None,
     ) -> Self:
-        """Tools with the limits of a config.
+        """Returns the tools with the limits of a config.
 
         Args:
-            cfg: How calls are written and answered.
-            tokenizer: The policy's, whose chat template says how calls are written where `cfg` does not.
+            cfg: The format of calls, and limits of calls and answers.
+            tokenizer: The policy's tokenizer; its chat template defines the format of calls if `cfg` does not.
             toolboxes: Tools and environments.
-            log: Is warned of what cannot be killed, and of a template that shows no tools.
+            log: Called with a warning for tools that cannot be killed, and for a template without tools.
 
         Raises:
-            ConfigError: For a template that asks for calls in no known form.
+            ConfigError: If the template asks for calls in an unknown format.
         """
         template = tokenizer.chat_template
         how = None if cfg.call_pattern else cfg.call_format or tool_calls.detect(template)
@@ -70,16 +70,17 @@ class Tools:
         self.toolboxes.close()
 
     def shown(self, tokenizer: Tokenizer, toolbox: Toolbox) -> Tokenizer:
-        """The tokenizer whose chat template shows a row its tools."""
+        """Returns a tokenizer whose chat template lists the tools of the toolbox."""
         if not _has_place(tokenizer):
             return tokenizer
         return tokenizer.with_options(tools=toolbox.schemas)
 
     def encode(self, tokenizer: Tokenizer, problems: Sequence[Problem]) -> list[list[int]]:
-        """Ids of each problem's prompt, which shows the tools that the row has.
+        """Returns the token ids of each problem's prompt, which lists the tools of that problem.
 
         Raises:
-            ValueError: When a row names no environment of the run, by its place; and as `Tokenizer.render`.
+            ValueError: If a problem names an environment that the run does not have (the message has the problem's
+                index); and as `Tokenizer.render`.
         """
         places: dict[Toolbox, list[int]] = {}
         for place, problem in enumerate(problems):
@@ -96,7 +97,7 @@ class Tools:
     def read(
         self, text: str, schemas: Sequence[dict[str, Any]]
     ) -> tuple[str, list[tool_calls.Call]]:
-        """What a turn says beside its calls, and the calls; the schemas are those of the row's tools."""
+        """Splits a turn into its text without the calls, and the calls; `schemas` are those of the row's tools."""
         if self.cfg.call_pattern is not None:
             return tool_calls.parse_pattern(text, self.cfg.call_pattern, schemas)
         return tool_calls.parse(text, self.call_format)
@@ -105,7 +106,7 @@ class Tools:
 def encode(
     problems: Sequence[Problem], tokenizer: Tokenizer, tools: Tools | None = None
 ) -> list[list[int]]:
-    """Ids of each problem's prompt, which shows the tools if there are any."""
+    """Returns the token ids of each problem's prompt, which lists the tools if there are any."""
     if tools is not None:
         return tools.encode(tokenizer, problems)
     return tokenizer.encode([problem.prompt for problem in problems])
@@ -122,13 +123,13 @@ class Conversation:
 
     Attributes:
         messages: Messages of the policy and of the tools, in order.
-        calls: Calls that were answered.
-        failures: How many of these were answered with an error.
+        calls: Number of calls that were answered.
+        failures: Number of these that were answered with an error.
         is_limited: Whether the last turn's call was left unanswered because the limit of turns or of tokens was
             reached.
         reward: The environment's own reward; None if it gave none.
-        public: Attributes of the environment after the row; None without one.
-        environment: Name of its class; None without one.
+        public: Public attributes of the environment after the row; None without an environment.
+        environment: Class name of the environment; None without one.
     """
 
     messages: tuple[dict[str, Any], ...]
@@ -141,12 +142,12 @@ class Conversation:
 
     @property
     def turns(self) -> int:
-        """Turns of the policy."""
+        """The number of turns of the policy."""
         return sum(message["role"] == "assistant" for message in self.messages)
 
     @property
     def text(self) -> str:
-        """What the policy said in its last turn."""
+        """The text of the policy's last turn."""
         return self.messages[-1]["content"]
 
     @property
@@ -155,7 +156,7 @@ class Conversation:
         return Snapshot(**(self.public or {}), _reward=self.reward, _class=self.environment)
 
     def transcript(self) -> str:
-        """All turns as one text for people; answers of tools come after the tool's name in brackets."""
+        """Returns all turns as one readable text; an answer of a tool follows the tool's name in brackets."""
         return "\n".join(map(_line, self.messages))
 
 
@@ -173,7 +174,7 @@ def _line(message: dict[str, Any]) -> str:
 
 @dataclasses.dataclass(eq=False)
 class _Row:
-    """A conversation that goes on; `begun` is the number of the present turn's first token."""
+    """A conversation that has not ended; `begun` is the index of the current turn's first token."""
 
     session: Session | FarSession
     begun: int = 0
@@ -181,9 +182,9 @@ class _Row:
     messages: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     calls: int = 0
     failures: int = 0
-    # Messages, calls and failures before the last answer; restored if that answer does not fit into the row.
+    # Numbers of messages, calls and failures before the last answer; restored if that answer does not fit.
     before: tuple[int, int, int] = (0, 0, 0)
-    # Whether the last turn's call came after as many as are answered.
+    # Whether the last turn's call was not answered because a limit was reached.
     is_limited: bool = False
 
 
@@ -198,31 +199,31 @@ class Conversations:
         group: int,
         first_row: int = 0,
     ):
-        """Starts nothing.
+        """Creates a session per row; no environment is started yet.
 
         Args:
-            tools: What the policy may call.
-            tokenizer: The policy's.
-            problems: P of them.
-            group: G; row r is of problem (first_row + r) // G.
-            first_row: Rows of the problems that are left out, from the front.
+            tools: Tools that the policy may call.
+            tokenizer: The policy's tokenizer.
+            problems: The P problems.
+            group: G, completions per problem; row r belongs to problem (first_row + r) // G.
+            first_row: Number of rows to skip at the front.
         """
         self._tools, self._tokenizer = tools, tokenizer
         rows = [problem for problem in problems for _ in range(group)][first_row:]
         self._rows = [_Row(tools.toolboxes.session(_columns(problem))) for problem in rows]
-        # The tokenizers of transformers are not safe for several threads.
+        # The tokenizers of transformers are not thread-safe.
         self._lock = threading.Lock()
 
     def __call__(self, row: int, tokens: Sequence[int]) -> concurrent.futures.Future | None:
         """Answers a turn that has ended.
 
         Args:
-            row: Number of the row.
+            row: Index of the row.
             tokens: All tokens of its completion so far.
 
         Returns:
-            A future of the token ids of the reply; None, which ends the row, if the turn calls nothing or was the
-            last that is answered.
+            A future of the token ids of the reply; None, which ends the row, if the turn has no call or as many
+            turns as allowed have been answered.
         """
         state, limit = self._rows[row], self._tools.cfg.max_tool_calling_iterations
         message, calls = self._read(tokens[state.begun :], state)
@@ -261,7 +262,11 @@ class Conversations:
         return given
 
     def ended(self, row: int, tokens: Sequence[int]) -> concurrent.futures.Future:
-        """Ends a row with all its tokens; gives its `Conversation` when the environment has been asked."""
+        """Ends a row, given all its tokens.
+
+        Returns:
+            A future of its `Conversation`, which is ready after the environment has returned reward and state.
+        """
         return self._tools.toolboxes.executor.submit(self._finish, self._rows[row], list(tokens))
 
     def _finish(self, row: _Row, tokens: list[int]) -> Conversation:
@@ -289,7 +294,7 @@ class Conversations:
         )
 
     def _read(self, turn: Sequence[int], row: _Row) -> tuple[dict[str, Any], list[tool_calls.Call]]:
-        """The message of a turn, and its calls."""
+        """Returns the message of a turn, and its calls."""
         turn = list(turn)
         while turn and turn[-1] in self._tokenizer.stop_tokens:
             turn.pop()
@@ -303,9 +308,9 @@ class Conversations:
         return message, calls
 
     def _cut(self, text: str) -> str:
-        """A result within its limit of tokens."""
+        """Truncates a tool's result to its limit of tokens."""
         limit = self._tools.cfg.max_reply_tokens
-        # What a tool takes from outside may hold half a character, which no tokenizer takes.
+        # A tool's text may contain lone surrogates, which tokenizers refuse.
         text = text.encode(errors="replace").decode()
         with self._lock:
             ids = self._tokenizer.hf([text], add_special_tokens=False)["input_ids"][0]
@@ -318,17 +323,19 @@ class Conversations:
 
 
 def observed(tools: Tools, problems: Sequence[Problem]) -> list[Problem]:
-    """Problems whose prompts end with what the environment says at the begin, as TRL puts it there.
+    """Returns the problems with each environment's first observation in the prompt.
+
+    As in TRL, it is appended to the last user message.
 
     Raises:
-        ValueError: When an environment cannot begin, or speaks to a prompt that is no chat.
+        ValueError: If an environment cannot be reset, or has an observation for a prompt that is not a chat.
     """
     said = tools.toolboxes.observations([_columns(problem) for problem in problems])
     return [_with(problem, text) for problem, text in zip(problems, said, strict=True)]
 
 
 def _columns(problem: Problem) -> dict[str, Any]:
-    """What an environment is reset with: the row as TRL has it."""
+    """Returns the arguments of an environment's reset: the same row as in TRL."""
     return {"prompt": problem.prompt, **problem.columns}
 
 

@@ -1,4 +1,4 @@
-"""What a step of decoding is, with drafts and without: hidden states to scores, scores to a token of each row."""
+"""The parts of a decoding step, with and without drafts: tokens to hidden states, logits, and sampled tokens."""
 
 import dataclasses
 
@@ -12,17 +12,17 @@ from qerl_jax.model.transformer import Transformer, head
 
 @dataclasses.dataclass(frozen=True)
 class EngineSpec:
-    """How tokens are sampled, as far as it is compiled: a static argument of the decoding program.
+    """The sampling options that are compiled: a static argument of the decoding program.
 
     Attributes:
-        num_tokens: Ids that the tokenizer has.
+        num_tokens: Number of ids that the tokenizer has; no other is sampled.
         truncation: Which tokens may be sampled: top-k, top-p, min-p.
         repetition_penalty: See `sampling.penalize`; 1 is off.
-        chunk: The most tokens that the device samples between two looks of the host; with drafts
+        chunk: The most tokens per row that the device samples before the host reads them; with drafts
             `draft_search.CHUNKS` times as many.
-        entropies: Whether the entropy of each token's distribution comes with it: that of the
+        entropies: Whether the entropy of each token's distribution is returned: that of the
             log-probabilities, before penalty and truncation (`logprobs.entropy`, as in the trainer).
-            One more sum in passes over the scores that sampling makes anyway.
+            It costs one more sum in passes over the logits that sampling makes anyway.
     """
 
     num_tokens: int
@@ -33,17 +33,17 @@ class EngineSpec:
 
 
 def extender(model: Transformer, variables, rows: int, numbers):
-    """The function that runs a token of each row, at most that many.
+    """Returns the function that runs the model on one token of each row.
 
     Args:
         model: The policy.
         variables: See `Engine.stream`.
         rows: B.
-        numbers: int32 [B], numbers of the rows' noise, where rows have their own.
+        numbers: int32 [B], numbers of the rows' noise, if rows have their own; else None.
 
     Returns:
-        extend(tokens int32 [B], cache, steps int32 [B]) -> hidden states [B, D], cache. The steps count completion
-        tokens before.
+        extend(tokens int32 [B], cache, steps int32 [B]) -> hidden states [B, D], cache. `steps` is the number of
+        completion tokens before this one.
     """
 
     def made(steps):
@@ -52,24 +52,24 @@ def extender(model: Transformer, variables, rows: int, numbers):
 
     if noise.has_own(variables) and variables["noise"].per == "token":
         return lambda tokens, cache, steps: made(steps)(tokens, cache)
-    # Computed once for all steps: everything that does not change with the token.
+    # What does not change with the token is computed once for all steps.
     once = made(jnp.zeros(rows, jnp.int32))
     return lambda tokens, cache, steps: once(tokens, cache)
 
 
 def drawer(model: Transformer, variables, spec: EngineSpec, temperature):
-    """The function that samples a token of each row.
+    """Returns the function that samples a token for each row.
 
     Args:
         model: The policy.
         variables: See `Engine.stream`.
-        spec: How tokens are sampled.
+        spec: Sampling options.
         temperature: float32 scalar.
 
     Returns:
         draw(hidden [B, D], keys [B], steps int32 [B], seen bool [B, V] or None) -> tokens int32 [B], their
-        log-probabilities float32 [B], and entropies float32 [B] or None where nobody asks. `seen` are the tokens that
-        a repetition penalty is for.
+        log-probabilities float32 [B] in nats, and entropies float32 [B] in nats, or None without `spec.entropies`.
+        `seen` marks the tokens to which the repetition penalty applies.
     """
     scores_of = scorer(model, head(variables["frozen"]))
 
@@ -88,7 +88,7 @@ def drawer(model: Transformer, variables, spec: EngineSpec, temperature):
         )
         entropies = None
         if spec.entropies:
-            # The same log-probabilities as `sampling.next_token`'s, of which XLA keeps one.
+            # The same expression as in `sampling.next_token`, so XLA computes it once.
             logps = logprobs.log_softmax(scores, temperature, spec.num_tokens)
             entropies = logprobs.entropy(logps)
         return *agreed(model, token, logp), entropies
@@ -97,21 +97,33 @@ def drawer(model: Transformer, variables, spec: EngineSpec, temperature):
 
 
 def seen_in(history: jax.Array | None, spec: EngineSpec, vocab: int) -> jax.Array | None:
-    """Which tokens a repetition penalty is for: bool [B, vocab] of histories [B, T]; None where there is no penalty."""
+    """Returns which tokens the repetition penalty applies to.
+
+    Args:
+        history: int32 [B, T], tokens of each row, -1 after the last; None without a penalty.
+        spec: Sampling options.
+        vocab: V.
+
+    Returns:
+        bool [B, V]; None without a penalty.
+    """
     if spec.repetition_penalty == 1:
         return None
     rows = jnp.arange(len(history))[:, None]
-    # -1, where there is no token, would be the last one.
+    # An index of -1 would mean the last token; an index of `vocab` is dropped.
     ids = jnp.where(history < 0, vocab, history)
     return jnp.zeros((len(rows), vocab), bool).at[rows, ids].set(True, mode="drop")
 
 
 def scorer(model: Transformer, matrix: jax.Array):
-    """Maps hidden states [B, D] to scores [B, V]; of several devices that decode rows together each computes some."""
+    """Returns the function from hidden states [B, D] to logits [B, V].
+
+    If several devices decode rows together and their number divides V, each computes a part of the vocabulary.
+    """
     if model.over is None or len(matrix) % (count := jax.lax.axis_size(model.over)):
         return lambda hidden: layers.logits(hidden, matrix)
     size = len(matrix) // count
-    # Copied out once for all steps of a chunk.
+    # Sliced once for all steps of a chunk.
     own = jax.lax.dynamic_slice_in_dim(matrix, jax.lax.axis_index(model.over) * size, size)
     return lambda hidden: jax.lax.all_gather(
         layers.logits(hidden, own), model.over, axis=1, tiled=True
@@ -119,7 +131,10 @@ def scorer(model: Transformer, matrix: jax.Array):
 
 
 def agreed(model: Transformer, token, logp):
-    """The first device's choice where several decode rows together: if they differed, one would wait for the others."""
+    """Returns the first device's sample if several devices decode rows together.
+
+    If their samples differed, their loops would end at different steps, and one device would wait forever.
+    """
     if model.over is None:
         return token, logp
     bits = jax.lax.bitcast_convert_type(logp, jnp.int32)

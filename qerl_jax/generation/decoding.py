@@ -1,4 +1,4 @@
-"""What the device runs: the prefill of prompts, and the loop that samples a chunk of tokens."""
+"""The programs of the engine: the prefill of prompts, and the loop that samples a chunk of tokens."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from qerl_jax.generation.scheduler import Slots
 from qerl_jax.model import kv_cache, noise
 from qerl_jax.model.transformer import Transformer, head
 
-# Every so many tokens of a chunk without drafts one is made, and compared.
+# In a chunk that does not use drafts, one is made and compared every `_COMPARED` tokens.
 _COMPARED = 16
 
 
@@ -25,10 +25,10 @@ def prefill(variables, pool, tokens, tables, numbers=None, *, model: Transformer
 
     Args:
         variables: See `Engine.stream`.
-        pool: Keys and values, [L, N, J, S, C] each.
-        tokens: int32 [R, T], filled up with 0 at the right.
+        pool: Keys and values, [L, N, J, S, C] each; donated.
+        tokens: int32 [R, T], right-padded with 0.
         tables: int32 [R, W], the pages of each prompt.
-        numbers: int32 [R], the number of each prompt's noise where rows have their own; else None.
+        numbers: int32 [R], the number of each prompt's noise if rows have their own; else None.
         model: The policy.
 
     Returns:
@@ -55,26 +55,27 @@ def decode(
     spec: EngineSpec,
     positions: int | None = None,
 ):
-    """Samples up to `spec.chunk` tokens per row, or more with drafts; ends early when no row lives.
+    """Samples up to `spec.chunk` tokens per row, or more with drafts; ends early when all rows have ended.
 
     Args:
         variables: See `Engine.stream`.
-        pool: Keys and values.
-        rows: The rows: `Slots` without `texts`.
+        pool: Keys and values, [L, N, J, S, C] each; donated.
+        rows: The rows: packed `Slots` without `texts`.
         temperature: float32 scalar.
-        stop_tokens: int32 [n].
-        texts: Where drafts are looked for; None for no drafts.
-        odds: float32 [draft_search.KINDS], where drafts are looked for.
-        compares: bool scalar, where drafts are looked for: whether a chunk without any makes some, which are only compared.
+        stop_tokens: int32 [k].
+        texts: The texts in which drafts are searched; None for no drafts.
+        odds: float32 [draft_search.KINDS], the chance that a drafted token is right; None without `texts`.
+        compares: bool scalar; whether a chunk without `positions` makes some drafts, which are compared with the
+            sampled tokens but not used. None without `texts`.
         model: The policy.
-        spec: How tokens are sampled.
+        spec: Sampling options.
         positions: Tokens of all rows that a step runs, those of drafts included; None for one token of each row.
 
     Returns:
-        The pool; the results of the chunk, `Packed`: tokens int32 [B, n] and log-probabilities float32 [B, n], how many of
-        them each row has, int32 [B], which rows have not ended, bool [B], entropies float32 [B, n] or None, and
-        what became of drafts (`draft_search.Outcome`) or None; and the rows as the next chunk finds them. n is
-        `spec.chunk`, or `CHUNKS * spec.chunk` with drafts.
+        The pool; the results of the chunk; and the rows as inputs of the next chunk, `Packed`. The results are
+        `Packed`, too: tokens int32 [B, n], log-probabilities float32 [B, n], the number of tokens that each row got,
+        int32 [B], which rows have not ended, bool [B], entropies float32 [B, n] or None, and statistics of drafts
+        (`draft_search.Outcome`) or None. n is `spec.chunk`, or `CHUNKS * spec.chunk` with `positions`.
     """
     slots: Slots = dataclasses.replace(rows.tree(), texts=texts)
     how = variables, pool, slots, temperature, stop_tokens, model, spec
@@ -88,7 +89,7 @@ def decode(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Loop:
-    """The state within a chunk: every row that still lives has sampled `count` tokens."""
+    """The state of the loop: every row that has not ended has `count` new tokens."""
 
     count: jax.Array
     token: jax.Array
@@ -111,8 +112,10 @@ def _sample(
     spec: EngineSpec,
     compares,
 ):
-    """`decode` with one token of each row in a step: gives the pool, the results of the chunk, and the fields of `slots`
-    that have moved.
+    """Implements `decode` with one token of each row in a step.
+
+    Returns:
+        The pool, the results of the chunk, and the changed fields of `slots`, by name.
     """
     chunk = spec.chunk
     rows = jnp.arange(len(slots.live))
@@ -136,7 +139,7 @@ def _sample(
         return (loop.count < chunk) & jnp.any(loop.live)
 
     def step(loop: _Loop) -> _Loop:
-        # An ended row writes to page 0, and reads one slot of it.
+        # A row that has ended writes to page 0 (scratch), and reads one token of it.
         cache = kv_cache.KVCache(
             *loop.pool,
             tables=jnp.where(loop.live[:, None], slots.tables, 0),
@@ -174,7 +177,7 @@ def _sample(
         "live": loop.live,
     }
     if slots.given is not None:
-        # They were taken: the chunk that follows without the host gives none.
+        # All given tokens were used; a next chunk that starts before the host reads this one must not repeat them.
         moved["given"] = jnp.full_like(slots.given, -1)
     if slots.history is not None:
         places = slots.ends[:, None] + 1 + jnp.arange(chunk)
@@ -184,7 +187,7 @@ def _sample(
         )
     outcome = None
     if slots.texts is not None:
-        # A condition, and not another program: that would be compiled again for each number of rows.
+        # A branch instead of a second program, which would have to be compiled for each batch size.
         compared = functools.partial(_compared, slots, loop.tokens, loop.lengths, moved["history"])
         outcome = jax.lax.cond(compares, compared, draft_search.Outcome.start)
         lived = jnp.sum(loop.lengths)
@@ -196,13 +199,13 @@ def _sample(
 def _compared(
     slots: Slots, tokens: jax.Array, made: jax.Array, history: jax.Array
 ) -> draft_search.Outcome:
-    """What would have become of drafts at some places of a chunk, for the host to learn whether drafts would pay.
+    """Compares drafts at some positions of a chunk with its tokens, so that the host learns whether drafts would pay.
 
     Args:
         slots: The rows before the chunk.
-        tokens: int32 [B, n], its results.
-        made: int32 [B], how many tokens of each row that are.
-        history: int32 [B, T], the rows' tokens after it.
+        tokens: int32 [B, n], the chunk's tokens.
+        made: int32 [B], the number of tokens that each row got.
+        history: int32 [B, T], the rows' tokens after the chunk.
     """
     chunk = tokens.shape[1]
     padded = jnp.pad(tokens, ((0, 0), (0, draft_search.MOST)))

@@ -1,6 +1,6 @@
-"""The cache's pages on the device, or on the devices that decode rows together: made, copied, moved to the host and back.
+"""The pages of the KV cache on one or several devices: allocation, copies, and transfers to the host and back.
 
-`page_pool` says who holds a page, `scheduler` which pages move; here their contents do.
+`page_pool` tracks which rows hold a page, and `scheduler` decides which pages move; this module moves their contents.
 """
 
 import dataclasses
@@ -18,27 +18,30 @@ from qerl_jax.generation.scheduler import Move
 from qerl_jax.model import kv_cache
 from qerl_jax.model.transformer import Transformer
 
-# How devices that decode rows together divide the pool [L, N, J, S, C].
+# The sharding of the pool [L, N, J, S, C] over devices that decode rows together: by KV heads.
 BY_HEADS = PartitionSpec(None, None, sharding.GROUP)
-# Pages that go to the host or come back at a time.
+# Number of pages that are copied to or from the host at a time.
 _PIECE = 16
 
 
 def made(
     model: Transformer, num_pages: int, page_size: int, device: jax.Device, where: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """The empty pool, [L, N, J, S, C] of keys and of values.
+    """Allocates the pool.
 
     Args:
         model: The policy.
         num_pages: N.
         page_size: S.
         device: The first device of the pool.
-        where: That device, or the sharding of what all devices of a group hold.
+        where: That device; for several devices, the sharding of an array that all of them hold in full.
+
+    Returns:
+        Keys and values, [L, N, J, S, C] each, filled with zeros.
     """
     size = model.own_part.arch, num_pages, model.dtype, page_size
     if model.tensor == 1:
-        with jax.default_device(device):  # programs of a thread under it would be lowered anew
+        with jax.default_device(device):  # kept short: jit lowers programs again under this context
             pool = kv_cache.pool(*size)
         return jax.device_put(pool, where)
     return _divided_pool(*size, model.tensor, NamedSharding(where.mesh, BY_HEADS))
@@ -46,7 +49,7 @@ def made(
 
 @functools.partial(jax.jit, static_argnums=range(6))
 def _divided_pool(arch, num_pages: int, dtype, page_size: int, count: int, places: NamedSharding):
-    """The empty pools of several devices as one, made where they are to be."""
+    """Allocates the pools of several devices as one sharded array, each part on its device."""
     arch = dataclasses.replace(
         arch, num_heads=count * arch.num_heads, num_kv_heads=count * arch.num_kv_heads
     )
@@ -56,7 +59,7 @@ def _divided_pool(arch, num_pages: int, dtype, page_size: int, count: int, place
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="pool")
 def copied(pool, sources, targets, *, model: Transformer):
-    """Copies pages in all layers; 0 to 0 where there is nothing to copy.
+    """Copies pages in all layers; entries without a copy are 0 in both arrays.
 
     Args:
         pool: Keys and values, [L, N, J, S, C] each; donated.
@@ -76,7 +79,7 @@ def copied(pool, sources, targets, *, model: Transformer):
 
 @functools.partial(jax.jit, static_argnames="model")
 def _read(pool, pages, *, model: Transformer):
-    """The contents of pages [n] in all layers: [L, n, J, S, C] of keys and of values."""
+    """Returns the contents of pages [n] in all layers: keys and values, [L, n, J, S, C] each."""
     return _in_group(model, lambda pool, pages: tuple(part[:, pages] for part in pool), 1)(
         pool, pages
     )
@@ -84,7 +87,7 @@ def _read(pool, pages, *, model: Transformer):
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="pool")
 def _write(pool, pages, contents, *, model: Transformer):
-    """Puts the contents of pages [n] there."""
+    """Writes contents to pages [n]: keys and values, [L, n, J, S, C] each; the pool is donated."""
 
     def written(pool, contents, pages):
         return tuple(part.at[:, pages].set(held) for part, held in zip(pool, contents, strict=True))
@@ -93,7 +96,7 @@ def _write(pool, pages, contents, *, model: Transformer):
 
 
 def _in_group(model: Transformer, function, pools: int):
-    """A function of arrays on a group, of which the first and the result are divided as the pool is."""
+    """Makes a function of arrays on a group; its first `pools` arguments and its result are sharded like the pool."""
     how = {}
     if model.tensor > 1:
         how = {"places": dict.fromkeys(range(pools), BY_HEADS), "gives_own": BY_HEADS}
@@ -101,11 +104,11 @@ def _in_group(model: Transformer, function, pools: int):
 
 
 def taken(pool, pages: Sequence[int], model: Transformer) -> list[tuple[np.ndarray, ...]]:
-    """Copies pages to the host, and waits for it.
+    """Copies pages to the host, and waits until they are there.
 
     Returns:
-        For each `_PIECE` pages a NumPy array of keys and one of values, [L, _PIECE, J, S, C]. The last ones are filled up
-        with page 0.
+        For each `_PIECE` pages a NumPy array of keys and one of values, [L, _PIECE, J, S, C]. The last ones are
+        padded with copies of page 0.
     """
     return [
         jax.device_get(_read(pool, _padded(piece), model=model))
@@ -114,7 +117,7 @@ def taken(pool, pages: Sequence[int], model: Transformer) -> list[tuple[np.ndarr
 
 
 def returned(pool, move: Move, model: Transformer):
-    """Writes the contents that `taken` gave to their pages, but for those that are skipped; the pool is donated."""
+    """Writes contents that `taken` returned to their pages, except those that are skipped; the pool is donated."""
     pages = [0] * move.skipped + move.pages
     for piece, contents in zip(itertools.batched(pages, _PIECE), move.contents, strict=True):
         if any(piece):
@@ -123,5 +126,5 @@ def returned(pool, move: Move, model: Transformer):
 
 
 def _padded(pages: Sequence[int]) -> np.ndarray:
-    """int32 [_PIECE]: the pages, then scratch."""
+    """Pads pages to int32 [_PIECE] with page 0, which is scratch."""
     return np.array([*pages, *[0] * (_PIECE - len(pages))], np.int32)

@@ -1,6 +1,6 @@
-"""How many tokens of drafts to verify in a step, decided by the host between two chunks.
+"""Decides on the host, between two chunks, how many drafted tokens to verify in a step.
 
-The decision depends on the rows alone, and not on a clock: a run that is repeated makes the same steps again.
+The decision depends only on the rows and not on measured times, so a repeated run makes the same steps.
 """
 
 import dataclasses
@@ -11,27 +11,28 @@ import numpy as np
 
 from qerl_jax.generation.draft_search import KINDS, LONGEST_MATCH, MOST, Outcome
 
-# Time of a step by the number of its tokens, in units of a step of at most 8 rows without drafts, measured with 7B on an
-# H200. Steps with drafts were measured with 8 rows; the time to find drafts is included. Since attention reads a row's
-# pages once these steps cost less, but rows that have ended are idle until their chunk has, and these prices are near
-# what runs gained (docs/lab-notes.md, "Drafts on an H100").
+# Time of a step by the number of its tokens, in units of a step of at most 8 rows without drafts, measured with 7B on
+# an H200. Steps with drafts were measured with 8 rows; the time to find drafts is included. They have become cheaper
+# since attention reads a row's pages once. But rows that have ended are idle until their chunk ends, and with these
+# prices the estimated gain is near the measured one (docs/lab-notes.md, "Drafts on an H100").
 _PRICES = {8: 1.0, 32: 1.28, 64: 1.76, 128: 2.73}
 _PRICES_WITH_DRAFTS = {8: 1.22, 16: 1.33, 32: 1.46, 64: 1.65}
-# Tokens that a step may have with drafts. Each is a program to compile.
+# Possible numbers of tokens of a step with drafts; each is compiled as a program.
 _STEPS = (8, 16, 32, 64)
-# The most tokens of a group's ended completions in which drafts are looked for.
+# The most tokens of a group's ended completions in which drafts are searched.
 MOST_ENDED = 1 << 15
-# What a step must gain over another one before it takes its place, and the tokens that must have been compared before.
+# Tokens per time that another step size must gain, as a factor, before it replaces the current one; and the number of
+# compared tokens that is needed before drafts are used.
 _GAIN, _EVIDENCE = 1.05, 32
-# Comparing takes a millisecond or two. Where drafts do not pay, one of `_SELDOM` chunks compares them. At first every chunk
-# does, until there is evidence enough, or until `_MOST_AT_FIRST` chunks have given too little.
+# Comparing takes a millisecond or two. While drafts do not pay, one chunk of `_SELDOM` compares them. At the start
+# every chunk does, until `_EVIDENCE` tokens have been compared, but at most `_MOST_AT_FIRST` chunks.
 _SELDOM, _MOST_AT_FIRST = 8, 16
-# Decay of earlier counts when a chunk compares at least `_EVIDENCE` tokens; and the prior, one right token in `_BELIEF`.
+# Decay of earlier counts when a chunk compares at least `_EVIDENCE` tokens; the prior: one right token of `_BELIEF`.
 _KEPT, _BELIEF = 0.75, 4.0
 
 
 def price(rows: int, positions: int = 0) -> float:
-    """Time of a step of so many rows, in units of one of at most 8 rows without drafts.
+    """Estimates the time of a step, in units of a step of at most 8 rows without drafts.
 
     Args:
         rows: Rows of the batch.
@@ -41,15 +42,15 @@ def price(rows: int, positions: int = 0) -> float:
     plain = at(rows, _PRICES)
     if not positions:
         return plain
-    # Finding drafts takes no less time with more rows.
+    # Finding drafts takes at least as long as with 8 rows.
     return max(at(positions, _PRICES_WITH_DRAFTS), plain + _PRICES_WITH_DRAFTS[8] - 1)
 
 
 class Control(Protocol):
-    """Decides about the drafts of one device's rows. The attributes count what has been done.
+    """Decides about the drafts of one device's rows.
 
     Attributes:
-        record: See `Record`.
+        record: Statistics of the drafts so far.
     """
 
     record: "Record"
@@ -61,35 +62,35 @@ class Control(Protocol):
 
         Args:
             slots: Rows of the batch.
-            live: How many of them have not ended.
+            live: Number of rows that have not ended.
         """
         ...
 
     def odds(self) -> np.ndarray:
-        """float32 [KINDS], the chance that a drafted token is right, by the kind of its match."""
+        """Returns the chance that a drafted token is right, by the kind of its match: float32 [KINDS]."""
         ...
 
     def learn(self, slots: int, positions: int | None, outcome: Outcome, tokens: int) -> None:
-        """Takes the results of a chunk.
+        """Updates the statistics with the results of a chunk.
 
         Args:
             slots: Rows of its batch.
-            positions: What `positions` said for it.
-            outcome: What became of its drafts.
-            tokens: What all rows got.
+            positions: What `positions` returned for it.
+            outcome: Statistics of its drafts.
+            tokens: Tokens that all rows got together.
         """
         ...
 
 
 @dataclasses.dataclass
 class Record:
-    """What drafts have gained.
+    """Statistics of what drafts have gained.
 
     Attributes:
-        rows: Rows of all steps with drafts together.
-        tokens: What they got.
-        time: What all steps took where drafts could be made, by `price`.
-        time_without: What they would have taken without drafts.
+        rows: Number of rows that had not ended, summed over all steps with drafts.
+        tokens: Tokens that these rows got.
+        time: Estimated time (`price`) of all steps in which drafts were possible.
+        time_without: Estimated time of the same tokens without drafts.
     """
 
     rows: int = 0
@@ -98,7 +99,7 @@ class Record:
     time_without: float = 0.0
 
     def add(self, slots: int, positions: int | None, outcome: Outcome, tokens: int) -> None:
-        """Takes in a chunk; arguments as for `Control.learn`."""
+        """Adds a chunk; arguments as for `Control.learn`."""
         calls, rows = int(outcome.calls), int(outcome.rows)
         if not rows:
             return
@@ -109,7 +110,7 @@ class Record:
         self.rows += rows
         self.tokens += tokens
         self.time += calls * price(slots, positions)
-        # As many rows at a time as now, each getting one token.
+        # Without drafts the same mean number of rows would get one token each per step.
         self.time_without += tokens * calls / rows * price(slots)
 
     def __add__(self, other: "Record") -> "Record":
@@ -122,20 +123,20 @@ class Record:
 
     @property
     def accepted_per_call(self) -> float | None:
-        """Tokens that a row got from a step with drafts; None if there was none."""
+        """The mean number of tokens that a row got from a step with drafts; None if there was no such step."""
         return self.tokens / self.rows if self.rows else None
 
     @property
     def speedup(self) -> float | None:
-        """`time_without` / `time`, both estimated by `price`; None if no drafts could be made."""
+        """The ratio `time_without` / `time`, both estimated by `price`; None if no drafts were possible."""
         return self.time_without / self.time if self.time else None
 
 
 class Auto:
-    """Makes drafts where they are expected to pay by `price`, from what has become of drafts before.
+    """Uses drafts if they are expected to pay by `price`, given how often earlier drafts were right.
 
-    It begins without drafts. Without them some are made and only compared, in each chunk at first and then seldom. What
-    it knows of one rollout it uses in the next.
+    It begins without drafts. Then drafts are made and only compared, at first in every chunk and later in few. The
+    statistics are kept from one rollout to the next.
     """
 
     def __init__(self):
@@ -163,7 +164,7 @@ class Auto:
         self.record.add(slots, positions, outcome, tokens)
         if positions is None:
             return
-        # A chunk of one row compares few tokens: what was known before stays for longer.
+        # A chunk of one row compares few tokens, so earlier counts decay less.
         kept = _KEPT ** min(1.0, outcome.tried.sum() / _EVIDENCE)
         for held, new in (
             (self._tried, outcome.tried),
@@ -174,7 +175,7 @@ class Auto:
             held += new
 
     def _best(self, slots: int, live: int) -> int:
-        """The tokens of a step that bring most for their price: those of the last chunk if no others are much better."""
+        """Returns the step size with the most expected tokens per time, or the current one if it is about as good."""
         rates = {n: self._expected(live, n) / price(slots, n) for n in _STEPS if n >= slots}
         rates[0] = live / price(slots)
         best = max(rates, key=rates.get)
@@ -182,26 +183,27 @@ class Auto:
         return best if is_better else self._positions
 
     def _expected(self, live: int, positions: int) -> float:
-        """Tokens that so many rows are expected to get from a step that runs so many tokens."""
+        """Returns the expected number of tokens that `live` rows get from a step of `positions` tokens."""
         odds, matches = self.odds(), np.arange(1, LONGEST_MATCH + 1)
         behind = np.minimum(matches[:, None] + np.arange(MOST), LONGEST_MATCH)
         chances = np.cumprod(odds[[[int(m).bit_length() for m in row] for row in behind]], axis=1)
         rows = live * self._matches[1:] / max(1.0, self._matches.sum())
         chances, rows = chances.ravel(), np.repeat(rows, MOST)
         order = np.argsort(-chances, kind="stable")
-        # How much of each, the likeliest first, there is room for.
+        # The step verifies the likeliest drafted tokens first, until its positions are used up.
         room = np.clip(positions - live - (np.cumsum(rows[order]) - rows[order]), 0, rows[order])
         return live + float(room @ chances[order])
 
 
 @dataclasses.dataclass(frozen=True)
 class Drafting:
-    """How an engine makes drafts.
+    """Options of drafting.
 
     Attributes:
-        control: Makes the `Control` of a device's rows.
-        most_rows: With more rows there are no drafts.
-        least_limit: Rows that may get fewer tokens have none either: compiling would take longer than drafts save.
+        control: Creates the `Control` of a device's rows.
+        most_rows: The largest batch that has drafts.
+        least_limit: The smallest completion limit, in tokens, with drafts: for shorter completions compiling would
+            take longer than drafts save.
         most_positions: The most tokens that a step may run.
     """
 
@@ -211,5 +213,5 @@ class Drafting:
     most_positions: int = _STEPS[-1]
 
     def tokens_of_a_step(self, limit: int) -> int:
-        """The most tokens that a step may run where rows may get as many as the limit; 0 if there are no drafts then."""
+        """Returns the most tokens that a step may run, given the rows' limit in tokens; 0 for no drafts."""
         return self.most_positions if limit >= self.least_limit else 0

@@ -1,8 +1,8 @@
-"""Drafts on the device: tokens that may come next, found in texts that are there already.
+"""Drafts on the device: likely next tokens, copied from texts that already exist.
 
-A draft is what followed the longest match of a row's last tokens: in the texts of the rows that run beside it, its own
-among them, or in the texts of its group that have ended. That drafts need no model but only text is the idea of prompt
-lookup (Saxena, 2023) and of SuffixDecoding (arXiv 2411.04975).
+A draft is what followed the longest match of a row's last tokens, in the rows of the batch (its own text included) or
+in ended completions of its group. Drafting from text without a draft model is the idea of prompt lookup decoding
+(Saxena, 2023) and of SuffixDecoding (arXiv 2411.04975).
 """
 
 import dataclasses
@@ -11,26 +11,26 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-# The most tokens of a draft: with the token before it they fill a tile of decode attention.
+# The most tokens of a draft: with the token before it, they fill a tile of decode attention.
 MOST = 7
 # The most tokens of a match.
 LONGEST_MATCH = 8
-# A chunk with drafts brings a row as many tokens as this number of chunks without: its steps bring several each.
+# A chunk with drafts may sample this many times as many tokens of a row, because a step samples several.
 CHUNKS = 4
-# Matches are told apart by their number of binary digits: none, 1, 2 to 3, 4 to 7, 8.
+# Matches are classified by the number of binary digits of their length: 0, 1, 2 to 3, 4 to 7, 8.
 KINDS = LONGEST_MATCH.bit_length() + 1
-# No text has these: before the beginning of a text, and before that of a row.
+# Ids that pad the beginning of a text and of a row's context; they are no tokens, and never match.
 _NO_TEXT, _NO_CONTEXT = -2, -3
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """Where drafts are looked for, beside the texts of the rows in the batch.
+    """Texts in which drafts are searched, in addition to the rows of the batch.
 
     Attributes:
-        ended: int32 [B, P], completions of each row's group that have ended, one behind the other; each behind the
-            last tokens of the prompt, and before a -1.
+        ended: int32 [B, P], the concatenated ended completions of each row's group; each follows the last tokens of
+            the prompt, and is followed by -1.
         group: int32 [B], the number of each row's group.
     """
 
@@ -44,8 +44,8 @@ class Drafts:
     """A draft for each row.
 
     Attributes:
-        match: int32 [B], tokens that the row has in common with the text of its draft, at most `LONGEST_MATCH`;
-            0 where there is no draft.
+        match: int32 [B], length of the match between the row's end and the draft's text, at most `LONGEST_MATCH`;
+            0 without a draft.
         tokens: int32 [B, MOST], -1 after the draft's end.
     """
 
@@ -53,14 +53,14 @@ class Drafts:
     tokens: jax.Array
 
     def kinds(self) -> jax.Array:
-        """int32 [B, MOST], the kind of match before each token, if those before it are right."""
+        """Returns the kind of match before each token, if the tokens before it are right: int32 [B, MOST]."""
         return kind(self.match[:, None] + jnp.arange(MOST))
 
     def chances(self, odds: jax.Array) -> jax.Array:
-        """float32 [B, MOST], the chance that a token and all before it are right; 0 after the draft's end.
+        """Returns the chance that a token and all before it are right: float32 [B, MOST]; 0 after the draft's end.
 
         Args:
-            odds: float32 [KINDS], the chance of a token by its kind of match.
+            odds: float32 [KINDS], the chance that a token is right, by its kind of match.
         """
         is_there = (self.tokens >= 0) & (self.match[:, None] > 0)
         return jnp.cumprod(jnp.where(is_there, odds[self.kinds()], 0), axis=1)
@@ -69,15 +69,15 @@ class Drafts:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of the drafts of a chunk.
+    """Statistics of the drafts of a chunk.
 
     Attributes:
-        tried: int32 [KINDS], drafted tokens behind right ones, by their kind of match. A draft that ends there counts
-            as a wrong token.
-        right: int32 [KINDS], how many of them were right.
-        matches: int32 [LONGEST_MATCH + 1], drafts by the length of their match.
+        tried: int32 [KINDS], number of compared tokens whose predecessors in the draft were all right, by their kind
+            of match. The end of a draft counts as a wrong token.
+        right: int32 [KINDS], number of these that were right.
+        matches: int32 [LONGEST_MATCH + 1], number of drafts by the length of their match; 0 is no draft.
         calls: int32, steps of the chunk.
-        rows: int32, rows of all steps together.
+        rows: int32, number of rows that had not ended, summed over the steps.
     """
 
     tried: jax.Array
@@ -88,7 +88,7 @@ class Outcome:
 
     @classmethod
     def start(cls) -> Self:
-        """Nothing yet."""
+        """Returns counts of zero."""
         kinds, nothing = jnp.zeros(KINDS, jnp.int32), jnp.int32(0)
         return cls(kinds, kinds, jnp.zeros(LONGEST_MATCH + 1, jnp.int32), nothing, nothing)
 
@@ -97,12 +97,12 @@ class Outcome:
 
 
 def outcome(drafts: Drafts, right: jax.Array, lengths: jax.Array, live: jax.Array) -> Outcome:
-    """Counts what became of drafts, in one step.
+    """Counts how many drafted tokens were right, in one step.
 
     Args:
-        drafts: Of B rows.
-        right: bool [B, MOST], whether each token is that of the text.
-        lengths: int32 [B], how many of a row's tokens were compared.
+        drafts: The drafts of B rows.
+        right: bool [B, MOST], whether each drafted token equals the sampled one.
+        lengths: int32 [B], the number of a row's tokens that were compared.
         live: bool [B], which rows count.
     """
     is_first = (jnp.arange(MOST) < lengths[:, None]) & live[:, None]
@@ -124,7 +124,7 @@ def outcome(drafts: Drafts, right: jax.Array, lengths: jax.Array, live: jax.Arra
 
 
 def kind(match: jax.Array) -> jax.Array:
-    """The kind of a match by its length: its number of binary digits, at most `KINDS` - 1."""
+    """Returns the kind of a match by its length: the number of binary digits, at most `KINDS` - 1."""
     return sum((match >= 1 << digit).astype(jnp.int32) for digit in range(KINDS - 1))
 
 
@@ -136,18 +136,21 @@ def search(history: jax.Array, lengths: jax.Array, texts: Texts) -> Drafts:
 
     Args:
         history: int32 [B, T], the tokens of each row, its prompt included; -1 after its last.
-        lengths: int32 [B], how many tokens that are.
-        texts: Where to look beside it.
+        lengths: int32 [B], the number of these tokens.
+        texts: Further texts to search.
+
+    Returns:
+        The drafts of the B rows.
     """
     rows, width = history.shape
     behind = lengths[:, None] - 1 - jnp.arange(LONGEST_MATCH)
     context = jnp.take_along_axis(history, jnp.maximum(behind, 0), axis=1)
     context = jnp.where(behind >= 0, context, _NO_CONTEXT)
 
-    # [row, text, place]: how many tokens up to a place are the row's last.
+    # [row, text, position]: length of the match that ends at a position.
     beside = _matches(history[None], context[:, None])
     is_group = texts.group[:, None] == texts.group
-    # One number, of which the largest is wanted: length, group, place.
+    # Encodes length, group and position in one number, so that the best match is the largest.
     ranks = (2 * beside + is_group[..., None]) * width + jnp.arange(width)
     ranks = jnp.where(beside > 0, ranks, 0).max(axis=2)
     text = ranks.argmax(axis=1)
@@ -165,7 +168,7 @@ def search(history: jax.Array, lengths: jax.Array, texts: Texts) -> Drafts:
     from_before = jnp.take_along_axis(texts.ended, at, axis=1)
     is_before = match_before >= match
     tokens = jnp.where(is_before[:, None], from_before, from_beside)
-    # After the first -1 another text begins; and the last place of a text is followed by itself.
+    # After the first -1 another text begins. At the end of a text, the clipped index repeats its last token.
     last = jnp.where(
         is_before[:, None], place_before[:, None] + steps >= size, place[:, None] + steps >= width
     )
@@ -175,11 +178,14 @@ def search(history: jax.Array, lengths: jax.Array, texts: Texts) -> Drafts:
 
 
 def _matches(texts: jax.Array, context: jax.Array) -> jax.Array:
-    """How many of a row's last tokens end at each place of a text; 0 where no token follows.
+    """Returns the length of the match between a row's last tokens and each position of a text.
 
     Args:
         texts: int32 [..., P].
-        context: int32 [..., LONGEST_MATCH], the last token first.
+        context: int32 [..., LONGEST_MATCH], the row's last tokens, the last one first.
+
+    Returns:
+        int32 [..., P], the number of equal tokens up to and including that position; 0 where no token follows.
     """
     *shape, size = texts.shape
     ahead = jnp.full((*shape, LONGEST_MATCH - 1), _NO_TEXT, jnp.int32)
@@ -194,15 +200,17 @@ def _matches(texts: jax.Array, context: jax.Array) -> jax.Array:
 
 
 def shares(chances: jax.Array, budget: jax.Array) -> jax.Array:
-    """How many tokens of each draft to verify, int32 [B]: the `budget` most likely tokens over all rows; tokens
-    with chance 0 are never chosen.
+    """Returns how many tokens of each draft to verify: the `budget` most likely tokens over all rows.
 
     Args:
-        chances: float32 [B, n], which do not rise along a row; 0 where there is no token.
+        chances: float32 [B, n], not increasing along a row; 0 where there is no token, which is never chosen.
         budget: int32 scalar.
+
+    Returns:
+        int32 [B].
     """
     rows, most = chances.shape
-    # Place by place, so that of tokens of one chance a row's earlier ones come first.
+    # Position by position, so that among tokens of equal chance a row's earlier ones come first.
     flat = chances.T.reshape(-1)
     place = jnp.arange(rows * most)
     is_before = (flat > flat[:, None]) | ((flat == flat[:, None]) & (place < place[:, None]))

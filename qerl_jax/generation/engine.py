@@ -1,13 +1,13 @@
-"""Continuous batching: prompts wait in a queue, rows run in slots, keys and values lie in pages.
+"""Continuous batching: prompts wait in a queue, rows run in slots, keys and values are stored in pages.
 
 The device runs one jitted loop per chunk of tokens. Between chunks the host reads the results, gives the slots and
-pages of rows that ended to rows that wait, and starts the next chunk. If no row waits, the next chunk starts before
-the results are read. Nothing recompiles on the way: the sizes that a batch can have, and the lengths to which prompts
-are padded, are few and fixed.
+pages of rows that ended to waiting rows, and starts the next chunk. If no row waits, the next chunk starts before
+the results are read. Few programs are compiled, because batch sizes and padded prompt lengths come from short, fixed
+lists.
 
-A prompt is prefilled once, all but its last token, which is the first that its rows decode. Its
-rows share the pages that it fills; the page that it fills in part is copied for each row but the
-last, which takes it over.
+A prompt is prefilled once, all but its last token, which is the first that its rows decode. Its rows share the pages
+that it fills completely. Its last, partly filled page is copied for each row except the last row that begins, which
+takes over the original.
 """
 
 import collections
@@ -47,15 +47,15 @@ from qerl_jax.generation.stop_strings import StopStrings
 from qerl_jax.model import kv_cache, noise
 from qerl_jax.model.transformer import Transformer
 
-# Seconds between two checks whether the run is asked to end, while all rows wait for replies.
+# Seconds between two calls of `poll` while all rows wait for replies.
 _REPLY_SECONDS = 0.5
 
-# Around a call that may compile: given the device and what else tells the program from others.
+# Makes a context for a call that may compile. The arguments are the device and values that identify the program.
 type CompilesOnce = Callable[..., contextlib.AbstractContextManager]
 
 
 def _without_others(*program) -> contextlib.AbstractContextManager:
-    """There is one device only."""
+    """Returns an empty context, for a single device."""
     return contextlib.nullcontext()
 
 
@@ -64,21 +64,21 @@ class Engine:
 
     Args:
         model: The policy.
-        spec: How tokens are sampled.
-        stop_tokens: Ids that end a completion; none means every row runs to its limit.
-        stop_strings: Texts that end a completion, looked for between chunks.
+        spec: Sampling options.
+        stop_tokens: Ids that end a completion; if empty, a row ends only by a stop string or its limit.
+        stop_strings: Texts that end a completion; the host checks for them between chunks.
         compact: Whether the batch shrinks when rows end and none waits. In both cases a row's tokens depend only on
             its prompt and key, unless rounding decides between two tokens. If False, the last bits of its
             log-probabilities do not depend on the other rows either, if slots, `max_prompt_length` and the largest
             limit stay the same.
         kv_cache_tokens: Capacity of the cache in tokens; None means what all slots can need.
-        kv_cache_fraction: Capacity as a fraction of the device memory that is free at the first call.
-            Where the device reports its memory and neither is given, nine tenths of what
-            `kv_capacity.workspace` leaves bound it.
-        page_size: S; None means what the device reads best.
-        poll: Called before each chunk; what it raises ends the sampling.
-        drafts: How drafts are made; None for none. There are none without `compact`, for log-probabilities with
-            drafts have other last bits.
+        kv_cache_fraction: Capacity as a fraction of the device memory that is free at the first call. If neither is
+            given and the device reports its memory, the capacity is at most nine tenths of the free memory that
+            `kv_capacity.workspace` leaves.
+        page_size: S, tokens of a page; None chooses by device.
+        poll: Called before each chunk; an exception that it raises ends the sampling.
+        drafts: Options of drafting; None for no drafts. Without `compact` there are none either, because the steps
+            with drafts round log-probabilities differently.
     """
 
     def __init__(
@@ -98,28 +98,29 @@ class Engine:
         self._model, self._spec = model, spec
         self._drafts = drafts if compact else None
         self._poll = poll
-        # At least eight, filled up with ids that are never sampled, so that ignoring them needs no new compilation.
+        # Padded to at least eight with ids that are never sampled, so that calls with and without stop tokens have
+        # arrays of one shape and share a program.
         self._stop_tokens = np.array([*stop_tokens, *[-1] * (8 - len(stop_tokens))], np.int32)
         self._stop_strings = stop_strings
         self._compact = compact
         self._budget = kv_cache_tokens, kv_cache_fraction
-        # On a CPU every unfilled slot of a page costs time.
+        # On a CPU small pages are faster: unfilled tokens of a page cost time.
         self._page_size = page_size or (kv_cache.PAGE_SIZE if runtime.platform() == "gpu" else 32)
         self._itemsize = jnp.dtype(model.dtype).itemsize
-        # A number for each schedule that was run, for several threads may run one each.
+        # One number per finished schedule; a list, because several threads append to it.
         self._parked: list[int] = []
-        # By the number of the device, for each has rows of its own.
+        # By the index of the device, because each device has its own rows.
         self._controls: dict[int, draft_control.Control] = {}
         self._recall = Recall()
 
     @property
     def times_parked(self) -> int:
-        """How often a row left the device for a while, because the cache was full."""
+        """The number of preemptions: rows whose pages were moved to the host because the cache was full."""
         return sum(self._parked)
 
     @property
     def drafted(self) -> draft_control.Record:
-        """What drafts have gained so far."""
+        """Statistics of the drafts so far."""
         records = [control.record for control in self._controls.values()]
         return sum(records, draft_control.Record())
 
@@ -134,17 +135,17 @@ class Engine:
         entropies: bool = False,
         **options: Any,
     ) -> Self:
-        """The engine that samples as a config or a caller asks.
+        """Makes an engine from sampling options.
 
         Args:
             model: The policy.
-            tokenizer: The policy's tokenizer, which says how many ids there are and which end a completion.
-            how: Truncation, penalty, and what ends a completion.
+            tokenizer: The policy's tokenizer; it has the number of ids and the stop tokens.
+            how: Truncation, penalty, what ends a completion, and whether drafts are used.
             chunk: See `EngineSpec`.
             entropies: See `EngineSpec`.
             **options: Further arguments of the engine.
         """
-        # Prices of steps are known of the Hopper kernels only.
+        # Step times have only been measured with the Hopper kernels.
         drafts = Drafting() if how.drafts == "auto" and not runtime.unless_hopper() else None
         return cls(
             model,
@@ -175,17 +176,20 @@ class Engine:
 
         Args:
             variables: `params`, `frozen` and, under AQN, `noise`: vectors for all rows, or `RowNoise`.
-            prompts: Any number; with `RowNoise` each has the numbers of its rows' noise.
-            temperature: 0 takes the likeliest token.
-            max_prompt_length: A bound on the prompts that stays the same from call to call.
+            prompts: Any number of prompts; with `RowNoise` each has the numbers of its rows' noise.
+            temperature: Scalar; 0 takes the likeliest token.
+            max_prompt_length: The most tokens of a prompt. Use the same value in all calls: shapes depend on it.
             max_concurrent: Slots; None means as many as the cache holds, see `kv_capacity.best_slots`.
-            turns: Answers rows whose turn has ended; None for rows of one turn. While a row waits for its
-                answer it keeps its slot and its pages, and the others go on. It then takes the tokens it is
-                given, one in each step of decoding, and samples on. They count against its limit.
+            turns: Answers rows whose turn has ended; None for single-turn rows. While a row waits for its answer it
+                keeps its slot and its pages, and the other rows continue. Then it takes the answer's tokens, one per
+                decoding step, and samples again. They count against its limit.
+
+        Returns:
+            An iterator over lists of `RowTokens`, one list per chunk.
 
         Raises:
-            ValueError: Before anything runs, when a prompt is empty or longer than its bound, or a
-                row does not fit into the cache.
+            ValueError: Before anything runs, if a prompt is empty or longer than `max_prompt_length`, or a row does
+                not fit into the cache.
         """
         if not prompts:
             return iter(())
@@ -210,21 +214,24 @@ class Engine:
         own: range = range(1),
         lengths: Sequence[float] | None = None,
     ) -> list[Schedule]:
-        """Checks prompts, and deals them out: a schedule for each of a host's devices, all of the same shapes.
+        """Checks prompts, and distributes them: one schedule per replica of this host, all of the same shapes.
 
         Args:
-            variables: See `stream`, as for the next four.
-            prompts: At least one.
-            max_prompt_length: See above.
+            variables: See `stream`.
+            prompts: At least one prompt.
+            max_prompt_length: See `stream`.
             max_concurrent: Slots of each device.
-            turns: See above.
-            places: How many devices there are on all hosts. With several, none has more slots than its share of
-                the rows.
-            own: Places of this host's devices, which take rows from each other alone.
+            turns: See `stream`.
+            places: Number of replicas (devices, or groups of devices) on all hosts. With several, none has more slots
+                than its share of the rows.
+            own: Indices of this host's replicas; they take rows only from each other.
             lengths: See `distribute`.
 
+        Returns:
+            A schedule for each index in `own`.
+
         Raises:
-            ValueError: As `stream`.
+            ValueError: See `stream`.
         """
         own_noise = noise.has_own(variables)
         for place, prompt in enumerate(prompts):
@@ -270,7 +277,7 @@ class Engine:
             sizes=batch_sizes(slots) if self._compact else (slots,),
             least_shared=self._least_shared(prompts),
             drafted=drafts.most_rows if positions else 0,
-            # Of the round before and of this one.
+            # Enough for the completions of the previous round and of this one.
             ended=min(
                 2 * max(len(each.keys) for each in prompts) * (limit + LONGEST_MATCH + 1),
                 MOST_ENDED,
@@ -290,7 +297,7 @@ class Engine:
         ]
 
     def _least_shared(self, prompts: Sequence[QueuedPrompt]) -> int:
-        """Pages of a prompt from which on attention reads them once for several of its rows; 0 if no prompt has as many."""
+        """Returns `Shapes.least_shared`: 0 if attention cannot share pages, or if no prompt has enough of them."""
         arch = self._model.own_part.arch
         if decode_attention.supports_sharing(arch.num_heads, arch.num_kv_heads) is not None:
             return 0
@@ -304,7 +311,7 @@ class Engine:
         temperature: float | jax.Array,
         **limits: Any,
     ) -> Iterator[RowTokens]:
-        """Samples all rows as `stream` does, and yields each row as a whole when it ends."""
+        """Samples all rows as `stream` does, and yields each complete row when it ends."""
         return whole(self.stream(variables, prompts, temperature, **limits))
 
     def poll(self) -> None:
@@ -321,14 +328,14 @@ class Engine:
         poll: Callable[[], None] | None = None,
         compiles: CompilesOnce = _without_others,
     ) -> Iterator[list[RowTokens]]:
-        """Samples the rows of a schedule on the device of the variables, and gives the results of each chunk.
+        """Samples the rows of a schedule on the device of the variables, and yields the results of each chunk.
 
         Args:
             variables: See `stream`.
-            schedule: Of `schedules`.
+            schedule: A schedule from `schedules`.
             temperature: See `stream`.
-            poll: Called before each chunk instead of the engine's own.
-            compiles: Around each call of a program.
+            poll: Called before each chunk instead of the engine's own `poll`.
+            compiles: Makes the context of each call that may compile.
         """
         poll = poll or self.poll
         # Commit all inputs to the device. Otherwise rows from the host and rows from the previous chunk would
@@ -339,21 +346,21 @@ class Engine:
         pool = device_pool.made(self._model, schedule.num_pages, self._page_size, device, where)
         always = jax.device_put((np.float32(temperature), self._stop_tokens), where)
         traits = {"model": self._model, "spec": self._spec}
-        # Once: the policy has many arrays, and stays the same.
+        # Computed once, because the policy has many arrays and does not change.
         policy = self._model, _form(variables)
         control = self._control(schedule)
         chunks = collections.deque()
-        # Results of the last chunk; None when they have been given. They are given when the next is under way, so that the
-        # device does not wait for whoever takes it.
+        # Results of the last chunk; None after they were yielded. They are yielded when the next chunk is running, so
+        # that the device does not wait for the caller.
         held: Iterator[RowTokens] | None = None
-        # Where drafts are found, as the schedule has it and on the device: it is large, and seldom changes.
+        # The texts in which drafts are searched, on the host and on the device: they are large and seldom change.
         known, known_here = None, None
         try:
             while schedule.unfinished():
                 try:
                     poll()
                 except BaseException:
-                    # What was sampled is not lost.
+                    # Tokens that were already sampled are not lost.
                     if held is not None:
                         yield list(held)
                     raise
@@ -361,7 +368,7 @@ class Engine:
                     yield [*(held or ()), *over]
                     held = None
                     continue
-                # Where no row waits, the device starts the next chunk while the host reads the results.
+                # If no row waits, the device starts the next chunk while the host reads the results.
                 while not chunks or (
                     len(chunks) == 1 and schedule.can_run_ahead(drafts=bool(chunks[0][0]))
                 ):
@@ -391,7 +398,7 @@ class Engine:
                         drafting = known_here, control.odds(), np.bool_(positions == 0)
                     form = _form(pool, rows, drafting)
                     with compiles(device, *policy, self._spec, positions or None, form):
-                        # The rows are then those that the next chunk finds.
+                        # The returned rows are the inputs of the next chunk.
                         pool, results, rows = decode(
                             variables,
                             pool,
@@ -419,12 +426,12 @@ class Engine:
             if held is not None:
                 yield list(held)
         finally:
-            # The traceback of an error keeps what this frame holds, in a notebook until the next error.
+            # An error's traceback keeps the variables of this frame alive; in a notebook, until the next error.
             del pool
         self._parked.append(schedule.times_parked)
 
     def _control(self, schedule: Schedule) -> draft_control.Control | None:
-        """Decides about drafts of a schedule's rows, by what has become of drafts on its device before."""
+        """Returns the draft control of a schedule's device, which knows its earlier drafts; None without drafts."""
         if not schedule.has_drafts:
             return None
         if schedule.place not in self._controls:
@@ -432,7 +439,7 @@ class Engine:
         return self._controls[schedule.place]
 
     def _num_pages(self, wanted: int, tokens: int | None, prompts: Sequence[QueuedPrompt]) -> int:
-        """Pages of the pool, scratch included: what is wanted, or what its capacity allows."""
+        """Returns the pages of the pool, scratch included: the wanted number, or what the capacity allows."""
         if tokens is None:
             return wanted
         size = self._page_size
@@ -449,11 +456,11 @@ class Engine:
 
     @functools.cached_property
     def _memory(self) -> dict[str, int] | None:
-        # Once: the number of pages is part of what is compiled.
+        # Read once: programs are compiled for the number of pages.
         return runtime.memory_stats()
 
     def _capacity(self, beside: int) -> int | None:
-        """Capacity of the cache in tokens if sampling needs `beside` bytes in addition; None for no bound."""
+        """Returns the capacity of the cache in tokens if sampling needs `beside` more bytes; None for no bound."""
         tokens, fraction = self._budget
         if tokens is not None:
             return tokens
@@ -472,13 +479,13 @@ class Engine:
 
 
 def _form(*arrays: Any) -> Hashable:
-    """What tells a program from others with the same static arguments: which arrays there are, and their shapes."""
+    """Returns what identifies a program besides its static arguments: the tree of its arrays, and their shapes."""
     leaves, structure = jax.tree.flatten(arrays)
     return structure, tuple(map(np.shape, leaves))
 
 
 def whole(chunks: Iterator[list[RowTokens]]) -> Iterator[RowTokens]:
-    """Each row as a whole, when it ends."""
+    """Joins the parts of each row, and yields the complete row when it ends."""
     rows = collections.defaultdict(list)
     for part in itertools.chain.from_iterable(chunks):
         rows[part.row].append(part)

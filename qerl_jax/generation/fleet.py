@@ -1,7 +1,7 @@
-"""Several devices sample the rows of one rollout, each with its own engine, slots and pages.
+"""Samples the rows of one rollout on several devices, each with its own schedule, slots and pages.
 
 Each device has its own thread, so that none waits for another between chunks of tokens. Each host drives its own
-devices, and sends their rows to the other hosts when all rows have ended.
+devices, and sends their rows to the other hosts when all its rows have ended.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ from qerl_jax.mesh import Replicas
 
 messages.sent(RowTokens)
 
-# Seconds between two checks whether the run must end, while no device returns anything.
+# Seconds between two calls of `poll` while no device returns anything.
 _LOOK_SECONDS = 0.5
-# Of so many prompts, those that were sampled last, the lengths of completions are kept.
+# The most prompts whose completion lengths are kept; the prompts that were sampled longest ago are dropped.
 _MOST_LENGTHS = 1 << 16
 
 
@@ -34,24 +34,24 @@ class Fleet:
     """Samples completions on several devices, as `Engine` does on one.
 
     Args:
-        engine: How rows are sampled.
+        engine: The engine that runs on each replica.
         replicas: The devices.
     """
 
     def __init__(self, engine: Engine, replicas: Replicas):
         self._engine, self._replicas = engine, replicas
-        # Mean completion length, in tokens, of a prompt when it was last sampled; by the bytes of its tokens. Those that
-        # were sampled last come last.
+        # Mean completion length in tokens of each prompt when it was last sampled. The key is the bytes of the
+        # prompt's tokens; the latest prompts come last.
         self._lengths: dict[bytes, float] = {}
 
     @property
     def times_parked(self) -> int:
-        """See `Engine.times_parked`; of this host's devices."""
+        """See `Engine.times_parked`; for this host's devices."""
         return self._engine.times_parked
 
     @property
     def drafted(self) -> Record:
-        """See `Engine.drafted`; of this host's devices."""
+        """See `Engine.drafted`; for this host's devices."""
         return self._engine.drafted
 
     def stream(
@@ -66,16 +66,24 @@ class Fleet:
     ) -> Iterator[list[RowTokens]]:
         """Samples all rows, and yields the tokens of each device's chunks as they arrive; see `Engine.stream`.
 
-        Rows of other hosts come complete, after all rows of this host. Rows are distributed by the lengths that
-        their prompts had when they were last sampled; for a new prompt the mean of the others is expected.
+        Rows of other hosts arrive complete, after all rows of this host. Rows are distributed by expected length:
+        the mean completion length of their prompt when it was last sampled, or for a new prompt the mean of the
+        others.
 
         Args:
             variables: The variables, as the replicas hold them.
             prompts: Any number of prompts.
-            temperature: See `Engine.stream`, as for the following.
-            max_prompt_length: See there.
+            temperature: See `Engine.stream`.
+            max_prompt_length: See `Engine.stream`.
             max_concurrent: Slots of each device.
-            turns: See there. It is called from the devices' threads.
+            turns: See `Engine.stream`. It is called from the devices' threads.
+
+        Returns:
+            An iterator over lists of `RowTokens`.
+
+        Raises:
+            ValueError: See `Engine.stream`.
+            HostLost: While iterating, if another host fails or is interrupted.
         """
         if not prompts:
             return iter(())
@@ -103,7 +111,7 @@ class Fleet:
         return whole(self.stream(variables, prompts, temperature, **limits))
 
     def _expected(self, prompts: Sequence[QueuedPrompt]) -> list[float]:
-        """Expected completion length of each prompt, in tokens."""
+        """Returns the expected completion length of each prompt, in tokens."""
         found = [self._lengths.get(prompt.tokens.tobytes()) for prompt in prompts]
         known = [length for length in found if length is not None]
         mean = sum(known) / len(known) if known else 1.0
@@ -112,7 +120,7 @@ class Fleet:
     def _remembered(
         self, prompts: Sequence[QueuedPrompt], chunks: Iterator[list[RowTokens]]
     ) -> Iterator[list[RowTokens]]:
-        """Passes the chunks on, and stores the lengths at the end."""
+        """Yields the chunks, and stores the completion lengths at the end."""
         made = np.zeros(sum(len(prompt.keys) for prompt in prompts))
         for rows in chunks:
             for row in rows:
@@ -127,9 +135,9 @@ class Fleet:
             del self._lengths[key]
 
     def _exchanged(self, chunks: Iterator[list[RowTokens]]) -> Iterator[list[RowTokens]]:
-        """Passes the chunks on, and then the rows of other hosts.
+        """Yields the chunks, and then the rows of other hosts.
 
-        If a signal ends sampling on one host, it tells the others, which then end theirs.
+        If a signal interrupts sampling on one host, that host tells the others, which then stop, too.
         """
         hosts = self._replicas.hosts
         if hosts.count == 1:
@@ -154,7 +162,7 @@ class Fleet:
     def _run(
         self, policies: Sequence[dict[str, Any]], schedules: Sequence[Schedule], temperature
     ) -> Iterator[list[RowTokens]]:
-        # What devices return: rows, None when a device has ended, or an error.
+        # Entries are rows, None when a device has finished, or an exception.
         found_rows: queue.SimpleQueue = queue.SimpleQueue()
         ended = threading.Event()
 
@@ -196,9 +204,9 @@ class Fleet:
 
 
 def engine_of(engine: Engine, replicas: Replicas) -> Engine | Fleet:
-    """The engine; with several devices, a fleet of such engines."""
+    """Returns the engine, or with several devices a fleet that runs it on each replica."""
     return Fleet(engine, replicas) if len(replicas) * replicas.group > 1 else engine
 
 
 class _EndedError(Exception):
-    """Ends a device's thread when another device has failed."""
+    """Raised in a device's thread to end it when another device has failed or the caller has stopped."""

@@ -1,4 +1,4 @@
-"""A policy to talk to, for notebooks and the command line.
+"""Text generation with a policy, for notebooks and the command line.
 
 generator = Generator.load("Qwen/Qwen2.5-7B-Instruct", adapter="runs/mine/adapter")
 texts = generator(["What is 12 + 30?", "And 7 * 8?"], temperature=0.0)
@@ -41,7 +41,7 @@ from qerl_jax.model import fused_decode
 from qerl_jax.model.transformer import Transformer
 from qerl_jax.rewards.environments import Toolboxes
 
-# What a reader sees appear at once.
+# Tokens of a chunk in `Generator.stream`, which appear at once.
 _STREAMED_TOKENS = 8
 
 
@@ -50,13 +50,13 @@ class Completion:
     """One completion.
 
     Attributes:
-        text: Without special tokens, and without the stop string that ended it.
-        tokens: int32 [n], to the stop token or the token that completed a stop string.
-        logps: float32 [n], their log-probabilities.
-        finish_reason: "stop", or "length" where it was cut.
+        text: The text without special tokens, and without the stop string that ended it.
+        tokens: int32 [n], including the stop token or the token that completed a stop string.
+        logps: float32 [n], their log-probabilities in nats, at the sampling temperature.
+        finish_reason: "stop", or "length" if the completion was truncated.
         prompt_tokens: int32 [tokens], the prompt as the model saw it.
-        given: bool [n], tokens that a tool gave, whose log-probabilities are 0; None without tools.
-        conversation: What was said; `text` is its last turn. None without tools.
+        given: bool [n], marks tokens of a tool's answer, whose log-probabilities are 0; None without tools.
+        conversation: All turns; `text` is the last one. None without tools.
     """
 
     text: str
@@ -72,18 +72,17 @@ class Completion:
 class Generator:
     """Samples texts from a policy.
 
-    A prompt is a user's message, or a list of chat messages. Options are the fields of `SamplingParams`.
+    A prompt is a user message, or a list of chat messages. Options are the fields of `SamplingParams`.
 
     Attributes:
         model: The policy.
         variables: Variables of the model: `frozen` and, with an adapter, `params`.
         tokenizer: Tokenizer of the policy.
         max_concurrent: Rows sampled at a time by each replica.
-        kv_cache_tokens: Capacity for keys and values, in tokens; rows wait while there is none left. None
-            means what `max_concurrent` rows can need, or what the device has.
-        kv_cache_fraction: That capacity as a fraction of the device memory that is free; give one of the
-            two.
-        tools: What the policy may call; None for completions of one turn.
+        kv_cache_tokens: Capacity for keys and values, in tokens; rows wait while it is full. None means what
+            `max_concurrent` rows can need, or what fits in the device's memory.
+        kv_cache_fraction: That capacity as a fraction of the free device memory; give at most one of the two.
+        tools: Tools that the policy may call; None for single-turn completions.
         replicas: The devices that hold the variables.
     """
 
@@ -106,18 +105,18 @@ class Generator:
         dtype: Dtype | None = None,
         **limits: Any,
     ) -> Self:
-        """Reads a base and an adapter.
+        """Loads a base model and an adapter.
 
         Args:
             model: Local folder or hub name; absent means the adapter's base, or the one in the package.
-            adapter: A PEFT folder, or a run folder, whose adapter is taken.
+            adapter: A PEFT folder, or a run folder, whose adapter is used.
             weights: Storage format of the linears; absent means that of the adapter's run, else "nvfp4".
             dtype: Data type of the activations; absent means that of the run, else "bfloat16".
             **limits: `max_concurrent`, `kv_cache_tokens` and `kv_cache_fraction` of the generator.
 
         Raises:
-            ValueError: For impossible limits.
-            FileNotFoundError: Where `adapter` is neither folder.
+            ConfigError: For invalid limits; see `check_limits`.
+            FileNotFoundError: If `adapter` is neither of these folders.
         """
         return cls.of(find_policy(model, adapter, weights=weights, dtype=dtype), **limits)
 
@@ -133,16 +132,16 @@ class Generator:
         quiet: bool = True,
         **limits: Any,
     ) -> Self:
-        """Reads the policy that a source names.
+        """Loads the policy that a source names.
 
         Args:
             source: Base and adapter.
-            tools: What the policy may call.
-            log: Called with a line where sampling is slow on this GPU; also see `Tools.of`.
-            mesh: See `load_policy`, as for `rows` and `quiet`.
-            rows: See there.
-            quiet: See there.
-            **limits: Those of `load`.
+            tools: Tools that the policy may call.
+            log: Called with a message if sampling is slower than it could be on this GPU; also see `Tools.of`.
+            mesh: See `load_policy`.
+            rows: See `load_policy`.
+            quiet: See `load_policy`.
+            **limits: See `load`.
         """
         check_limits(limits)  # before minutes of reading
         boxes = None if tools is None else Toolboxes(tools)
@@ -158,11 +157,11 @@ class Generator:
 
     @property
     def slow_because(self) -> str | None:
-        """Why this GPU samples more slowly than it could, and the remedy; None where it does not."""
+        """The reason why this GPU samples more slowly than it could, and the remedy; None if there is none."""
         return fused_decode.slow_because(self.model.own_part, int(self.max_concurrent))
 
     def __call__(self, prompts: Sequence[Prompt], **options: Any) -> list[str]:
-        """The texts of `completions`, which has the arguments and errors."""
+        """Returns the texts of `completions`; see there for arguments and errors."""
         return [completion.text for completion in self.completions(prompts, **options)]
 
     def completions(
@@ -173,19 +172,22 @@ class Generator:
         first_row: int = 0,
         **options: Any,
     ) -> Iterator[Completion]:
-        """Completions in the order of the prompts, the n of each one after the other, each as soon as possible.
+        """Samples completions, and yields them in the order of the prompts, n per prompt, each as soon as possible.
 
         Errors in prompts or options are raised at the call.
 
         Args:
             prompts: Texts or chats.
-            columns: For each prompt a table, with which its environment begins; for generators with tools.
+            columns: For each prompt the columns with which its environment is reset; only for generators with tools.
             first_row: Number of completions to skip. The others are the same as without skipping, except for
                 rounding if fewer prompts are prefilled together.
             **options: Fields of `SamplingParams`.
 
+        Returns:
+            An iterator over completions.
+
         Raises:
-            ConfigError: For impossible prompts, columns or options.
+            ConfigError: For invalid prompts, columns or options.
             ValueError: For a prompt that is empty, or too long for the context.
         """
         alone = isinstance(prompts, str) or any(isinstance(prompt, Mapping) for prompt in prompts)
@@ -233,10 +235,14 @@ class Generator:
             failed.pop_all()
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[str]:
-        """The text of one completion in chunks, as it is sampled.
+        """Yields the text of one completion in chunks, as it is sampled.
+
+        Args:
+            prompt: A text or a chat.
+            **options: Fields of `SamplingParams`.
 
         Raises:
-            ConfigError: For impossible options, n > 1, or a generator with tools.
+            ConfigError: For invalid options, n > 1, or a generator with tools.
             ValueError: For a prompt that is empty, or too long for the context.
         """
         params = SamplingParams(**options)
@@ -249,7 +255,7 @@ class Generator:
         for (piece,) in engine.stream(**asked):
             tokens += piece.tokens.tolist()
             text = self.tokenizer.decode(tokens)
-            # The next token may complete a character, or a stop string.
+            # The next token may complete a character or a stop string, so such an end is held back.
             text = stops.before(text) if piece.ended else stops.settled(text.rstrip("\ufffd"))
             if len(text) > len(shown):
                 yield text[len(shown) :]
@@ -263,7 +269,7 @@ class Generator:
         columns: Sequence[Mapping[str, Any]] | None = None,
         first_row: int = 0,
     ) -> tuple[Engine | Fleet, dict[str, Any]]:
-        """The engine, and the arguments of its `stream` and `completions`."""
+        """Returns the engine, and the arguments for its `stream` and `completions`."""
         engine = Engine.of(
             self.model,
             self.tokenizer,
@@ -301,7 +307,7 @@ class Generator:
         }
 
     def _limit(self, place: int, prompt: int, params: SamplingParams) -> int:
-        """Tokens that may follow a prompt: what is asked for, or what the model's context leaves."""
+        """Returns how many tokens may follow a prompt: `max_tokens`, or what the model's context leaves."""
         context = self.model.arch.context or math.inf
         if prompt >= context:
             raise ValueError(
@@ -311,13 +317,13 @@ class Generator:
 
 
 def check_limits(limits: dict[str, Any]) -> None:
-    """Refuses impossible limits of a generator.
+    """Checks the limits of a generator.
 
     Args:
         limits: Any of `max_concurrent`, `kv_cache_tokens` and `kv_cache_fraction`.
 
     Raises:
-        ConfigError: For a limit that is not possible, by its name.
+        ConfigError: For an invalid limit, with its name.
     """
     tokens, fraction = limits.get("kv_cache_tokens"), limits.get("kv_cache_fraction")
     counts = lambda value: isinstance(value, numbers.Integral) and value >= 1
@@ -338,7 +344,7 @@ def check_limits(limits: dict[str, Any]) -> None:
 
 
 def _from(row: int, queue: list[scheduler.QueuedPrompt]) -> list[scheduler.QueuedPrompt]:
-    """The queue without its first rows."""
+    """Returns the queue without its first `row` rows."""
     firsts = itertools.accumulate((len(prompt.keys) for prompt in queue), initial=0)
     return [
         dataclasses.replace(prompt, keys=prompt.keys[max(0, row - first) :])
@@ -348,7 +354,10 @@ def _from(row: int, queue: list[scheduler.QueuedPrompt]) -> list[scheduler.Queue
 
 
 def _keys(params: SamplingParams, prompts: int) -> np.ndarray:
-    """Key data [P, n, ...]: rows count on through all prompts under one seed, and from 0 under a prompt's own."""
+    """Returns key data uint32 [P, n, ...].
+
+    With one seed, rows are numbered through all prompts; with a seed per prompt, from 0 for each prompt.
+    """
     if np.ndim(params.seed) == 0:
         seeds, rows = [params.seed], np.arange(prompts * params.n)[None]
     else:

@@ -1,4 +1,4 @@
-"""How many tokens a cache of keys and values holds: arithmetic on bytes and pages, before anything is made."""
+"""Computes how many tokens the KV cache can hold: arithmetic on bytes and pages, before anything is allocated."""
 
 import dataclasses
 import math
@@ -7,35 +7,44 @@ from collections.abc import Callable
 from qerl_jax.generation.scheduler import most_prefilled
 from qerl_jax.model.architecture import Architecture
 
-# Arrays [B, V] in float32 that sampling holds at once, and what the cache takes of what is left.
+# Number of float32 arrays [B, V] that sampling holds at once; and the cache's share of the memory that is left.
 _SCORES = 4
 _CACHE_SHARE = 0.9
-# What rows of an evaluation take of a device's memory, and the bytes taken for that where it reports none.
+# Share of a device's memory for the rows of an evaluation; and the memory in bytes that is assumed if the device does
+# not report it.
 _ROWS_SHARE, _UNREPORTED_MEMORY = 0.4, 16e9
-# Most rows that are sampled at a time unless a config asks for more.
+# The most rows that are sampled at a time unless a config asks for more.
 MOST_SLOTS = 512
-# The share of their limit that completions are expected to need. Where they need more, some rows wait on the host.
+# The share of their limit that completions are expected to need. If they need more, some rows are moved to the host.
 EXPECTED_SHARE = 1 / 4
 
 
 def pages_wanted(rows: int, row_tokens: int, prompts: int, prompt_tokens: int, size: int) -> int:
-    """Pages of a pool in which no row waits: of all rows, of all prompts that rows share, and scratch."""
+    """Returns the pages of a pool in which no row has to wait: for all rows, all shared prompts, and scratch.
+
+    Args:
+        rows: Number of rows.
+        row_tokens: Most tokens of a row.
+        prompts: Number of prompts that rows share.
+        prompt_tokens: Most tokens of a prompt in the cache.
+        size: S, tokens of a page.
+    """
     return 1 + rows * -(-row_tokens // size) + prompts * -(-prompt_tokens // size)
 
 
 def pages_for(tokens: int, size: int) -> int:
-    """Pages of a pool for so many tokens: scratch, and one for what a row copies, beside them."""
+    """Returns the pages of a pool for `tokens` tokens, plus scratch and one page that a row copies."""
     return 2 + -(-tokens // size)
 
 
 def workspace(
     arch: Architecture, slots: int, prompts: int, length: int, itemsize: int
 ) -> dict[str, int]:
-    """Bytes that sampling needs beside the cache.
+    """Returns the bytes that sampling needs in addition to the cache, by purpose.
 
     Args:
         arch: Shape of the policy.
-        slots: Tokens that a decode step runs: one of each row that is sampled at a time, or more with drafts.
+        slots: Tokens that a decode step runs: one for each row in the batch, or more with drafts.
         prompts: Prompts that are prefilled together.
         length: Most tokens of a prompt.
         itemsize: Bytes of an activation.
@@ -50,18 +59,18 @@ def workspace(
 def capacity(
     arch: Architecture, free: int, fraction: float | None, beside: int, itemsize: int
 ) -> int:
-    """Tokens that a cache may hold.
+    """Returns the number of tokens that the cache may hold.
 
     Args:
         arch: Shape of the policy.
         free: Free bytes of the device.
-        fraction: Share of them that the cache takes; None means nine tenths of what `beside` leaves.
+        fraction: Share of `free` for the cache; None means nine tenths of what `beside` leaves.
         beside: Bytes of the `workspace`.
-        itemsize: Bytes of a key or value.
+        itemsize: Bytes of one element of a key or value.
     """
     share = _CACHE_SHARE * max(0, free - beside) if fraction is None else fraction * free
     tokens = int(share / arch.kv_bytes(itemsize))
-    # In coarse steps, so that two runs find the same program in the compilation cache.
+    # Rounded down to four significant bits, so that two runs find the same program in the compilation cache.
     return tokens - tokens % (1 << max(0, tokens.bit_length() - 4))
 
 
@@ -71,12 +80,14 @@ def best_slots(
     """Returns the largest number of rows to sample at a time whose expected pages fit in the cache: at most `rows`
     and `MOST_SLOTS`, at least 1.
 
-    Numbers are those that decoding kernels take without filling up: multiples of 32 above 32, and of 8 above 8.
+    Below the upper bound only numbers are tried that decoding kernels take without padding: multiples of 32 above 32,
+    and of 8 above 8.
 
     Args:
-        rows: All that are to be sampled.
-        wanted: Pages that the rows of so many slots are expected to need, for a number of slots.
-        offered: Pages that there is room for beside what so many slots need otherwise; None for any number.
+        rows: Number of all rows.
+        wanted: wanted(slots) is the number of pages that the rows of these slots are expected to need.
+        offered: offered(slots) is the number of pages that fit beside the workspace of these slots; None means any
+            number.
     """
     most = min(rows, MOST_SLOTS)
     fewer = [*range((most - 1) // 32 * 32, 32, -32), *range(32, 8, -8), *range(8, 1, -1)]
@@ -89,19 +100,19 @@ def best_slots(
 
 @dataclasses.dataclass(frozen=True)
 class Demand:
-    """What sampling needs, by the number of slots: rows that are sampled at a time.
+    """Computes the memory that sampling needs, as a function of the number of slots (rows sampled at a time).
 
     Attributes:
         arch: Shape of the policy.
-        rows: All that are to be sampled.
-        prompts: Of which these are completions.
+        rows: Number of all rows to sample.
+        prompts: Number of their prompts.
         max_prompt_length: Most tokens of a prompt.
         row_tokens: Most tokens of a row in the cache.
-        page_size: S.
-        compact: If True, at most min(prompts, slots) prompts are prefilled together. If False, every prefill is
-            padded to `slots` prompts.
-        itemsize: Bytes of a key or value.
-        positions: Most tokens that a step runs with drafts; 0 without.
+        page_size: S, tokens of a page.
+        compact: If True, at most min(prompts, slots) prompts are prefilled together; if False, `slots`, so that
+            shapes do not depend on the number of prompts.
+        itemsize: Bytes of one element of a key or value.
+        positions: Most tokens that a step runs with drafts; 0 without drafts.
     """
 
     arch: Architecture
@@ -115,29 +126,29 @@ class Demand:
     positions: int = 0
 
     def prefilled(self, slots: int) -> int:
-        """Most prompts that are prefilled together."""
+        """Returns the most prompts that are prefilled together."""
         return min(self.prompts, slots) if self.compact else slots
 
     def pages(self, slots: int) -> int:
-        """The most pages of so many rows and of the prompts that they share."""
+        """Returns the largest number of pages that rows in all slots and their shared prompts can need."""
         shared, prompt_tokens = min(self.prompts, slots), self.max_prompt_length - 1
         return pages_wanted(slots, self.row_tokens, shared, prompt_tokens, self.page_size)
 
     def workspace(self, slots: int) -> dict[str, int]:
-        """Bytes beside the cache, see `workspace`."""
+        """Returns the bytes in addition to the cache, see the function `workspace`."""
         prompts = self.prefilled(slots)
         most = max(slots, self.positions)
         return workspace(self.arch, most, prompts, self.max_prompt_length, self.itemsize)
 
     def expected_pages(self, slots: int) -> int:
-        """Pages of rows that need a quarter of their limit, but enough for the longest one alone."""
+        """Returns the pages of rows that need a quarter of their limit, but at least those of one longest row."""
         prompt = self.max_prompt_length - 1
         tokens = prompt + math.ceil(EXPECTED_SHARE * (self.row_tokens - prompt))
         many = pages_wanted(slots, tokens, 1, prompt, self.page_size)
         return max(many, pages_wanted(1, self.row_tokens, 1, prompt, self.page_size))
 
     def best_slots(self, capacity: Callable[[int], int | None]) -> int:
-        """`best_slots` for a cache that holds capacity(slots) tokens; None for any number."""
+        """Returns the function `best_slots` for a cache of capacity(slots) tokens; None means any number."""
 
         def offered(slots: int) -> int | None:
             tokens = capacity(slots)
@@ -147,13 +158,13 @@ class Demand:
 
 
 def rows_that_fit(arch: Architecture, memory: float | None, tokens: int, itemsize: int) -> int:
-    """Rows of so many tokens whose keys and values fit beside a model of unknown size; at least 1.
+    """Returns how many rows' keys and values fit beside a model of unknown size; at least 1.
 
     Args:
         arch: Shape of the policy.
-        memory: Bytes of the device; None where it does not report them.
+        memory: Bytes of the device; None if the device does not report them.
         tokens: Most tokens of a row.
-        itemsize: Bytes of a key or value.
+        itemsize: Bytes of one element of a key or value.
     """
     share = _ROWS_SHARE * (memory or _UNREPORTED_MEMORY)
     return max(1, int(share / (tokens * arch.kv_bytes(itemsize))))

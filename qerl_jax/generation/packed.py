@@ -1,4 +1,4 @@
-"""Small arrays that travel between host and device as one: each transfer costs as much as many bytes."""
+"""Packs small arrays into one for transfers between host and device, since each transfer has a fixed cost."""
 
 import dataclasses
 import math
@@ -12,11 +12,11 @@ import numpy as np
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """A tree of arrays of bool or of 32 bits, in one array. It is packed and unpacked on the host, or in a program.
+    """A tree of bool and 32-bit arrays, stored in one array. It can be packed and unpacked on the host or under jit.
 
     Attributes:
-        words: int32 [n], the arrays' bits one behind the other; a bool takes a word.
-        form: The structure of the tree, and the shape and dtype of each array: static, as shapes of arrays are.
+        words: int32 [n], the concatenated bits of the arrays; a bool takes a word.
+        form: The structure of the tree, and the shape and dtype of each array; static.
     """
 
     words: Any
@@ -24,14 +24,14 @@ class Packed:
 
     @classmethod
     def of(cls, tree: Any) -> Self:
-        """Packs a tree of arrays, all of NumPy or all of JAX; NumPy's scalars count as arrays."""
+        """Packs a tree of arrays: all NumPy arrays or scalars, or all JAX arrays."""
         leaves, structure = jax.tree.flatten(tree)
         joined = (np if isinstance(leaves[0], np.ndarray) else jnp).concatenate
         kinds = tuple((leaf.shape, np.dtype(leaf.dtype)) for leaf in leaves)
         return cls(joined([_words(leaf) for leaf in leaves]), (structure, kinds))
 
     def tree(self) -> Any:
-        """The tree again; of NumPy's arrays, which are views, if the words are NumPy's."""
+        """Unpacks the tree; from NumPy words, its arrays are NumPy arrays, and views except for those of bool."""
         structure, kinds = self.form
         leaves, begin = [], 0
         for shape, dtype in kinds:
@@ -43,6 +43,6 @@ class Packed:
 
 
 def _words(array: Any) -> Any:
-    """The bits of an array, int32 [n]."""
+    """Returns the bits of an array, int32 [n]."""
     flat = array.ravel()
     return flat.astype(np.int32) if flat.dtype.kind == "b" else flat.view(np.int32)

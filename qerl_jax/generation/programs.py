@@ -1,4 +1,4 @@
-"""Jitted functions of a policy: compiled for its kind of weights, and for the devices that hold it."""
+"""Jits functions of a policy for its kind of weights and for the devices that hold it."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ IN_PLACE = {"xla_gpu_enable_triton_gemm": False}
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A jitted function of a policy, as XLA compiles it for packed weights and for others (`IN_PLACE`)."""
+    """A jitted function of a policy: one version for packed weights, and one for 16-bit weights (`IN_PLACE`)."""
 
     packed: Any
     dense: Any
@@ -26,23 +26,24 @@ class Program:
         return self.of(model)(*arguments, model=model, **static)
 
     def of(self, model: Transformer):
-        """The jitted function for a model's weights."""
+        """Returns the version for a model's weights."""
         return self.dense if model.weights in DENSE else self.packed
 
 
 def program(*static_argnames: str, gives: Any = BY_HEADS):
-    """Compiles a function of arrays, each device of a group that shares the base computing on its own parts.
+    """Makes a decorator that jits a function of variables, pool and further arrays; the pool is donated.
 
-    Where the devices decode rows together each runs its part of the model (`Transformer.own_part`), with the pool of
-    its heads.
+    If a group of devices shares the base, each computes on its own parts. If the group decodes rows together (tensor
+    parallel), each runs its part of the model (`Transformer.own_part`), with the pool of its heads.
 
     Args:
-        *static_argnames: Names of arguments that are no arrays.
-        gives: How the members of the result are divided then; False for those that are the same on all devices.
+        *static_argnames: Names of arguments that are not arrays.
+        gives: In tensor parallel, the sharding of each member of the result; False for one that is the same on all
+            devices.
     """
 
     def jitted(function) -> Program:
-        @functools.wraps(function)  # with its signature, by which arguments are named
+        @functools.wraps(function)  # keeps the signature, from which jit takes argument names
         def grouped(*arrays, **static):
             model, how = static["model"], {}
             of_device = functools.partial(function, **static)
@@ -61,6 +62,6 @@ def program(*static_argnames: str, gives: Any = BY_HEADS):
 
 
 def _of_part(function, model: Transformer, static: dict[str, Any], variables, *arrays):
-    """Calls a function with the part of a model that this device has."""
+    """Calls a function with this device's part of the model."""
     static = static | {"model": model.own_part}
     return function(model.division.own(variables), *arrays, **static)

@@ -1,19 +1,19 @@
-"""What each prompt's completions were when it was last sampled: where drafts are looked for in later epochs."""
+"""Keeps the completions of each prompt when it was last sampled, in which drafts are searched in later epochs."""
 
 import collections
 import threading
 
 import numpy as np
 
-# Tokens that are kept; the completions that were sampled longest ago go first.
+# The most tokens that are kept; the completions that were sampled longest ago are dropped first.
 _MOST_TOKENS = 1 << 25
 
 
 class Recall:
-    """Completions by prompt, of one round of sampling each. Several devices may add to a round at the same time.
+    """The completions of each prompt from one round of sampling. Several threads may add to a round at the same time.
 
     Args:
-        most_tokens: Tokens of completions that are kept.
+        most_tokens: The most tokens of completions that are kept.
     """
 
     def __init__(self, most_tokens: int = _MOST_TOKENS):
@@ -31,13 +31,14 @@ class Recall:
             return self._rounds
 
     def completions(self, prompt: np.ndarray) -> tuple[np.ndarray, ...]:
-        """The completions of a prompt, int32 [n] each, in the order in which they ended."""
+        """Returns the completions of a prompt, int32 [n] each, in the order in which they ended."""
         with self._lock:
             return tuple(self._texts.get(prompt.tobytes(), (0, ()))[1])
 
     def add(self, number: int, prompt: np.ndarray, completion: np.ndarray) -> None:
-        """Adds a completion. The first one that is added in a round replaces the prompt's completions of earlier
-        rounds.
+        """Adds a completion.
+
+        The first completion of a prompt in a round replaces those of earlier rounds.
 
         Args:
             number: The round's number.

@@ -1,4 +1,4 @@
-"""Sampling of the next token from its scores, with its log-probability."""
+"""Samples the next token from logits (called scores here), and returns its log-probability."""
 
 import dataclasses
 
@@ -7,23 +7,22 @@ import jax.numpy as jnp
 
 from qerl_jax.model import logprobs
 
-# Ids of a block; a block is sampled first, then an id of it. A multiple of what most vocabularies are padded to.
+# Ids per block: a block is sampled first, then an id in it. Most vocabularies are padded to a multiple of this.
 _BLOCK = 128
 
 
 @dataclasses.dataclass(frozen=True)
 class Truncation:
-    """Which tokens may be sampled at all, as in transformers, in this order (vLLM drops by min_p first).
+    """Restricts sampling to likely tokens, as in transformers and in this order (vLLM applies min_p first).
 
-    Log-probabilities are taken before it.
-
-    Tokens as likely as the last one kept by top_k or top_p stay too.
+    Log-probabilities that are returned are computed before it. Tokens as likely as the last one that top_k or top_p
+    keeps are kept, too.
 
     Attributes:
-        top_k: Keep the k likeliest; 0 is off.
-        top_p: Keep the likeliest, down to and including the one at which their mass reaches p; 1 is
-            off.
-        min_p: Drop those below min_p times the likeliest one's probability; 0 is off.
+        top_k: Keep the k likeliest tokens; 0 is off.
+        top_p: Keep the likeliest tokens, up to and including the one at which their total probability reaches p; 1
+            is off.
+        min_p: Drop tokens below min_p times the likeliest one's probability; 0 is off.
     """
 
     top_k: int = 0
@@ -31,7 +30,7 @@ class Truncation:
     min_p: float = 0.0
 
     def __call__(self, logps: jax.Array) -> jax.Array:
-        """Log-probabilities [..., V] with -inf at the tokens that may not be sampled."""
+        """Returns the log-probabilities [..., V] with -inf at the tokens that may not be sampled."""
         if 0 < self.top_k < logps.shape[-1]:
             kept = _likeliest(logps, jnp.ones_like(logps, jnp.int32), self.top_k)
             logps = jnp.where(kept, logps, -jnp.inf)
@@ -47,13 +46,13 @@ class Truncation:
 
 
 def _likeliest(logps: jax.Array, weights: jax.Array, target: float) -> jax.Array:
-    """Marks (bool [..., V]) the likeliest tokens down to the one at which their weights add up to the target.
+    """Marks (bool [..., V]) the likeliest tokens, up to the one at which their weights add up to the target.
 
-    The threshold is found bit by bit: 32 sums over the vocabulary instead of sorting it, which takes
-    a GPU as long as the rest of a decode step.
+    The threshold is found bit by bit: 32 sums over the vocabulary instead of a sort, which takes a GPU as long as
+    the rest of a decode step.
     """
     bits = jax.lax.bitcast_convert_type(logps, jnp.int32)
-    # As unsigned numbers in the order of the floats.
+    # Maps floats to unsigned integers of the same order.
     order = jnp.where(bits < 0, ~bits, bits ^ jnp.int32(-(2**31))).astype(jnp.uint32)
 
     def raise_threshold(i, threshold):
@@ -66,14 +65,14 @@ def _likeliest(logps: jax.Array, weights: jax.Array, target: float) -> jax.Array
 
 
 def penalize(scores: jax.Array, seen: jax.Array, penalty: float) -> jax.Array:
-    """Makes tokens that were there before less likely: divides positive scores, multiplies others.
+    """Applies a repetition penalty: divides positive scores of seen tokens by it, and multiplies others.
 
-    CTRL's penalty (arXiv 1909.05858), as in transformers and vLLM.
+    This is CTRL's penalty (arXiv 1909.05858), as in transformers and vLLM.
 
     Args:
         scores: float32 [B, V] logits.
-        seen: bool [B, V], whether the prompt or the completion so far holds the token.
-        penalty: Above 1 makes them less likely, between 0 and 1 more likely.
+        seen: bool [B, V], whether the prompt or the completion so far contains the token.
+        penalty: A value above 1 makes seen tokens less likely, one between 0 and 1 more likely.
 
     Returns:
         float32 [B, V].
@@ -82,14 +81,14 @@ def penalize(scores: jax.Array, seen: jax.Array, penalty: float) -> jax.Array:
 
 
 def gumbel(bits: jax.Array) -> jax.Array:
-    """Standard Gumbel noise, float32, of uniform uint32 bits.
+    """Computes standard Gumbel noise, float32, from uniform uint32 bits.
 
-    Large noise is fine-grained, too. `jax.random.gumbel` makes uniform numbers from 23 bits, so its noise
-    is never above 16: tokens of probability 1e-7, which are many among 150,000 ids, are sampled half as
-    often as they should be, and those below 1e-8 never. Its `mode="high"` takes twice the bits.
+    The tail of large values is exact enough to sample rare tokens. `jax.random.gumbel` makes uniform numbers from 23
+    bits, so its noise is never above 16: tokens of probability 1e-7, which are many among 150,000 ids, are sampled
+    half as often as they should be, and those below 1e-8 never. Its `mode="high"` takes twice the bits.
     """
-    # Small u are those that matter, and float32 has all of them. Where u would round to 1 the noise
-    # would be -inf, and a token that is left alone would lose against those that are excluded.
+    # Small u give large noise, and float32 represents them precisely. If u rounded to 1, the noise would be -inf, and
+    # the only token that truncation has kept would lose against excluded ones.
     u = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
     return -jnp.log(-jnp.log1p(-u))
 
@@ -108,12 +107,13 @@ def next_token(
         scores: float32 [B, V] logits.
         keys: PRNG keys [B].
         temperature: float32 scalar; 0 takes the likeliest token.
-        num_tokens: Ids that the tokenizer has; no other is sampled.
+        num_tokens: Number of ids that the tokenizer has; no other is sampled.
         truncation: Which tokens may be sampled.
-        penalized: float32 [B, V] logits to sample from, where these are not the model's own.
+        penalized: float32 [B, V] logits to sample from instead of `scores`; None for `scores`.
 
     Returns:
-        int32 [B] tokens, and their float32 [B] log-probabilities by `scores`, before penalty and truncation.
+        int32 [B] tokens, and their float32 [B] log-probabilities in nats: those of `scores` at the temperature,
+        before penalty and truncation.
     """
     logps = logprobs.log_softmax(scores, temperature, num_tokens)
     sampled = (
@@ -124,11 +124,11 @@ def next_token(
 
 
 def _draw(logps: jax.Array, keys: jax.Array, temperature: jax.Array) -> jax.Array:
-    """int32 [B], ids sampled by log-probabilities [B, V] (they need not add up to 1); at temperature 0 the likeliest.
+    """Samples ids int32 [B] by log-probabilities [B, V], not necessarily normalized; at temperature 0 the likeliest.
 
-    argmax of log p + Gumbel noise is a sample of p. It is taken of blocks of ids first, by their masses,
-    and then of the ids of that block: the same distribution, for noise of 1,300 numbers instead of
-    150,000. A row's noise depends on its key only.
+    argmax(log p + Gumbel noise) is a sample of p. It is applied first to blocks of ids, by their total probability,
+    and then to the ids of that block. The distribution is the same, but 1,300 random numbers are needed instead of
+    150,000. A row's noise depends only on its key.
     """
     padded = _in_blocks(logps)
     of_blocks, of_ids = _noise(keys, *padded.shape[1:])
@@ -147,10 +147,10 @@ def lead(
     tokens: jax.Array,
     others: jax.Array,
 ) -> jax.Array:
-    """By how much a token is ahead of another one where a row's token is sampled.
+    """Computes by how much one token is ahead of another one in the comparison that samples a row's token.
 
-    Sampling compares log-probabilities with noise added. Where two computations of the same log-probabilities give
-    different tokens, the lead of one over the other is at most the rounding between the two computations.
+    Sampling compares log-probabilities with noise added. If two computations of the same log-probabilities give
+    different tokens, the lead of one over the other is at most the rounding difference between the two computations.
 
     Args:
         logps: float32 [B, V] log-probabilities, after truncation.
@@ -160,8 +160,8 @@ def lead(
         others: int32 [B].
 
     Returns:
-        float32 [B], in nats; negative where the other token is ahead, 0 where the two are the same. If they are in
-        different blocks, it is that of the blocks.
+        float32 [B], in nats; negative if the other token is ahead, 0 if the two are equal. If the tokens are in
+        different blocks, it is the lead of the one block over the other.
     """
     padded = _in_blocks(logps)
     of_blocks, of_ids = _noise(keys, *padded.shape[1:])
@@ -177,7 +177,7 @@ def lead(
 
 
 def _in_blocks(logps: jax.Array) -> jax.Array:
-    """[B, blocks, ids of a block], padded with -inf."""
+    """Reshapes [B, V] to [B, blocks, ids of a block], padded with -inf."""
     rows, vocab = logps.shape
     size = min(_BLOCK, vocab)
     padding = ((0, 0), (0, -vocab % size))
@@ -185,11 +185,11 @@ def _in_blocks(logps: jax.Array) -> jax.Array:
 
 
 def _mass(padded: jax.Array) -> jax.Array:
-    """The log-probability of each block, [B, blocks]."""
+    """Returns the log-probability of each block, [B, blocks]."""
     return jnp.log(jnp.sum(jnp.exp(padded), axis=-1))
 
 
 def _noise(keys: jax.Array, blocks: int, size: int) -> list[jax.Array]:
-    """Gumbel noise of blocks [B, blocks] and of the ids of the block that wins [B, size]."""
+    """Returns Gumbel noise for the blocks, [B, blocks], and for the ids of the chosen block, [B, size]."""
     bits = jax.vmap(lambda key: jax.random.bits(key, (blocks + size,), jnp.uint32))(keys)
     return jnp.split(gumbel(bits), [blocks], axis=1)

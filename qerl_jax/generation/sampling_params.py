@@ -1,4 +1,4 @@
-"""How completions are sampled, by vLLM's names: options of the generator and of `qerl generate`."""
+"""Sampling options under vLLM's names, for the generator and for `qerl generate`."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -61,7 +61,7 @@ class SamplingParams(Checked):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in _COUNTS:  # Python's own, where numpy's were given
+        for name in _COUNTS:  # converts NumPy integers to int
             object.__setattr__(self, name, int(getattr(self, name)))
 
     def _across(self):

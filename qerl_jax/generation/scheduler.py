@@ -1,7 +1,7 @@
-"""The schedule between two chunks: waiting prompts, rows in slots, and the pages that they hold.
+"""The scheduler, which runs between two chunks: waiting prompts, rows in slots, and the pages that they hold.
 
-Plain Python on small arrays, which the host goes through while the device samples. The sizes that a
-batch can have, and the lengths to which prompts are padded, are few and fixed: each is a program.
+It is plain Python on small arrays, and can run on the host while the device samples. Batch sizes and padded prompt
+lengths come from short, fixed lists, because a program is compiled for each.
 """
 
 import bisect
@@ -20,32 +20,32 @@ from qerl_jax.generation.draft_search import CHUNKS, LONGEST_MATCH, Texts
 from qerl_jax.generation.page_pool import Pages
 from qerl_jax.generation.stop_strings import StopStrings
 
-# Tokens of one prefill: enough that products are bound by arithmetic, not by memory.
+# The most tokens of one prefill: enough that matrix products are compute-bound, not memory-bound.
 _PREFILL_TOKENS = 8192
 _SMALLEST_BUCKET = 64
 # With fewer rows than this, reading the weights bounds a decode step: a smaller batch is not faster.
 _SMALLEST_BATCH = 8
-# A chunk with drafts ends when rows that have ended in it have been idle for this part of its slots' steps together, if
-# rows wait. See `scripts/replay_chunks.py`.
+# While other rows wait, a chunk with drafts ends when its ended rows have been idle for `_IDLE` x slots row-steps in
+# total. See `scripts/replay_chunks.py`.
 _IDLE = 0.25
-# Of a chunk that no such reason ends.
+# The patience (see `Slots`) of a chunk that does not end early.
 _NEVER = 2**30
-# Chunks for which a row has pages: the one under way, the one after it, and as many again before it asks for more.
-# These are enough for one with drafts, too.
+# Number of chunks without drafts for which a row gets pages: the running one, the next one, and two more before it
+# has to ask again. A chunk with drafts needs as many.
 _AHEAD = CHUNKS
 
 
 @dataclasses.dataclass(frozen=True)
 class QueuedPrompt:
-    """A prompt and the completions that are wanted of it.
+    """A prompt and its completions to sample.
 
     Attributes:
         tokens: int32 [T], at least one.
-        keys: uint32 [G, ...], the key data of each completion's randomness.
+        keys: uint32 [G, ...], PRNG key data of each completion.
         limit: Most tokens of each completion.
-        noise: int32 [G], the number of each completion's noise where rows have their own; the prompt
-            runs under that of the first. See `model.noise.RowNoise`.
-        earlier: Completions of the prompt that are known from before, int32 [n] each, for drafts.
+        noise: int32 [G], the number of each completion's noise if rows have their own; the prompt is prefilled with
+            that of the first. See `model.noise.RowNoise`.
+        earlier: Completions of the prompt from earlier rounds, int32 [n] each, in which drafts are searched.
     """
 
     tokens: np.ndarray
@@ -55,12 +55,12 @@ class QueuedPrompt:
     earlier: Sequence[np.ndarray] = ()
 
     def shared_pages(self, page_size: int) -> int:
-        """Whole pages of all tokens but the last, which its completions have in common; 0 if it has one completion."""
+        """Returns the number of full pages of the prefilled tokens if several completions share them, else 0."""
         return (len(self.tokens) - 1) // page_size if len(self.keys) > 1 else 0
 
 
 # Called with a row's number and its tokens so far when its turn has ended. Returns None if the row ends there,
-# otherwise a future of the tokens that come next. These are given, not sampled; an empty list ends the row.
+# otherwise a future of the tokens that follow. These are given, not sampled; an empty list ends the row.
 type TurnTaker = Callable[[int, Sequence[int]], "concurrent.futures.Future[Sequence[int]] | None"]
 
 
@@ -69,12 +69,13 @@ class RowTokens:
     """Tokens of a row: those of a chunk, or all of them.
 
     Attributes:
-        row: Number of the row; rows are counted through all prompts.
+        row: Number of the row; rows are numbered through all prompts.
         tokens: int32 [n].
-        logps: float32 [n]; 0 of given tokens.
-        ended: Why the row ended: a stop token or string ("stop"), or its limit; None while it goes on.
-        entropies: float32 [n], of the distribution of each token (0 of given ones); None where nobody asked.
-        given: bool [n], tokens that were not sampled but given by a `TurnTaker`; None where there is none.
+        logps: float32 [n], in nats; 0 for given tokens.
+        ended: Why the row ended: a stop token or string ("stop"), or its limit ("length"); None if it has not ended.
+        entropies: float32 [n], the entropy of each token's distribution in nats, 0 for given tokens; None if they
+            were not asked for.
+        given: bool [n], marks tokens that were given by a `TurnTaker` and not sampled; None without one.
         is_own: Whether this process sampled the row; False for a row that another host has sent.
     """
 
@@ -93,24 +94,24 @@ class Slots:
     """The rows of a chunk.
 
     Attributes:
-        tables: int32 [B, W].
+        tables: int32 [B, W], the pages of each row.
         ends: int32 [B], tokens in the cache.
-        token: int32 [B], the last token, which the cache does not hold yet.
-        step: int32 [B], tokens sampled before.
-        limit: int32 [B].
-        live: bool [B].
-        keys: uint32 [B, ...], key data.
-        history: int32 [B, T], tokens of prompt and completion, -1 where there is none; None where
-            nothing asks.
-        noise: int32 [B], numbers of the rows' noise; None where they have none of their own.
-        given: int32 [B, n], tokens that a row takes next in a chunk instead of sampled ones, -1 where it samples;
-            None where rows have one turn.
-        shared: int32 [B], whole pages of each row's prompt that attention reads once for it and its siblings; None
-            where it reads all pages for each row.
-        texts: Where drafts are looked for, with `history`; None where there are no drafts.
-        span: int32, with drafts: the chunk ends when a row has got so many tokens.
-        patience: int32, with drafts: the chunk ends when rows that have ended in it have been idle for so many steps
-            together.
+        token: int32 [B], the last token, which is not in the cache yet.
+        step: int32 [B], tokens of the completion so far, given ones included.
+        limit: int32 [B], most tokens of the completion.
+        live: bool [B], rows that have not ended and do not wait for a reply.
+        keys: uint32 [B, ...], PRNG key data.
+        history: int32 [B, T], tokens of prompt and completion, -1 after the last; None if neither a repetition
+            penalty nor drafts need it.
+        noise: int32 [B], numbers of the rows' noise; None if rows do not have their own.
+        given: int32 [B, n], tokens that a row takes in this chunk instead of sampled ones, -1 where it samples;
+            None for single-turn rows.
+        shared: int32 [B], full pages of each row's prompt that attention reads once for it and its siblings; None if
+            attention reads all pages for each row.
+        texts: Texts in which drafts are searched, in addition to `history`; None without drafts.
+        span: int32 scalar, with drafts: the chunk ends when a row has got this many tokens.
+        patience: int32 scalar, with drafts: the chunk ends when rows that have ended in it have been idle for this
+            many row-steps in total.
     """
 
     tables: Any
@@ -131,20 +132,21 @@ class Slots:
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """The shapes of a run, all that is compiled.
+    """The shapes for which programs are compiled.
 
     Attributes:
-        page_size: S.
-        chunk: Most tokens of a row between two looks of the host, without drafts.
-        table_width: W.
+        page_size: S, tokens of a page.
+        chunk: Most tokens of a row in a chunk without drafts.
+        table_width: W, most pages of a row.
         history: Most tokens of a row, prompt included.
-        longest_prefill: Most tokens of a prompt but its last.
-        most_prompts: Prompts that can be prefilled at a time: these, or as many as there are slots.
-        sizes: Rows that a batch can have, largest first.
-        least_shared: Pages of a prompt from which on attention reads them once for several of its rows; 0 if it never does.
-        drafted: The most rows that have drafts; 0 for no drafts.
-        ended: P, tokens of a row's group that have ended and in which drafts are looked for.
-        stop_strings: Whether texts end rows, which the host finds between two chunks.
+        longest_prefill: Most tokens of a prompt without its last one.
+        most_prompts: Number of prompts for which a prefill has rows, see `prefilled_together`.
+        sizes: Possible batch sizes, largest first.
+        least_shared: Smallest number of a prompt's full pages that attention reads once for several rows; 0 if it
+            never shares pages.
+        drafted: The largest batch size with drafts; 0 for no drafts.
+        ended: P, capacity in tokens for the ended completions of a row's group, in which drafts are searched.
+        stop_strings: Whether there are stop strings, which the host finds between two chunks.
     """
 
     page_size: int
@@ -160,41 +162,44 @@ class Shapes:
     stop_strings: bool = False
 
     def stride(self, rows: int) -> int:
-        """The most tokens that a row of a batch of so many gets between two looks of the host."""
+        """Returns the most tokens that a row gets in a chunk, given the batch size."""
         return self.chunk * (CHUNKS if rows <= self.drafted else 1)
 
     def bucket(self, length: int) -> int:
-        """The length to which a prompt is padded: a power of two, or the longest's."""
+        """Returns the length to which a prompt is padded: a power of two, or that of the longest prompt."""
         return min(_widest(self.longest_prefill), max(_SMALLEST_BUCKET, _power_of_two(length)))
 
 
 def prefilled_together(prompts: int, length: int) -> int:
-    """Lines of a prefill of so many prompts that are padded to one length; the rest follows."""
+    """Returns the rows of one prefill, a power of two, given the number of prompts and their padded length.
+
+    If there are more prompts than rows, further prefills follow.
+    """
     at_once = max(1, _PREFILL_TOKENS // length)
     return min(_power_of_two(prompts), _power_of_two(at_once + 1) // 2)
 
 
 def most_prefilled(prompts: int, length: int) -> int:
-    """Tokens of the largest prefill of so many prompts of at most a length."""
+    """Returns the padded tokens of the largest prefill, given the number of prompts and their greatest length."""
     widest = _widest(length - 1)
     buckets = {widest, *(1 << n for n in range(widest.bit_length()) if 1 << n >= _SMALLEST_BUCKET)}
     return max(prefilled_together(prompts, bucket) * bucket for bucket in buckets)
 
 
 def _widest(longest: int) -> int:
-    """To what the longest prompts are padded."""
+    """Returns the length to which the longest prompts are padded: a multiple of 16."""
     return max(1, -(-longest // 16)) * 16
 
 
 def _power_of_two(number: int) -> int:
-    """The smallest power of two that is not less."""
+    """Returns the smallest power of two that is at least `number`."""
     return 1 << max(0, number - 1).bit_length()
 
 
 def batch_sizes(slots: int) -> tuple[int, ...]:
-    """Batch sizes, each half of the one before, in numbers that decoding kernels take without filling up.
+    """Returns batch sizes, largest first: each about half of the one before, in numbers that kernels need not pad.
 
-    Every one is a program to compile, when rows are so few for the first time.
+    A program is compiled for each when the batch first shrinks to it.
     """
     half = max(_SMALLEST_BATCH, -(-slots // 2))
     half += -half % (32 if half > 32 else 8)
@@ -203,24 +208,26 @@ def batch_sizes(slots: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(eq=False)
 class _Cached:
-    """A prompt, the pages that hold it until the last of its rows has begun, and its completions that have ended here."""
+    """A prompt, its pages until the last of its rows has begun, and its completions that ended on this device."""
 
     prompt: QueuedPrompt
     first_row: int
     rows_left: int
     pages: list[int] = dataclasses.field(default_factory=list)
     ended: list[np.ndarray] = dataclasses.field(default_factory=list)
-    # How many had ended when `ended_texts` was last called, its argument, and what it gave.
+    # Cache of `ended_texts`: the number of ended completions, the argument, and the result.
     _known: tuple[int, int, np.ndarray] | None = None
 
     @property
     def filled(self) -> int:
-        """Tokens that are prefilled."""
+        """The number of tokens that are prefilled."""
         return len(self.prompt.tokens) - 1
 
     def ended_texts(self, most: int) -> np.ndarray:
-        """Completions that are known, each behind the prompt's last tokens and before a -1: where a row begins, too, there
-        is a match. int32 [n], as much of the last ones as fits into `most`.
+        """Returns the known completions in which drafts are searched, int32 [n], n <= `most`.
+
+        Each follows the prompt's last tokens, so that a row that begins finds a match, and is followed by -1. If not
+        all fit, the latest are kept.
         """
         if self._known is None or self._known[:2] != (len(self.ended), most):
             self._known = len(self.ended), most, self._last_texts(most)
@@ -240,12 +247,12 @@ class _Cached:
 
 @dataclasses.dataclass(eq=False)
 class Move:
-    """Pages of a row whose contents go to the host, or come back.
+    """Pages of a row whose contents move to the host, or back to the device.
 
     Attributes:
-        pages: Where they are on the device, or will be.
-        contents: What they hold, of whatever kind; set by who brings it to the host.
-        skipped: Pages at the beginning of the contents that need not come back.
+        pages: The pages on the device, to read from or to write to.
+        contents: The contents on the host, in the format of `device_pool.taken`, which the engine sets.
+        skipped: Number of pages at the beginning of the contents that are not written back.
     """
 
     pages: list[int]
@@ -255,11 +262,11 @@ class Move:
 
 @dataclasses.dataclass(eq=False)
 class _Row:
-    """One completion: `made` are its tokens so far.
+    """A completion that has not ended: `made` are its tokens so far.
 
-    Between two turns it keeps its slot and its pages, and waits for `reply`. `given` are tokens of a reply
-    that are not in `made` yet; the present turn begins, or will begin, with token number `begun`. While it is
-    `parked` it has neither slot nor pages. `turn` is its place in the order in which rows began.
+    Between two turns it keeps its slot and its pages, and waits for `reply`. `given` are tokens of a reply that are
+    not in `made` yet; the current turn begins, or will begin, at token index `begun`. While it is `parked`
+    (preempted), it has neither slot nor pages. `turn` is its index in the order in which rows began.
     """
 
     cached: _Cached
@@ -276,17 +283,17 @@ class _Row:
     _text: np.ndarray | None = None
 
     def text(self) -> np.ndarray:
-        """The tokens of prompt and completion, int32 [n]."""
+        """Returns the tokens of prompt and completion, int32 [n]."""
         if self._text is None:
             self._text = self.cached.prompt.tokens
-        # A list of tokens is slow to read: only those that are new are taken from it.
+        # Converting a list is slow, so only new tokens are converted.
         if new := len(self.cached.prompt.tokens) + len(self.made) - len(self._text):
             self._text = np.concatenate([self._text, np.array(self.made[-new:], np.int32)])
         return self._text
 
 
 def _ending(row: int, why: Literal["stop", "length"]) -> RowTokens:
-    """The end of a row behind its last token."""
+    """Returns the end of a row without further tokens."""
     none = np.zeros(0, np.float32)
     return RowTokens(row, np.zeros(0, np.int32), none, why, none, np.zeros(0, bool))
 
@@ -294,16 +301,19 @@ def _ending(row: int, why: Literal["stop", "length"]) -> RowTokens:
 def distribute(
     prompts: Sequence[QueuedPrompt], places: int = 1, lengths: Sequence[float] | None = None
 ) -> work_queues.WorkQueues:
-    """Distributes prompts among devices, for a `Schedule` each.
+    """Distributes prompts among devices, which have a `Schedule` each.
 
     All completions of a prompt go to one device, except for at most `places - 1` prompts that are split to balance
     the load. If completions of a prompt have different noise, no prompt is split, because a prompt is prefilled
     with the noise of its first completion.
 
     Args:
-        prompts: Any number.
-        places: How many devices there are.
-        lengths: Tokens that are expected of a completion of each prompt; None means as many of all.
+        prompts: Any number of prompts.
+        places: Number of devices.
+        lengths: Expected tokens of a completion of each prompt; None means the same number for all.
+
+    Returns:
+        One queue per device.
     """
     sizes = [len(prompt.keys) for prompt in prompts]
     firsts = list(itertools.accumulate(sizes, initial=0))
@@ -321,7 +331,7 @@ def distribute(
 
 
 class Schedule:
-    """The state of a queue: waiting prompts, rows whose prompt is cached, rows in slots, and their pages.
+    """The state of one device's rows: waiting prompts, rows whose prompt is cached, rows in slots, and their pages.
 
     A row has pages for its next tokens only, and takes more as it grows. If no page is free, the row that began
     last is parked: its pages are copied to the host, and copied back before another row begins. A prompt is
@@ -340,15 +350,15 @@ class Schedule:
         place: int = 0,
         ended: Callable[[np.ndarray, np.ndarray], None] = lambda prompt, completion: None,
     ):
-        """Begins nothing.
+        """Creates a schedule; no row begins yet.
 
         Args:
-            shapes: What is compiled.
+            shapes: The shapes for which programs are compiled.
             num_pages: Pages of the pool.
-            queues: Prompts that wait, from `distribute`, here and on other devices.
-            turns: Answers rows whose turn has ended.
-            place: Number of the queue that is the schedule's own.
-            ended: Is told each prompt and completion that have ended, where there are drafts.
+            queues: Waiting prompts of this and other devices, from `distribute`.
+            turns: Answers rows whose turn has ended; None for single-turn rows.
+            place: Index of this device's queue.
+            ended: Called as ended(prompt, completion) with the tokens of each row that ends, if there are drafts.
         """
         self.num_pages = num_pages
         self._turns, self._ended = turns, ended
@@ -357,16 +367,16 @@ class Schedule:
         self._ready: collections.deque[_Row] = collections.deque()
         self._slots: list[_Row | None] = [None] * shapes.sizes[0]
         self._copies: list[tuple[int, int]] = []
-        # In the order in which they began.
+        # Sorted by the order in which they began.
         self._parked: list[_Row] = []
         self._returns: list[Move] = []
         self._begun = 0
         self.times_parked = 0
-        # Which prompts have rows in slots and how many completions of each have ended, and `Slots.texts` of these.
+        # Cache of `Slots.texts`, and its key: the prompt of each slot and the number of its ended completions.
         self._texts: tuple[list, Texts] | None = None
-        # Whether the device takes a row for alive that a stop string has ended.
+        # Whether the device continues a row that the host has ended or paused (by a stop string, or for a reply).
         self._overtaken = False
-        # Whether a chunk with drafts of the slots that were given last ends early when rows end.
+        # Whether a chunk with drafts ends early when rows end, for the slots that were last returned.
         self._is_impatient = False
 
     def unfinished(self) -> bool:
@@ -374,7 +384,7 @@ class Schedule:
         return bool(self._waits() or any(self._slots))
 
     def leaving(self) -> list[Move]:
-        """Allocates pages for the next tokens of running rows. If too few are free, the rows that began last are parked.
+        """Allocates pages for the next tokens of running rows; if too few are free, parks the rows that began last.
 
         Returns:
             A `Move` for each parked row. Read its contents before anything else writes to the pool, because its pages
@@ -382,7 +392,7 @@ class Schedule:
         """
         left: list[Move] = []
         rows = sorted((row for _, row in self._running()), key=lambda row: row.turn)
-        # Where nobody waits for a page, rows take all they can need, and the device goes on without the host.
+        # If nothing waits and there are enough pages, rows get all that they can need, so that chunks can run ahead.
         missing = (self._most(row) - len(row.pages) for row in rows)
         is_enough = not self._waits() and sum(missing) <= self._pages.free
         going = [row for row in rows if row.reply is None]
@@ -398,16 +408,16 @@ class Schedule:
         return left
 
     def returning(self) -> list[Move]:
-        """What parked rows get back before the next chunk: where it goes, and the contents."""
+        """Returns the moves of parked rows back to the device, to be made before the next chunk."""
         moves, self._returns = self._returns, []
         return moves
 
     def next_prefill(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None] | None:
-        """Fills the slots from prompts in the cache; where that is not enough, the next to put there.
+        """Fills free slots with rows whose prompt is cached; if slots are still free, chooses prompts to prefill.
 
         Returns:
-            Tokens [R, T] and tables of the prompts to prefill now, and numbers [R] of their noise or
-            None; None when nothing is left to do before the next chunk.
+            Tokens int32 [R, T] and page tables int32 [R, pages] of the prompts to prefill now, and numbers int32 [R]
+            of their noise or None. None if there is nothing to prefill before the next chunk.
         """
         self._admit()
         if self._ready or self._parked or not self._queues.any() or all(self._slots):
@@ -439,21 +449,24 @@ class Schedule:
 
     @property
     def has_drafts(self) -> bool:
-        """Whether drafts are looked for where rows are few."""
+        """Whether drafts are used when the batch is small."""
         return self._shapes.drafted > 0
 
     @property
     def live(self) -> int:
-        """How many rows in slots have something to do."""
+        """The number of rows in slots that do not wait for a reply."""
         return sum(row.reply is None for _, row in self._running())
 
     def take_replies(self) -> list[RowTokens]:
-        """Takes in the replies that have come: rows go on with them, and those that do not are given back.
+        """Takes the replies that are ready: their rows continue, or end.
 
-        A reply that leaves no room for a token of the row's own ends it at its limit.
+        An empty reply ends a row. So does a reply after which no token could be sampled within the limit.
+
+        Returns:
+            The ends of the rows that ended.
 
         Raises:
-            Exception: What a `TurnTaker` raised.
+            Exception: An error that a `TurnTaker` raised.
         """
         ended = []
         for slot, row in self._running():
@@ -469,12 +482,12 @@ class Schedule:
         return ended
 
     def wait(self, seconds: float) -> None:
-        """Waits for a reply, but no longer than that."""
+        """Waits until a reply is ready, for at most `seconds`."""
         replies = [row.reply for _, row in self._running() if row.reply is not None]
         concurrent.futures.wait(replies, seconds, concurrent.futures.FIRST_COMPLETED)
 
     def copies(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Pages to copy before the next chunk, from and to: int32 [slots] each; None for none."""
+        """Returns the pages to copy before the next chunk: sources and targets, int32 [slots] each; None for none."""
         if not self._copies:
             return None
         pairs = np.zeros((self._shapes.sizes[0], 2), np.int32)
@@ -483,7 +496,11 @@ class Schedule:
         return pairs[:, 0], pairs[:, 1]
 
     def slots(self, with_history: bool) -> Slots:
-        """The next chunk's rows, after moving them into as small a batch as will do."""
+        """Returns the next chunk's rows, moved into the smallest batch that holds them.
+
+        Args:
+            with_history: Whether `history` is needed even without drafts.
+        """
         self._overtaken = False
         size, rows = self._size(), [row for _, row in self._running()]
         drafts = size <= self._shapes.drafted
@@ -520,7 +537,8 @@ class Schedule:
             slots.limit[slot] = prompt.limit
             slots.keys[slot] = row.key
             if slots.shared is not None:
-                # Also of a row whose siblings have ended: how its pages are cut must not depend on them.
+                # Also for a row whose siblings have ended: how attention splits its pages, which affects rounding,
+                # must not depend on them.
                 pages = prompt.shared_pages(self._shapes.page_size)
                 slots.shared[slot] = pages if pages >= self._shapes.least_shared else 0
             if row.noise is not None:
@@ -534,18 +552,21 @@ class Schedule:
         return slots
 
     def _span(self, size: int) -> int:
-        """Tokens of a row after which a chunk with drafts ends. What comes after a stop string is not used."""
+        """Returns the tokens of a row after which a chunk with drafts ends.
+
+        With stop strings chunks are short, because tokens after a stop string are not used.
+        """
         return self._shapes.chunk if self._shapes.stop_strings else self._shapes.stride(size)
 
     def _patience(self, size: int) -> int:
-        """See `Slots`. A row that has ended gives its slot to one that waits, or waits for a reply itself."""
-        # With one row no other is there to go on without it.
+        """Returns `Slots.patience`: a chunk ends early only if a slot can be reused, or a turn can be answered."""
+        # A single row's chunk ends with it anyway.
         if not self._waits() and (self._turns is None or self.live == 1):
             return _NEVER
         return max(1, int(_IDLE * size))
 
     def _known_texts(self) -> Texts:
-        """Where the rows in slots find drafts; the same object as long as that is the same."""
+        """Returns the texts in which drafts are searched; the same object as long as they have not changed."""
         all_cached = [None if row is None else row.cached for row in self._slots]
         of = [(each.first_row, len(each.ended)) if each else None for each in all_cached]
         if self._texts is None or self._texts[0] != of:
@@ -564,8 +585,9 @@ class Schedule:
     def can_run_ahead(self, *, drafts: bool = False) -> bool:
         """Whether the next chunk can start before the host has read the current one.
 
-        True if no row waits for a slot, a reply or given tokens; every running row has pages for two chunks; the batch
-        size stays the same; some row can get more tokens than one chunk; and the device knows all rows that have ended.
+        True if no row waits for a slot or a reply, or has given tokens left; every running row has pages for two
+        chunks; the batch size stays the same; some row can get more tokens than one chunk; and the device knows all
+        rows that have ended.
 
         Args:
             drafts: Whether the current chunk makes drafts. If it may end early because rows end, the next chunk waits
@@ -597,16 +619,16 @@ class Schedule:
 
         Args:
             tokens: int32 [B, n].
-            logps: float32 [B, n], nats.
-            lengths: int32 [B], how many tokens each row got.
+            logps: float32 [B, n], in nats.
+            lengths: int32 [B], the number of tokens that each row got.
             live: bool [B], which rows have not ended.
             stop_tokens: int32 [k].
             stop_strings: Strings that end a row, or None.
-            entropies: float32 [B, n], nats, or None.
+            entropies: float32 [B, n], in nats, or None.
 
         Returns:
-            The tokens of each row. Slots and pages are free at once; the arrays are cut when the iterator is read, so
-            the next chunk can begin first.
+            The tokens of each row. Slots and pages are freed at once. The arrays are sliced only when the iterator is
+            read, so the next chunk can start before that.
         """
         taken = []
         for slot, row in self._running():
@@ -654,7 +676,7 @@ class Schedule:
         return bool(self._queues.any() or self._ready or self._parked)
 
     def _park(self, row: _Row) -> Move:
-        """Takes slot and pages from a row until there is room for it again."""
+        """Takes slot and pages from a row until there are enough free pages for it again."""
         row.parked, row.pages = Move(row.pages), []
         self._slots[self._slots.index(row)] = None
         self._pages.give_back(row.parked.pages)
@@ -663,7 +685,7 @@ class Schedule:
         return row.parked
 
     def _most(self, row: _Row) -> int:
-        """Pages that a row can need."""
+        """Returns the most pages that a row can need."""
         return self._ceil(row.cached.filled + row.cached.prompt.limit)
 
     def _grows(self, row: _Row) -> bool:
@@ -671,47 +693,47 @@ class Schedule:
         return len(row.pages) < self._most(row)
 
     def _soon(self, row: _Row, ahead: int) -> int:
-        """Pages that a row needs for so many tokens more."""
+        """Returns the pages that a row needs for its next `ahead` tokens, at most up to its limit."""
         tokens = min(len(row.made) + ahead, row.cached.prompt.limit)
         return self._ceil(row.cached.filled + tokens)
 
     def _running(self) -> list[tuple[int, _Row]]:
-        """The rows in slots, each behind the number of its slot."""
+        """Returns the rows in slots, as pairs (slot, row)."""
         return [(slot, row) for slot, row in enumerate(self._slots) if row is not None]
 
     def _left(self) -> int:
-        """Most tokens that a row may still make."""
+        """Returns the most tokens that any row in a slot may still get."""
         return max(
             (row.cached.prompt.limit - len(row.made) for _, row in self._running()), default=0
         )
 
     def _size(self) -> int:
-        """Rows of the smallest batch that will do."""
+        """Returns the size of the smallest batch that holds the rows; the current one if all end within a chunk."""
         # Compiling another program does not pay for less than a chunk's work.
         if not self._waits() and self._left() <= self._shapes.chunk:
             return len(self._slots)
-        # Rows may wait for pages while there are slots: these would cost as much as rows.
+        # Only rows count, not slots: if rows wait for pages, empty slots would cost as much as rows.
         return min(size for size in self._shapes.sizes if size >= len(self._running()))
 
     def _ceil(self, tokens: int) -> int:
-        """Pages that hold so many tokens."""
+        """Returns the number of pages that hold `tokens` tokens."""
         return -(-tokens // self._shapes.page_size)
 
     def _prefill_shape(self, cached: _Cached) -> tuple[int, int]:
-        """The length to which a prompt is padded, and how many of that length are prefilled together."""
+        """Returns the length to which a prompt is padded, and the number of such prompts in one prefill."""
         bucket = self._shapes.bucket(cached.filled)
         return bucket, prefilled_together(self._shapes.most_prompts, bucket)
 
     def _choose(self, waiting: Sequence[_Cached]) -> list[_Cached]:
-        """Prompts to prefill together: the next, and those after it that are padded to the same length."""
+        """Returns prompts to prefill together: the next one, and later ones that are padded to the same length."""
         bucket, count = self._prefill_shape(waiting[0])
         chosen, held = [], 0
-        # Rows that began have no prompt in the cache any more: all their pages are their own.
+        # No cached prompt has rows left to begin, so all pages of a running row count as its own.
         begins = max((self._most(row) for _, row in self._running()), default=0)
         for cached in (c for c in waiting if self._shapes.bucket(c.filled) == bucket):
             pages = self._ceil(cached.filled)
             begins = max(begins, self._needs(cached))
-            # What prompts hold leaves room for the longest row, even if it is the only one.
+            # Beside the pages of these prompts, the longest row must fit, even if all others are parked.
             fits = held + pages <= min(self._pages.free, self.num_pages - 1 - begins)
             if len(chosen) == count or not fits:
                 break
@@ -725,7 +747,7 @@ class Schedule:
             self._slots += [None] * (self._shapes.sizes[0] - len(self._slots))
         if None not in self._slots:
             return
-        # A page for each row that will ask for one, so that none has to leave at once.
+        # Keeps a page for each row that will need more, so that no row has to be parked at once.
         spare = sum(self._grows(row) for _, row in self._running())
         while None in self._slots and (waiting := self._parked or self._ready):
             shared, own = self._begins_with(row := waiting[0])
@@ -741,7 +763,7 @@ class Schedule:
             spare += self._grows(row)
 
     def _begins_with(self, row: _Row) -> tuple[list[int], int]:
-        """Pages of its prompt that a row takes over or shares, and how many more it takes for its next tokens."""
+        """Returns the prompt's pages that a row shares or takes over, and the number of further pages it needs."""
         cached, total = row.cached, self._soon(row, _AHEAD * self._shapes.chunk)
         whole = cached.pages[: cached.filled // self._shapes.page_size]
         if row.parked is None:
@@ -767,7 +789,7 @@ class Schedule:
         row.pages, row.parked = shared + own, None
 
     def _needs(self, cached: _Cached) -> int:
-        """The most pages that the next row of a prompt takes, beside those of the prompt."""
+        """Returns the most pages that the next row of a prompt needs in addition to the prompt's pages."""
         filled = cached.filled
         inherited = filled // self._shapes.page_size if cached.rows_left > 1 else self._ceil(filled)
         return self._ceil(filled + cached.prompt.limit) - inherited

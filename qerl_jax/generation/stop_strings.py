@@ -1,9 +1,9 @@
-"""Texts that end a completion, found in the text of its tokens."""
+"""Finds stop strings, texts that end a completion, in the text of its tokens."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
 
-# Stands in a decoded text for bytes that are no character.
+# Replaces invalid UTF-8 bytes in a decoded text.
 _CUT = "\ufffd"
 
 
@@ -13,7 +13,10 @@ class StopStrings:
 
     Attributes:
         strings: Texts, none of them empty; any of them ends a completion.
-        decode: Makes tokens text.
+        decode: Converts tokens to text.
+
+    Raises:
+        ValueError: If a string is empty.
     """
 
     strings: tuple[str, ...]
@@ -24,11 +27,11 @@ class StopStrings:
             raise ValueError(f"stop strings: got {self.strings!r}; none may be empty")
 
     def kept(self, tokens: Sequence[int], seen: int = 0) -> int | None:
-        """Number of tokens, from the front, whose text just holds one of the strings; None where none does.
+        """Returns the smallest number of leading tokens whose text contains one of the strings; None if none does.
 
         Args:
             tokens: Tokens of one completion.
-            seen: Number of tokens, from the front, that are known to hold none.
+            seen: Number of leading tokens that are known to contain none.
         """
         # A new match can only be in the tail: the new text, and the `overlap` characters before it in which a
         # string may have begun. The overlap is at least 1, because a character may be several tokens and be cut at
@@ -38,8 +41,8 @@ class StopStrings:
         while start > 0 and len(self.decode(tokens[start:seen]).replace(_CUT, "")) < overlap:
             start, step = max(0, start - step), 2 * step
         text = self.decode(tokens[start:])
-        # Where bytes fall back on tokens of their own, one that is cut off takes the characters beside it
-        # along: more tokens may hide a string, and so may those in front.
+        # With byte-fallback tokens, an incomplete character also garbles the characters beside it when decoded.
+        # So tokens before or after a string may hide it, and the text must be decoded for each number of tokens.
         if not (self._in(text) or _CUT in text):
             return None
         ends = range(seen + 1, len(tokens) + 1)
@@ -47,11 +50,14 @@ class StopStrings:
         return next((n for n in ends if holds(tokens[start:n]) and holds(tokens[:n])), None)
 
     def before(self, text: str) -> str:
-        """The text up to the first of the strings."""
+        """Returns the text before the first of the strings; all of it if it contains none."""
         return text[: min((text.find(s) for s in self.strings if s in text), default=len(text))]
 
     def settled(self, text: str) -> str:
-        """The longest prefix of an unfinished text that is safe to stream: no string can begin in it."""
+        """Returns the longest prefix of an unfinished text that is safe to stream.
+
+        What is left out may be the beginning of a stop string.
+        """
         begun = (n for s in self.strings for n in range(len(s) + 1) if text.endswith(s[:n]))
         return text[: len(text) - max(begun, default=0)]
 

@@ -1,14 +1,13 @@
-"""The loop that samples a chunk of tokens with drafts: a step runs a row's token and those that may follow it.
+"""The loop that samples a chunk of tokens with drafts: a step runs a row's last token and its drafted tokens.
 
-A token is a function of (key, place) and of what comes before it. So each position of a draft is sampled with that
-position's random numbers, and a drafted token is accepted if it equals the sampled one. A row keeps the tokens up
-to and including the first that differs from the draft. Sampling one by one would give the same tokens: the
-distribution is exactly the same (the idea of
-speculative decoding, arXiv 2211.17192, in its form for a fixed source of randomness). Their log-probabilities are those
-of this step.
+A token is a function of the row's key, its position and the tokens before it. So each position of a draft is sampled
+with that position's random numbers, and a drafted token is accepted if it equals the sampled one. A row keeps the
+sampled tokens up to and including the first that differs from the draft. Sampling one by one would give the same
+tokens, so the distribution is exactly the same (speculative decoding, arXiv 2211.17192, with fixed random numbers).
+Log-probabilities are those of the step that sampled the token.
 
-A row's positions are rows of the step, over the same pages. Keys and values of tokens that are not accepted stay behind
-its end, where the next step writes over them.
+A row's positions are separate rows of the step that read the same pages. Keys and values of rejected tokens stay
+behind the row's end, where the next step overwrites them.
 """
 
 import dataclasses
@@ -24,14 +23,14 @@ from qerl_jax.generation.scheduler import Slots
 from qerl_jax.model import kv_cache, noise
 from qerl_jax.model.transformer import Transformer, head
 
-# The likelihood of a token that is given: it comes before all drafted ones.
+# The "chance" of a given token: above 1, so that it has priority over all drafted tokens.
 _GIVEN = 2.0
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Loop:
-    """The state within a chunk: row b has sampled counts[b] tokens; rows that have ended were idle for `idle` steps."""
+    """The state of the loop: row b has counts[b] new tokens; ended rows were idle for `idle` row-steps in total."""
 
     counts: jax.Array
     token: jax.Array
@@ -48,13 +47,13 @@ class _Loop:
 
 @dataclasses.dataclass(frozen=True)
 class _Positions:
-    """Which token of which row each of M positions runs.
+    """The row and the token of each of a step's M positions.
 
     Attributes:
-        row: int32 [M].
-        offset: int32 [M], tokens of the step before it in its row.
-        is_used: bool [M].
-        first: int32 [B], where a row's positions begin.
+        row: int32 [M], the row of each position.
+        offset: int32 [M], the position's index among those of its row.
+        is_used: bool [M], False for positions that compute nothing.
+        first: int32 [B], the first position of each row.
     """
 
     row: jax.Array
@@ -64,7 +63,7 @@ class _Positions:
 
     @classmethod
     def of(cls, counts: jax.Array, positions: int) -> "_Positions":
-        """Positions of rows one behind the other: counts[b] of row b."""
+        """Returns positions in the order of rows: counts[b] positions for row b."""
         ends = jnp.cumsum(counts)
         place = jnp.arange(positions)
         row = jnp.minimum(jnp.sum(place[:, None] >= ends, axis=1), len(counts) - 1)
@@ -73,7 +72,7 @@ class _Positions:
         return cls(row, jnp.where(is_used, place - first[row], 0), is_used, first)
 
     def by_row(self, values: jax.Array) -> jax.Array:
-        """Values [M] as [B, MOST + 1]: those of a row's positions, and others behind them."""
+        """Gathers values [M] to [B, MOST + 1]: those of a row's positions, and arbitrary ones behind them."""
         at = self.first[:, None] + jnp.arange(MOST + 1)
         return values[jnp.minimum(at, len(values) - 1)]
 
@@ -89,20 +88,20 @@ def sample(
     odds,
     positions: int,
 ):
-    """Samples a chunk with drafts: `positions` tokens in a step, at least one of each row.
+    """Samples a chunk with drafts: a step runs `positions` tokens, at least one of each row.
 
-    The chunk ends when a row has got `CHUNKS * spec.chunk` tokens or `slots.span`, when all have ended, or when those
-    that have ended have been idle for `slots.patience` steps together.
+    The chunk ends when a row that has not ended has got `CHUNKS * spec.chunk` or `slots.span` tokens, when all rows
+    have ended, or when ended rows have been idle for `slots.patience` row-steps in total.
 
     Args:
-        variables: As for `decoding.decode`, and so are those up to `spec`.
-        pool: Keys and values.
+        variables: See `decoding.decode`.
+        pool: Keys and values, [L, N, J, S, C] each.
         slots: The rows.
         temperature: float32 scalar.
-        stop_tokens: int32 [n].
+        stop_tokens: int32 [k].
         model: The policy.
-        spec: How tokens are sampled.
-        odds: float32 [draft_search.KINDS], the chance that a draft of each kind is right.
+        spec: Sampling options.
+        odds: float32 [draft_search.KINDS], the chance that a drafted token is right, by its kind of match.
         positions: Tokens that a step runs, at least the number of rows.
 
     Returns:
@@ -124,7 +123,7 @@ def sample(
         drafts, given = _drafts(slots, loop, ends)
         is_given = given >= 0
         chances = jnp.where(is_given[:, :MOST], _GIVEN, drafts.chances(odds))
-        # The last token that a row may take is sampled, and never drafted.
+        # At least one token of a step is sampled after the draft, so one less can be drafted than the row may take.
         room = jnp.minimum(chunk - loop.counts, slots.limit - steps) - 1
         is_possible = loop.live[:, None] & (jnp.arange(MOST) < room[:, None])
         budget = positions - jnp.sum(loop.live)
@@ -135,7 +134,7 @@ def sample(
         its = lambda values: values[at.row]
         cache = kv_cache.KVCache(
             *loop.pool,
-            # A position out of use writes to page 0, and reads one slot of it.
+            # An unused position writes to page 0 (scratch), and reads one token of it.
             tables=jnp.where(at.is_used[:, None], its(slots.tables), 0),
             ends=jnp.where(at.is_used, its(ends) + at.offset, 0),
             sequence=jnp.where(at.is_used, at.row, -1),
@@ -147,14 +146,14 @@ def sample(
         found = draw(hidden, its(row_keys), their_steps, seen)
         token, logp, entropy = (None if x is None else at.by_row(x) for x in found)
 
-        # What a row's positions sampled, or were given: [B, MOST + 1].
+        # The sampled or given tokens of a row's positions: [B, MOST + 1].
         token = jnp.where(is_given, given, token)
         right = (token[:, :MOST] == drafts.tokens) & (jnp.arange(MOST) < drafted[:, None])
         taken, is_stopped = _taken(right, jnp.isin(token, stop_tokens) & ~is_given)
         taken = jnp.where(loop.live, taken, 0)
         put = functools.partial(_put, taken)
         last = jnp.take_along_axis(token, jnp.maximum(taken - 1, 0)[:, None], axis=1)[:, 0]
-        # A draft that has ended and was right so far is compared once more, and wrong.
+        # If all tokens of a draft were tried, its end is counted as one more (wrong) token.
         compared = drafted + (drafted == jnp.sum(drafts.tokens >= 0, axis=1))
         outcome = draft_search.outcome(drafts, right, compared, loop.live & ~is_given[:, 0])
         live = loop.live & ~is_stopped & (steps + taken < slots.limit)
@@ -200,14 +199,17 @@ def sample(
         "history": loop.history,
     }
     if slots.given is not None:
-        # The host gives what is left of them to the chunk that follows.
+        # The host passes given tokens that are left to the next chunk.
         moved["given"] = jnp.full_like(slots.given, -1)
     results = loop.tokens, loop.logps, loop.counts, loop.live, loop.entropies, loop.outcome
     return loop.pool, results, moved
 
 
 def _drafts(slots: Slots, loop: _Loop, ends: jax.Array) -> tuple[draft_search.Drafts, jax.Array]:
-    """What may come next, and the tokens that are given: int32 [B, MOST + 1], -1 where a token is sampled."""
+    """Returns drafts, and the given tokens, int32 [B, MOST + 1], -1 where a token is sampled.
+
+    Given tokens replace the draft of a row.
+    """
     found = draft_search.search(loop.history, ends + 1, slots.texts)
     if slots.given is None:
         return found, jnp.full((len(ends), MOST + 1), -1)
@@ -220,7 +222,7 @@ def _drafts(slots: Slots, loop: _Loop, ends: jax.Array) -> tuple[draft_search.Dr
 
 
 def _taken(right: jax.Array, stops: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """How many tokens of a step each row takes, int32 [B], and whether the last of them ends it, bool [B].
+    """Returns the number of tokens that each row takes, int32 [B], and whether the last of them ends it, bool [B].
 
     Args:
         right: bool [B, MOST], whether each drafted token is the one that was sampled.
@@ -233,24 +235,24 @@ def _taken(right: jax.Array, stops: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _put(taken: jax.Array, held: jax.Array, begin: jax.Array, new: jax.Array) -> jax.Array:
-    """Puts the first `taken` [B] of values [B, MOST + 1] into lines [B, n], from places `begin` [B] on."""
+    """Writes the first `taken` [B] of values [B, MOST + 1] into rows [B, n], from index `begin` [B] on."""
     offset = jnp.arange(MOST + 1)
     places = jnp.where(offset < taken[:, None], begin[:, None] + offset, held.shape[1])
     return held.at[jnp.arange(len(held))[:, None], places].set(new, mode="drop")
 
 
 def _seen(seen: jax.Array, taken: jax.Array, token: jax.Array) -> jax.Array:
-    """Which tokens each row has seen, bool [B, V], after it has taken the first `taken` [B] of tokens [B, MOST + 1]."""
+    """Returns the tokens that each row has seen, bool [B, V], after it took `taken` [B] of tokens [B, MOST + 1]."""
     ids = jnp.where(jnp.arange(MOST + 1) < taken[:, None], token, seen.shape[1])
     return seen.at[jnp.arange(len(seen))[:, None], ids].set(True, mode="drop")
 
 
 def _with_drafts(seen: jax.Array, inputs: jax.Array, at: _Positions) -> jax.Array:
-    """Which tokens each position has seen: those that its row had, and the drafted ones before it.
+    """Returns the tokens that each position has seen, bool [M, V]: those of its row, and the inputs up to its own.
 
     Args:
-        seen: bool [M, V].
-        inputs: int32 [B, MOST + 1], a row's token and its draft.
+        seen: bool [M, V], the tokens that each position's row has seen.
+        inputs: int32 [B, MOST + 1], a row's last token and its draft.
         at: The positions.
     """
     tokens = inputs[at.row]

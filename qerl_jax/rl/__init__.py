@@ -1,7 +1,7 @@
 """Reinforcement learning: noise, rollouts, advantages, losses, the optimizer and the update.
 
-This package has what your own training loop needs, as functions of values: a sampler is given the variables
-that it samples from, an update returns the new state.
+This package has the parts of a training loop as functions without hidden state: a sampler is given the variables
+that it samples from, and an update returns the new state.
 
     rollout = rl.collect(sampler, variables, problems, key)               # sample
     rewards, per_function = rl.score(rollout, functions, None)            # judge
@@ -9,7 +9,7 @@ that it samples from, an update returns the new state.
     experience = rl.make_experience(rollout, advantages, ...)             # pad
     state, metrics = updater(state, frozen, experience, None, key)        # learn
 
-`scripts/own_loop.py` is a whole loop. May import `generation`, `rewards` and what those import.
+`scripts/own_loop.py` is a complete loop. This package may import `generation`, `rewards` and what those import.
 """
 
 import importlib
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from qerl_jax.rl.rollouts import Rollout, Sampler, Scored, admit, collect, make_sampler, score
     from qerl_jax.rl.update import TrainState, Updater, init_state
 
-# The module of each name; the imports above are the same for editors.
+# The module of each name. The imports above list the same names for editors and type checkers.
 _MODULES = {
     "qerl_jax.model.noise": ("row_noise",),
     "qerl_jax.model.transformer": ("as_computed", "noise_shapes"),
@@ -79,5 +79,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names."""
+    """Lists the public names."""
     return list(__all__)

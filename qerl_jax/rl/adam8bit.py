@@ -1,9 +1,9 @@
-"""AdamW's moments in 8 bits, block by block: a quarter of their memory (arXiv:2110.02861).
+"""8-bit AdamW: moments are stored in 8-bit blocks, with a quarter of the memory (arXiv:2110.02861).
 
-A block of 256 values is stored as its largest magnitude, in float32, and a code of 8 bits for each
-value: its place in a table of 256 numbers between -1 and 1 (0 and 1 for the second moment, which has
-no sign) that lie close together near 0, so that small values keep their relative precision. A second
-moment that is not 0 is never stored as 0, since its root is a divisor.
+A block of 256 values is stored as its largest magnitude, in float32, and an 8-bit code per value: its index
+in a table of 256 numbers between -1 and 1 (between 0 and 1 for the second moment, which has no sign). The
+numbers are dense near 0, so that small values keep their relative precision. A second moment that is not 0
+is never stored as 0, since its root is a divisor.
 """
 
 import functools
@@ -18,16 +18,16 @@ import optax
 BLOCK = 256
 # Smaller leaves stay in float32, as in the paper: 8 bits would save almost nothing there.
 SMALLEST = 4096
-# Blocks that are dequantized at a time: 8 MiB in float32.
+# Number of blocks that are dequantized at a time: 8 MiB in float32.
 _AT_ONCE = 8192
 
 
 class Blocks(NamedTuple):
-    """An array of any shape, stored in blocks; zeros fill up the last block.
+    """An array of any shape, flattened and stored in blocks; the last block is padded with zeros.
 
     Attributes:
-        codes: uint8 [blocks, 256].
-        scales: float32 [blocks], the largest magnitude of each.
+        codes: uint8 [blocks, 256], indices in `table`.
+        scales: float32 [blocks], the largest magnitude of each block.
     """
 
     codes: jax.Array
@@ -36,10 +36,10 @@ class Blocks(NamedTuple):
 
 @functools.cache
 def table(signed: bool) -> np.ndarray:
-    """The 256 numbers that codes stand for, ascending, float32.
+    """Returns the 256 numbers that codes stand for, float32 [256], ascending.
 
-    Seven decades below 1; from one to the next finer one the numbers of a decade halve, each the
-    middle of an equal part of [0.1, 1] times its power of ten. The sign takes one bit.
+    They cover seven decades below 1. Each decade has half as many numbers as the next larger one: the midpoints
+    of equal parts of [0.1, 1], times a power of ten. Signed tables have half as many positive numbers.
     """
     finest = 1 if signed else 2
     edges = [np.linspace(0.1, 1, finest * 2**decade + 1) for decade in range(7)]
@@ -50,7 +50,12 @@ def table(signed: bool) -> np.ndarray:
 
 
 def quantize(x: jax.Array, *, signed: bool) -> Blocks:
-    """The nearest code of each value of a float32 array."""
+    """Quantizes a float32 array: each value gets the code of the nearest number.
+
+    Args:
+        x: float32 array of any shape.
+        signed: Whether values have a sign; if not, positive values never get the code of 0.
+    """
     blocks = _blocks(x)
     scales = jnp.max(jnp.abs(blocks), axis=1)
     unit = blocks / jnp.where(scales > 0, scales, 1.0)[:, None]
@@ -62,17 +67,17 @@ def quantize(x: jax.Array, *, signed: bool) -> Blocks:
 
 
 def dequantize(blocks: Blocks, shape: tuple[int, ...], *, signed: bool) -> jax.Array:
-    """The float32 array of that shape."""
+    """Returns the float32 array of a shape from its blocks; `signed` as for `quantize`."""
     values = jnp.asarray(table(signed))[blocks.codes] * blocks.scales[:, None]
     return values.reshape(-1)[: math.prod(shape)].reshape(shape)
 
 
 def scale_by_adam_8bit(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
-    """`optax.scale_by_adam` with moments stored in 8 bits; leaves below 4096 values keep float32.
+    """Returns `optax.scale_by_adam` with moments stored in 8 bits; leaves below 4096 values keep float32.
 
-    Each step's update is computed from the moments before they are rounded again. Some thousands of
-    blocks are dequantized at a time, so that no whole moment is ever held in float32; only the
-    update of a leaf is. The state is that of `optax.scale_by_adam`, with `Blocks` for the leaves of its moments.
+    Each step's update is computed from the moments before they are rounded again. Blocks are dequantized in chunks
+    of 8192, so that no moment is ever held completely in float32; only the update of a leaf is. The state is that of
+    `optax.scale_by_adam`, with `Blocks` for the leaves of its moments.
     """
     adam = optax.scale_by_adam(b1, b2, eps)
 
@@ -123,13 +128,13 @@ def _zeros(size: int, *, signed: bool) -> Blocks:
 
 
 def _blocks(x: jax.Array) -> jax.Array:
-    """[blocks, 256], filled up with zeros."""
+    """Reshapes an array to [blocks, 256], padded with zeros."""
     flat = x.reshape(-1)
     return jnp.pad(flat, (0, -flat.size % BLOCK)).reshape(-1, BLOCK)
 
 
 def _in_chunks(function, *trees):
-    """function(*trees) on `_AT_ONCE` rows at a time; its results replace the arguments."""
+    """Applies a function to `_AT_ONCE` rows of the trees at a time; its results replace those rows."""
 
     def chunk(start, size, trees):
         taken = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, size), trees)

@@ -4,13 +4,13 @@ QeRL adds a Gaussian vector Z to the scale w of an RMSNorm (eq. 10),
 
     RMSNorm(x) = (w + Z) * x / sqrt(mean(x^2) + eps),   Z ~ N(0, sigma^2 I),
 
-This multiplies input channel j of the linear layers behind the norm by 1 + Z_j / w_j (eq. 11, 12),
-and so explores at no cost. sigma falls in stages over the run, and the first stage has no noise.
+This multiplies input channel j of the linear layers after the norm by 1 + Z_j / w_j (eq. 11, 12), and so
+explores without extra computation. sigma decreases in stages over the run, and the first stage has no noise.
 
-There is no state here. Step and seed determine the noise, so a resumed run, a replayed step and
-every device of a mesh get the same. The model adds the noise in float32 where the norm is computed,
-so it neither accumulates in the weights nor is rounded away (in bfloat16, neighbouring numbers near
-1.0 are 0.008 apart, and sigma ends near 1e-4).
+There is no state here. Step and seed determine the noise, so a resumed run, a replayed step and every device
+of a mesh get the same noise. The model adds it in float32 when the norm is computed, so it neither
+accumulates in the weights nor is rounded away (in bfloat16, neighbouring numbers near 1.0 are 0.008 apart,
+and sigma ends near 1e-4).
 """
 
 import math
@@ -24,14 +24,14 @@ from jax import Array
 from qerl_jax.checked import require
 from qerl_jax.model.noise import norm_noise as norm_noise
 
-# The distance of neighbouring bfloat16 numbers over the value, averaged over values whose logarithm is uniform.
+# The mean relative distance of neighbouring bfloat16 numbers, for values whose logarithm is uniform.
 _STEP = 2.0**-7 / (2 * math.log(2))
 # The ratio of noise to a norm's scale below which rounding to bfloat16 adds more noise, see `flips_to_signal`.
 FLOOR = _STEP * math.sqrt(2 / math.pi) / 2
 
 
 def stage(step: Array | int, *, num_stages: int, total_steps: int) -> Array:
-    """Returns which of the equal stages of the run a step belongs to.
+    """Returns the number of the stage that a step belongs to; stages have equal lengths.
 
         min(floor(step * num_stages / total_steps), num_stages - 1)
 
@@ -59,7 +59,7 @@ def sigma_schedule(
 ) -> Callable[[Array | int], Array]:
     """Returns the function from a step to the standard deviation of its noise.
 
-    Stage 0 is silent. Stage j = 1 .. K - 1 (K = num_stages, s = sigma_start, e = sigma_end) has
+    Stage 0 has no noise. Stage j = 1 .. K - 1 (K = num_stages, s = sigma_start, e = sigma_end) has
 
         exponential  s (e / s)^u                           eq. 8
         linear       s + (e - s) u
@@ -67,15 +67,15 @@ def sigma_schedule(
         logarithmic  s + (e - s) log10(1 + 9 u)
 
     with u = (j - 1) / (K - 2) as in QeRL's code, where the last stage reaches e, or
-    u = (j - 1) / (K - 1) as in eq. 8 with Algorithm 1, where it stays short of e. The paper names
-    the other three kinds but gives no formulas: these are the simplest that start at s for u = 0
-    and reach e for u = 1.
+    u = (j - 1) / (K - 1) as in eq. 8 with Algorithm 1, where the last stage does not reach e. The
+    paper names the other three kinds but gives no formulas: these are the simplest that start at s
+    for u = 0 and reach e for u = 1.
 
     Args:
         kind: "exponential", "linear", "cosine" or "logarithmic".
         sigma_start: standard deviation in stage 1, in units of the norm's scale.
-        sigma_end: standard deviation that the schedule goes to.
-        num_stages: stages of the run, the silent one included.
+        sigma_end: standard deviation at u = 1.
+        num_stages: stages of the run, the one without noise included.
         total_steps: optimizer updates of the run.
         exponent: "code" or "paper".
 
@@ -125,12 +125,15 @@ def adapted_sigma(
     language models and follows signals that are cheaper than such a distance, as here.
 
     Args:
-        sigma: the present one.
-        signal: what was measured under it; if it is not a number, sigma stays as it is.
-        target: the value of the signal to aim at.
+        sigma: the current sigma.
+        signal: the value that was measured with it; NaN leaves sigma unchanged.
+        target: the desired value of the signal.
         rate: factor of one step, above 1.
-        lowest: bound of sigma.
-        highest: bound of sigma.
+        lowest: lower bound of sigma.
+        highest: upper bound of sigma.
+
+    Raises:
+        ValueError: for a rate that is not above 1.
     """
     require(rate > 1, "rate", rate, "must be above 1")
     if math.isnan(signal):
@@ -139,27 +142,27 @@ def adapted_sigma(
 
 
 def flips_to_signal(relative: float) -> float:
-    """Returns the noise that rounding to bfloat16 adds, over the noise of a norm: a ratio of standard deviations.
+    """Returns the ratio of two standard deviations: of the noise that rounding to bfloat16 adds, and of AQN's noise.
 
-    A value v lies between neighbours that are u |v| apart, 2^-8 <= u <= 2^-7. Noise s z, z ~ N(0, 1),
-    that is small against u moves it by a whole step with probability s |z| / u, else not at all. So the
-    mean is kept, and the variance is u s E|z| instead of s^2. The difference, the flips, has the deviation
+    A value v is between bfloat16 neighbours that are u |v| apart, 2^-8 <= u <= 2^-7. Relative noise s z,
+    z ~ N(0, 1), that is small against u moves the rounded value by a whole step with probability s |z| / u, else
+    not at all. So the mean is kept, and the variance is u s E|z| instead of s^2. The added noise has the standard
+    deviation
 
         sqrt(u E|z| / s - 1)
 
-    times the signal, with E|z| = sqrt(2 / pi) and u = 2^-7 / (2 log 2) on average over values whose
-    logarithm is uniform. They are as large as the signal at s = 2.2e-3, `FLOOR`, and 7 times as large
-    at 1e-4.
+    times that of AQN, with E|z| = sqrt(2 / pi) and u = 2^-7 / (2 log 2) on average over values whose
+    logarithm is uniform. Both are equal at s = 2.2e-3, `FLOOR`; at 1e-4 rounding adds 7 times as much.
 
     Args:
         relative: s, the noise's standard deviation over the norm's scale; positive.
 
     Returns:
-        0 where the signal exceeds a step.
+        The ratio; 0 if s is at least u E|z|.
     """
     return math.sqrt(max(0.0, _STEP * math.sqrt(2 / math.pi) / relative - 1))
 
 
 def step_key(seed_key: Array, step: Array | int) -> Array:
-    """Returns the key of one step's noise; use `seed_key` for nothing but the noise."""
+    """Returns the key of one step's noise; use `seed_key` only for the noise."""
     return jax.random.fold_in(seed_key, step)

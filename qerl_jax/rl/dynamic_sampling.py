@@ -1,4 +1,4 @@
-"""Dynamic sampling: sampling in rounds until enough groups teach something, and the place in the data."""
+"""Dynamic sampling: samples in rounds until enough groups are informative, and tracks the position in the data."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -17,25 +17,24 @@ _PER_PROBLEM = ("problems", "prompt_ids")
 
 @dataclasses.dataclass(frozen=True)
 class Supply:
-    """Where a run stands in its data: the one part of its state that does not follow from the step.
+    """The position of a run in its data, and left-over groups: state that cannot be computed from the step.
 
     Attributes:
-        drawn: Problems met so far.
-        surplus: Informative groups that the last rollout did not need: fewer than a rollout has. None for
-            none.
+        drawn: Number of problems sampled so far.
+        surplus: Informative groups that the last rollout did not need, fewer than a rollout has; or None.
     """
 
     drawn: int = 0
     surplus: rollouts.Scored | None = None
 
     def to_table(self) -> dict[str, Any]:
-        """What a checkpoint needs, as plain numbers: problems are named by their places."""
+        """Returns the data for a checkpoint, as plain JSON values; problems are stored as positions in the data."""
         if self.surplus is None:
             return {"drawn": self.drawn}
         rollout = self.surplus.rollout
         talks = rollout.conversations
         has_tools = talks is not None
-        # The first words of an environment are not part of the data.
+        # An environment's first observation is not part of the data, so prompts with tools are stored.
         prompts = [ids.tolist() for ids in rollout.prompt_ids]
         return {
             "drawn": self.drawn,
@@ -72,11 +71,11 @@ class Supply:
     def from_table(
         cls, table: dict[str, Any], problem_at: Callable[[int], Problem], tokenizer: Tokenizer
     ) -> Self:
-        """The inverse of `to_table`, bit for bit.
+        """Restores what `to_table` returned, bit for bit.
 
         Args:
-            table: What `to_table` gave.
-            problem_at: The problem at a place in the order of the data.
+            table: The result of `to_table`.
+            problem_at: Returns the problem at a position in the order of the data.
             tokenizer: The policy's tokenizer.
         """
         if "rows" not in table:
@@ -119,18 +118,18 @@ class Supply:
 
 
 def by_reward(scored: rollouts.Scored) -> np.ndarray:
-    """Marks the informative groups, bool [P]: those whose rewards differ."""
+    """Marks the informative groups, bool [P]: those whose rewards are not all equal."""
     return np.asarray(grpo.informative(scored.rewards))
 
 
 def by_functions(weights: Mapping[int, float]) -> Callable[[rollouts.Scored], np.ndarray]:
     """Makes a function that marks the informative groups, bool [P], by some of the rewards.
 
-    A group is informative where the weighted sum of these rewards differs between its completions.
-    Completions for which all of them abstained are not compared.
+    A group is informative if the weighted sum of these rewards differs between its completions.
+    Completions for which all of these functions abstained are not compared.
 
     Args:
-        weights: Weight of each reward function that is used, by its place among all.
+        weights: Weight of each reward function that is used, by its index among all functions.
     """
     columns, factors = list(weights), np.array(list(weights.values()), np.float32)
 
@@ -150,22 +149,21 @@ def gather(
 ) -> tuple[rollouts.Scored, rollouts.Scored, Supply, dict[str, float]]:
     """Samples in rounds until there are enough informative groups for a rollout (DAPO, arXiv:2503.14476).
 
-    Groups left over from the last rollout come first, and the surplus of this one is kept for the
-    next. So no group waits for more than one rollout, and the surplus is smaller than a rollout. After
-    `max_rounds` the batch is filled up with groups that are not informative. Set their advantages to
-    0: their rewards may still differ, but not in quality.
+    Groups left over from the last rollout come first, and the surplus of this one is kept for the next. So no
+    group waits for more than one rollout, and the surplus is smaller than a rollout. After `max_rounds` the
+    batch is filled up with groups that are not informative. The caller must set their advantages to 0: their
+    rewards may still differ, for example in form or length, but not in quality.
 
     Args:
-        sample: sample(drawn, round) samples and scores the P problems from place `drawn` on.
-        supply: Where the data stands.
-        max_rounds: At least 1; None takes one round and keeps all of its groups.
+        sample: sample(drawn, round) samples and scores the P problems from position `drawn` on.
+        supply: The position in the data, and left-over groups.
+        max_rounds: The most rounds, at least 1; None makes one round and keeps all of its groups.
         informative: Marks the groups of a rollout, bool [P], whose completions differ in quality. By default
             those whose rewards differ; see `by_functions`.
 
     Returns:
-        The P groups to learn from, all groups that were sampled this time (metrics of the policy are
-        taken from these, since the batch is a selection), the new supply, and metrics under
-        `dynamic_sampling/`.
+        The P groups to learn from; all groups that were sampled in this call (for metrics of the policy,
+        since the batch is a selection); the new supply; and metrics under `dynamic_sampling/`.
     """
     if max_rounds is None:
         scored = sample(supply.drawn, 0)
@@ -195,12 +193,12 @@ def gather(
 
 
 def _without_nan(values: np.ndarray) -> list[Any]:
-    """The values as lists, None for NaN, which JSON does not have."""
+    """Returns the values as lists, with None for NaN, which JSON does not have."""
     return np.where(np.isnan(values), None, values.astype(object)).tolist()
 
 
 def choose(scored: rollouts.Scored, groups: Sequence[int] | np.ndarray) -> rollouts.Scored:
-    """The groups at the given places, in that order."""
+    """Returns the groups with the given indices, in that order."""
     groups, size = np.asarray(groups, int), scored.rollout.num_generations
     rows = (groups[:, None] * size + np.arange(size)).reshape(-1)
     rollout = {
@@ -217,7 +215,7 @@ def choose(scored: rollouts.Scored, groups: Sequence[int] | np.ndarray) -> rollo
 
 
 def join(parts: Sequence[rollouts.Scored]) -> rollouts.Scored:
-    """All groups of several rollouts, in order."""
+    """Concatenates the groups of several rollouts, in order."""
     columns = zip(*(vars(part.rollout).values() for part in parts), strict=True)
     return rollouts.Scored(
         rollouts.Rollout(*(None if None in column else sum(column, ()) for column in columns)),

@@ -1,4 +1,4 @@
-"""Entropies in the update: the tokens that it learns from, and the coefficient of the bonus."""
+"""Uses of entropy in the update: an adaptive coefficient of the entropy bonus, and a mask of high-entropy tokens."""
 
 import dataclasses
 from typing import Self
@@ -12,12 +12,12 @@ from qerl_jax.config import GrpoConfig
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class EntropyControl:
-    """A coefficient of the entropy bonus that follows the entropy (Skywork-OR1, arXiv:2505.22312), as in TRL.
+    """An adaptive coefficient of the entropy bonus (Skywork-OR1, arXiv:2505.22312), as in TRL.
 
     Attributes:
         coef: float32, the coefficient.
         last: float32, the mean entropy of the last optimizer step in nats per token; infinity before the
-            first, in which the bonus does not act.
+            first step, which therefore has no bonus.
     """
 
     coef: np.ndarray
@@ -25,15 +25,18 @@ class EntropyControl:
 
     @classmethod
     def begin(cls, cfg: GrpoConfig) -> Self:
-        """The control at the start of a run."""
+        """Returns the control at the start of a run."""
         return cls(np.float32(cfg.entropy_coef), np.float32(np.inf))
 
     def applied(self, cfg: GrpoConfig) -> float:
-        """The coefficient for the next step: 0 while the entropy is above its target."""
+        """Returns the coefficient for the next step: 0 if the last entropy is above its target."""
         return float(self.coef) if self.last <= cfg.entropy_target else 0.0
 
     def after(self, cfg: GrpoConfig, entropy: float) -> Self:
-        """The control after a step, by its mean entropy; an entropy that is not finite changes nothing."""
+        """Returns the control after a step with a mean entropy in nats; a non-finite entropy changes nothing.
+
+        The coefficient rises by `entropy_coef_delta` if the entropy is at most its target, else it falls by as much.
+        """
         if not np.isfinite(entropy):
             return self
         change = cfg.entropy_coef_delta * (1 if entropy <= cfg.entropy_target else -1)
@@ -42,12 +45,12 @@ class EntropyControl:
 
 
 def high_entropy(entropies: np.ndarray, mask: np.ndarray, quantile: float) -> np.ndarray:
-    """Marks the tokens of the highest entropies (arXiv:2506.01939), as TRL's `top_entropy_quantile` does.
+    """Marks the tokens with the highest entropies (arXiv:2506.01939), as TRL's `top_entropy_quantile` does.
 
     Args:
-        entropies: float32 [B, C] of the tokens.
+        entropies: float32 [B, C], in nats.
         mask: bool [B, C], the tokens that count.
-        quantile: Share of these that is marked; tokens equal to the threshold are marked, too.
+        quantile: Share of the counted tokens that is marked; tokens equal to the threshold are marked, too.
 
     Returns:
         float32 [B, C], 1 or 0.

@@ -1,4 +1,4 @@
-"""What the trainer learns from: rows of prompts and completions, padded to few widths."""
+"""Inputs of the update: rows of prompts and completions, padded to one of few widths, and packed micro-batches."""
 
 import dataclasses
 import functools
@@ -18,13 +18,13 @@ class PackedRows:
     """A micro-batch on the device: tokens on one axis [T], and n rows, some of which may be empty.
 
     Attributes:
-        packing: Where each row lies on the axis of tokens.
+        packing: The positions of each row on the token axis.
         tokens: int32 [T].
         mask: bool [T], the completion tokens that are learned from.
-        behaviour_logps: float32 [T], the sampler's log-probabilities; 0 outside completions.
+        behaviour_logps: float32 [T], the sampler's log-probabilities in nats; 0 outside completions.
         advantages: float32 [n].
-        fixed: Other log-probabilities float32 [T] that stay as they are, by name.
-        noise: int32 [n], numbers of the rows' noise; None where it is not needed.
+        fixed: Per-token values that do not change during the update, float32 [T], by name: see `update.anchors`.
+        noise: int32 [n], numbers of the rows' noise; None if rows do not have their own.
     """
 
     packing: packing.Packing
@@ -44,16 +44,16 @@ class Experience:
     The rows of a prompt are neighbours.
 
     Attributes:
-        prompts: int32 [P, Tp], right-padded; the padding may hold anything.
-        prompt_lengths: int32 [P].
+        prompts: int32 [P, Tp], right-padded; the padding may have any values.
+        prompt_lengths: int32 [P], in tokens.
         completions: int32 [B, C], right-padded.
         mask: bool [B, C], the completion tokens that are learned from.
-        behaviour_logps: float32 [B, C], the sampler's log-probabilities.
+        behaviour_logps: float32 [B, C], the sampler's log-probabilities in nats.
         advantages: float32 [B].
-        judged: bool [B], False for rows that no reward function judged; averages leave these out. None means
-            that all were judged.
-        noise: int32 [P], numbers of the noise of each prompt and its completions, where rows have their own;
-            None where it is not needed.
+        judged: bool [B], False for rows without a reward; the loss does not count them in its divisor. None means
+            that all rows have one.
+        noise: int32 [P], the number of the noise of each prompt and its completions; None if rows do not have their
+            own.
     """
 
     prompts: jax.Array
@@ -67,23 +67,23 @@ class Experience:
 
     @property
     def rows(self) -> np.ndarray:
-        """int [P, g], the numbers of the rows of each prompt."""
+        """The indices of the rows of each prompt, int [P, g]."""
         return np.arange(len(self.completions)).reshape(len(self.prompts), -1)
 
     @functools.cached_property
     def lengths(self) -> np.ndarray:
-        """int [B], completion tokens of each row up to the last that is learned from."""
+        """The number of completion tokens of each row up to the last that is learned from, int [B]."""
         return np.max(np.where(self.mask, np.arange(1, self.mask.shape[1] + 1), 0), axis=1)
 
     def rows_to_cut(self, numbers: np.ndarray) -> microbatches.Rows:
-        """Rows [N] by their numbers, as they are cut into micro-batches."""
+        """Returns the rows with indices int [N], in the form that is divided into micro-batches."""
         prompts = numbers // self.rows.shape[1]
         return microbatches.Rows(
             numbers, self.lengths[numbers], prompts, np.asarray(self.prompt_lengths)[prompts]
         )
 
     def take(self, rows: np.ndarray) -> Self:
-        """Rows int [n, k], k of each of n prompts, on the host."""
+        """Returns the rows with indices int [n, k], k rows of each of n prompts, on the host."""
         prompts, flat = rows[:, 0] // self.rows.shape[1], rows.reshape(-1)
         return Experience(
             self.prompts[prompts],
@@ -97,11 +97,11 @@ class Experience:
         )
 
     def pack(self, batch: microbatches.MicroBatch, fixed: dict[str, np.ndarray]) -> PackedRows:
-        """A micro-batch on the host.
+        """Packs a micro-batch, on the host.
 
         Args:
             batch: Its rows and its shape.
-            fixed: Log-probabilities float32 [B, C] by name.
+            fixed: Per-token values float32 [B, C], by name.
         """
         shape, is_real = batch.shape, batch.rows >= 0
         chosen = self.rows_to_cut(np.where(is_real, batch.rows, 0))
@@ -134,7 +134,7 @@ class Experience:
     def _places(
         self, batch: microbatches.MicroBatch, layout: packing.Packing
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Row and place of each completion's token of a micro-batch, in their order on the flat axis."""
+        """Returns row and column in [B, C] of each completion token of a micro-batch, in flat order."""
         rows = layout.rows[: layout.lengths.sum()]
         return batch.rows[rows], layout.positions[: len(rows)] - layout.prompt_lengths[rows]
 
@@ -144,7 +144,7 @@ class Experience:
         batch: microbatches.MicroBatch,
         values: np.ndarray,
     ) -> None:
-        """Writes the values [T] of a micro-batch's completions to their places in an array [B, C]."""
+        """Writes the values [T] of a micro-batch's completion tokens to an array [B, C], in place."""
         place = self._places(batch, self.pack(batch, {}).packing)
         into[place] = values[: len(place[0])]
 
@@ -160,23 +160,25 @@ def make_experience(
     judged: np.ndarray | None = None,
     noise: np.ndarray | None = None,
 ) -> Experience:
-    """Pads a rollout on the host, to the width of its longest prompt and of its longest completion.
+    """Pads a rollout on the host, to widths that hold its longest prompt and its longest completion.
 
-    What a tool gave is part of a row, but nothing is learned from it. There are seven widths, from the
-    bound down to an eighth of it. The device gets only the real tokens, see `Experience.pack`.
+    There are seven widths, from the maximum down to an eighth of it. Tokens of a tool's answer are part of a row,
+    but are not learned from. The device gets only the real tokens, see `Experience.pack`.
 
     Args:
         rollout: P problems, B = P * G completions.
-        advantages: [P, G].
+        advantages: float [P, G].
         max_prompt_length: The most tokens of a prompt in this run.
         max_completion_length: The most tokens of a completion in this run.
-        mask_truncated_completions: Whether completions that were cut are left out of the loss.
-        share_prompts: Whether a prompt stands once for all of its completions; otherwise each row
-            has its own.
+        mask_truncated_completions: Whether truncated completions are left out of the loss.
+        share_prompts: Whether a prompt is stored once for all of its completions; otherwise once for each.
         judged: bool [P, G], False for completions without a reward: they are left out of the loss and of its
             divisor. None means that all have one.
-        noise: int32 [P, G], numbers of the rows' noise where they have their own. Completions that share a
+        noise: int32 [P, G], numbers of the rows' noise if they have their own. Completions that share a
             prompt get the number of the first.
+
+    Returns:
+        The experience, in NumPy arrays.
     """
     lengths, prompts = rollout.lengths, rollout.prompt_ids
     if not share_prompts:
@@ -205,7 +207,7 @@ def make_experience(
 
 
 def _pad(rows: Sequence[np.ndarray], width: int, dtype: type) -> np.ndarray:
-    """[rows, width], with zeros behind the end of each row."""
+    """Right-pads rows with zeros to an array [rows, width]."""
     padded = np.zeros((len(rows), width), dtype)
     for line, row in zip(padded, rows, strict=True):
         line[: len(row)] = row

@@ -1,8 +1,8 @@
-"""GRPO, DAPO and their relatives as equations on arrays.
+"""GRPO, DAPO and their variants as equations on arrays.
 
-A step reads from top to bottom: `combine_rewards` turns the scores of several reward functions into
-one number per completion, `group_advantages` compares it with the other completions of its prompt,
-and `policy_loss` weighs log-probabilities with the result. Formulas and option names are those of
+The functions are in the order of a step: `combine_rewards` turns the scores of several reward functions
+into one number per completion, `group_advantages` compares it with the other completions of its prompt,
+and `policy_loss` weights log-probabilities with the result. Formulas and option names are those of
 TRL's `GRPOTrainer`; the tests compare values and gradients with it.
 
 Shapes: P prompts, G completions each, B = P * G rows (the completions of a prompt are neighbours),
@@ -28,8 +28,8 @@ _STD_EPSILON = 1e-4
 _LEAST_LOG_RATIO, _MOST_LOG_RATIO = math.log(1e-8), 20.0
 
 
-# Functions of a whole batch are compiled as one program each: run step by step, they are some sixty programs, each of
-# which takes a tenth of a second to compile on a GPU.
+# Functions of a whole batch are jitted: without jit they would be about sixty programs, each of which takes a tenth
+# of a second to compile on a GPU.
 
 
 @jax.jit
@@ -44,8 +44,8 @@ def combine_rewards(per_function: Array, weights: Array) -> Array:
 
     Returns:
         The rewards [B]; NaN for a row for which every function abstained. A number there would be
-        compared with the group's: 0 would be better than a wrong answer that scores -1. (So it was in
-        TRL until its pull request 5902 of June 2026.)
+        compared with the group's: 0 would be better than a wrong answer that scores -1. (TRL returned
+        0 until its pull request 5902 of June 2026.)
     """
     given = ~jnp.isnan(per_function)
     rewards = masked.sum(per_function * weights[None, :], given, axis=1)
@@ -56,15 +56,15 @@ def combine_rewards(per_function: Array, weights: Array) -> Array:
 def soft_overlong_punishment(
     lengths: Array, *, max_completion_length: int, soft_punish_cache: int
 ) -> Array:
-    """Punishes long completions, in proportion to how many of the last tokens allowed they use.
+    """Penalizes completions in proportion to how many of the last `soft_punish_cache` allowed tokens they use.
 
         0                                     where length <= max_completion_length - cache
         (max_completion_length - cache - length) / cache             from there on, down to -1
 
     Args:
         lengths: [B], tokens of each completion.
-        max_completion_length: the longest completion there can be, in tokens.
-        soft_punish_cache: the width of the slope, in tokens; positive.
+        max_completion_length: the most tokens of a completion.
+        soft_punish_cache: the length over which the penalty rises, in tokens; positive.
 
     Returns:
         float32 [B], between -1 and 0. DAPO (arXiv:2503.14476), eq. 13; names are TRL's.
@@ -75,15 +75,15 @@ def soft_overlong_punishment(
 
 @jax.jit
 def informative(rewards: Array) -> Array:
-    """Marks the groups whose completions differ in quality; only these give a gradient.
+    """Marks the groups whose rewards differ; only these give a gradient.
 
     Args:
-        rewards: [P, G] rewards, or the advantages made from them; NaN for rows without one.
+        rewards: [P, G] rewards, or advantages computed from them; NaN for rows without one.
 
     Returns:
         bool [P]. DAPO's dynamic sampling (arXiv:2503.14476, section 3.2) keeps only these groups.
     """
-    # Not a comparison of the standard deviation with 0: rounding leaves some for equal rewards.
+    # The standard deviation is not used, because rounding can make it positive for equal rewards.
     given = ~jnp.isnan(rewards)
     highest = jnp.max(rewards, axis=1, initial=-jnp.inf, where=given)
     return highest > jnp.min(rewards, axis=1, initial=jnp.inf, where=given)
@@ -102,11 +102,11 @@ def group_advantages(
 
     The baseline b is the mean over the group ("grpo") or over the group's other completions
     ("rloo": leave-one-out, arXiv:2402.14740). The latter does not contain the completion's own
-    reward, so the estimate of the gradient has no bias. s is the standard deviation (with n - 1)
-    of the group (GRPO, arXiv:2402.03300) or of the whole batch (arXiv:2508.08221); with "none"
-    there is no division (Dr. GRPO, arXiv:2503.20783). Equal rewards give advantages of exactly 0.
-    A row without a reward has advantage 0, and counts in neither b nor s, as in TRL (since June
-    2026).
+    reward, so the estimate of the gradient is unbiased. s is the standard deviation (with divisor
+    n - 1) of the group (GRPO, arXiv:2402.03300) or of the whole batch (arXiv:2508.08221); with
+    "none" there is no division (Dr. GRPO, arXiv:2503.20783). Equal rewards give advantages of
+    exactly 0. A row without a reward has advantage 0, and counts in neither b nor s, as in TRL
+    (since June 2026).
 
     Args:
         rewards: [P, G]; NaN for rows without one.
@@ -114,7 +114,7 @@ def group_advantages(
         estimator: "grpo" or "rloo".
 
     Returns:
-        [P, G].
+        The advantages [P, G].
 
     Raises:
         ValueError: for fewer than two completions per prompt, or an unknown scale or estimator.
@@ -146,24 +146,23 @@ def decoupled_advantages(
     scale: Literal["group", "batch", "none"] = "group",
     estimator: Literal["grpo", "rloo"] = "grpo",
 ) -> Array:
-    """Compares each completion with the others of its prompt, for each reward function by itself.
+    """Compares each completion with the others of its prompt, separately for each reward function.
 
         a_f = (r_f - mean of r_f over the group) / (s_f + 1e-4)
         A   = (a - mean of a) / (std of a + 1e-4),        a = sum over f of w_f a_f
 
-    where s_f is the standard deviation of that function's rewards alone, and the second line is taken
-    over the whole batch. So a function with widely spread rewards does not outweigh the others. GDPO
-    (arXiv:2601.05242); TRL's `normalize_then_sum`, which has the scale "group" only.
+    where s_f is the standard deviation of that function's rewards alone, and the second line is computed
+    over the whole batch. So a function with widely spread rewards does not outweigh the others. This is
+    GDPO (arXiv:2601.05242), TRL's `normalize_then_sum`, which only has the scale "group".
 
     Args:
         per_function: [P, G, number of functions]; NaN where a function does not apply to a row.
         weights: [number of functions].
-        scale: Standard deviation s_f of a function: of the "group", of the "batch", or "none" to centre
-            only.
+        scale: the standard deviation s_f is that of the "group" or of the "batch"; "none" only centres.
         estimator: As in `group_advantages`.
 
     Returns:
-        The advantages [P, G]: 0 for a row without a reward, and in a group whose completions get the
+        The advantages [P, G]; 0 for a row without a reward, and in a group whose completions get the
         same rewards from every function.
 
     Raises:
@@ -176,7 +175,7 @@ def decoupled_advantages(
     given = ~jnp.all(jnp.isnan(per_function), axis=-1)
     # A function that abstained has advantage 0, and adds nothing to the sum.
     summed = jnp.tensordot(weights, jnp.stack(by_function), axes=1)
-    # Fewer than two rows with a reward have no deviation.
+    # With fewer than two rewards the standard deviation is undefined.
     differ = jnp.sum(given) > 1
     mean, spread = jnp.mean(summed, where=given), jnp.std(summed, ddof=1, where=given)
     normal = jnp.where(differ, (summed - mean) / (jnp.where(differ, spread, 0) + _STD_EPSILON), 0)
@@ -189,16 +188,19 @@ def token_kl(logps: Array, ref_logps: Array, kind: Literal["k1", "k2", "k3"] = "
 
         k1 = -d,   k2 = d^2 / 2,   k3 = exp(d) - d - 1,   d = ref_logp - logp
 
-    For tokens that the policy sampled, the values of k1 and k3 have no bias, and k2 and k3 are
-    never below 0. In a loss the derivative counts instead. The derivative of k1 has expectation 0,
-    that of k2 is right for KL(policy || reference), and that of k3 is the one of KL(reference ||
-    policy). Multiplied by the importance ratio (`policy_loss`, `use_bias_correction_kl`), k1 and k3
-    have the right derivative, too.
+    For tokens that the policy sampled, k1 and k3 are unbiased, and k2 and k3 are never negative. In a
+    loss only the gradient matters. In expectation, the gradient of k1 is 0, that of k2 is the gradient
+    of KL(policy || reference), and that of k3 is the gradient of KL(reference || policy). Multiplied by
+    the importance ratio (`policy_loss`, `use_bias_correction_kl`), k1 and k3 have the gradient of
+    KL(policy || reference), too.
 
     Args:
-        logps: log-probabilities under the policy.
-        ref_logps: of the same shape, under the reference.
+        logps: log-probabilities under the policy, in nats, of any shape.
+        ref_logps: those under the reference, of the same shape.
         kind: "k1", "k2" or "k3".
+
+    Returns:
+        The estimates in nats, of the same shape.
 
     Raises:
         ValueError: for an unknown kind.
@@ -217,13 +219,13 @@ def log_importance_ratio(
     """Returns log(policy / old policy) for each token, or its mean for each sequence.
 
     Args:
-        logps: [B, T] log-probabilities under the policy; gradients flow through both levels.
-        old_logps: [B, T] log-probabilities under the policy that the ratio is taken against.
+        logps: [B, T] log-probabilities under the policy; gradients flow through them at both levels.
+        old_logps: [B, T] log-probabilities under the old policy, the denominator of the ratio.
         mask: [B, T], nonzero at the tokens that count.
         level: "token", or "sequence": the mean over the row's tokens (GSPO, arXiv:2507.18071).
 
     Returns:
-        [B, T], 0 under the mask; or [B, 1], 0 for a row without tokens.
+        [B, T], 0 at masked-out tokens; or [B, 1], 0 for a row without tokens.
 
     Raises:
         ValueError: for an unknown level.
@@ -243,7 +245,7 @@ def truncated_importance_weights(
     clip_max: float,
     clip_min: float | None = None,
 ) -> Array:
-    """Weights that correct for completions that were sampled by a policy other than that of `old_logps`.
+    """Computes weights that correct for sampling from a policy other than that of `old_logps`.
 
         w = old policy / behaviour policy, per token, or as the product over a row's tokens
 
@@ -251,15 +253,16 @@ def truncated_importance_weights(
     `clip_min` likewise. "token_mask" with both bounds is IcePop (arXiv:2510.18855, section 3.2).
 
     Args:
-        old_logps: [B, T] log-probabilities under the policy that `policy_loss` divides by.
+        old_logps: [B, T] log-probabilities under the old policy, the denominator of the ratio in
+            `policy_loss`.
         behaviour_logps: [B, T] log-probabilities under the policy that sampled.
         mask: [B, T], nonzero at the tokens that count.
         mode: "token_truncate", "token_mask", "sequence_truncate" or "sequence_mask".
-        clip_max: the largest weight that passes unchanged.
-        clip_min: the smallest; None for no bound.
+        clip_max: the largest weight that stays unchanged.
+        clip_min: the smallest weight that stays unchanged; None for no bound.
 
     Returns:
-        [B, T] (1 under the mask) or [B, 1], without gradient.
+        [B, T] (masked-out tokens have the weight of ratio 1) or [B, 1], without gradient.
 
     Raises:
         ValueError: for an unknown mode, a `clip_max` that is not positive, or a `clip_min` that is not
@@ -293,29 +296,29 @@ def sampling_mask(
     highest: float,
     lowest: float | None = None,
 ) -> Array:
-    """Marks what to learn from: 1 where the ratio of trainer to sampler is within bounds, else 0.
+    """Masks tokens or rows for which trainer and sampler differ too much: 1 if the ratio is in bounds, else 0.
 
         lowest <= r <= highest,    r = policy / behaviour policy
 
-    of each token, or of a row: the product ("sequence") or the geometric mean ("geometric") of its
-    tokens' ratios. The geometric mean is exp(-k1), with k1 the row's mean estimate of KL(behaviour ||
-    policy), and unlike the product does not grow with the length.
+    r is the ratio of each token, or of a row: the product ("sequence") or the geometric mean
+    ("geometric") of its tokens' ratios. The geometric mean is exp(-k1), with k1 the row's mean estimate
+    of KL(behaviour || policy). Unlike the product, it does not grow with the length.
 
     Args:
         logps: [B, T] log-probabilities under the policy of the trainer.
         behaviour_logps: [B, T] log-probabilities under the policy that sampled.
         mask: [B, T], nonzero at the tokens that count.
         level: "token", "sequence" or "geometric".
-        highest: the largest ratio that stays, above 1.
-        lowest: the smallest; None means 1 / `highest`.
+        highest: the largest ratio that is kept, above 1.
+        lowest: the smallest ratio that is kept; None means 1 / `highest`.
 
     Returns:
-        Zeros and ones in the dtype of `logps`, without gradient: [B, T] (1 under the mask) or [B, 1].
+        Zeros and ones in the dtype of `logps`, without gradient: [B, T] (1 at masked-out tokens) or [B, 1].
 
     Raises:
         ValueError: for an unknown level, or bounds without 1 between them.
 
-    Source: verl's rollout rejection, arXiv:2510.18855 for tokens.
+    Source: verl's rollout rejection; for tokens arXiv:2510.18855.
     """
     require(highest > 1, "highest", highest, "must be above 1")
     lowest = 1 / highest if lowest is None else lowest
@@ -336,7 +339,7 @@ def sampling_mask(
 def off_policy_mask(
     logps: Array, behaviour_logps: Array, mask: Array, advantages: Array, threshold: float
 ) -> Array:
-    """Marks the rows to learn from: 0 where the advantage is negative and the policy has moved away.
+    """Masks rows with a negative advantage from which the policy has moved away: 0 for these, else 1.
 
         1 if A >= 0 or mean over the row's tokens of (behaviour logp - logp) <= threshold, else 0
 
@@ -345,7 +348,7 @@ def off_policy_mask(
         behaviour_logps: [B, T] log-probabilities under the policy that sampled.
         mask: [B, T], nonzero at the tokens that count.
         advantages: [B].
-        threshold: nats per token.
+        threshold: the largest mean difference that is kept, in nats per token.
 
     Returns:
         [B, 1] zeros and ones in the dtype of `logps`, without gradient.
@@ -365,17 +368,15 @@ def sampling_weights(
     advantages: Array,
     mask: Array,
 ) -> Array | None:
-    """The weights of the policy's term of the loss, as a config asks for; None if it asks for none.
+    """Computes the weights of the policy term of the loss; None if the config has none.
 
-    They are the product of those of `truncated_importance_weights`, `sampling_mask` and
-    `off_policy_mask` that are switched on. In VESPO the first is part of its own weight instead, see
-    `sampling_correction`.
+    They are the product of `truncated_importance_weights`, `sampling_mask` and `off_policy_mask`, each if it
+    is switched on. For VESPO the first is part of the row's own weight instead, see `sampling_correction`.
 
     Args:
         cfg: The objective.
         logps: [B, T] log-probabilities under the policy that learns.
-        old_logps: [B, T] log-probabilities of the trainer's policy before the update; None where
-            nothing computes them, or they are `logps`.
+        old_logps: [B, T] log-probabilities of the trainer's policy before the update; None means `logps`.
         behaviour_logps: [B, T] log-probabilities under the policy that sampled.
         advantages: [B].
         mask: [B, T], nonzero at the tokens that count.
@@ -406,7 +407,7 @@ def sampling_weights(
 def sampling_correction(
     cfg: GrpoConfig, trainer_logps: Array, behaviour_logps: Array, mask: Array
 ) -> Array | None:
-    """The correction [B, T] in VESPO's weight of a row; None if a config asks for none.
+    """Computes the sampling correction for VESPO's weights, [B, T] or [B, 1]; None if the config has none.
 
     Args:
         cfg: The objective.
@@ -431,22 +432,22 @@ def _corrections(cfg: GrpoConfig, trainer: Array, behaviour: Array, mask: Array)
 
 
 class RowMetrics(NamedTuple):
-    """What `policy_loss` counted in each row; each field is [B].
+    """Counts of `policy_loss` for each row; each field is [B].
 
-    The rows of all micro-batches are put together (`jax.lax.scan` does so by itself) and given to
-    `summarize`, which returns the metrics of one large batch.
+    The rows of all micro-batches are concatenated or stacked (as by `jax.lax.scan`), and `summarize` computes
+    the metrics of one large batch from them.
     """
 
     tokens: Array  # tokens that count
-    ratios: Array  # importance ratios that count: tokens, or 1 for a whole sequence
+    ratios: Array  # importance ratios that count: one per token, or one per sequence
     low_clipped: Array | None  # ratios below 1 - epsilon, advantage negative; None for other losses
     high_clipped: Array | None  # ratios above 1 + epsilon_high, advantage positive; likewise
-    kl: Array | None  # sum of the divergence's estimates; None without a reference
+    kl: Array | None  # sum of the KL estimates; None without a reference
     capped: Array | None = (
         None  # ratios above the cap whose advantage is negative; None without one
     )
     dropped: Array | None = None  # tokens whose sampling weight is 0; None without weights
-    truncated: Array | None = None  # weights of CISPO above its bound whose advantage is positive
+    truncated: Array | None = None  # CISPO's ratios above its bound, advantage positive; else None
     phi: Array | None = None  # VESPO's weight of the row
     entropy: Array | None = (
         None  # sum of the entropies of the tokens of the bonus; None without one
@@ -458,13 +459,17 @@ def summarize(rows: RowMetrics) -> dict[str, Array]:
 
     `clip_ratio/{low,high,region}_mean` are fractions of all ratios, `kl` is the mean over tokens.
     `clip_ratio/low_min` and `clip_ratio/high_max` are the smallest and largest fraction of a single
-    row; rows without tokens have none. `clip_ratio/delta_mean` is the fraction of all ratios that
-    the cap of negative advantages bounds, `sampling/masked_mean` that of tokens whose sampling
-    weight is 0, `cispo_clip_ratio` that of weights that CISPO bounds, and `vespo/phi_seq_mean` the mean
-    of VESPO's weights over rows with tokens. A metric is absent where the objective has no such part.
+    row; rows without tokens are left out. `clip_ratio/delta_mean` is the fraction of all ratios that
+    exceed the cap (`GrpoConfig.ratio_cap`) with a negative advantage, `sampling/masked_mean` the
+    fraction of tokens whose sampling weight is 0, `cispo_clip_ratio` the fraction of ratios that exceed
+    CISPO's bound with a positive advantage, and `vespo/phi_seq_mean` the mean of VESPO's weights over rows
+    with tokens. A metric is absent if the objective does not have that part.
 
     Args:
-        rows: counts of any shape, so also [micro-batches, B].
+        rows: counts of any shape, for example [B] or [micro-batches, B].
+
+    Returns:
+        Scalars by name.
     """
     counted = rows.ratios > 0
     per_row = jnp.maximum(rows.ratios, 1)
@@ -498,7 +503,7 @@ class LossInputs(NamedTuple):
     """The rows of a micro-batch: the inputs of `policy_loss`."""
 
     logps: Array  # [B, T] log-probabilities under the policy that learns
-    old_logps: Array  # [B, T] log-probabilities that the ratio is taken against
+    old_logps: Array  # [B, T] log-probabilities under the old policy, the ratio's denominator
     advantages: Array  # [B]
     mask: Array  # [B, T], nonzero at the tokens that count
     ref_logps: Array | None = None  # [B, T] under the reference; needed when beta is not 0
@@ -511,14 +516,14 @@ class LossInputs(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BatchTotals:
-    """Sizes of the optimizer batch that a micro-batch belongs to; by default they are its own.
+    """Sizes of the optimizer batch that a micro-batch belongs to; None means those of the micro-batch itself.
 
     Attributes:
-        rows: Rows with a reward, those without tokens included.
-        tokens: Tokens that count.
-        max_completion_length: Divisor of dr_grpo.
-        num_micro_batches: Micro-batches, for bnpo.
-        entropy_tokens: Tokens of the entropy bonus: all that count, or those of high entropy among them.
+        rows: Number of rows with a reward, those without tokens included.
+        tokens: Number of tokens that count.
+        max_completion_length: Divisor of dr_grpo, in tokens; required for it.
+        num_micro_batches: Number of micro-batches; only bnpo uses it.
+        entropy_tokens: Number of tokens of the entropy bonus: all that count, or those of high entropy among them.
         entropy_coef: Coefficient of the bonus; None means the config's.
     """
 
@@ -533,7 +538,7 @@ class BatchTotals:
 def policy_loss(
     cfg: GrpoConfig, batch: LossInputs, totals: BatchTotals = BatchTotals()
 ) -> tuple[Array, RowMetrics]:
-    """A policy-gradient loss, by `loss_type`.
+    """Computes the policy-gradient loss that `loss_type` names.
 
         l_t = -w_t f_t + beta k_t,        rho_t = policy / old policy, per token or per sequence
 
@@ -545,13 +550,13 @@ def policy_loss(
         sapo   f_t = sigmoid(tau (rho_t - 1)) 4 / tau A                         arXiv:2511.20347
         vespo  f_t = sg(phi(rho)) A log policy_t, see `vespo_weights`           arXiv:2602.10693
 
-    `delta` (`GrpoConfig.ratio_cap`) bounds the term that is not clipped, which for a negative advantage
-    is otherwise unbounded (dual clip, arXiv:1912.09729; two-sided clipping, arXiv:2505.07291). CISPO
-    clips the weight and not the update, so each token keeps a gradient; its `epsilon_high` is the bound
-    itself, as in TRL. SAPO's temperature tau is `sapo_temperature_pos` where A > 0, else
+    sg stops the gradient. `delta` (`GrpoConfig.ratio_cap`) bounds the unclipped term, which otherwise has
+    no bound for a negative advantage (dual clip, arXiv:1912.09729; two-sided clipping, arXiv:2505.07291).
+    CISPO clips the weight and not the update, so each token keeps a gradient; its `epsilon_high` is the
+    bound itself, as in TRL. SAPO's temperature tau is `sapo_temperature_pos` if A > 0, else
     `sapo_temperature_neg`. A token whose sampling weight w is 0, or that is not of high entropy, still
-    counts in the denominators below. With `use_bias_correction_kl` the divergence k_t is multiplied by
-    rho_t, through which its gradient then flows, too (arXiv:2512.02556).
+    counts in the denominators below. With `use_bias_correction_kl` the KL estimate k_t is multiplied by
+    rho_t, and gradients flow through that factor, too (arXiv:2512.02556).
 
     How token losses are averaged depends on `loss_type`; every sum runs over tokens that count:
 
@@ -564,21 +569,21 @@ def policy_loss(
     With an entropy bonus, the coefficient times the mean entropy over the tokens of the bonus is
     subtracted, whatever the `loss_type`.
 
-    An optimizer batch may be cut into micro-batches whose losses and gradients are summed: pass the
-    whole batch's `totals`, and for all but bnpo the sum does not depend on the cut. (For bnpo it does:
-    this is its difference from dapo.) A row or batch without tokens gives 0, and gradient 0.
+    An optimizer batch may be divided into micro-batches whose losses and gradients are summed: pass the
+    `totals` of the whole batch, and the sum does not depend on the division, except for bnpo (this is its
+    difference from dapo). A row or batch without tokens gives loss 0 and gradient 0.
 
     Args:
         cfg: The objective.
         batch: Rows of the micro-batch.
-        totals: Rows and tokens of the optimizer batch.
+        totals: Sizes of the optimizer batch.
 
     Returns:
-        The loss, and counts for `summarize`.
+        The loss, a scalar, and counts for `summarize`.
 
     Raises:
-        ValueError: for shapes that do not belong together, an unknown option, or a missing
-            `ref_logps`, `entropies` or `max_completion_length`.
+        ValueError: for inconsistent shapes, an unknown option, or a missing `ref_logps`, `entropies` or
+            `max_completion_length`.
     """
     _check_shapes(batch)
     require(
@@ -624,7 +629,7 @@ def policy_loss(
 
 
 def vespo_weights(cfg: GrpoConfig, batch: LossInputs) -> Array:
-    """VESPO's weight of each row, a gamma function of the row's ratio that is 1 at 1.
+    """Computes VESPO's weight of each row, a gamma-shaped function of the row's ratio with phi(1) = 1.
 
         phi(rho) = exp(lambda) rho^k exp(-lambda rho),     rho = product over the row's tokens of the
                                                            ratio and of its correction
@@ -654,7 +659,7 @@ def vespo_weights(cfg: GrpoConfig, batch: LossInputs) -> Array:
 
 
 def _policy_terms(cfg: GrpoConfig, batch: LossInputs, ratio: Array, phi: Array | None) -> Array:
-    """The policy terms f_t of tokens [B, T], or of rows [B, 1], before any weights."""
+    """Returns the policy terms f_t of tokens [B, T], or of rows [B, 1], before any weights."""
     advantage = batch.advantages[:, None]
     match cfg.loss_type:
         case "cispo":
@@ -672,7 +677,7 @@ def _policy_terms(cfg: GrpoConfig, batch: LossInputs, ratio: Array, phi: Array |
 
 
 def _bonus_entropies(cfg: GrpoConfig, batch: LossInputs) -> Array | None:
-    """The sum [B] of each row's entropies over the tokens of the bonus; None without a bonus."""
+    """Returns the sum [B] of each row's entropies over the tokens of the bonus; None without a bonus."""
     if not cfg.has_entropy_bonus:
         return None
     require(batch.entropies is not None, "entropies", None, "an entropy bonus needs them")
@@ -688,7 +693,7 @@ def _bonus_tokens(batch: LossInputs) -> Array:
 def _entropy_bonus(
     cfg: GrpoConfig, batch: LossInputs, entropies: Array, totals: BatchTotals
 ) -> Array:
-    """This micro-batch's part of the entropy bonus: coefficient times mean entropy."""
+    """Returns this micro-batch's part of the entropy bonus: coefficient times mean entropy."""
     tokens = jnp.sum(_bonus_tokens(batch) != 0)
     tokens = tokens if totals.entropy_tokens is None else totals.entropy_tokens
     coef = cfg.entropy_coef if totals.entropy_coef is None else totals.entropy_coef
@@ -696,7 +701,7 @@ def _entropy_bonus(
 
 
 def _dropped(batch: LossInputs) -> Array | None:
-    """How many tokens [B] of each row have a sampling weight of 0; None without weights."""
+    """Returns the number [B] of each row's tokens with a sampling weight of 0; None without weights."""
     if batch.sampling_weights is None:
         return None
     zero = jnp.broadcast_to(batch.sampling_weights == 0, batch.logps.shape)
@@ -704,10 +709,10 @@ def _dropped(batch: LossInputs) -> Array | None:
 
 
 def _token_kls(cfg: GrpoConfig, batch: LossInputs, ratio: Array) -> Array | None:
-    """Estimates [B, T] of the divergence from the reference; None without one."""
+    """Returns estimates [B, T] of the KL divergence from the reference; None without a reference."""
     if batch.ref_logps is None:
         return None
-    # Masked before the exponential: its gradient must stay finite where padding is not.
+    # Masked before the exponential, so that gradients stay finite even if padding is not.
     logps, ref_logps = (jnp.where(batch.mask != 0, x, 0) for x in (batch.logps, batch.ref_logps))
     kl = token_kl(logps, ref_logps, cfg.kl_estimator)
     return kl * ratio if cfg.use_bias_correction_kl else kl
@@ -720,7 +725,7 @@ def _averaged(
     tokens: Array,
     totals: BatchTotals,
 ) -> Array:
-    """Averages the losses of tokens into that of a micro-batch; `tokens` [B] counts them."""
+    """Averages token losses [B, T] into the loss of a micro-batch; `tokens` [B] counts each row's tokens."""
     rows = len(mask) if totals.rows is None else totals.rows
     match loss_type:
         case "grpo" | "sapo":

@@ -1,8 +1,8 @@
-"""Reductions under a mask: the one place that says what they are taken over, and what no element gives.
+"""Masked reductions: the only module that defines which elements count, and the result if none does.
 
 Every function takes `x` and a `mask` of the same shape (bool, or numbers that are zero where an
-element does not count), ignores what lies under a zero (an infinity or NaN there reaches neither
-the value nor the gradient), and returns 0 where no element counts.
+element does not count), ignores masked-out elements (an infinity or NaN there affects neither the
+value nor the gradient), and returns 0 if no element counts. Different shapes raise a ValueError.
 """
 
 import jax.numpy as jnp

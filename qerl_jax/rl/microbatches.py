@@ -11,28 +11,27 @@ import numpy as np
 from qerl_jax.config import OptimConfig
 from qerl_jax.model.architecture import Architecture
 
-# Shares of the widest row to which rollouts are padded on the host.
+# Widths to which rollouts are padded on the host, as shares of the largest.
 _WIDTHS = (1, 3 / 4, 1 / 2, 3 / 8, 1 / 4, 3 / 16, 1 / 8)
-# Sizes of micro-batches: (divisor of the token budget, factor on attention rows per token, relative to the full size).
+# Sizes of micro-batches: (divisor of the token budget, factor on attention rows per token compared with full size).
 _SIZES = ((1, 1), (2, 1), (12, 2))
-# The same where all rows have one width, which leaves fewer other choices.
+# The same if all rows have one width, so that there are fewer other shapes.
 _SIZES_OF_ONE_WIDTH = ((1, 1), (2, 1), (4, 2), (16, 4))
 # Tokens of the smallest micro-batch.
 _FEWEST = 128
-# Slots of attention, as a multiple of a micro-batch's tokens: in its widest rows, in the middle, in the
-# narrowest. Slots cost little where rows are short; where they are long there are as many as tokens.
+# Token slots of the attention rows, as multiples of a micro-batch's tokens: in the widest rows, the middle ones and
+# the narrowest. Slots of short rows cost little, so there are more of them.
 _SLOTS = (1, 1.5, 2)
-# The narrowest rows have an eighth of the widest, within these.
+# The narrowest rows have an eighth of the widest width, but at least and at most these widths.
 _NARROWEST = (128, 512)
-# How much more work than its share the busiest device may have, before smaller micro-batches are tried.
+# Smaller micro-batches are tried if the busiest device has more than this factor of its share of the work.
 _EVEN = 1.05
-# Costs of a slot of attention, in tokens that run through the linears of a 7B: its copies, and the same again for
-# every 512 slots that a query may see.
+# Cost of an attention slot, in units of a token that runs through the linears of a 7B model: 1/128 for its copies,
+# and 1/128 for every 512 slots of the row's width.
 _SLOT_COST, _ROW_WIDTH = 1 / 128, 512
-# Fixed time of a micro-batch on a Hopper GPU, in seconds: kernel launches, per layer; dequantization, per
-# parameter. Launches take twice as long with SmolLM2 (docs/lab-notes.md, "SmolLM2's step"); counted
-# in full, they would leave more than a tenth of its tokens as padding. Seconds of a token: of any model, and for each
-# parameter.
+# Fixed time of a micro-batch on a Hopper GPU: seconds of kernel launches per layer, and of dequantization per
+# parameter. With SmolLM2 launches take twice as long (docs/lab-notes.md, "SmolLM2's step"), but with that value more
+# than a tenth of its tokens would be padding. Time of a token: seconds for any model, and seconds per parameter.
 _LAYER_SECONDS, _DEQUANTIZING_SECONDS = 0.25e-3, 1.1e-12
 _TOKEN_SECONDS, _PARAMETER_SECONDS = 3.9e-6, 7.5e-15
 
@@ -42,10 +41,10 @@ class Shape:
     """The shape of a micro-batch, for which a program is compiled.
 
     Attributes:
-        tokens: T, tokens of the flat axis.
-        arrays: (n_k, S_k): n_k rows of attention that are S_k wide; the widest first.
-        prompt_width: A bound on the tokens of a prompt.
-        overhead: What a micro-batch costs beside its tokens, see `overhead`.
+        tokens: T, length of the flat token axis.
+        arrays: Pairs (n_k, S_k): n_k attention rows of width S_k, in tokens; the widest first.
+        prompt_width: The most tokens of a prompt.
+        overhead: Fixed cost of a micro-batch, in tokens, see the function `overhead`.
     """
 
     tokens: int
@@ -60,12 +59,12 @@ class Shape:
 
     @property
     def slots(self) -> int:
-        """Slots of all rows of attention."""
+        """The number of token slots of all attention rows."""
         return sum(count * width for count, width in self.arrays)
 
     @property
     def cost(self) -> float:
-        """What a micro-batch of this shape costs, in tokens that run through the linears."""
+        """The cost of a micro-batch of this shape, in units of a token that runs through the linears."""
         slots = sum(count * width * (1 + width / _ROW_WIDTH) for count, width in self.arrays)
         return self.tokens + _SLOT_COST * slots + self.overhead
 
@@ -75,9 +74,9 @@ class Rows:
     """Rows to be divided into micro-batches.
 
     Attributes:
-        numbers: int [N], the number of each row.
+        numbers: int [N], the index of each row in the rollout.
         lengths: int [N], tokens of each completion.
-        prompts: int [N], the number of each row's prompt.
+        prompts: int [N], the index of each row's prompt.
         prompt_lengths: int [N], tokens of that prompt.
     """
 
@@ -87,12 +86,12 @@ class Rows:
     prompt_lengths: np.ndarray
 
     def take(self, chosen: np.ndarray) -> Self:
-        """Some of the rows, by an index or a mask [N]."""
+        """Returns some of the rows, by indices or a mask [N]."""
         return type(self)(*(getattr(self, f.name)[chosen] for f in dataclasses.fields(self)))
 
     @property
     def tokens(self) -> int:
-        """Tokens of all completions, and of each prompt once."""
+        """The number of tokens of all completions, and of each prompt once."""
         _, first = np.unique(self.prompts, return_index=True)
         return int(self.lengths.sum() + self.prompt_lengths[first].sum())
 
@@ -102,8 +101,8 @@ class MicroBatch:
     """Rows that are computed together.
 
     Attributes:
-        shape: Of the program that computes them.
-        rows: int [n], the number of the row in each row of attention; -1 where there is none.
+        shape: The shape that the program is compiled for.
+        rows: int [n], the index of the rollout's row in each attention row; -1 for an empty one.
     """
 
     shape: Shape
@@ -111,10 +110,10 @@ class MicroBatch:
 
 
 def overhead(arch: Architecture) -> float:
-    """What a micro-batch costs beside its tokens, in tokens: as many as take that long through the model.
+    """Returns the fixed cost of a micro-batch, in tokens that the model computes in the same time.
 
-    About 250 for a 7B and 1,500 for a model of 135M parameters: the smaller a model, the more tokens it computes in
-    the time that launching its kernels takes.
+    It is about 250 for a 7B model and 1,500 for one of 135M parameters: the smaller a model, the more tokens it
+    computes while its kernels are launched.
     """
     size = arch.num_parameters()
     once = arch.num_layers * _LAYER_SECONDS + size * _DEQUANTIZING_SECONDS
@@ -130,12 +129,12 @@ def shapes(
     max_rows: int,
     overhead: float = 0.0,
 ) -> tuple[Shape, ...]:
-    """All shapes of micro-batches of at most `budget` tokens: five at most, since each compiles a program.
+    """Returns all shapes of micro-batches of at most `budget` tokens: at most five, since each compiles a program.
 
-    Micro-batches have the whole budget of tokens, a half or a twelfth of it. Their rows of attention have up to
-    three widths; the largest is that of the longest row. A whole one exists also without the widest rows, for short
-    rows, and with the widest alone, for long ones. Halves never have the widest. Where all rows have one width,
-    there are quarters and sixteenths instead of twelfths.
+    Micro-batches have the whole budget of tokens, a half or a twelfth of it. Their attention rows have up to three
+    widths; the largest is that of the longest row. Shapes with the whole budget also exist without the widest rows,
+    for short rows, and with only the widest, for long ones. If there are several widths, halves do not have the
+    widest. If there is only one, there are quarters and sixteenths instead of twelfths.
 
     Args:
         budget: Tokens of the largest micro-batch.
@@ -143,10 +142,10 @@ def shapes(
         completion_width: The most tokens of a completion.
         group: Completions that share a prompt.
         max_rows: The most rows that are ever divided at once.
-        overhead: See `overhead`.
+        overhead: See the function `overhead`.
 
     Raises:
-        ValueError: When the budget does not hold one row.
+        ValueError: If the longest row does not fit into the budget.
     """
     longest = prompt_width + completion_width
     if budget < longest:
@@ -154,7 +153,7 @@ def shapes(
             f"max_tokens_per_microbatch: got {budget}; must hold a prompt and a completion, "
             f"{prompt_width} + {completion_width} tokens"
         )
-    # Tokens that the longest row adds, where others share its prompt.
+    # Tokens of the longest row, with its share of a prompt that the group has in common.
     own = completion_width + prompt_width / group
     made = []
     row_widths = _row_widths(longest)
@@ -175,10 +174,10 @@ def shapes(
 
 
 def default_budget(*, prompt_width: int, completion_width: int, rows: int, prompts: int) -> int:
-    """The default size of a micro-batch in tokens: 8192, but at least one row, and at most all rows.
+    """Returns the default size of a micro-batch in tokens: 8192, but at least the longest row, and at most all rows.
 
-    More tokens make products no faster, and the division coarser. Where two of the longest rows have a little
-    more than 8192 tokens, their size is taken, so that one such row fills half a micro-batch.
+    More tokens would not make matrix products faster, and the division would be coarser. If two of the longest rows
+    have a little more than 8192 tokens, the default is their size, so that one such row fills half a micro-batch.
 
     Args:
         prompt_width: The most tokens of a prompt.
@@ -203,16 +202,15 @@ def update_shapes(
     completion_width: int,
     overhead: float = 0.0,
 ) -> tuple[Shape, ...]:
-    """All shapes that the micro-batches of an update can have.
+    """Returns all shapes that the micro-batches of an update can have.
 
     Args:
-        optim: How optimizer batches are cut.
-        loss_type: For "bnpo" they are cut by rows.
+        optim: Sizes of optimizer batches and micro-batches.
+        loss_type: For "bnpo" micro-batches have a fixed number of rows.
         group: Completions that share a prompt.
         prompt_width: The most tokens of a prompt.
         completion_width: The most tokens of a completion.
-        overhead: What a micro-batch costs beside its tokens, see `overhead`; only the choice between
-            the shapes depends on it.
+        overhead: See the function `overhead`; only the choice between the shapes depends on it.
     """
     widths = {"prompt_width": prompt_width, "completion_width": completion_width}
     micro_rows = optim.per_device_train_batch_size
@@ -234,7 +232,7 @@ def update_shapes(
 def token_budget(
     optim: OptimConfig, *, group: int, prompt_width: int, completion_width: int
 ) -> int:
-    """Tokens of a large micro-batch; arguments as for `update_shapes`."""
+    """Returns the most tokens of a micro-batch; arguments as for `update_shapes`."""
     if optim.max_tokens_per_microbatch is not None:
         return optim.max_tokens_per_microbatch
     rows = optim.per_device_train_batch_size * optim.gradient_accumulation_steps
@@ -249,16 +247,16 @@ def token_budget(
 def cut(rows: Rows, shapes: Sequence[Shape]) -> list[MicroBatch]:
     """Divides rows into micro-batches of the given shapes with little padding; long rows come first.
 
-    A micro-batch begins with the longest row that is left and others of its prompt. Then come prompts
-    whose rows all fit, then single rows. A micro-batch holds the prompt of its rows once. The shape
-    is the one that computes the most real tokens for its cost.
+    A micro-batch begins with the longest row that is left and other rows of its prompt. Then come prompts
+    whose rows all fit, then single rows. A micro-batch has the prompt of its rows once. The chosen shape
+    has the most real tokens for its cost.
 
     Args:
-        rows: Rows with tokens; without any, there is one micro-batch without rows.
-        shapes: The result of `shapes`.
+        rows: Rows with tokens; if there are none, the result is one micro-batch without rows.
+        shapes: The result of the function `shapes`.
     """
     spans = rows.lengths + rows.prompt_lengths
-    # By prompt. The longest rows come first within a prompt, and prompts with the longest rows come first.
+    # Rows by prompt, the longest first.
     groups: dict[int, list[int]] = {}
     for i in np.argsort(-rows.lengths, kind="stable").tolist():
         groups.setdefault(int(rows.prompts[i]), []).append(i)
@@ -286,11 +284,16 @@ def cut(rows: Rows, shapes: Sequence[Shape]) -> list[MicroBatch]:
 
 
 def cut_for(rows: Rows, shapes: Sequence[Shape], places: int) -> list[MicroBatch]:
-    """`cut` for several devices: with smaller micro-batches where large ones would leave devices idle.
+    """Divides rows as `cut` does, but with smaller micro-batches if large ones would leave devices idle.
 
     It tries micro-batches of at most the whole budget of tokens, then a half, and so on; only rows that are too long
-    for these get larger ones. It takes the first try in which no device has a twentieth more to do than its share,
-    else the one in which the busiest device has the least to do.
+    for these get larger ones. It returns the first division in which no device exceeds its share of the work by more
+    than 5%, else the one with the least work for the busiest device.
+
+    Args:
+        rows: See `cut`.
+        shapes: See `cut`.
+        places: Number of devices.
     """
     if places == 1:
         return cut(rows, shapes)
@@ -314,8 +317,10 @@ def cut_for(rows: Rows, shapes: Sequence[Shape], places: int) -> list[MicroBatch
 def alike(
     batches: Sequence[MicroBatch], width: int
 ) -> list[tuple[tuple[int, ...], list[MicroBatch]]]:
-    """Groups micro-batches of equal shape into sets of `width`, with their indices. Incomplete sets are filled with
-    micro-batches without rows."""
+    """Groups micro-batches of equal shape into sets of `width`, and returns each with the indices of its members.
+
+    Incomplete sets are filled up with micro-batches without rows, which have no index.
+    """
     by_shape: dict[Shape, list[int]] = {}
     for number, batch in enumerate(batches):
         by_shape.setdefault(batch.shape, []).append(number)
@@ -333,7 +338,11 @@ def alike(
 
 
 def dealt(batches: Sequence[MicroBatch], places: int) -> list[int]:
-    """Gives each micro-batch to a device: the costliest first, each to the device with the least to do."""
+    """Distributes micro-batches, the costliest first, each to the device with the least work so far.
+
+    Returns:
+        The index of each micro-batch's device.
+    """
     loads, found = np.zeros(places), [0] * len(batches)
     for number in sorted(range(len(batches)), key=lambda n: -batches[n].shape.cost):
         found[number] = int(np.argmin(loads))
@@ -342,9 +351,9 @@ def dealt(batches: Sequence[MicroBatch], places: int) -> list[int]:
 
 
 def by_rows(rows: Rows, micro_rows: int, shapes: Sequence[Shape]) -> list[MicroBatch]:
-    """Micro-batches of a given number of rows, in order, each of the smallest shape of `shapes_of_rows` that fits.
+    """Divides rows, in order, into micro-batches of `micro_rows` rows; the last one may have fewer.
 
-    The last may have fewer rows.
+    Each has the cheapest shape of `shapes_of_rows` that fits.
     """
     batches = []
     for start in range(0, len(rows.numbers), micro_rows):
@@ -360,9 +369,9 @@ def by_rows(rows: Rows, micro_rows: int, shapes: Sequence[Shape]) -> list[MicroB
 def shapes_of_rows(
     micro_rows: int, *, prompts: int, prompt_width: int, completion_width: int
 ) -> tuple[Shape, ...]:
-    """All shapes of micro-batches of a given number of rows and prompts: six at most.
+    """Returns all shapes of micro-batches with a given number of rows and prompts: at most six.
 
-    They have the tokens of the longest rows or a quarter of these, and one of three widths.
+    Their number of tokens is that of the longest rows or a quarter of it, and their rows have one of three widths.
     """
     budget = prompts * prompt_width + micro_rows * completion_width
     return tuple(
@@ -374,12 +383,12 @@ def shapes_of_rows(
 
 
 def round_up(length: int, limit: int) -> int:
-    """The smallest of seven widths, from `limit` down to an eighth of it, that holds `length` tokens."""
+    """Returns the smallest of seven widths, from `limit` down to an eighth of it, that holds `length` tokens."""
     return min(width for width in widths(limit) if width >= length)
 
 
 def widths(limit: int) -> Sequence[int]:
-    """The widths to which rollouts are padded on the host, widest first."""
+    """Returns the widths to which rollouts are padded on the host, widest first."""
     return [math.ceil(limit * share) for share in _WIDTHS]
 
 
@@ -393,7 +402,7 @@ class _Filling:
         self.used = 0
 
     def take(self, chosen: Sequence[int]) -> bool:
-        """Takes rows of one prompt if all of them fit."""
+        """Adds rows of one prompt if all of them fit, and returns whether they did."""
         first = chosen[0]
         prompt = int(self.rows.prompts[first])
         own = 0 if prompt in self.prompts else int(self.rows.prompt_lengths[first])
@@ -405,7 +414,7 @@ class _Filling:
             [n - len(a) for (n, _), a in zip(self.shape.arrays, self.arrays, strict=True)],
         )
         for i in chosen:
-            # The narrowest array that is wide enough and has room.
+            # Finds the narrowest array that is wide enough and has a free row.
             place = len(room) - 1
             while place >= 0 and (room[place] == 0 or self.shape.arrays[place][1] < self.spans[i]):
                 place -= 1
@@ -420,7 +429,7 @@ class _Filling:
         return True
 
     def micro_batch(self) -> MicroBatch:
-        """The micro-batch, with its rows by their places."""
+        """Returns the micro-batch, with the rows in the order of its attention rows."""
         places = []
         for (count, _), array in zip(self.shape.arrays, self.arrays, strict=True):
             places += [int(self.rows.numbers[i]) for i in array] + [-1] * (count - len(array))
@@ -444,7 +453,7 @@ def _fill(shape: Shape, groups: list[list[int]], rows: Rows, spans: np.ndarray) 
 
 
 def _row_widths(longest: int) -> list[int]:
-    """Up to three widths of rows, geometric from the longest down, in multiples of 64."""
+    """Returns up to three widths of rows, widest first: a geometric sequence from the longest, rounded up to 64."""
     low, high = _NARROWEST
     narrowest = min(longest, max(low, min(high, longest // 8)))
     middle = math.sqrt(longest * narrowest)

@@ -1,4 +1,4 @@
-"""The policy's loss on one micro-batch, and the log-probabilities and entropies that it is made of."""
+"""The policy's loss on one micro-batch, and the log-probabilities and entropies from which it is computed."""
 
 import dataclasses
 import functools
@@ -21,9 +21,9 @@ class Objective:
 
     Attributes:
         model: The policy.
-        grpo: The loss.
+        grpo: Options of the loss.
         temperature: Temperature of all log-probabilities.
-        num_tokens: Ids that the tokenizer has.
+        num_tokens: Number of ids that the tokenizer has.
         remat: What the backward pass recomputes, see `transformer.Transformer`.
     """
 
@@ -47,21 +47,21 @@ def token_logps(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the log-probability of every completion token, and the entropy of its distribution.
 
-    Each prompt is computed once for all of its completions. Where rows have their own noise, `variables` hold it as
+    Each prompt is computed once for all of its completions. If rows have their own noise, `variables` has it as
     `RowNoise`, and it is computed from the experience's numbers.
 
     Args:
         model: The policy.
-        variables: Its base, adapter and noise.
+        variables: Its collections `frozen`, `params` (the adapter) and `noise`.
         experience: The completions.
         temperature: Divides the logits.
-        num_tokens: Ids that the tokenizer has.
-        adapter: Whether the adapter acts; False computes the base.
+        num_tokens: Number of ids that the tokenizer has.
+        adapter: Whether the adapter is applied; False computes the base.
         remat: What the backward pass recomputes.
-        dropout_key: Key of LoRA's dropout; None for none.
+        dropout_key: Key of LoRA's dropout; None for no dropout.
 
     Returns:
-        Log-probabilities and entropies, float32 [B, C] each, in nats. Those of padding mean nothing.
+        Log-probabilities and entropies, float32 [B, C] each, in nats. Values at padding are undefined.
     """
     rows, length = experience.completions.shape
     if experience.noise is not None:
@@ -100,19 +100,22 @@ def packed_logps(
     dropout_key: jax.Array | None = None,
     entropy_slopes: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """`token_logps` of packed rows: float32 [T] each, valid only at tokens of completions.
+    """Computes `token_logps` of packed rows.
 
     Args:
         model: The policy.
         variables: Its collections.
         layout: The layout of the token axis.
         tokens: int32 [T]; completions come first.
-        temperature: See `logprobs`.
-        num_tokens: Ids that the tokenizer has.
-        adapter: See `transformer.Transformer`.
-        remat: Likewise.
-        dropout_key: Key of the adapter's dropout; None for none.
+        temperature: Divides the logits.
+        num_tokens: Number of ids that the tokenizer has.
+        adapter: Whether the adapter is applied.
+        remat: What the backward pass recomputes.
+        dropout_key: Key of the adapter's dropout; None for no dropout.
         entropy_slopes: Whether gradients flow through the entropies.
+
+    Returns:
+        Log-probabilities and entropies, float32 [T] each, in nats; valid only at tokens of completions.
     """
     hidden, _ = model.apply(
         variables,
@@ -142,20 +145,20 @@ def loss(
     totals: grpo.BatchTotals,
     dropout_key: jax.Array,
 ) -> tuple[jax.Array, Any]:
-    """The loss of one micro-batch.
+    """Computes the loss of one micro-batch.
 
     Args:
         objective: The policy and its loss.
-        params: What trains, float32.
+        params: The trained parameters, float32.
         frozen: The rest of the policy.
-        noise: Noise on the norms under which the policy acts, or None.
-        batch: Rows, with their fixed log-probabilities from `anchors`.
-        totals: Rows and tokens of the optimizer batch.
-        dropout_key: Key of the adapter's dropout, where it has any.
+        noise: Noise on the norms of the policy, or None.
+        batch: The rows, with their fixed log-probabilities from `update.anchors`.
+        totals: Sizes of the optimizer batch.
+        dropout_key: Key of the adapter's dropout; not used without dropout.
 
     Returns:
-        The loss, and as auxiliary values the counts of `grpo.policy_loss`, the distance of the policy from the
-        sampler, and the sum of the entropies.
+        The loss, a float32 scalar; and as auxiliary values the counts of `grpo.policy_loss`, the result of
+        `update_metrics.drift`, and the sum of the entropies in nats.
     """
     cfg, lora, layout = objective.grpo, objective.model.lora, batch.packing
     logps, entropies = packed_logps(
@@ -202,17 +205,17 @@ def score(objective, params, frozen, noise, batch, adapter, of="logps"):
     """Computes log-probabilities of the tokens of a micro-batch, or entropies of their distributions.
 
     Args:
-        objective: The policy and how it is judged; static.
-        params: The adapter.
-        frozen: The base.
+        objective: The policy and its loss; static.
+        params: The trained parameters.
+        frozen: The rest of the policy.
         noise: AQN's noise, or None.
-        batch: A `PackedRows` of T tokens.
-        adapter: Whether the adapter acts; static.
+        batch: A `PackedRows` of T tokens. If devices share a base, its arrays have a leading axis [group].
+        adapter: Whether the adapter is applied; static.
         of: "logps" or "entropies"; static.
 
     Returns:
-        float32 [T], in nats; only those of completion tokens mean something. Where devices share a base, each has a
-        micro-batch of its own: [group, T].
+        float32 [T], in nats, valid only at completion tokens. If devices share a base, each computes its own
+        micro-batch: [group, T].
     """
 
     def scored(params, frozen, noise, batch):
@@ -232,10 +235,10 @@ def score(objective, params, frozen, noise, batch, adapter, of="logps"):
 
 
 def compiler_options(objective: Objective) -> dict[str, bool]:
-    """XLA's options for the gradient.
+    """Returns XLA's options for the gradient.
 
-    Where products are kept for the backward pass, XLA's fusion of slices would compute them twice: for the next
-    operation, and again into the stack of all layers.
+    If results of matrix products are kept for the backward pass, XLA's dynamic-slice fusion would compute them twice:
+    once for the next operation, and once to write them into the stack of all layers.
     """
     return {} if objective.remat == "layer" else {"xla_gpu_enable_dynamic_slice_fusion": False}
 

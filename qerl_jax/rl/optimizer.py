@@ -1,4 +1,4 @@
-"""AdamW: its learning-rate schedule, its optax transformations, and a step that can be skipped."""
+"""AdamW: the learning-rate schedule, the optax transformation, and a step that can be skipped."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +11,9 @@ from qerl_jax.rl import adam8bit
 
 
 def learning_rate(cfg: OptimConfig, total_steps: int) -> Callable[[jax.Array | int], jax.Array]:
-    """Learning rate of the update after `step` steps: linear warm-up, then cosine, linear or constant.
+    """Returns the learning rate as a function of the steps done: linear warm-up, then cosine, linear or constant.
 
-    No update has the rate 0: the first has peak / warm-up steps, and the last is still above the end.
+    No update has the rate 0: the first has peak / warm-up steps, and a decay has not reached its end in the last.
     """
     peak, end = cfg.learning_rate, cfg.learning_rate * cfg.min_lr_ratio
     warmup = round(cfg.warmup_ratio * total_steps)
@@ -31,9 +31,9 @@ def learning_rate(cfg: OptimConfig, total_steps: int) -> Callable[[jax.Array | i
 
 
 def transformation(cfg: OptimConfig) -> optax.GradientTransformation:
-    """Clipping and AdamW (arXiv:1711.05101) without its learning rate, which `step` applies.
+    """Returns gradient clipping and AdamW (arXiv:1711.05101) without the learning rate, which `step` applies.
 
-    Weight decay acts on matrices; norms (leaves called `scale`) and biases never decay.
+    Weight decay is applied to matrices, but not to norms (leaves called `scale`) and biases.
     """
 
     def decays(params):
@@ -57,15 +57,15 @@ def step(
     opt_state: Any,
     params: Any,
 ) -> tuple[Any, Any]:
-    """One step of an optimizer, or none if `keep` is false.
+    """Does one step of an optimizer, or none if `keep` is false.
 
-    This is a branch, not a selection between the new and the old state: so XLA updates the state in
+    This is a branch, not a selection between the new and the old state. So XLA updates the state in
     place, and a step needs no second copy of the moments.
 
     Args:
-        tx: Any optax transformation whose updates are to be subtracted.
+        tx: Any optax transformation; its updates are multiplied by the rate and subtracted.
         rate: Learning rate, a scalar.
-        keep: Whether the step is made; where it is false, nothing changes.
+        keep: Whether the step is made, a scalar; if it is false, nothing changes.
         grads: Gradients, a tree like `params`.
         opt_state: State of `tx`.
         params: Float32 tree.

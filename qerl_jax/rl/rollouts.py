@@ -1,4 +1,4 @@
-"""Problems in, scored completions out."""
+"""Samples completions of problems, and computes their rewards."""
 
 import concurrent.futures
 import contextlib
@@ -28,17 +28,17 @@ from qerl_jax.rl import grpo
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
-    """How completions of problems are sampled.
+    """An engine and the options with which it samples completions of problems.
 
     Attributes:
-        engine: The engine that samples from the policy, or a fleet of several devices' engines.
+        engine: The engine that samples from the policy, or a fleet that runs it on several devices.
         tokenizer: The policy's tokenizer.
         num_generations: G, completions per problem.
         max_prompt_length: The most tokens of a prompt; programs are compiled for it.
         max_completion_length: The most tokens of a completion.
         temperature: Sampling temperature; 0 takes the likeliest token.
         max_concurrent: Rows that are sampled at a time on each device; None means as many as the cache holds.
-        tools: Tools that the policy may call; None for rows of one turn.
+        tools: Tools that the policy may call; None for single-turn rows.
         hosts: The processes that sample; the first one computes rewards and runs tools.
     """
 
@@ -60,14 +60,14 @@ class Rollout:
     Attributes:
         problems: The P problems.
         prompt_ids: Tokens of each problem's prompt, int32 [tokens].
-        texts: The B completions without special tokens; of rows of several turns the last turn.
-        completion_ids: Tokens of each completion, int32 [tokens]: the stop token included, or the
+        texts: The B completions without special tokens; for multi-turn rows the last turn.
+        completion_ids: Tokens of each completion, int32 [tokens], including the stop token, or the
             token that completes a stop string.
-        logps: The sampler's log-probability of each token of each completion, float32 [tokens].
-        stopped: False for each completion that was cut at the limit.
+        logps: The sampler's log-probability of each token of each completion, float32 [tokens], in nats.
+        stopped: False for each completion that was truncated at the limit.
         entropies: For each completion the sum of the sampler's entropies over its tokens, in nats; None if
             the sampler was not asked for them.
-        given: For each completion bool [tokens]: True for tokens that a tool gave and the policy did not
+        given: For each completion bool [tokens]: True for tokens of a tool's answer, which the policy did not
             sample; None if there are no tools.
         conversations: The turns and answers of each row; None if there are no tools.
     """
@@ -84,24 +84,24 @@ class Rollout:
 
     @property
     def num_generations(self) -> int:
-        """G."""
+        """G, completions per problem."""
         return len(self.texts) // len(self.problems)
 
     @property
     def lengths(self) -> np.ndarray:
-        """int32 [B], tokens of each completion."""
+        """The number of tokens of each completion, int32 [B]."""
         return np.array([len(ids) for ids in self.completion_ids], np.int32)
 
     @property
     def sampled_lengths(self) -> np.ndarray:
-        """int32 [B], tokens of each completion that the policy sampled."""
+        """The number of each completion's tokens that the policy sampled, int32 [B]."""
         if self.given is None:
             return self.lengths
         return np.array([np.count_nonzero(~given) for given in self.given], np.int32)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all B rows, each with its prompt."""
+        """The number of tokens of all B rows, each with its prompt."""
         prompts = sum(len(ids) for ids in self.prompt_ids)
         return self.num_generations * prompts + int(self.lengths.sum())
 
@@ -112,9 +112,9 @@ class Scored:
 
     Attributes:
         rollout: P problems, B = P * G completions.
-        positions: int32 [P], places of the problems in the order of the data.
+        positions: int32 [P], positions of the problems in the order of the data.
         rewards: float32 [P, G], NaN where every function abstained.
-        per_function: float32 [B, number of functions], NaN where one abstained.
+        per_function: float32 [B, number of functions], NaN where a function abstained.
     """
 
     rollout: Rollout
@@ -133,20 +133,20 @@ def admit(
     what: str = "prompts",
     log: Callable[[str], None] | None = None,
 ) -> Sequence[Problem]:
-    """The problems whose prompts fit; they are checked before training starts.
+    """Returns the problems whose prompts fit, so that too long ones are found before training starts.
 
     Args:
-        problems: Any number of problems.
+        problems: The problems.
         tokenizer: The policy's tokenizer.
-        max_prompt_length: Tokens of the longest prompt that fits.
-        overlong: "error", or "drop".
-        tools: Tools that prompts show; None for none.
+        max_prompt_length: The most tokens of a prompt.
+        overlong: "error" to refuse longer prompts, or "drop" to leave them out.
+        tools: Tools that prompts list; None for no tools.
         what: Name of the problems in messages.
         log: Called with a line that says how many problems are dropped.
 
     Raises:
-        ValueError: When there is no problem, a prompt has no tokens or is longer than
-            `max_prompt_length` while `overlong` is "error", or none is left; and see `Tools.encode`.
+        ValueError: If there is no problem, a prompt has no tokens, a prompt is longer than
+            `max_prompt_length` while `overlong` is "error", or no problem is left; also see `Tools.encode`.
     """
     require(bool(problems), "problems", len(problems), "there must be at least one")
     lengths = [len(ids) for ids in encode(problems, tokenizer, tools)]
@@ -182,10 +182,10 @@ def admit(
 def begun(
     tools: Tools, problems: Sequence[Problem], tokenizer: Tokenizer, max_prompt_length: int
 ) -> Sequence[Problem]:
-    """Problems with the first words of their environment, if these fit.
+    """Returns the problems with their environment's first observation in the prompt.
 
     Raises:
-        ValueError: When an environment cannot begin, or its words make a prompt too long.
+        ValueError: If an environment cannot be reset, or a prompt is then longer than `max_prompt_length`.
     """
     return admit(
         observed(tools, problems),
@@ -208,14 +208,14 @@ def make_sampler(
     tools: Tools | None = None,
     replicas: Replicas = Replicas(),
 ) -> Sampler:
-    """The sampler that a config asks for.
+    """Makes a sampler from a config.
 
     Args:
         model: The policy.
         tokenizer: The policy's tokenizer.
-        cfg: How completions are sampled.
-        max_prompt_length: Bound on the tokens of a prompt.
-        entropies: Whether rollouts hold the sampler's entropies.
+        cfg: The sampling options.
+        max_prompt_length: The most tokens of a prompt.
+        entropies: Whether rollouts have the sampler's entropies.
         poll: See `Engine`.
         tools: Tools that the policy may call.
         replicas: The devices that sample.
@@ -245,7 +245,7 @@ def make_sampler(
 
 @jax.jit
 def _row_keys(key: jax.Array, rows: jax.Array) -> jax.Array:
-    """The data of the keys of rows, uint32 [B, 2]."""
+    """Returns the PRNG key data of rows int32 [B], uint32 [B, 2]."""
     return jax.random.key_data(jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, rows))
 
 
@@ -261,22 +261,25 @@ def collect(
 ) -> Rollout:
     """Samples G completions of each problem.
 
-    Each prompt is prefilled once for its G rows. A row's randomness depends on its own key and step
-    alone, so its samples depend neither on the rest of the batch nor on the slot in which it runs.
+    Each prompt is prefilled once for its G rows. A row's random numbers depend only on its own key and the token's
+    position, so its samples depend neither on the rest of the batch nor on the slot in which it runs.
 
     Args:
-        sampler: How completions are sampled.
+        sampler: The engine, and the options of sampling.
         variables: `params`, `frozen` and, under AQN, `noise`: vectors for all rows, or `RowNoise`.
         problems: The P problems.
-        key: Row r samples from fold_in(key, first_row + r).
-        first_row: Rows that were sampled with the same key before.
-        groups: int [P], the numbers of the groups' noise where rows have their own; None means 0, 1, ... With
+        key: Random key; row r samples from fold_in(key, first_row + r).
+        first_row: Number of rows that were sampled with the same key before.
+        groups: int [P], the numbers of the groups' noise if rows have their own; None means 0, 1, ... With
             noise per sequence each completion has its own prefill.
-        on_text: Called as on_text(row, text) when a row has ended, in a thread of its own, while the
-            device samples the others; `scoring.beginner` makes one.
+        on_text: Called as on_text(row, text) when a row has ended, in a separate thread, while the device
+            samples the others; see `scoring.beginner`.
+
+    Returns:
+        The P problems and their P * G completions.
 
     Raises:
-        ValueError: When a prompt is too long, or an environment cannot begin.
+        ValueError: If a prompt is too long, or an environment cannot be reset.
     """
     talk = None
     if sampler.tools is not None:
@@ -313,7 +316,7 @@ def collect(
         return heard(completion.row, said.result().text)
 
     done, texts, said, talks = [], {}, {}, {}
-    # Where sampling fails, rows are abandoned first: the thread waits for the ends of rows.
+    # If sampling fails, rows are abandoned before the thread is joined, because it waits for rows to end.
     with concurrent.futures.ThreadPoolExecutor(1) as thread, contextlib.ExitStack() as failed:
         if talk is not None:
             failed.callback(talk.abandon)
@@ -345,7 +348,7 @@ def collect(
 def _exchanged(
     hosts: Hosts, said: Mapping[int, concurrent.futures.Future]
 ) -> dict[int, Conversation]:
-    """The conversation of each row, given those of the rows that this host has sampled."""
+    """Sends the conversations of this host's rows to the other hosts, and returns those of all rows."""
     own = {row: conversation.result() for row, conversation in said.items()}
     return {row: talk for found in hosts.gathered(own) for row, talk in found.items()}
 
@@ -353,7 +356,7 @@ def _exchanged(
 def _queue(
     prompts: Sequence[np.ndarray], keys: np.ndarray, limit: int, noise: Any, groups: np.ndarray
 ) -> list[QueuedPrompt]:
-    """Prompts with the keys [P, G, ...] of their completions, and numbers of noise where rows have their own."""
+    """Makes the engine's queue: prompts with the keys [P, G, ...] of their completions, and numbers of row noise."""
     if not isinstance(noise, RowNoise):
         return [QueuedPrompt(ids, each, limit) for ids, each in zip(prompts, keys, strict=True)]
     queue = [
@@ -364,7 +367,7 @@ def _queue(
     ]
     if noise.per != "sequence":
         return queue
-    # With noise per sequence the prompt's keys and values differ, too.
+    # With noise per sequence the keys and values of the prompt differ between completions, too.
     return [
         QueuedPrompt(each.tokens, key[None], limit, number[None])
         for each in queue
@@ -373,7 +376,7 @@ def _queue(
 
 
 def _entropies(completions: Sequence[RowTokens]) -> tuple[float, ...] | None:
-    """The sum of each completion's entropies; None if they were not asked for."""
+    """Returns the sum of each completion's entropies; None if they were not asked for."""
     if completions[0].entropies is None:
         return None
     return tuple(float(np.sum(each.entropies, dtype=np.float64)) for each in completions)
@@ -382,7 +385,7 @@ def _entropies(completions: Sequence[RowTokens]) -> tuple[float, ...] | None:
 def encode(
     problems: Sequence[Problem], tokenizer: Tokenizer, tools: Tools | None = None
 ) -> tuple[np.ndarray, ...]:
-    """The tokens of each problem's prompt, int32 [tokens], which shows the tools if there are any."""
+    """Returns the tokens of each problem's prompt, int32 [tokens], which lists the tools if there are any."""
     ids = conversations.encode(problems, tokenizer, tools)
     return tuple(np.array(each, np.int32) for each in ids)
 
@@ -397,25 +400,25 @@ def score(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Computes the rewards of a rollout: each function is called once, on all B rows, with TRL's arguments.
 
-    Prompts and columns come from the problems, each repeated for its G rows. Rows are combined by
-    `grpo.combine_rewards`.
+    Prompts and columns come from the problems, each repeated for its G rows. `grpo.combine_rewards` combines the
+    functions' rewards of a row.
 
     Args:
         rollout: The completions to judge.
         functions: Names and functions, from `scoring.resolve`.
-        weights: One per function; None means 1 each.
+        weights: One weight per function; None means 1 each.
         extras: Further arguments of the functions.
-        record: Collects what the functions log.
-        hosts: The processes that have the rollout: the first one calls the functions, and tells the others.
+        record: Collects the values that the functions log.
+        hosts: The processes that have the rollout: the first one calls the functions, and sends the results to the
+            others.
 
     Returns:
-        float32 [P, G] combined rewards, NaN where every function abstained, and float32 [B, number
-        of functions] of each function by itself, NaN where it abstained.
+        The combined rewards, float32 [P, G], NaN where every function abstained; and the rewards of each
+        function, float32 [B, number of functions], NaN where it abstained.
 
     Raises:
-        RewardError: When a function raises, or does not return one finite number or None per row.
-        ValueError: When the number of weights is not that of functions, or a column has an
-            argument's name.
+        RewardError: If a function raises, or does not return one finite number or None per row.
+        ValueError: If the numbers of weights and functions differ, or a column has the name of an argument.
     """
     weights = [1.0] * len(functions) if weights is None else weights
     require(

@@ -1,4 +1,4 @@
-"""The policy update: learns new adapter weights from experience."""
+"""The policy update: optimizer steps on the adapter (or other trained parameters) from one rollout."""
 
 import dataclasses
 import functools
@@ -26,14 +26,14 @@ messages.sent(grpo.RowMetrics)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """The trained state of a run; all its random keys follow from the step.
+    """The trained state of a run. It has no random key, because all keys are computed from the step.
 
     Attributes:
-        step: int32, optimizer steps done.
+        step: int32, optimizer steps done, skipped ones included.
         params: The adapter, or with `trainable = "full"` the layers' own weights, float32.
         opt_state: State of `optimizer.transformation`.
         skipped: int32, optimizer steps that changed nothing: no signal, or a gradient that was not finite.
-        reference: A copy of the initial `params`, updated periodically with `grpo.sync_ref_model`; None where the
+        reference: A copy of the initial `params`, updated periodically with `grpo.sync_ref_model`; None if the
             reference is the base.
         entropy: State of an adaptive entropy bonus; None without one.
     """
@@ -48,15 +48,15 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class NonFinite:
-    """An optimizer step that was skipped, because its loss or its gradient was not finite.
+    """An optimizer step that was skipped because its loss or its gradient was not finite.
 
     Attributes:
         step: Optimizer steps done before it.
         params: The parameters in that step.
         experience: The rows of the step.
-        fixed: Log-probabilities of the rows under fixed policies, if any, and the mask of high-entropy tokens, if
-            used.
-        noise: The tree under which the policy acted, or None.
+        fixed: float32 [B, C] each: log-probabilities under fixed policies (see `anchors`), and the mask of
+            high-entropy tokens, if they are used.
+        noise: The noise of the policy in that step, or None.
         entropy_coef: The coefficient of the entropy bonus in that step.
     """
 
@@ -75,13 +75,13 @@ def init_state(
     keep_reference: bool = False,
     control: EntropyControl | None = None,
 ) -> TrainState:
-    """The state before the first step, with a copy of `params` as the reference if asked for.
+    """Returns the state before the first step.
 
     Args:
-        params: What trains.
+        params: The parameters to train, float32.
         cfg: The optimizer.
-        keep_reference: Whether to keep that copy.
-        control: Initial state of an adaptive entropy bonus.
+        keep_reference: Whether to keep a copy of `params` as the reference policy.
+        control: Initial state of an adaptive entropy bonus; None without one.
     """
     return TrainState(
         step=jnp.int32(0),
@@ -100,7 +100,7 @@ def _copied(params):
 
 @jax.jit
 def zeros(params):
-    """A zero loss and gradient, to which those of micro-batches are added."""
+    """Returns a zero loss and gradient, to which those of micro-batches are added."""
     return jnp.float32(0), jax.tree.map(jnp.zeros_like, params)
 
 
@@ -110,7 +110,7 @@ def _accumulator(objective: Objective):
         jax.jit, donate_argnames="sums", compiler_options=compiler_options(objective)
     )
     def accumulate(sums, *micro_batch):
-        # Sums, rows and the dropout key differ between the devices of a replica.
+        # Sums, rows and dropout key (arguments 0, 4 and 6) differ between the devices of a replica.
         return sharding.in_group(
             objective.model.group, added, own=(0, 4, 6), gives_own=(True, True)
         )(sums, *micro_batch)
@@ -123,8 +123,15 @@ def _accumulator(objective: Objective):
 
 
 def accumulate(objective, sums, *micro_batch):
-    """Adds the loss and gradient of a micro-batch to the sums; where devices share a base, of one micro-batch per
-    device."""
+    """Adds the loss and gradient of a micro-batch to the sums, and returns the sums and the auxiliary values.
+
+    If devices share a base, each adds its own micro-batch.
+
+    Args:
+        objective: The policy and its loss.
+        sums: The loss and its gradient so far; donated.
+        *micro_batch: The further arguments of `objective.loss`.
+    """
     return _accumulator(objective)(sums, *micro_batch)
 
 
@@ -132,16 +139,16 @@ def accumulate(objective, sums, *micro_batch):
     jax.jit, static_argnames=("grpo_cfg", "optim_cfg", "total_steps"), donate_argnames="state"
 )
 def apply(state: TrainState, sums, learns, place, *, grpo_cfg, optim_cfg, total_steps):
-    """Does the optimizer's step; skipped if the rows give no signal, or if loss or gradient is not finite.
+    """Does the optimizer's step; it is skipped if no row has a signal, or if loss or gradient is not finite.
 
     Args:
-        state: Before the step; donated.
-        sums: The loss, a float32 scalar, and its gradient, shaped like `params`.
-        learns: bool scalar, whether the rows give a signal.
-        place: int32 scalar, the step's place on the schedule of the learning rate.
-        grpo_cfg: Says when the reference follows the policy; static.
+        state: The state before the step; donated.
+        sums: The loss, a float32 scalar, and its gradient, a tree like `params`.
+        learns: bool scalar, whether any row has a signal.
+        place: int32 scalar, the step's position on the learning-rate schedule.
+        grpo_cfg: The objective, which sets when the reference is updated; static.
         optim_cfg: The optimizer; static.
-        total_steps: Length of the schedule; static.
+        total_steps: Length of the schedule in optimizer steps; static.
 
     Returns:
         The new state, and metrics: loss, norm of the gradient before clipping, learning rate, and whether the update
@@ -176,7 +183,7 @@ def apply(state: TrainState, sums, learns, place, *, grpo_cfg, optim_cfg, total_
 
 
 def _refreshed(cfg: GrpoConfig, reference, params, step):
-    """The reference policy after a step: at regular intervals it moves towards the trained policy."""
+    """Returns the reference policy after a step: at regular intervals it moves towards the trained policy."""
     if reference is None or not cfg.sync_ref_model:
         return reference
     alpha, due = cfg.ref_model_mixup_alpha, step % cfg.ref_model_sync_steps == 0
@@ -187,28 +194,29 @@ def _refreshed(cfg: GrpoConfig, reference, params, step):
 
 @dataclasses.dataclass(frozen=True)
 class Updater:
-    """Learns from rollouts, one after the other.
+    """Updates the policy with one rollout per call.
 
-    A rollout is shuffled with the key, and cut into optimizer batches of m * a rows; rows of a prompt stay together
-    where an optimizer batch can hold them. All `num_iterations` passes use the same order, as in TRL. An optimizer
-    batch is cut into micro-batches of at most
-    `max_tokens_per_microbatch` tokens, with little padding (`microbatches.cut`); for `bnpo`, whose value depends on
-    the cut, into `a` micro-batches of m rows. Their gradients are summed, so memory is needed for one at a time.
-    Each of their shapes is compiled: at most five, or six with bnpo.
+    A rollout is shuffled with the key, and divided into optimizer batches of m * a rows; rows of a prompt stay
+    together if an optimizer batch can hold them. All `num_iterations` passes use the same order, as in TRL. An
+    optimizer batch is divided into micro-batches of at most `max_tokens_per_microbatch` tokens, with little padding
+    (`microbatches.cut`). For `bnpo`, whose value depends on this division, there are `a` micro-batches of m rows.
+    Gradients are summed, so memory is needed for one micro-batch at a time. A program is compiled for each shape of
+    micro-batches: at most five, or six with bnpo.
 
-    With several devices the micro-batches are distributed. Their sums are added up once, before the optimizer's
-    step, which each device computes.
+    With several devices the micro-batches are distributed. The devices' sums are added up once, before the
+    optimizer's step, which each device computes.
 
     Attributes:
         objective: The policy and its loss.
-        optim: AdamW and the sizes of its batches: m rows, `a` micro-batches.
+        optim: AdamW and the sizes of its batches: m is `per_device_train_batch_size`, a is
+            `gradient_accumulation_steps`.
         total_steps: Optimizer steps of the whole run, for the learning rate.
         max_completion_length: Most tokens of a completion; `dr_grpo` divides by it.
         on_non_finite: Called with each step that was skipped because loss or gradient was not finite.
-        max_prompt_length: Most tokens of a prompt; None takes the width of a rollout's prompts.
+        max_prompt_length: Most tokens of a prompt; None means the width of a rollout's prompts.
         replicas: The devices; all of them hold the state, the frozen weights and the noise. On several hosts all
             must make each call with the same arguments.
-        poll: Called before each micro-batch while the state is valid; may raise to leave the rollout.
+        poll: Called before each micro-batch until the first optimizer step; it may raise to abandon the rollout.
     """
 
     objective: Objective
@@ -229,25 +237,25 @@ class Updater:
         key: jax.Array,
         place: int | None = None,
     ) -> tuple[TrainState, dict[str, Any]]:
-        """Learns from one rollout.
+        """Updates the policy with one rollout.
 
         Args:
-            state: Donated: its buffers become those of the new state.
-            frozen: The part of the policy that does not train.
+            state: The state before; donated, so it cannot be used afterwards.
+            frozen: The part of the policy that is not trained.
             experience: The rollout, on the host.
-            noise: The noise tree or `RowNoise` of the sampling, which acts on the policy here too; or None.
+            noise: The sampler's noise (a tree or `RowNoise`), with which the policy is computed here, too; or None.
             key: Random key for the order of the rows and for dropout.
-            place: The first step's place on the learning-rate schedule of `total_steps`; None means the state's own
-                step.
+            place: The first step's position on the learning-rate schedule of `total_steps`; None means
+                `state.step`.
 
         Returns:
-            The state, and metrics: scalars, means over the optimizer steps, under TRL's names. `sampling/...`
-            compare the policy before its first step with the sampler, on the rows of that step; `sampling/kl` and
-            `sampling/kl_k3` estimate KL(sampler || policy), in nats per token. These, `entropy`, `kl` and
-            `clip_ratio/...` cover only the computed rows; without a divergence and an entropy bonus these are the
-            rows with an advantage. `update/rows` is their number in an optimizer step. `update/padding` is the
-            share of the tokens through the linears that were padding or repeated prompts. `update/programs` counts
-            the shapes of micro-batches.
+            The new state, and metrics: scalars, mostly means over the optimizer steps, under TRL's names.
+            `sampling/...` compare the policy before its first step with the sampler, on the rows of that step;
+            `sampling/kl` and `sampling/kl_k3` estimate KL(sampler || policy), in nats per token. These, `entropy`,
+            `kl` and `clip_ratio/...` cover only the computed rows; without a KL term and an entropy bonus these are
+            the rows with an advantage. `update/rows` is their mean number in an optimizer step. `update/padding` is
+            the share of the tokens through the linears that were padding or repeated prompts. `update/programs` is
+            the number of different shapes of micro-batches.
         """
         order_key, step_key = jax.random.split(key)
         place = int(state.step) if place is None else place
@@ -283,7 +291,7 @@ class Updater:
                 optim_cfg=self.optim,
                 total_steps=self.total_steps,
             )
-            # The earlier state is donated: from here on the rollout must be finished.
+            # The earlier state was donated and is lost, so from here on the rollout must be finished.
             learner = dataclasses.replace(self, poll=lambda: None)
             metrics, counts = jax.device_get((metrics, counts))
             records.append((metrics, *update_metrics.joined(counts, rows.size)))
@@ -294,7 +302,7 @@ class Updater:
                 if state.entropy is not None and tokens:
                     control = state.entropy.after(cfg, mean)
                     state = dataclasses.replace(state, entropy=jax.device_put(control))
-                # Read now: the next step takes over the state's buffers.
+                # Read now, because the next step donates the state's buffers.
                 control = jax.device_get(state.entropy)
                 metrics["entropy_coef"] = coef if control is None else control.coef
             if self.on_non_finite and metrics["updates/non_finite"]:
@@ -321,16 +329,16 @@ def make_updater(
     replicas: Replicas = Replicas(),
     poll: Callable[[], None] = lambda: None,
 ) -> Updater:
-    """The updater that a config asks for.
+    """Makes an updater from a config.
 
     Args:
         cfg: The run, with all planned values filled in: see `memory.planned`.
         model: The policy.
-        num_tokens: Ids that the tokenizer has.
+        num_tokens: Number of ids that the tokenizer has.
         total_steps: Optimizer steps of the whole run.
         on_non_finite: See `Updater`.
-        replicas: Likewise.
-        poll: Likewise.
+        replicas: See `Updater`.
+        poll: See `Updater`.
     """
     return Updater(
         Objective(
@@ -364,12 +372,12 @@ def anchors(
     They are computed for the rows in `cuts`, the micro-batches of each optimizer batch; others are 0.
 
     Returns:
-        float32 [B, C] each, in nats: "old_logps" with `old_logprobs = "recompute"` and several steps, under `noise`;
-        "ref_logps" with `beta` above 0, without noise.
+        float32 [B, C] each, in nats: "old_logps", computed with `noise`, if `old_logprobs` is "recompute" and there
+        are several steps; "ref_logps", computed without noise, if `beta` is not 0.
     """
     cfg, fixed = updater.objective.grpo, {}
     rows = _rows_of(cuts)
-    # With one step per rollout the recomputing policy is the learning policy.
+    # With a single step, the old policy is the learning policy: `loss` uses its log-probabilities without gradient.
     if cfg.old_logprobs == "recompute" and steps > 1:
         fixed["old_logps"] = all_logps(updater, state.params, frozen, experience, noise, rows)
     if cfg.beta:
@@ -391,12 +399,22 @@ def all_logps(
     *,
     adapter: bool = True,
 ) -> np.ndarray:
-    """float32 [B, C], log-probabilities of the given rows [N] of a rollout; 0 for others."""
+    """Computes the log-probabilities of the given rows int [N] of a rollout: float32 [B, C]; 0 for other rows.
+
+    Args:
+        updater: The updater that computes them.
+        params: The trained parameters.
+        frozen: The rest of the policy.
+        experience: The rollout.
+        noise: AQN's noise, or None.
+        rows: int [N], indices of rows.
+        adapter: Whether the adapter is applied; False computes the base.
+    """
     return _of_tokens(updater, params, frozen, experience, noise, rows, adapter, "logps")
 
 
 def _of_tokens(updater, params, frozen, experience, noise, rows, adapter, of) -> np.ndarray:
-    """float32 [B, C], the result of `score` for the given rows [N] of a rollout; 0 for others."""
+    """Computes `score` for the given rows int [N] of a rollout: float32 [B, C]; 0 for other rows."""
     found, objective = np.zeros(experience.completions.shape, np.float32), updater.objective
     policies = updater.replicas.each((params, frozen, noise))
 
@@ -418,17 +436,18 @@ def _computed[Found](
     compute: Callable[[Sequence[int], Sequence[microbatches.MicroBatch], int], Found],
     program: Any,
 ) -> list[Found]:
-    """The result for each micro-batch, in order; replicas compute in parallel.
+    """Computes a result for each micro-batch; replicas compute in parallel.
 
     Args:
         updater: The updater that computes them.
         cut: The micro-batches.
-        compute: compute(numbers, micro-batches, number of a replica of this host) is called with one micro-batch
-            per device of a replica, all of one shape; with several devices they have a leading axis.
+        compute: Called as compute(numbers, micro-batches, own) with one micro-batch per device of replica number
+            `own` of this host, all of one shape, and their indices in `cut`. If a replica has several devices, arrays
+            of the result have a leading axis for them.
         program: Identifies the program.
 
     Returns:
-        The results. Arrays from other hosts, and from replicas of several devices, are on the host.
+        The results, in the order of `cut`. With several hosts or devices per replica, arrays are on the host.
     """
     replicas = updater.replicas
     sets = microbatches.alike(cut, replicas.group)
@@ -469,9 +488,10 @@ def _high_entropy(
     noise: Any,
     rows: np.ndarray,
 ) -> dict[str, np.ndarray]:
-    """Which tokens [B, C] of an optimizer batch [n, k] the policy learns from; empty if from all.
+    """Returns the mask float32 [B, C] of tokens of an optimizer batch [n, k] that the policy learns from.
 
-    All rows with tokens are computed, even those without a signal: the quantile is over the batch.
+    The result is empty if it learns from all tokens. All rows with tokens are computed, even those without a signal,
+    because the quantile is that of the whole batch.
     """
     quantile = updater.objective.grpo.top_entropy_quantile
     if quantile == 1:
@@ -485,18 +505,18 @@ def _high_entropy(
 
 
 def _entropy_coef(cfg: GrpoConfig, control: EntropyControl | None) -> float:
-    """The coefficient of an optimizer step's entropy bonus."""
+    """Returns the coefficient of an optimizer step's entropy bonus."""
     return cfg.entropy_coef if control is None else jax.device_get(control).applied(cfg)
 
 
 def _entropy_tokens(experience: Experience, fixed: dict[str, np.ndarray], rows: np.ndarray) -> int:
-    """Number of tokens of an optimizer batch [n, k] whose entropies the bonus sums."""
+    """Returns the number of tokens of an optimizer batch [n, k] whose entropies the bonus sums."""
     counted = fixed.get("high_entropy", experience.mask)
     return int(np.count_nonzero(counted[rows.reshape(-1)]))
 
 
 def optimizer_batches(updater: Updater, rows: np.ndarray, key: jax.Array) -> np.ndarray:
-    """int [batches, n, k]: the rows [P, g] of a rollout as optimizer batches, n prompts with k rows each."""
+    """Divides rows int [P, g] of a rollout into optimizer batches int [batches, n, k]: n prompts, k rows of each."""
     accumulation = updater.optim.gradient_accumulation_steps
     batch_rows = updater.optim.per_device_train_batch_size * accumulation
     units = rows.reshape(-1, math.gcd(batch_rows, rows.shape[1]))
@@ -510,11 +530,11 @@ def optimizer_batches(updater: Updater, rows: np.ndarray, key: jax.Array) -> np.
 def micro_batches(
     updater: Updater, experience: Experience, rows: np.ndarray
 ) -> list[microbatches.MicroBatch]:
-    """The micro-batches of an optimizer batch of rows [n, k]; at least one.
+    """Divides an optimizer batch of rows int [n, k] into micro-batches; at least one.
 
     Rows without a signal are left out: their part of the loss is 0 by definition, and the divisor still counts
-    them. If no row has a signal, one micro-batch is kept to compare policy and sampler.
-    For bnpo, which divides by the tokens of a micro-batch, all rows stay.
+    them. If no row has a signal, one micro-batch is kept to compare policy and sampler. For bnpo, which divides by
+    the tokens of a micro-batch, all rows are kept.
     """
     chosen, cfg = rows.reshape(-1), updater.objective.grpo
     if cfg.loss_type == "bnpo":
@@ -522,7 +542,7 @@ def micro_batches(
     learned = chosen[_learns(cfg, experience)[chosen]]
     if len(learned):
         return cut_rows(updater, experience, learned)
-    # Kept only to compare policy and sampler.
+    # The last micro-batch is kept, only to compare policy and sampler.
     return cut_rows(updater, experience, chosen[experience.lengths[chosen] > 0])[-1:]
 
 
@@ -541,19 +561,20 @@ def summed_gradient(
     """Computes loss and gradient of an optimizer batch.
 
     Args:
-        updater: How an update is computed.
-        params: The adapter.
-        frozen: The base.
+        updater: The updater that computes them.
+        params: The trained parameters.
+        frozen: The rest of the policy.
         experience: The rollout.
-        fixed: Its fixed log-probabilities, see `anchors`.
+        fixed: Its fixed log-probabilities, see `anchors`, and the mask of high-entropy tokens, if they are used.
         noise: AQN's noise, or None.
-        rows: int [n, k], the batch's rows of the rollout.
-        cut: The micro-batches that hold them.
+        rows: int [n, k], indices of the batch's rows.
+        cut: The micro-batches of these rows.
         key: Key of LoRA's dropout.
-        entropy_coef: Weight of the entropy bonus.
+        entropy_coef: Coefficient of the entropy bonus.
 
     Returns:
-        The loss and its gradient, summed over all devices; and the counts of each micro-batch.
+        The loss and its gradient, summed over all devices; and the auxiliary values of each micro-batch, see
+        `objective.loss`.
     """
     chosen, judged = rows.reshape(-1), experience.judged
     counted = rows.size if judged is None else judged[chosen].sum()
@@ -569,14 +590,14 @@ def summed_gradient(
             totals, entropy_tokens=np.int32(tokens), entropy_coef=np.float32(entropy_coef)
         )
     policies = updater.replicas.each((params, frozen, noise))
-    # Made before anything runs: data for another device must not wait for that device's work.
+    # Made before anything runs, so that transfers to a device do not wait for its work.
     apart, count = updater.replicas.apart, updater.replicas.group
     keys = [jax.random.fold_in(key, number) for number in range(len(cut))]
     starts = enumerate(updater.replicas.each(zeros(params)))
     sums = [apart([start] * count, own) for own, start in starts]
 
     def accumulated(numbers, batches, own):
-        # Missing micro-batches have no key: repeat the first.
+        # Micro-batches that only fill a set have no key of their own and get the first one's.
         own_keys = [keys[number] for number in (*numbers, *numbers[:1] * count)[:count]]
         sums[own], counts = accumulate(
             updater.objective,
@@ -602,7 +623,7 @@ def replay_step(
     key: jax.Array,
     entropy_coef: float = 0.0,
 ) -> tuple[jax.Array, Any]:
-    """Loss and gradient of an optimizer step that a `NonFinite` describes; `key` is the dropout key."""
+    """Computes loss and gradient of an optimizer step that a `NonFinite` describes; `key` is the dropout key."""
     rows = experience.rows
     cut = micro_batches(updater, experience, rows)
     return summed_gradient(
@@ -611,7 +632,7 @@ def replay_step(
 
 
 def _learns(cfg: GrpoConfig, experience: Experience) -> np.ndarray:
-    """bool [B], whether a row has tokens, and an advantage, a divergence or an entropy to learn from."""
+    """Returns which rows have a signal, bool [B]: tokens, and an advantage, a KL term or an entropy bonus."""
     always = bool(cfg.beta) or cfg.has_entropy_bonus
     return (experience.lengths > 0) & ((experience.advantages != 0) | always)
 
@@ -619,7 +640,7 @@ def _learns(cfg: GrpoConfig, experience: Experience) -> np.ndarray:
 def cut_rows(
     updater: Updater, experience: Experience, numbers: np.ndarray, *, largest: bool = False
 ) -> list[microbatches.MicroBatch]:
-    """Rows [N] of a rollout as micro-batches; with `largest`, all have the shape that can hold any row."""
+    """Divides rows int [N] of a rollout into micro-batches; with `largest`, all have the shape that fits any row."""
     optim, group = updater.optim, experience.rows.shape[1]
     prompt_width = updater.max_prompt_length or experience.prompts.shape[1]
     rows, cfg = experience.rows_to_cut(numbers), updater.objective.grpo
@@ -639,7 +660,7 @@ def cut_rows(
 
 
 def _rows_of(cuts: Sequence[Sequence[microbatches.MicroBatch]]) -> np.ndarray:
-    """int [N], the rows that are in any micro-batch, in order."""
+    """Returns the rows that are in any micro-batch, int [N], in ascending order."""
     rows = np.unique(np.concatenate([batch.rows for cut in cuts for batch in cut]))
     return rows[rows >= 0]
 
@@ -647,7 +668,7 @@ def _rows_of(cuts: Sequence[Sequence[microbatches.MicroBatch]]) -> np.ndarray:
 def _packing_metrics(
     experience: Experience, cuts: Sequence[Sequence[microbatches.MicroBatch]]
 ) -> dict[str, float]:
-    """Metrics of packing: the number of computed rows, the padding, and the number of shapes."""
+    """Returns metrics of packing: the number of computed rows, the share of padding, and the number of shapes."""
     real = sum(experience.rows_to_cut(_rows_of([cut])).tokens for cut in cuts)
     shapes = [batch.shape for cut in cuts for batch in cut]
     return {

@@ -1,4 +1,4 @@
-"""Metrics of an update: how far the policy is from the sampler, and one number out of many."""
+"""Metrics of an update: the difference between policy and sampler, and reductions over micro-batches and steps."""
 
 from typing import Any
 
@@ -11,10 +11,10 @@ from qerl_jax.rl.experience import PackedRows
 
 
 def drift(logps: jax.Array, batch: PackedRows) -> dict[str, jax.Array]:
-    """How far the policy is from the sampler, on the tokens of one micro-batch.
+    """Measures how far the policy is from the sampler, on the tokens of one micro-batch.
 
     Args:
-        logps: float32 [T], the policy's log-probabilities.
+        logps: float32 [T], the policy's log-probabilities in nats.
         batch: The micro-batch, with those of the sampler.
 
     Returns:
@@ -25,11 +25,11 @@ def drift(logps: jax.Array, batch: PackedRows) -> dict[str, jax.Array]:
     ratio = jnp.exp(difference)
     return {
         "tokens": jnp.sum(mask),
-        # One value per token, for quantiles; -1 where there is no token.
+        # One value per token, for quantiles; -1 at masked-out tokens.
         "differences": jnp.where(mask, jnp.abs(difference), -1.0),
         "difference_sum": jnp.sum(jnp.abs(difference)),
         "difference_max": jnp.max(jnp.abs(difference)),
-        # The sampler's tokens are samples of KL(sampler || policy); the second is never negative.
+        # Both estimate KL(sampler || policy), because the sampler drew the tokens; k3 is never negative.
         "kl_sum": -jnp.sum(difference),
         "kl_k3_sum": masked.sum(grpo.token_kl(batch.behaviour_logps, logps, "k3"), mask),
         "ratio_sum": masked.sum(ratio, mask),
@@ -41,29 +41,35 @@ def drift(logps: jax.Array, batch: PackedRows) -> dict[str, jax.Array]:
 def joined(
     counts: list[Any], num_rows: int
 ) -> tuple[grpo.RowMetrics, dict[str, np.ndarray], float]:
-    """Joins the counts of one optimizer step's micro-batches: by row, by micro-batch, in total.
+    """Joins the counts of one optimizer step's micro-batches.
 
-    Rows with tokens come first, then empty rows up to the step's number of rows: one shape for all steps.
+    Args:
+        counts: For each micro-batch the auxiliary values of `objective.loss`.
+        num_rows: Number of rows of the optimizer batch.
+
+    Returns:
+        Counts by row: rows with tokens first, padded with zeros to `num_rows`, so that all steps have one shape.
+        The values of `drift`, concatenated. The sum of the entropies.
     """
     rows, drifts, entropies = zip(*counts, strict=True)
     joined = jax.tree.map(lambda *each: np.concatenate(each), *rows)
     real = joined.tokens > 0
     padded = jax.tree.map(lambda x: np.pad(x[real], (0, num_rows - real.sum())), joined)
-    # One number per micro-batch, or one per token.
+    # Each has one number per micro-batch, or one per token.
     together = lambda *each: np.concatenate([np.ravel(x) for x in each])
     return padded, jax.tree.map(together, *drifts), sum(entropies)
 
 
 def of_sampling(drift: dict[str, np.ndarray]) -> dict[str, Any]:
-    """TRL's sampling metrics and the divergence, for the first optimizer step of a rollout.
+    """Computes TRL's sampling metrics and KL estimates, for the first optimizer step of a rollout.
 
     Args:
-        drift: What `drift` returned for each of its micro-batches, joined by `joined`.
+        drift: The results of `drift` for all micro-batches of the step, joined by `joined`.
     """
     tokens = max(drift["tokens"].sum(), 1)
     lowest = drift["ratio_min"].min()
     differences = drift["differences"]
-    # Without tokens there is one difference of 0. NaN is kept: the step is skipped, and the metrics show it.
+    # Without tokens the list is a single 0. NaN is kept: the step is skipped, and the metrics show it.
     differences = np.append(
         differences[~(differences < 0)], np.zeros(int(drift["tokens"].sum() == 0))
     )
@@ -85,10 +91,10 @@ _summarize = jax.jit(grpo.summarize)
 
 
 def reduced(records: list[Any]) -> dict[str, Any]:
-    """One number per metric out of one per optimizer step.
+    """Reduces the metrics of several optimizer steps to one number each; most are means.
 
     Args:
-        records: For each step its metrics, and what `joined` returned.
+        records: For each step its metrics, and the three results of `joined`.
     """
     steps = [
         metrics

@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: files, terminal, trackers, and a page of curves.
+"""Writes and shows the metrics of a run: files, terminal, trackers, and a page of charts.
 
-May import `config` and `files`.
+This package may import `config` and `files`.
 """

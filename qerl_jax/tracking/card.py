@@ -1,4 +1,4 @@
-"""The report card of a run, `report.md`: what ran, on what, how long it took, and the results, as Markdown."""
+"""Writes the report card of a run, `report.md`: settings, machine, times and results, as Markdown."""
 
 import dataclasses
 import os
@@ -37,13 +37,13 @@ _LONGEST = 1500  # characters of a sample
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What a run has used, as its last process saw it.
+    """The devices and packages that a run used, as its last process saw them.
 
     Attributes:
         device: Kind of the devices.
-        devices: How many the run has used.
-        versions: Names of packages and their versions.
-        seconds: Of that process, from the call of `train` to its end.
+        devices: Number of devices that the run used.
+        versions: Versions of packages, by name.
+        seconds: Seconds from the start of the run's preparation in that process to the end of training.
     """
 
     device: str
@@ -62,14 +62,14 @@ def write(
     """Writes the card of an ended run into its folder, and returns the path.
 
     Args:
-        run_folder: Holds `config.toml` and `metrics.jsonl`, with at least one row.
-        machine: What the run has run on.
-        notes: Lines that were shown at the start of the run; those that begin with "warning:" stand with the
+        run_folder: A folder with `config.toml`, and `metrics.jsonl` with at least one row.
+        machine: The devices and packages of the run.
+        notes: Lines that were shown at the start of the run; those that begin with "warning:" are listed with the
             warnings.
-        given_rows: How many rows the run was given in Python; None if the config names its data.
+        given_rows: Number of rows that were passed in Python; None if the config names the data.
 
     Raises:
-        FileNotFoundError: When the folder holds no metrics.
+        FileNotFoundError: If the folder has no metrics.
     """
     run = report.read(run_folder)
     health, warnings = _course(run)
@@ -94,7 +94,7 @@ def write(
 
 
 def _course(run: report.Run) -> tuple[Health, list[str]]:
-    """The health of a run at its end, and all warnings that were given on the way."""
+    """Returns the health of a run at its end, and all warnings that were given during the run."""
     health = Health.of(run.cfg)
     warnings = [line for row in run.rows for line in health.see(row)]
     closing = health.closing()
@@ -137,7 +137,7 @@ def _settings(cfg: RunConfig, given_rows: int | None) -> dict[str, str]:
 
 
 def _again(cfg: RunConfig, config: str, *, has_rows: bool) -> str:
-    """The command of such a run, or why there is none: what a script or a notebook defines cannot be imported."""
+    """Returns the command that repeats the run, or says what it needs: definitions in a script cannot be imported."""
     tools = cfg.tools.functions if cfg.tools else ()
     own = [name for name in (*cfg.rewards.functions, *tools) if "__main__" in name or "<" in name]
     needed = [*(["the rows"] if has_rows else []), *(f"`{name}`" for name in own)]
@@ -159,7 +159,7 @@ def _curves(run: report.Run) -> str:
 
 
 def _cost(run: report.Run, machine: Machine) -> str:
-    """How long each phase took over the whole run, by its metrics; of what is between them its last process tells."""
+    """Returns the time of each phase over the whole run, from its metrics, and the total time of its last process."""
     sums = {label: sum(run.values(name).values()) for label, name in _PHASES.items()}
     total = sum(sums.values())
     rows = [
@@ -187,7 +187,7 @@ def _cost(run: report.Run, machine: Machine) -> str:
 
 
 def _samples(run: report.Run) -> str:
-    """The best and the worst completion of the first logged step and of the last one."""
+    """Returns the best and the worst completion of the first and the last logged step."""
     shown = []
     for title, text in report.samples([report.Group("", (run,))]):
         text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."

@@ -1,4 +1,4 @@
-"""Line charts of metrics over steps, drawn by matplotlib: as SVG for a page, as PNG files, and as one figure."""
+"""Draws line charts of metrics over steps with matplotlib: as SVG for a page, as PNG files, and as one figure."""
 
 import dataclasses
 import html
@@ -12,9 +12,9 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, distinct to the colour-blind; the page has lighter ones for the dark.
+# Okabe and Ito's colours, distinct for colour-blind readers; the page has lighter ones for dark mode.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#a8508c", "#8a6d00", "#3a8fc4")
-# Colour alone does not tell lines apart in print.
+# Lines also differ in their dashes, because colours may look alike in print.
 DASHES = ((), (7, 3), (2, 3), (9, 3, 2, 3), (4, 2), (1, 4))
 _TEXT, _GRID = "#57606a", "#d5dae0"
 _VARIABLES = {_TEXT: "var(--quiet)", _GRID: "var(--rule)"} | {
@@ -33,7 +33,7 @@ _STYLE = {
     "grid.color": _GRID,
     "lines.markersize": 4,
     "svg.fonttype": "none",
-    "svg.hashsalt": "qerl",  # equal charts are equal files
+    "svg.hashsalt": "qerl",  # makes the files of equal charts equal
     "text.parse_math": False,  # a run may have a $ in its name
     "xtick.color": _TEXT,
     "xtick.major.size": 0,
@@ -41,14 +41,14 @@ _STYLE = {
     "ytick.major.size": 0,
     "ytick.minor.size": 0,
 }
-_SVG_INCHES = (4.6, 2.6)  # about 72 pixels to the inch on a phone, where its text can be read
-_POINTS = 500  # of a line; more cannot be told apart
+_SVG_INCHES = (4.6, 2.6)  # at 72 pixels per inch about a phone's width, so text can be read
+_POINTS = 500  # most points of a line; more cannot be seen
 _SMOOTHED_FROM = 60  # points
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """Values over steps, with a band from `low` to `high` where something is known about their spread."""
+    """Values over steps, with a band from `low` to `high` if their spread is known."""
 
     label: str
     steps: tuple[int, ...]
@@ -65,7 +65,7 @@ class Chart:
         title: Heading of the chart.
         unit: Unit of the values; "" for none.
         lines: At least one line, each of at least one point.
-        log: Whether the axis is logarithmic where values differ much; values that are not positive
+        log: Whether the axis is logarithmic if values differ much (see `is_log`); values that are not positive
             are then left out.
     """
 
@@ -76,7 +76,7 @@ class Chart:
 
     @property
     def is_log(self) -> bool:
-        """Whether the axis is logarithmic indeed: over less than a decade and a half nobody could read it."""
+        """Whether the axis is logarithmic: over less than 1.5 decades, a logarithmic axis would be hard to read."""
         positive = [v for line in self.lines for v in line.values if v > 0]
         return self.log and bool(positive) and max(positive) > 30 * min(positive)
 
@@ -87,7 +87,7 @@ class Chart:
 
     @property
     def summary(self) -> str:
-        """The chart in a sentence, for those who do not see it."""
+        """The chart as a sentence, for screen readers."""
         ends = (
             f"{line.label} from {number(line.values[0])} at step {line.steps[0]} "
             f"to {number(line.values[-1])} at step {line.steps[-1]}"
@@ -97,7 +97,7 @@ class Chart:
 
 
 def number(value: float) -> str:
-    """A number with three significant digits, without an exponent where that is short."""
+    """Formats a number with about three significant digits, without an exponent if that is short."""
     size = abs(value)
     if size >= 1e5 or 0 < size < 1e-4:
         return f"{value:.2g}".replace("e-0", "e-").replace("e+0", "e")
@@ -106,14 +106,14 @@ def number(value: float) -> str:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Means over a window of a tenth of all values, narrower at the ends."""
+    """Returns moving means over a window of about a tenth of all values, narrower at the ends."""
     reach = max(2, len(values) // 20)
     windows = (values[max(0, i - reach) : i + reach + 1] for i in range(len(values)))
     return [sum(window) / len(window) for window in windows]
 
 
 def extremes(steps: Sequence[int], values: Sequence[float]) -> dict[str, tuple[int, float]]:
-    """The (step, value) pairs that are "first", "lowest", "highest" and "last"."""
+    """Returns the (step, value) pairs "first", "lowest", "highest" and "last"."""
     points = list(zip(steps, values, strict=True))
     value = lambda point: point[1]
     return {
@@ -125,24 +125,24 @@ def extremes(steps: Sequence[int], values: Sequence[float]) -> dict[str, tuple[i
 
 
 def svg(chart: Chart, prefix: str) -> str:
-    """Draws a chart, without title and legend, as an <svg> that can stand in an HTML page.
+    """Draws a chart, without title and legend, as an <svg> element for an HTML page.
 
     Args:
         chart: The chart.
         prefix: A prefix of all ids in the drawing, different for each drawing of the page.
 
     Returns:
-        An element that refers to nothing outside of itself. Its colours are the page's variables
-        `--c0` ... `--c5` for lines, `--quiet` for text and `--rule` for the grid.
+        An element without references to other files. Its colours are the page's variables `--c0` ... `--c5` for
+        lines, `--quiet` for text and `--rule` for the grid.
     """
     file = io.StringIO()
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=_SVG_INCHES)
         _draw(figure.add_axes((0.155, 0.175, 0.83, 0.755)), chart)
-        # Without metadata, which would say when and refer to other places.
+        # Metadata is left out, because it has the date and URLs.
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(file, format="svg", transparent=True, metadata=nothing)
-    # The prolog names the document type by address; the style would hold for the whole page.
+    # The prolog has a URL, and the style would apply to the whole page.
     drawing = re.sub(r"^.*?<svg[^>]*>\s*<defs>\s*<style.*?</defs>", "", file.getvalue(), flags=re.S)
     drawing = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{prefix}", drawing)
     for colour, variable in _VARIABLES.items():
@@ -157,7 +157,7 @@ def png(chart: Chart, path: str | pathlib.Path) -> None:
     """Draws a chart into a PNG file."""
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(6, 3.6))
-        # A layout engine takes most of the time.
+        # Axes have a fixed position, because a layout engine would take most of the time.
         _draw_whole(figure.add_axes((0.11, 0.13, 0.86, 0.78)), chart)
         figure.savefig(path, dpi=150)
 
@@ -194,14 +194,14 @@ def _draw(axes: Axes, chart: Chart) -> list:
         axes.yaxis.set_minor_formatter("")
     else:
         axes.locator_params(axis="y", nbins=5)
-        # Where zero is near, it is the floor: a share that hovers around 1 % should look small.
+        # The axis starts at 0 if that is near, so that a share of about 1 % looks small.
         if 0 <= axes.dataLim.y0 < 0.35 * axes.dataLim.y1:
             axes.set_ylim(bottom=0)
     return drawn
 
 
 def _draw_line(axes: Axes, line: Line, index: int):
-    """Draws a line and its band: thinned where it is long, and smooth where it has many points."""
+    """Draws a line and its band; a long line is thinned, and one with many points is also drawn smoothed."""
     colour, dashes = COLOURS[index % len(COLOURS)], DASHES[index % len(DASHES)]
     steps, values = _thinned(line.steps), _thinned(line.values)
     if len(values) >= _SMOOTHED_FROM:
@@ -222,7 +222,7 @@ def _draw_line(axes: Axes, line: Line, index: int):
 
 
 def _thinned(values: Sequence[float]) -> tuple[float, ...]:
-    """At most `_POINTS` values: means of neighbours."""
+    """Reduces values to at most `_POINTS` means of neighbours."""
     width = -(-len(values) // _POINTS)
     parts = (values[i : i + width] for i in range(0, len(values), width))
     return tuple(values) if width == 1 else tuple(map(statistics.fmean, parts))

@@ -1,4 +1,4 @@
-"""Warnings about the curves of a run: what is going wrong, the likely cause, and what to change."""
+"""Warns about problems in the metrics of a run: what is wrong, the likely cause, and what to change."""
 
 import dataclasses
 import re
@@ -10,22 +10,22 @@ from qerl_jax.config import RunConfig
 
 type Row = Mapping[str, Any]
 
-# Steps per mean: the noise of single steps is larger than most effects that are looked for.
+# Steps per mean, because single steps are noisier than most effects.
 _WINDOW = 10
-# After so many first steps in which nothing was learned there is a warning.
+# Number of first steps without learning after which there is a warning.
 _EARLY = 3
-# If fewer than this share of steps taught something, the end of the run says so.
+# There is a warning at the end of a run if a smaller share of its steps was learned from.
 _FEW = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
 class Course:
-    """A metric over a run.
+    """The change of a metric over a run.
 
     Attributes:
         first: Mean of its first ten values.
-        last: Mean of its last ten.
-        is_known: Whether there are two windows that do not overlap.
+        last: Mean of its last ten values.
+        is_known: Whether the two windows are complete and do not overlap.
     """
 
     first: float
@@ -34,22 +34,22 @@ class Course:
 
 
 class Health:
-    """Reads the metrics of a run, row by row, and warns of what is wrong; each warning is given once.
+    """Reads the metrics of a run, row by row, and returns warnings about problems, each once.
 
-    A resumed run gives it the earlier rows first, so that no warning is repeated.
+    A resumed run passes the earlier rows first, so that no warning is repeated.
 
     Attributes:
         usual_mismatch: See `__init__`.
-        steps: Rollouts that were learned from.
-        taught: Those of them after which a weight was changed by rewards that differ.
+        steps: Number of rows with a rollout.
+        taught: Number of these rows in which rewards differed and an update was made.
     """
 
     def __init__(self, usual_mismatch: float | None = None):
-        """Has seen nothing yet.
+        """Creates a health without rows.
 
         Args:
             usual_mismatch: The largest mean difference of sampler and trainer that rounding explains, in nats; None
-                where they differ on purpose.
+                if they differ on purpose.
         """
         self.usual_mismatch = usual_mismatch
         self.steps = self.taught = 0
@@ -60,7 +60,7 @@ class Health:
 
     @classmethod
     def of(cls, cfg: RunConfig, rows: Iterable[Row] = ()) -> Self:
-        """The health of a run that has logged these rows; what is wrong in them counts as said."""
+        """Returns the health of a run that has logged these rows; warnings about them count as given."""
         only_sampler_has_noise = cfg.noise is not None and cfg.noise.scope == "rollout"
         bound = {"bfloat16": 0.05, "float32": 1e-3}[cfg.model.dtype]
         health = cls(None if only_sampler_has_noise else bound)
@@ -70,11 +70,11 @@ class Health:
 
     @property
     def has_learned(self) -> bool:
-        """Whether a step taught it something; True before the first step, of which nothing is known."""
+        """Whether the run has learned from any step; True before the first step."""
         return self.taught > 0 or self.steps == 0
 
     def closing(self) -> str | None:
-        """The warning at the end of a run in which no step, or hardly any, taught something; else None."""
+        """Returns the warning at the end of a run that learned from no step, or hardly any; else None."""
         if self.taught >= _FEW * self.steps:
             return None
         if self.has_learned:
@@ -87,13 +87,13 @@ class Health:
         return f"warning: this run has learned nothing in {steps}. {_cause(self)}"
 
     def see(self, row: Row) -> list[str]:
-        """Takes the metrics of a step.
+        """Adds the metrics of a step.
 
         Args:
             row: A row of `metrics.jsonl`.
 
         Returns:
-            Lines about what is wrong and was not said before, in most runs none.
+            New warnings; usually none.
         """
         if "reward" not in row:  # an evaluation before the first step
             return []
@@ -111,20 +111,20 @@ class Health:
         return found
 
     def _count(self, row: Row) -> None:
-        """Counts a step, and whether it taught something: rewards differed, and an update was made."""
+        """Counts a step, and whether it was learned from: rewards differed, and an update was made."""
         step = row.get("step", self._step + 1)
         updates, self._step = step - self._step, step
         idle = row.get("updates/empty", 0) + row.get("updates/non_finite", 0)
         self.steps += 1
         self.taught += row.get("frac_reward_zero_std", 0) < 1 and idle < max(1, updates)
-        # Functions that gave the same number everywhere have no spread.
+        # Functions that returned the same number for all completions have a spread of 0.
         spreads = {found[1]: row[name] for name in row if (found := _SPREAD.fullmatch(name))}
         self._are_equal = bool(spreads) and not any(spreads.values())
         means = {name: row.get(f"{name}/mean") for name in spreads}
         self._are_graded = any(_are_graded(means[name], spreads[name]) for name in spreads)
 
     def course(self, name: str) -> Course:
-        """The course of a metric so far."""
+        """Returns the change of a metric so far."""
         values = self._values.get(name, [])
         if not values:
             return Course(0.0, 0.0, False)
@@ -132,17 +132,17 @@ class Health:
         return Course(statistics.fmean(first), statistics.fmean(last), len(values) == 2 * _WINDOW)
 
     def latest(self, name: str) -> float | None:
-        """The last value of a metric; None where there is none yet."""
+        """Returns the last value of a metric; None if there is none yet."""
         return (self._values.get(name) or [None])[-1]
 
     def last(self, name: str, count: int = _WINDOW) -> list[float] | None:
-        """The last values of a metric, so many; None where there are fewer."""
+        """Returns the last `count` values of a metric; None if there are fewer."""
         values = self._values.get(name, [])
         return values[-count:] if len(values) >= count else None
 
 
 def _entropy(health: Health) -> str | None:
-    # Of all that was sampled: the trainer's is of the rows that learn.
+    # The sampler's entropy covers all completions; the trainer's covers only rows with a signal.
     course = health.course("sampling/entropy")
     if not course.is_known or course.last > 0.1 * course.first:
         return None
@@ -180,7 +180,7 @@ def _reward(health: Health) -> str | None:
 
 
 def _cause(health: Health) -> str:
-    """Why the last steps taught nothing, and what to change: the first cause that fits."""
+    """Returns why nothing was learned from the last steps, and what to change: the first cause that fits."""
     found = {name: health.latest(name) or 0.0 for name in _LOOKED_AT}
     if found["updates/non_finite"]:
         return (
@@ -230,7 +230,7 @@ def _are_graded(mean: Any, spread: Any) -> bool:
     """Whether rewards of this mean and standard deviation differ, and cannot all be 0 or 1."""
     if not (isinstance(mean, int | float) and isinstance(spread, int | float) and spread > 0):
         return False
-    # Of zeros and ones the variance is at least mean (1 - mean); numbers between them have a smaller one.
+    # Zeros and ones have a variance of at least mean (1 - mean); numbers between them have a smaller one.
     return not 0 <= mean <= 1 or spread**2 < 0.99 * mean * (1 - mean)
 
 
@@ -272,7 +272,7 @@ def _mismatch(health: Health) -> str | None:
             "cause: a kernel that computes wrongly on this card (python -m scripts.check_device finds it). "
             "grpo.importance_sampling_correction limits the harm"
         )
-    # A rise from almost nothing to a little more does not matter.
+    # A rise that stays below 0.02 does not matter.
     if not course.is_known or course.last < max(3 * course.first, 0.02):
         return None
     return (

@@ -1,4 +1,4 @@
-"""Metrics and completions of a run: written to its folder, shown in the terminal, sent to trackers."""
+"""Writes metrics and completions of a run to its folder, shows them in the terminal, and sends them to trackers."""
 
 import contextlib
 import json
@@ -16,8 +16,8 @@ from qerl_jax.tracking import terminal, trackers
 class Logger:
     """Writes the metrics of a run, and shows them.
 
-    `metrics.jsonl` has one object per logged step with its `step`. A resumed run first drops what
-    lies beyond its checkpoint, so that the file reads as if the run had never stopped.
+    `metrics.jsonl` has one object per logged step, with its `step`. A resumed run first drops the rows after its
+    checkpoint, so that the file is the same as if the run had never stopped.
     """
 
     def __init__(
@@ -32,17 +32,20 @@ class Logger:
         run_name: str | None = None,
         settings: Mapping[str, Any] | None = None,
     ):
-        """Opens the files of a run that stands at `step`.
+        """Opens the files of a run that has done `step` steps.
 
         Args:
             run_folder: Folder of the run; made if it does not exist.
             total_steps: Number of optimizer steps of the whole run.
-            step: Number of optimizer steps done.
-            quiet: Whether nothing is shown.
-            log_completions: Whether completions are written, too.
+            step: Number of optimizer steps done; 0 drops all earlier rows.
+            quiet: Whether to show nothing in the terminal.
+            log_completions: Whether to write completions, too.
             report_to: Names of trackers, see `trackers.start`.
             run_name: Name of the run in the trackers.
-            settings: Config of the run that trackers keep.
+            settings: Config of the run, for the trackers.
+
+        Raises:
+            DiskError: If a file cannot be written.
         """
         self._folder = pathlib.Path(run_folder)
         self._path = self._folder / "metrics.jsonl"
@@ -59,7 +62,7 @@ class Logger:
         with writing(self._path):
             self._file = self._path.open(
                 "ab", buffering=0
-            )  # what is written is in the file, or an error
+            )  # unbuffered, so that a failed write raises at once
         self._log_completions = log_completions
         self._trackers = trackers.start(
             report_to, self._folder, step=step, run_name=run_name, settings=settings or {}
@@ -69,12 +72,12 @@ class Logger:
             self.note(warning)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Appends one row; values become plain numbers.
+        """Appends one row, and shows it; values are converted to plain numbers.
 
         Raises:
-            DiskError: When the row cannot be written; then no part of it is in the file.
+            DiskError: If the row cannot be written; then no part of it is in the file.
         """
-        # Its place is the first; a metric that a reward logs as "step" does not replace it.
+        # "step" comes first, and a metric of that name, which a reward may log, does not replace it.
         row = {"step": step} | {name: plain(value) for name, value in metrics.items()}
         row["step"] = step
         with writing(self._path):
@@ -84,19 +87,19 @@ class Logger:
         self._display.show(step, row)
 
     def begin_step(self, rows: int) -> None:
-        """Shows that a step begins, for which so many rows are sampled."""
+        """Shows that a step begins, for which `rows` rows are sampled."""
         self._display.begin_step(rows)
 
     def row_ended(self) -> None:
-        """Shows that a row of the step has ended; from any thread."""
+        """Shows that a row of the step has ended; any thread may call this."""
         self._display.row_ended()
 
     def phase(self, name: str) -> None:
-        """Shows what the step does now that its rows are sampled."""
+        """Shows the current phase of the step, after its rows are sampled."""
         self._display.phase(name)
 
     def write_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Shows one completion, and writes `completions/step_<step>.jsonl`, an object per completion."""
+        """Shows the first completion, and writes `completions/step_<step>.jsonl` with one object per completion."""
         self._display.show_completion(rows[0])
         if not self._log_completions:
             return
@@ -107,7 +110,7 @@ class Logger:
         write_whole(folder / f"step_{step:06d}.jsonl", text)
 
     def _append(self, line: bytes) -> None:
-        """Writes a line as a whole or not at all."""
+        """Writes a line completely or not at all."""
         size = self._path.stat().st_size
         try:
             while line:
@@ -118,7 +121,7 @@ class Logger:
             raise
 
     def note(self, text: str) -> None:
-        """Shows a line that is no metric."""
+        """Shows a line of text."""
         self._display.note(text)
 
     def close(self) -> None:
@@ -130,7 +133,7 @@ class Logger:
 
 
 class Unheard:
-    """Stands for `Logger` in a process that writes and shows nothing, for another one does."""
+    """Replaces `Logger` in processes that write and show nothing, because the first process does."""
 
     num_tokens = 0
 
@@ -141,16 +144,16 @@ class Unheard:
 
 
 def read_metrics(run_folder: str | pathlib.Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl in order.
+    """Returns the rows of metrics.jsonl in order; none if there is no such file.
 
-    A last line that a kill cut short is left out, and so is every line that is no row: a run that is resumed
-    sets such lines aside, and says so.
+    An incomplete last line is left out, and so are lines that are not rows of metrics: a resumed run moves these to
+    another file, and says so.
     """
     return _read(pathlib.Path(run_folder) / "metrics.jsonl")[0]
 
 
 def completion_files(run_folder: str | pathlib.Path) -> dict[int, pathlib.Path]:
-    """The files in `completions/` by their steps, the first one first; files of other names are left out."""
+    """Returns the files in `completions/` by step, in ascending order; files with other names are left out."""
     paths = pathlib.Path(run_folder).glob("completions/step_*.jsonl")
     found = {path.stem.removeprefix("step_"): path for path in paths}
     return {int(step): found[step] for step in sorted(found, key=_number) if _number(step) >= 0}
@@ -161,7 +164,7 @@ def _number(text: str) -> int:
 
 
 def _read(path: pathlib.Path) -> tuple[list[dict[str, Any]], dict[int, bytes]]:
-    """The rows of a log, and by their numbers from 1 on the lines that are no rows."""
+    """Returns the rows of a log, and the lines that are not rows by their numbers from 1 on."""
     *lines, rest = path.read_bytes().split(b"\n") if path.is_file() else [b""]
     rows, damaged = [], {}
     for number, line in enumerate(lines, 1):
@@ -170,12 +173,12 @@ def _read(path: pathlib.Path) -> tuple[list[dict[str, Any]], dict[int, bytes]]:
             damaged[number] = line
         else:
             rows.append(row)
-    last = _row(rest)  # without a line's end: a kill may have come between the two
+    last = _row(rest)  # complete, but without a newline, if the process was killed between the two
     return (rows if last is None else [*rows, last]), damaged
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    """A line as a row of metrics; None where it is none."""
+    """Parses a line as a row of metrics; returns None if it is not one."""
     try:
         row = parse_json(line)
     except ValueError:
@@ -185,7 +188,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 def _set_aside(path: pathlib.Path, damaged: Mapping[int, bytes]) -> str | None:
-    """Appends lines that are no rows to a file beside the log, and gives the warning about them."""
+    """Appends lines that are not rows to a file beside the log, and returns the warning about them."""
     if not damaged:
         return None
     aside = path.with_name("metrics.damaged.jsonl")
@@ -199,7 +202,7 @@ def _set_aside(path: pathlib.Path, damaged: Mapping[int, bytes]) -> str | None:
 
 
 def plain(value: Any) -> Any:
-    """A metric as JSON has it: arrays become numbers, other things texts."""
+    """Converts a metric to a JSON value: arrays become numbers or lists, other objects become texts."""
     if isinstance(value, str | bool | int | float | None | list | dict):
         return value
     return value.tolist() if hasattr(value, "tolist") else str(value)

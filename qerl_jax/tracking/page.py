@@ -1,4 +1,4 @@
-"""One HTML page that needs no network, no other files and no script."""
+"""Renders one HTML page that needs no network, no other files and no script."""
 
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -25,11 +25,11 @@ def render(
     Args:
         title: Title of the page.
         subtitle: A line below the title.
-        figures: What matters most: values by their labels.
+        figures: The most important values, by label.
         tables: Tables that follow the figures. Each has a `title`, `columns`, `rows` of texts, of which
-            the first names the row, and a `note` below or None; one without rows is left out.
+            the first is the row's name, and a `note` below it, or None; a table without rows is left out.
         sections: Charts by heading; a heading without charts is left out.
-        passages: Texts by heading, at the end of the page, each with the line that is clicked to open it.
+        passages: Collapsed texts by heading, at the end of the page: pairs of a title to click, and the text.
 
     Returns:
         The HTML text.

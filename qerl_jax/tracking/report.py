@@ -1,4 +1,4 @@
-"""The results of runs, from their files: a page, PNG files, lines of text, a figure, a table."""
+"""Reports the results of runs from their files: as a page, PNG files, lines of text, a figure, or a table."""
 
 import dataclasses
 import itertools
@@ -17,7 +17,8 @@ from qerl_jax import config
 from qerl_jax.files import read_json, whole_lines, write_whole
 from qerl_jax.tracking import charts, logger, page, terminal
 
-# Sections of charts: title, unit, metrics with the names of their lines, whether logarithmic.
+# Sections of charts. Each chart has a title, a unit, metrics with the labels of their lines, and whether its axis is
+# logarithmic.
 _SECTIONS = (
     (
         "Learning",
@@ -130,11 +131,11 @@ _INCIDENTAL = ("seed", "output_dir", "run_name", "report_to")
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a run folder holds.
+    """The contents of a run folder.
 
     Attributes:
         folder: Path of the run folder.
-        cfg: What its config.toml says, if it is there.
+        cfg: The config in its config.toml; None without that file.
         rows: The rows of its metrics.jsonl.
     """
 
@@ -143,7 +144,7 @@ class Run:
     rows: list[dict[str, Any]]
 
     def values(self, name: str) -> dict[int, float]:
-        """A metric by step, where it is a finite number."""
+        """Returns a metric by step; steps without a finite number are left out."""
         return {
             row["step"]: float(row[name])
             for row in self.rows
@@ -153,7 +154,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Runs that differ in nothing but their seeds."""
+    """Runs whose configs differ only in the seed and in names (`_INCIDENTAL`)."""
 
     label: str
     runs: tuple[Run, ...]
@@ -163,7 +164,7 @@ def read(run_folder: str | pathlib.Path) -> Run:
     """Reads a run folder.
 
     Raises:
-        FileNotFoundError: When it holds no metrics.
+        FileNotFoundError: If it has no metrics.
     """
     folder = pathlib.Path(run_folder)
     rows = logger.read_metrics(folder)
@@ -176,7 +177,7 @@ def read(run_folder: str | pathlib.Path) -> Run:
 
 
 def group(runs: Sequence[Run]) -> list[Group]:
-    """Puts runs together whose configs differ in the seed only, in the order of their first one."""
+    """Groups runs whose configs differ only in the seed (or names), in the order of their first run."""
     together: dict[str, list[Run]] = {}
     for run in runs:
         settings = json.dumps(_settings(run), sort_keys=True)
@@ -196,7 +197,7 @@ def lines(run_folder: str | pathlib.Path) -> list[str]:
     """Draws the curves of a run as text, a line per metric with its first and last value; accuracy comes last.
 
     Raises:
-        FileNotFoundError: When the folder holds no metrics.
+        FileNotFoundError: If the folder has no metrics.
     """
     run = read(run_folder)
     shown = [
@@ -217,7 +218,7 @@ def table(run_folder: str | pathlib.Path) -> list[dict[str, Any]]:
         "first", "lowest", "highest" and "last"; and the step of each as "first_step" and so on.
 
     Raises:
-        FileNotFoundError: When the folder holds no metrics.
+        FileNotFoundError: If the folder has no metrics.
     """
     run, rows = read(run_folder), []
     for name in dict.fromkeys(name for row in run.rows for name in row if name != "step"):
@@ -237,7 +238,7 @@ def curves(run_folders: Sequence[str | pathlib.Path]) -> Figure:
         run_folders: At least one. Runs whose configs differ in the seed only become one line.
 
     Raises:
-        FileNotFoundError: When a folder holds no metrics.
+        FileNotFoundError: If a folder has no metrics.
     """
     groups = group([read(each) for each in run_folders])
     return charts.grid(list(itertools.chain(*_sections(groups).values())))
@@ -264,7 +265,7 @@ def write(
         The page, `<folder>/index.html`.
 
     Raises:
-        FileNotFoundError: When a folder holds no metrics.
+        FileNotFoundError: If a folder has no metrics.
     """
     groups = group([read(each) for each in run_folders])
     place = pathlib.Path(run_folders[0] if len(run_folders) == 1 else ".")
@@ -294,14 +295,14 @@ def write(
 
 
 def _sections(groups: Sequence[Group]) -> dict[str, list[charts.Chart]]:
-    """Headings of the page and their charts."""
+    """Returns the charts of the page by heading."""
     learning, *others = _SECTIONS
     sections = (learning, ("Rewards by function", _reward_panels(groups)), *others)
     return {heading: _charts(panels, groups) for heading, panels in sections}
 
 
 def _settings(run: Run) -> dict[str, Any]:
-    """The config as names of sections and fields, without what may differ within a group."""
+    """Returns the config as values by "section.field", without fields that may differ within a group."""
     table = {} if run.cfg is None else config.to_table(run.cfg)
     sections = {name: table.pop(name) for name in list(table) if isinstance(table[name], dict)}
     fields = {
@@ -319,7 +320,7 @@ def _common_name(names: Sequence[str]) -> str:
 
 
 def _line(label: str, metric: str, each: Group) -> charts.Line | None:
-    """A metric of a group: the mean of its runs, and what is known about its spread."""
+    """Returns a metric of a group as a line: the mean of its runs, and a band if the spread is known."""
     values = [v for run in each.runs if (v := run.values(metric))]
     if not values:
         return None
@@ -328,14 +329,14 @@ def _line(label: str, metric: str, each: Group) -> charts.Line | None:
     means, low, high = (tuple(map(reduce, at)) for reduce in (statistics.fmean, min, max))
     if len(values) > 1:
         return charts.Line(label, steps, means, low, high)
-    # The interval of a run's own, which accuracy has.
+    # A single run's own confidence interval, which accuracy has.
     ends = [each.runs[0].values(f"{metric}_{end}") for end in ("low", "high")]
     known = all(set(steps) <= end.keys() for end in ends)
     return charts.Line(label, steps, means, *(tuple(map(end.get, steps)) for end in ends if known))
 
 
 def _charts(panels: Iterable, groups: Sequence[Group]) -> list[charts.Chart]:
-    """One group: a chart per panel, its metrics side by side. Several: a chart per metric, with all groups."""
+    """Returns charts: for one group one per panel, with all metrics; for several one per metric, with all groups."""
     if len(groups) > 1:
         panels = [
             (title if len(metrics) == 1 else f"{title}: {label}", unit, ((metric, None),), log_axis)
@@ -353,7 +354,7 @@ def _charts(panels: Iterable, groups: Sequence[Group]) -> list[charts.Chart]:
 
 
 def _reward_panels(groups: Sequence[Group]) -> list[tuple]:
-    """A panel per reward function; none for a single one, which is the reward itself."""
+    """Returns a panel per reward function; none if there is only one, which is the reward itself."""
     rows = (row for each in groups for run in each.runs for row in run.rows)
     metrics = sorted(
         {name for row in rows for name in row if re.fullmatch("rewards/.*/mean", name)}
@@ -372,7 +373,7 @@ def _subtitle(groups: Sequence[Group]) -> str:
 
 
 def _shown(run: Run, metric: str, reduce=lambda values: values[-1]) -> str:
-    """The last value of a metric as text, or what `reduce` makes of all values."""
+    """Returns the last value of a metric as text, or `reduce` of all values."""
     values = list(run.values(metric).values())
     return charts.number(reduce(values)) if values else "–"
 
@@ -388,7 +389,7 @@ def _accuracy(run: Run) -> str:
 
 
 def _figures(run: Run) -> dict[str, str]:
-    """The numbers that matter most, as far as the run has them."""
+    """Returns the most important numbers that the run has."""
     tokens = list(run.values("num_tokens").values())
     found = {
         "Held-out accuracy, 95 %": _accuracy(run),
@@ -400,7 +401,7 @@ def _figures(run: Run) -> dict[str, str]:
 
 
 def _tables(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """The tables of the page."""
+    """Returns the tables of the page."""
     runs = [run for each in groups for run in each.runs]
     settings = [_settings(each.runs[0]) for each in groups]
     return [
@@ -422,7 +423,7 @@ def _tables(groups: Sequence[Group]) -> list[dict[str, Any]]:
         {
             "title": "Evaluations",
             "columns": ("policy", "set", "N", "mean@N", "pass@N", "maj@N"),
-            # What `qerl eval` has left in the run folders.
+            # Results of `qerl eval` in the run folders.
             "rows": [
                 _evaluation_row(run, path)
                 for run in runs
@@ -481,7 +482,7 @@ def _estimate(estimate: dict[str, Any]) -> str:
 
 
 def _is_judged(row: Any) -> bool:
-    """Whether a line of a file of completions is a completion with a reward; others are left out."""
+    """Whether a line of a completions file is a completion with a reward; other lines are left out."""
     if not isinstance(row, dict) or not isinstance(row.get("reward"), int | float):
         return False
     prompt = row.get("prompt")
@@ -491,7 +492,11 @@ def _is_judged(row: Any) -> bool:
 
 
 def samples(groups: Sequence[Group]) -> list[tuple[str, str]]:
-    """The best and the worst completion of the first and of the last logged step; one where all are equal."""
+    """Returns the best and the worst completion of the first and the last logged step; one if all rewards are equal.
+
+    Returns:
+        Pairs of a title and a text.
+    """
     passages = []
     for each in groups:
         files = list(logger.completion_files(each.runs[0].folder).items())
@@ -507,6 +512,6 @@ def samples(groups: Sequence[Group]) -> list[tuple[str, str]]:
             for words, row in ends:
                 title = f"{where}: {words} {row['reward']:.3g}"
                 text = f"{terminal.asked(row['prompt'])}\n\n{row['completion']}"
-                # The file may hold half characters (lone surrogates), as escapes; a page cannot.
+                # The file may contain lone surrogates, as escapes; a page cannot.
                 passages.append((title, text.encode(errors="backslashreplace").decode()))
     return passages

@@ -1,4 +1,4 @@
-"""A run in a terminal or a notebook: a live view if what was shown can be redrawn, else a line per step."""
+"""Shows a run in a terminal or a notebook: a live view if output can be redrawn, else a line per step."""
 
 import contextlib
 import functools
@@ -15,7 +15,7 @@ from rich.jupyter import JupyterMixin
 
 from qerl_jax.config import ModelConfig
 
-# What is shown of each step: label, metric, format. The first ones make up the line.
+# Values that are shown of each step: label, metric, format. Those of `_LINE` are shown where there is no live view.
 _LINE = (
     ("reward", "reward", "{:.3f}"),
     ("len", "completions/mean_length", "{:.0f}"),
@@ -41,15 +41,15 @@ _TABLE = (
 )
 _BARS = " ▁▂▃▄▅▆▇█"
 _CURVE = 24  # columns
-_EXPECTED_BY = 8  # steps before, by which the time of the next is told
+_EXPECTED_BY = 8  # latest steps from which the time of the next one is estimated
 _TEXT = 600  # characters of a prompt or a completion
 _BETWEEN_VIEWS = 0.5  # seconds from one view in a notebook to the next
 
 
 def curve(values: Sequence[float], width: int = 60) -> str:
-    """One line of block characters from the smallest value to the largest, at most `width` columns.
+    """Draws values as one line of block characters, at most `width` columns, scaled from smallest to largest.
 
-    A column with a value that is not finite stays blank.
+    A column with a value that is not finite is blank.
     """
     per_column = -(-len(values) // width)
     columns = [values[i : i + per_column] for i in range(0, len(values), per_column)]
@@ -67,14 +67,14 @@ def curve(values: Sequence[float], width: int = 60) -> str:
 def job(
     name: str, console: Console | None = None
 ) -> Iterator[tuple[Callable[[str], None], Callable[[float], None]]]:
-    """Shows how far a job is and how long it will take, where that can be redrawn; else its lines only.
+    """Shows the progress and the remaining time of a job if output can be redrawn; else only its lines.
 
     Args:
-        name: Stands before the bar.
-        console: Where it is shown; absent means the standard output.
+        name: Label of the progress bar.
+        console: Where it is shown; None means the standard output.
 
     Yields:
-        A function that shows a line, and one that is told which share of the job is done, from 0 to 1.
+        A function that shows a line, and one that takes the share of the job that is done, from 0 to 1.
     """
     console = console or Console()
     log = functools.partial(_print, console)
@@ -101,7 +101,7 @@ def job(
 
 
 def _print(console: Console, line: str) -> None:
-    """A line as it is: not wrapped, no brackets read as markup."""
+    """Prints a line as it is: not wrapped, and brackets are not read as markup."""
     console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -109,22 +109,22 @@ def _print(console: Console, line: str) -> None:
 def loading(
     base: ModelConfig, *, quiet: bool, stderr: bool = False
 ) -> Iterator[Callable[[float], None] | None]:
-    """Shows which base is read, and how far that is.
+    """Shows which base is loaded, and the progress.
 
     Args:
         base: The base.
-        quiet: Whether nothing is shown.
-        stderr: Whether it is shown on the standard error, and not among a command's results.
+        quiet: Whether to show nothing.
+        stderr: Whether to write to the standard error, so that the lines are not among a command's results.
 
     Yields:
-        A function that is told which share is read; None where nothing is shown.
+        A function that takes the share that is loaded, from 0 to 1; None if nothing is shown.
     """
     if quiet:
         yield None
         return
     console = Console(stderr=stderr)
     source = "random weights in the shape of " if base.random_base else ""
-    # Before the bar: in a notebook a line stands below a bar that is already there.
+    # Printed before the bar starts: in a notebook the line would otherwise appear below the bar.
     _print(console, f"base: {source}{base.model_name_or_path}, held in {base.weights}")
     with job("base", console) as (_, move):
         yield move
@@ -135,7 +135,7 @@ class Display:
     """Shows the steps of a run."""
 
     def __init__(self, total_steps: int, step: int, console: Console):
-        """Begins at `step` of `total_steps` on a console."""
+        """Starts the display at `step` of `total_steps` on a console."""
         self._console = console
         self._total = total_steps
         self._history: dict[str, list[float]] = {}
@@ -155,14 +155,14 @@ class Display:
             progress.TimeElapsedColumn(),
             progress.TextColumn("{task.fields[expected]}"),
         )
-        # How many rows a step has is known when it begins.
+        # The bar is hidden until a step begins, when its number of rows is known.
         self._step_task = self._step_bar.add_task("", visible=False, expected="")
         self._live = _live(console, self._view)
         if self._live is not None:
             self._live.start()
 
     def begin_step(self, rows: int) -> None:
-        """Begins a step of so many rows; estimates its time from earlier steps."""
+        """Begins a step of `rows` rows; estimates its time from earlier steps."""
         if self._live is None:
             return
         usual = self._usual_time()
@@ -171,12 +171,12 @@ class Display:
         self._step_bar.reset(self._step_task, total=rows, **shown)
 
     def row_ended(self) -> None:
-        """One more row of the step has ended."""
+        """Counts one more ended row of the step."""
         if self._live is not None:
             self._step_bar.advance(self._step_task)
 
     def phase(self, name: str) -> None:
-        """What the step does now."""
+        """Shows the current phase of the step."""
         if self._live is not None:
             self._step_bar.update(self._step_task, description=name)
 
@@ -200,19 +200,19 @@ class Display:
         self._completion = row
 
     def note(self, text: str) -> None:
-        """Shows a line that is no metric."""
-        # A file has no width to wrap at, and what models write may hold brackets.
+        """Shows a line of text."""
+        # Text is not wrapped in a file, and brackets in a model's text are not markup.
         whole = not self._console.is_terminal
         self._console.print(text, highlight=False, markup=False, soft_wrap=whole)
 
     def close(self) -> None:
-        """Leaves the last view standing, without the bar of a step."""
+        """Ends the live view; the last one stays visible, without the bar of a step."""
         if self._live is not None:
             self._step_bar.update(self._step_task, visible=False)
             self._live.stop()
 
     def _usual_time(self) -> float | None:
-        """Seconds of a step, from earlier ones; the first of this process compiles, and is left out."""
+        """Returns the median seconds of the latest steps, without the first of this process, which compiles."""
         times = self._history.get("step_time", [])[1:][-_EXPECTED_BY:]
         return statistics.median(times) if times else None
 
@@ -223,7 +223,7 @@ class Display:
         return Group(*parts)
 
     def _table(self) -> table.Table:
-        """Two metrics a line: name, last value, and the course of the last steps."""
+        """Returns a table with two metrics per line: name, last value, and the curve of the last steps."""
         grid = table.Table(box=None, padding=(0, 1), show_header=False)
         for style, justify in 2 * (("bold", "left"), (None, "right"), ("cyan", "left")):
             grid.add_column(style=style, justify=justify, no_wrap=True)
@@ -252,30 +252,30 @@ class Display:
 
 
 class _NotebookView(JupyterMixin):
-    """What rich's `Live` is in a terminal: one output of a cell, drawn again and again in its place.
+    """A live view in a notebook, as rich's `Live` in a terminal: one output of a cell that is redrawn in place.
 
-    `Live` itself needs ipywidgets in a notebook, and a notebook that is saved does not hold what it has shown.
+    `Live` itself needs ipywidgets in a notebook, and its output is not saved with the notebook.
     """
 
     def __init__(self, view: Callable[[], RenderableType]):
-        """Shows nothing yet."""
+        """Shows nothing until `start`."""
         self._view = view
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._redraw, daemon=True)
 
     def __rich__(self) -> RenderableType:
-        """What is shown now."""
+        """Returns the current view."""
         return self._view()
 
     def start(self) -> None:
         """Shows the first view."""
-        from IPython.display import display  # it is there, for this is a notebook
+        from IPython.display import display  # installed, because this is a notebook
 
         self._output = display(self, display_id=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Leaves the last view standing."""
+        """Ends redrawing; the last view stays visible."""
         self._ended.set()
         self._thread.join()
         self._output.update(self)
@@ -286,7 +286,7 @@ class _NotebookView(JupyterMixin):
 
 
 def _live(console: Console, view: Callable[[], RenderableType]) -> live.Live | _NotebookView | None:
-    """Draws a view again and again between its `start` and its `stop`; None where nothing can be redrawn."""
+    """Returns a display that redraws a view between its `start` and `stop`; None if output cannot be redrawn."""
     if console.quiet:
         return None
     if console.is_jupyter:
@@ -295,12 +295,12 @@ def _live(console: Console, view: Callable[[], RenderableType]) -> live.Live | _
 
 
 def asked(prompt: str | Sequence[Mapping[str, str]]) -> str:
-    """The question of a prompt: its text, or the last message of a chat."""
+    """Returns the question of a prompt: its text, or the last message of a chat."""
     return prompt if isinstance(prompt, str) else prompt[-1]["content"]
 
 
 def _duration(seconds: float) -> str:
-    """A time as hours, minutes and seconds: 1:02:03."""
+    """Formats seconds as hours, minutes and seconds: 1:02:03."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

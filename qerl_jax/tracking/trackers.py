@@ -1,6 +1,6 @@
-"""Metrics sent to TensorBoard, Weights & Biases or Trackio, beside `metrics.jsonl`.
+"""Sends metrics to TensorBoard, Weights & Biases or Trackio, in addition to `metrics.jsonl`.
 
-A resumed run goes on under its name.
+A resumed run continues under its name.
 """
 
 import dataclasses
@@ -17,10 +17,10 @@ _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "tracki
 
 @dataclasses.dataclass(frozen=True)
 class Tracker:
-    """A service that takes the metrics of a run.
+    """A service that records the metrics of a run.
 
     Attributes:
-        write: Takes a step and its metrics.
+        write: Records the metrics of a step: write(step, metrics).
         close: Ends the run in the service.
     """
 
@@ -29,10 +29,10 @@ class Tracker:
 
 
 def require(names: Sequence[str]) -> None:
-    """Checks that the packages of trackers are there, before any work is done.
+    """Checks that the packages of trackers are installed, before any work is done.
 
     Raises:
-        ValueError: If one is missing; it says which, and how to get it.
+        ValueError: If one is missing; the message says which, and how to install it.
     """
     for name in names:
         if importlib.util.find_spec(_PACKAGES[name]) is None:
@@ -49,14 +49,14 @@ def start(
     run_name: str | None,
     settings: Mapping[str, Any],
 ) -> list[Tracker]:
-    """Starts the trackers of those names for a run that stands at `step`.
+    """Starts trackers for a run that has done `step` steps.
 
     Args:
         names: Names of trackers: "tensorboard", "wandb", "trackio".
-        run_folder: Folder of the run. TensorBoard's files go into its `tensorboard/`; `tracker_id`
-            keeps the run's identity with the others.
-        step: Number of optimizer steps done; 0 begins anew, anything else goes on.
-        run_name: Name that is shown; absent means the folder's name.
+        run_folder: Folder of the run. TensorBoard's files are in its `tensorboard/`; its file `tracker_id` has the
+            id of the run in the other trackers.
+        step: Number of optimizer steps done; 0 starts a new run, other values continue the earlier one.
+        run_name: Name that is shown; None means the folder's name.
         settings: Config of the run.
     """
     folder = pathlib.Path(run_folder)
@@ -64,7 +64,7 @@ def start(
         return []
     path = folder / "tracker_id"
     if step == 0 or not path.is_file():
-        # Weights & Biases takes no id with : / \ # ? or %, nor one of more than 128 characters.
+        # Weights & Biases refuses ids with : / \ # ? or %, or with more than 128 characters.
         place = re.sub(r"[^A-Za-z0-9._-]", "-", folder.resolve().name)[:100]
         path.write_text(f"{place}-{uuid.uuid4().hex[:8]}")
     kinds = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}
@@ -75,7 +75,7 @@ def start(
 def _tensorboard(folder: pathlib.Path, identity: str, name: str, step: int, settings: dict):
     import tensorboardX
 
-    # Rows beyond the checkpoint will come again; so will the one of step 0.
+    # Rows after the checkpoint are purged, because they will be written again.
     writer = tensorboardX.SummaryWriter(
         os.fspath(folder / "tensorboard"), purge_step=step + 1 if step else 0
     )
@@ -100,7 +100,7 @@ def _wandb(folder: pathlib.Path, identity: str, name: str, step: int, settings: 
         config=settings,
         resume="allow" if step else "never",
     )
-    # Its own counter refuses to go back to a checkpoint.
+    # wandb's own step counter cannot go back to a checkpoint.
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
     return Tracker(lambda step, row: run.log({**row, "step": step}), run.finish)
@@ -109,7 +109,7 @@ def _wandb(folder: pathlib.Path, identity: str, name: str, step: int, settings: 
 def _trackio(folder: pathlib.Path, identity: str, name: str, step: int, settings: dict):
     import trackio
 
-    # A name is the only identity of a run here.
+    # Trackio identifies a run only by its name.
     trackio.init(
         project=os.environ.get("TRACKIO_PROJECT", "qerl"),
         name=f"{name}-{identity[-8:]}",

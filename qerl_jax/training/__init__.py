@@ -1,4 +1,4 @@
 """The training loop, and the replay of single steps.
 
-May import every package but `cli`.
+This package may import all packages except `cli`.
 """

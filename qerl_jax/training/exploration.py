@@ -1,4 +1,4 @@
-"""Adaptive Quantization Noise (AQN) over a run: the noise of each step, its size, and its meaning."""
+"""Adaptive Quantization Noise (AQN) over a run: the noise of each step, and its size relative to the norms."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -19,12 +19,12 @@ _SIGNALS = {"entropy": "sampling/entropy", "kl": "sampling/kl_k3", "reward": "re
 
 @dataclasses.dataclass(frozen=True)
 class Exploration:
-    """The noise of a run as a function of the step, and of sigma where sigma follows a metric.
+    """The noise of a run as a function of the step, and of sigma if sigma follows a metric.
 
     Attributes:
-        cfg: The noise; None for none.
-        stage: Maps a place on the schedule to the stage; stage 0 has no noise.
-        scheduled: Maps a place on the schedule to sigma; None where sigma adapts.
+        cfg: The noise; None for no noise.
+        stage: Maps a position on the schedule to the stage; stage 0 has no noise.
+        scheduled: Maps a position on the schedule to sigma; None if sigma is adaptive.
         draw: Maps step and sigma to the `noise` collection, or to `RowNoise`.
     """
 
@@ -41,11 +41,11 @@ class Exploration:
     def __call__(
         self, step: int, place: int, sigma: float | None
     ) -> tuple[dict[str, Any], dict[str, float]]:
-        """The collection `noise` and its metrics; both empty without noise.
+        """Returns the noise, as a dictionary with the entry "noise", and its metrics; both are empty without noise.
 
         Args:
             step: Optimizer steps done; determines the random numbers.
-            place: The run's place on the schedule.
+            place: The run's position on the schedule.
             sigma: Sigma of an adaptive schedule, from `adapted`; other schedules do not use it.
         """
         if self.cfg is None:
@@ -58,9 +58,9 @@ class Exploration:
     def adapted(
         self, sigma: float | None, place: int, metrics: Mapping[str, float]
     ) -> float | None:
-        """The next sigma of an adaptive schedule, from the metrics of a rollout; None for other schedules.
+        """Returns the next sigma of an adaptive schedule, given the metrics of a step; others return `sigma`.
 
-        It does not change in stage 0: the metrics there do not depend on it.
+        It does not change in stage 0, where metrics do not depend on it.
         """
         if not self._adapts or not int(self.stage(place)):
             return sigma
@@ -81,13 +81,13 @@ class Exploration:
 def make_exploration(
     cfg: NoiseConfig | None, model: transformer.Transformer, key: jax.Array, total_steps: int
 ) -> Exploration:
-    """The noise that a config asks for.
+    """Makes the noise of a run from a config.
 
     Args:
-        cfg: The noise; None for none.
+        cfg: The noise; None for no noise.
         model: The policy.
         key: Random key, used only for the noise.
-        total_steps: Length of the schedule.
+        total_steps: Length of the schedule in optimizer steps.
     """
     if cfg is None:
         return Exploration(None)
@@ -101,7 +101,7 @@ def make_exploration(
 
 
 def abstract_noise(cfg: NoiseConfig, model: transformer.Transformer) -> Any:
-    """Shapes and dtypes of a run's noise."""
+    """Returns shapes and dtypes of a run's noise."""
     return jax.eval_shape(lambda: _drawn(cfg, model, jax.random.key(0), 0.0))
 
 
@@ -115,13 +115,13 @@ def _drawn(cfg, model, key, sigma):
 def mean_scales(
     model: transformer.Transformer, params: Any, frozen: Any, *, final_norm: bool = False
 ) -> dict[str, float]:
-    """Means of |scale| over all channels and layers, by the name of each norm that is perturbed.
+    """Returns the mean |scale| over all channels and layers, by the name of each norm that has noise.
 
     Args:
         model: The policy.
         params: The trained parameters; a norm in them replaces the frozen one.
         frozen: The rest of the policy.
-        final_norm: Whether the norm before the head is perturbed.
+        final_norm: Whether the norm before the head has noise.
     """
     held = flatten_dict(frozen) | flatten_dict(params)
     paths = flatten_dict(transformer.noise_shapes(model.arch, final_norm))
@@ -137,8 +137,7 @@ def _mean_sizes(arrays: list[jax.Array]) -> list[jax.Array]:
 def describe(
     cfg: NoiseConfig, model: transformer.Transformer, params: Any, frozen: Any
 ) -> list[str]:
-    """Lines for the start of a run: sigma relative to the norms' scales, and where rounding is larger than the
-    noise.
+    """Returns lines for the start of a run: sigma relative to the norms' scales, and whether rounding exceeds it.
 
     Args:
         cfg: The noise.

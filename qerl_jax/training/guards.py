@@ -1,6 +1,6 @@
 """Checks for silent failures: rollouts sampled without the adapter, and weights that are not finite.
 
-Other trainers have had the first fault: rewards vary, nothing is learned, and no metric shows why.
+The first fault has occurred in other trainers: rewards vary, nothing is learned, and no metric shows why.
 """
 
 import dataclasses
@@ -20,22 +20,21 @@ from qerl_jax.rl.objective import score
 # Number of rows that are scored again.
 _ROWS = 8
 # The check is conclusive if rounding noise per token is below this fraction of the adapter's effect (root mean
-# squares). Otherwise rounding
-# affects both sides of the regression, and the share of a correct sampler falls below 1.
+# squares). Otherwise rounding affects both sides of the regression, and the share of a correct sampler falls below 1.
 _CLEAR = 1 / 8
 # The number of tokens with the largest effects that are left out. Rounding changes most tokens by little and one in a
-# hundred by a lot: one such token can look like a large effect of which the sampler knows nothing.
+# hundred by a lot: one such token can look like a large effect that is missing in the sampler.
 _OUTLIERS = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class AdapterShare:
-    """How much of the adapter's effect is in the sampler's log-probabilities.
+    """The share of the adapter's effect that is in the sampler's log-probabilities.
 
     Attributes:
-        share: 1 where the adapter sampled, 0 where the bare base did.
-        error: Its standard error; infinite while the adapter changes nothing.
-        noise: Noise per token, relative to the adapter's effect (root mean squares); infinite likewise.
+        share: About 1 if the sampler used the adapter, about 0 if it used only the base.
+        error: Standard error of the share; infinite if the adapter has no effect.
+        noise: Noise per token, relative to the adapter's effect (root mean squares); infinite if it has no effect.
     """
 
     share: float
@@ -58,14 +57,14 @@ def adapter_share(
     The few tokens with the largest effects are left out.
 
     Args:
-        with_adapter: The trainer's log-probabilities of tokens, adapter on: float32 of any shape, in nats.
-        without: The same with the adapter off, in the same shape.
+        with_adapter: The trainer's log-probabilities of tokens with the adapter: float32 of any shape, in nats.
+        without: Those without the adapter, in the same shape.
         sampled: The sampler's log-probabilities, in the same shape.
         mask: bool in the same shape, the tokens that count.
 
     Returns:
         The share, with its error. Share 0 and an infinite error if fewer than two tokens are left, or if the adapter
-        changes nothing.
+        has no effect.
     """
     base = np.asarray(without, np.float64)[mask]
     effect = np.asarray(with_adapter, np.float64)[mask] - base
@@ -80,9 +79,9 @@ def adapter_share(
 
 
 def is_due(step: int, updates_per_rollout: int) -> bool:
-    """Whether to check the rollout after `step` optimizer steps: the second, third, fifth, ninth ... rollout.
+    """Whether to check the rollout that follows `step` optimizer steps: the second, third, fifth, ninth ... rollout.
 
-    At first an adapter may change too little to tell.
+    The check is repeated because at first an adapter may have too little effect.
     """
     rollout = step // updates_per_rollout
     return rollout > 0 and rollout & (rollout - 1) == 0
@@ -91,23 +90,23 @@ def is_due(step: int, updates_per_rollout: int) -> bool:
 def check_adapter(
     updater: update.Updater, params: Any, frozen: Any, noise: Any, groups: Iterable[Experience]
 ) -> dict[str, float]:
-    """Checks that the sampler uses the trained adapter. Costs two forward passes over at most eight rows.
+    """Checks that the sampler uses the trained adapter, by two forward passes over at most eight rows of a group.
 
-    If the first group says that it does not, the others are asked as well, and one that says otherwise is believed:
-    a false alarm would end a run for nothing.
+    Further groups are checked only if the first one fails, and the check fails only if all do, because a false alarm
+    would end the run.
 
     Args:
         updater: The run's updater.
         params: The adapter that the groups were sampled with.
         frozen: The base.
-        noise: The noise under which it was sampled, or None.
+        noise: The noise that they were sampled with, or None.
         groups: At least one group, each with the completions of one prompt.
 
     Returns:
-        `sampling/adapter_share` of the last group asked; nothing where its result is uncertain.
+        `sampling/adapter_share` of the last group that was checked; empty if its result is inconclusive.
 
     Raises:
-        RuntimeError: All groups were sampled without the adapter.
+        RuntimeError: If all groups were sampled without the adapter.
     """
     for group in groups:
         found = _share_of(updater, params, frozen, noise, group)
@@ -126,8 +125,8 @@ def check_adapter(
 def _share_of(
     updater: update.Updater, params: Any, frozen: Any, noise: Any, group: Experience
 ) -> AdapterShare:
-    """`adapter_share` of the first rows of a group."""
-    # Always the same shape, so that it is compiled once per run.
+    """Computes `adapter_share` for the first rows of a group."""
+    # The shape is always the same, so that one program is compiled per run.
     batch = update.cut_rows(updater, group, group.rows.reshape(-1)[:_ROWS], largest=True)[0]
     part, replicas = group.pack(batch, {}), updater.replicas
     policy = replicas.each((params, frozen, noise))[0]
@@ -139,16 +138,16 @@ def _share_of(
 
 
 def require_finite(tree: Any, step: int) -> None:
-    """Refuses to save weights, or an optimizer state, with numbers that are not finite.
+    """Checks that weights and optimizer state are finite, before they are saved.
 
-    No update should cause this, because updates whose loss or gradient is not finite are skipped.
+    No update should break this, because updates whose loss or gradient is not finite are skipped.
 
     Args:
         tree: The trained parameters and the optimizer's state.
         step: Optimizer steps done, for the error.
 
     Raises:
-        ValueError: Names the first array with such a number.
+        ValueError: For the first array with a number that is not finite.
     """
     for path, is_finite in jax.tree_util.tree_leaves_with_path(jax.device_get(_finite(tree))):
         if not is_finite:
@@ -161,10 +160,10 @@ def require_finite(tree: Any, step: int) -> None:
 
 
 def require_same(hosts: Hosts, params: Any, step: int) -> None:
-    """Refuses to continue where the processes of a run have different parameters: each computes every step itself.
+    """Checks that all processes of a run have the same parameters: each computes the optimizer's step itself.
 
     Raises:
-        RuntimeError: The parameters differ; all processes raise it.
+        RuntimeError: If the parameters differ; all processes raise it.
     """
     if hosts.count == 1:
         return
@@ -179,7 +178,7 @@ def require_same(hosts: Hosts, params: Any, step: int) -> None:
 
 @jax.jit
 def _fingerprint(tree: Any) -> jax.Array:
-    """uint32, the sum of all numbers' bits."""
+    """Returns the sum of the bits of all numbers, uint32."""
     of_bits = lambda x: jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     return sum(jnp.sum(of_bits(leaf), dtype=jnp.uint32) for leaf in jax.tree.leaves(tree))
 

@@ -1,4 +1,4 @@
-"""What one iteration of the loop logs: times, rewards, lengths and completions."""
+"""Metrics of one iteration of the training loop: times, rewards, lengths and completions."""
 
 import dataclasses
 import time
@@ -17,7 +17,7 @@ from qerl_jax.rl import grpo, rollouts
 
 @dataclasses.dataclass
 class Trace:
-    """Timing and records of one iteration, filled in while it runs.
+    """Timing and records of one iteration, which are filled in while it runs.
 
     Attributes:
         step: Optimizer steps done before it.
@@ -25,8 +25,8 @@ class Trace:
         records: Logs of the reward functions, one record per sampling round.
         started: Clock time at its start, in seconds.
         laps: Seconds spent in each phase.
-        parked: How often a row left the device for a while, because the cache was full.
-        drafted: What drafts gained.
+        parked: How often a row was preempted (moved to the host) because the cache was full.
+        drafted: Statistics of drafts.
     """
 
     step: int
@@ -39,7 +39,7 @@ class Trace:
 
     @property
     def extras(self) -> dict[str, Any]:
-        """Extra arguments of reward functions, as in TRL."""
+        """The extra arguments of reward functions, as in TRL."""
         return {
             "trainer_state": types.SimpleNamespace(
                 global_step=self.step, max_steps=self.total_steps
@@ -52,7 +52,7 @@ class Trace:
         self.laps[phase] = self.laps.get(phase, 0.0) + elapsed
 
     def metrics(self, sampled: rollouts.Rollout, learned: rollouts.Rollout) -> dict[str, float]:
-        """Times, token rates of sampling and learning, and the metrics that rewards logged."""
+        """Returns times, token rates of sampling and update, and the metrics that reward functions logged."""
         stats = runtime.memory_stats() or {}
         peak = (
             {"perf/peak_memory_gb": stats["peak_bytes_in_use"] / 1e9}
@@ -76,7 +76,7 @@ class Trace:
         }
 
     def columns(self) -> dict[str, list]:
-        """Columns that reward functions added, for all sampled rows; None where a function added nothing."""
+        """Returns the columns that reward functions added, for all sampled rows; None for rows without a value."""
         names = dict.fromkeys(name for record in self.records for name in record.columns)
         return {
             name: [
@@ -88,7 +88,7 @@ class Trace:
         }
 
     def _logged(self) -> dict[str, float]:
-        # In a step without an evaluation, eval/accuracy would be taken for that of the best adapter.
+        # Names of evaluation metrics are dropped: a logged eval/accuracy could be mistaken for the run's own.
         names = dict.fromkeys(
             name
             for record in self.records
@@ -104,7 +104,10 @@ class Trace:
 
 
 def of_rollout(scored: rollouts.Scored, functions: Sequence[scoring.Named]) -> dict[str, float]:
-    """Rewards and lengths under TRL's names; `sampling/entropy` is the sampler's, in nats per token."""
+    """Computes metrics of rewards and lengths under TRL's names.
+
+    Lengths are in tokens that the policy sampled. `sampling/entropy` is the sampler's, in nats per token.
+    """
     lengths, rewards = scored.rollout.sampled_lengths, scored.rewards
     judged = ~np.isnan(rewards)
     spreads = [group[~np.isnan(group)].std(ddof=1) for group in rewards[judged.sum(axis=1) > 1]]
@@ -134,12 +137,13 @@ def of_rollout(scored: rollouts.Scored, functions: Sequence[scoring.Named]) -> d
 
 
 def of_turns(rollout: rollouts.Rollout) -> dict[str, float]:
-    """Turns and calls under TRL's names and ours; nothing where there are no tools.
+    """Computes metrics of turns and tool calls, with TRL's names where it has them; empty without tools.
 
     `tools/call_frequency` is the mean number of calls of a row, `tools/failure_frequency` the share of calls
-    that were answered with an error, `turns/mean` and `turns/max` count the policy's turns,
-    `turns/limited` is the share of rows whose last call was not answered. For turn number K, `turns/K/share` is the
-    share of rows that have this turn, and `turns/K/mean_length` its mean number of tokens.
+    that were answered with an error, and `tools/tokens` the mean number of a row's tokens that tools returned.
+    `turns/mean` and `turns/max` count the policy's turns, and `turns/limited` is the share of rows whose last call
+    was not answered. For turn number K, `turns/K/share` is the share of rows that have this turn, and
+    `turns/K/mean_length` its mean number of tokens.
     """
     talks = rollout.conversations
     if talks is None:
@@ -167,7 +171,7 @@ _MOST_TURNS = 8
 
 
 def _turn_lengths(given: np.ndarray) -> list[int]:
-    """Tokens of each turn of the policy."""
+    """Returns the number of tokens of each turn of the policy."""
     edges = np.flatnonzero(np.diff(given.astype(np.int8))) + 1
     return [len(part) for part in np.split(given, edges) if len(part) and not part[0]]
 
@@ -175,12 +179,12 @@ def _turn_lengths(given: np.ndarray) -> list[int]:
 def truncation(
     learned: rollouts.Scored, advantages: np.ndarray, is_masked: bool
 ) -> dict[str, float]:
-    """Cut-off completions: their share of all tokens, and their share of all |advantages|.
+    """Computes the share of truncated completions in all tokens, and in the sum of all |advantages|.
 
     Args:
         learned: The groups that are learned from.
         advantages: [P, G], the advantages of these groups.
-        is_masked: Whether cut-off completions are left out of the loss.
+        is_masked: Whether truncated completions are left out of the loss.
     """
     lengths, cut = learned.rollout.sampled_lengths, ~np.array(learned.rollout.stopped)
     weights = np.where(cut & is_masked, 0, np.abs(np.asarray(advantages)).reshape(-1))
@@ -199,10 +203,10 @@ def completion_rows(
     advantages: np.ndarray,
     columns: dict[str, list],
 ) -> list[dict[str, Any]]:
-    """One row of the log for each completion that was sampled.
+    """Returns one row of the log for each completion that was sampled.
 
     Args:
-        sampled: All that was sampled.
+        sampled: All groups that were sampled.
         learned: The groups that were learned from.
         advantages: [P, G], the learned groups' advantages; None is logged for groups that were not used.
         columns: Columns that reward functions added, one entry per completion.

@@ -1,5 +1,4 @@
-"""Writes the results of a run as it trains (metrics, evaluations, the best adapter, checkpoints), and handles its
-end."""
+"""Writes metrics, evaluations, the best adapter and checkpoints during a run, and handles its end."""
 
 import json
 import pathlib
@@ -31,7 +30,7 @@ class Recorder:
 
     Attributes:
         trace: The current step; None before the first.
-        health: What the metrics so far say about the run.
+        health: Finds problems in the metrics so far.
     """
 
     def __init__(self, run: PreparedRun, logger: Logger, on_step: Callback | None):
@@ -52,7 +51,7 @@ class Recorder:
     def begin(self) -> bool:
         """Does the work before the first step, and returns whether to continue.
 
-        This is the evaluation of the untrained policy, or the evaluation in which the run was stopped.
+        This is the evaluation of the untrained policy, or one that was interrupted when the run was stopped.
         """
         if self._pending is not None:
             return self.record(self._state, self._supply, self._pending, self._sigma)
@@ -67,10 +66,16 @@ class Recorder:
         row: dict[str, Any],
         sigma: float | None,
     ) -> bool:
-        """Writes the metrics of a step, with an evaluation where one is due, and returns whether to continue.
+        """Writes the metrics of a step, with an evaluation if one is due, and returns whether to continue.
 
-        It also writes `best` and `best.json` when held-out accuracy is the highest so far, and a checkpoint where
-        one is due. Of the noise a checkpoint holds only an adaptive sigma: all else follows from the step.
+        It also writes `best` and `best.json` if held-out accuracy is the highest so far, and a checkpoint if one is
+        due. An adaptive sigma is the only part of the noise in a checkpoint: all else follows from the step.
+
+        Args:
+            state: The state after the step.
+            supply: The position in the data after it.
+            row: Metrics of the step.
+            sigma: The next sigma of an adaptive schedule; None for other schedules.
         """
         run, cfg, step = self._run, self._run.cfg, int(state.step)
         self._state, self._supply, self._pending, self._sigma = state, supply, row, sigma
@@ -107,11 +112,11 @@ class Recorder:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Saves if a signal has stopped the run, and adds to an error what the run was doing.
+        """Saves the state if a signal has stopped the run, and adds a note about the current phase to an error.
 
         Raises:
-            Stopped: With a line about the progress of the run.
-            MemoryError: When the device runs out of memory; with the line of the memory plan and its setting.
+            Stopped: If a signal has stopped the run, with a line about its progress.
+            MemoryError: If the device ran out of memory, with the line of the memory plan and its setting.
         """
         if isinstance(error, Exception):
             error.add_note(self._doing())
@@ -139,14 +144,13 @@ class Recorder:
         ) from error
 
     def _phase(self) -> memory.Phase:
-        """What the device was doing, judged by the finished phases of the step; only the update can be told
-        apart."""
+        """Returns the phase of the device, from the finished phases of the step."""
         if self.trace is None or self._pending is not None:
             return "evaluation"
         return "update" if "reward" in self.trace.laps else "rollout"
 
     def _doing(self) -> str:
-        """What the run was doing, in words."""
+        """Returns in words what the run was doing."""
         if self.trace is None:
             return "before the first step"
         last = next(reversed(self.trace.laps), "start")
@@ -155,7 +159,7 @@ class Recorder:
         return f"in the {doing} of step {self.trace.step + 1} of {self._run.total_steps}"
 
     def _save(self) -> None:
-        """Writes a checkpoint of the last complete step, with the run's progress beside its state."""
+        """Writes a checkpoint of the last complete step: its state, and the run's progress."""
         progress = {"num_tokens": self._logger.num_tokens, "best": self._best}
         if self._run.sources:
             progress["sources"] = self._run.sources
@@ -170,23 +174,23 @@ class Recorder:
 
 
 def learned_state(state: update.TrainState) -> dict[str, Any]:
-    """The parts of a state that updates change."""
+    """Returns the parts of a state that updates change: parameters and optimizer state."""
     return {"params": state.params, "opt_state": state.opt_state}
 
 
 def variables(run: PreparedRun, params: Any) -> dict[str, Any]:
-    """The variables for sampling."""
+    """Returns the variables for sampling, with `params` in the dtype of the model."""
     return {"params": as_computed(params, run.model.dtype), "frozen": run.frozen}
 
 
 def crosses(run: PreparedRun, step: int, every: int) -> bool:
-    """Whether one of a rollout's optimizer steps was a multiple of `every`."""
+    """Whether one of the optimizer steps of the rollout that ended at `step` was a multiple of `every`."""
     stride = run.cfg.updates_per_rollout
     return every > 0 and step // every > (step - stride) // every
 
 
 def export(run: PreparedRun, folder: pathlib.Path, params: Any) -> None:
-    """Writes what was learned: a PEFT adapter, or a whole model."""
+    """Writes the trained weights: a PEFT adapter, or a whole model."""
     source = run.cfg.model.model_name_or_path
     with writing(folder):
         if run.model.lora:

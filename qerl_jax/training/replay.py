@@ -1,4 +1,4 @@
-"""Optimizer steps whose loss or gradient was not finite: saved to files, and run again to find the cause."""
+"""Saves optimizer steps whose loss or gradient was not finite, and runs them again to find the cause."""
 
 import dataclasses
 import os
@@ -19,7 +19,7 @@ from qerl_jax.model.transformer import trainable
 from qerl_jax.rl import experience, update
 from qerl_jax.training import exploration
 
-# Most files per run: the first ones show the cause, and a run that never recovers must not fill the disk.
+# The most files per run: the first ones show the cause, and a run that never recovers must not fill the disk.
 _KEPT = 3
 # Trees whose leaves are numbered in a file; the experience and the fixed log-probabilities have names.
 _TREES = ("params", "noise")
@@ -28,7 +28,10 @@ _TREES = ("params", "noise")
 def write(run_folder: str | pathlib.Path, failure: update.NonFinite) -> pathlib.Path | None:
     """Writes `<run_folder>/non_finite/step_<step>.npz`: rows, weights and noise of a skipped step.
 
-    Only the first three of a run are written; for others it returns None.
+    Only the first three steps of a run are written.
+
+    Returns:
+        The path, or None if nothing was written.
     """
     path = pathlib.Path(run_folder) / "non_finite" / f"step_{failure.step:06d}.npz"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,14 +57,17 @@ def write(run_folder: str | pathlib.Path, failure: update.NonFinite) -> pathlib.
 
 
 def run(path: str | pathlib.Path) -> list[str]:
-    """Loads the run's policy, repeats the step, and reports what is not finite. Dropout is sampled again.
+    """Loads the run's policy, repeats the step, and reports what is not finite. Dropout uses another random key.
 
     Args:
         path: A file that `write` wrote, in its run folder.
 
+    Returns:
+        The lines of the report.
+
     Raises:
-        FileNotFoundError: When there is no such file, or no config.toml in the folder above.
-        ValueError: When it is not such a file.
+        FileNotFoundError: If there is no such file, or no config.toml in its run folder.
+        ValueError: If it is not a file of `write`.
     """
     path = pathlib.Path(path)
     if not path.is_file():
@@ -103,7 +109,7 @@ def run(path: str | pathlib.Path) -> list[str]:
 
 
 def _read(path: pathlib.Path) -> dict[str, np.ndarray]:
-    """The arrays of a file that `write` wrote."""
+    """Reads the arrays of a file that `write` wrote."""
     try:
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             arrays = dict(file)

@@ -28,8 +28,8 @@ from qerl_jax.training.task import Task, make_task
 
 # Independent random streams; each folds in the step.
 SAMPLE, NOISE, UPDATE, EVAL, PARAMS = range(5)
-# Settings that decide how much of a run is on a device at a time. What it learns changes only by rounding, as on
-# another mesh.
+# Settings that change only how much of a run is on a device at a time, and so its rounding. They may change when a
+# run is resumed.
 _OF_DEVICES = (
     ("model", "gradient_checkpointing"),
     ("optim", "max_tokens_per_microbatch"),
@@ -41,34 +41,34 @@ _OF_DEVICES = (
 
 @dataclasses.dataclass(frozen=True)
 class PreparedRun:
-    """Everything that the loop needs.
+    """The inputs of the training loop.
 
     Attributes:
         cfg: The config.
         model: The policy.
         replicas: The replicas of the policy, and their devices.
-        frozen: The part of the policy that does not train.
+        frozen: The part of the policy that is not trained.
         problems: The problems whose prompts fit.
         functions: Names and functions of the rewards.
-        weights: One for each function.
-        informative: Maps a scored rollout to the groups that dynamic sampling keeps.
+        weights: One weight per function.
+        informative: Marks the groups of a scored rollout that dynamic sampling keeps, bool [P].
         total_steps: Optimizer steps of the whole run, and the length of its schedules; see `place`.
-        sampler: How completions are sampled.
-        updater: How a rollout is learned from.
-        noise: The noise under which the policy samples.
+        sampler: Samples completions.
+        updater: Updates the policy with a rollout.
+        noise: The noise of the sampling policy.
         sigma: Initial or resumed value of an adaptive sigma; None for other schedules.
-        evaluator: Measures held-out accuracy; or None.
+        evaluator: Measures held-out accuracy; None without evaluations.
         files: The checkpoints.
         state: Initial or resumed state; the first update donates its buffers.
         supply: Initial or resumed position in the data.
-        progress: The run's progress beside its state, as `Recorder` wrote it; empty for a new run.
-        sources: Hashes of the user's files with rewards and tools as they were when the run began, by the paths
-            that the config names.
+        progress: The run's progress from the checkpoint, as `Recorder` wrote it; empty for a new run.
+        sources: Hashes of the user's files with rewards and tools when the run began, by the paths that the config
+            names.
         stop: Tells whether a signal has asked the run to end.
-        memory: The memory plan; None where the device does not report its memory.
+        memory: The memory plan; None if the device does not report its memory.
         earlier_peak: Peak device memory of this process before the run, in bytes.
-        notes: Lines to show.
-        given_rows: How many problems the caller gave in place of those that `cfg.data` names; None if none.
+        notes: Lines to show at the start of the run.
+        given_rows: Number of problems if the caller passed them instead of `cfg.data`; else None.
         began: Start of the preparation, in seconds of the monotonic clock.
     """
 
@@ -109,7 +109,7 @@ class PreparedRun:
         return self.hosts.leads
 
     def place(self, step: int, supply: dynamic_sampling.Supply) -> int:
-        """The run's place on its schedules, in optimizer steps; the run ends at `total_steps`.
+        """Returns the run's position on its schedules, in optimizer steps; the run ends at `total_steps`.
 
         With `max_steps` this is the step. With `num_train_epochs` it is the step that a run without dynamic
         sampling would have reached with the same number of problems.
@@ -119,7 +119,7 @@ class PreparedRun:
         return supply.drawn // self.cfg.prompts_per_rollout * self.cfg.updates_per_rollout
 
     def max_rounds(self, place: int) -> int | None:
-        """Most rounds of dynamic sampling in the rollout at this place; None without it."""
+        """Returns the most rounds of dynamic sampling for the rollout at this position; None without it."""
         if not self.cfg.grpo.dynamic_sampling:
             return None
         most = self.cfg.grpo.max_sampling_rounds
@@ -130,7 +130,7 @@ class PreparedRun:
 
 
 def stream_key(cfg: config.RunConfig, stream: int) -> jax.Array:
-    """The key of a stream of randomness."""
+    """Returns the random key of a stream: one of `SAMPLE`, `NOISE`, `UPDATE`, `EVAL` and `PARAMS`."""
     return jax.random.key(cfg.seed + 1000 * stream)
 
 
@@ -144,17 +144,17 @@ def setup(
     stop: stopping.Stop | None = None,
     quiet: bool = True,
 ) -> PreparedRun:
-    """Loads everything that a config names. If the run's folder already has the run, it is resumed.
+    """Loads everything that a config names, and resumes the run if its folder has a checkpoint.
 
-    All errors in the input are found before the run folder is made; errors in rewards and data before the weights
-    of the base are read.
+    All errors in the input are found before the run folder is made; errors in rewards and data are found before the
+    weights of the base are read.
 
     Args:
         cfg: The run.
         problems: Problems to train on, instead of those that `cfg.data` names.
         reward_functions: Rewards, instead of those that `cfg.rewards` names.
         tools: Tools, instead of those that `cfg.tools` names.
-        environment: A class, or several by name, instead of what `cfg.tools` names.
+        environment: An environment class, or several by name, instead of those that `cfg.tools` names.
         stop: Tells whether a signal has asked the run to end; sampling checks it between chunks of tokens.
         quiet: Do not show progress while the base is read.
 
@@ -162,8 +162,8 @@ def setup(
         The run, with its state and the base on the device.
 
     Raises:
-        ConfigError: A field, the data or the folder's earlier run do not fit. It is a ValueError.
-        RewardError: A reward function fails on the first problems.
+        ConfigError: If a field, the data or the folder's earlier run does not fit. It is a ValueError.
+        RewardError: If a reward function fails on the first problems.
     """
     began, stop = time.monotonic(), stop or stopping.Stop()
     trackers.require(cfg.report_to)
@@ -249,7 +249,7 @@ def setup(
 
 
 def _devices(cfg: config.RunConfig, hosts: Hosts) -> Replicas:
-    """The replicas of the policy on the run's devices, once these are told how to compute."""
+    """Sets the process's compiler and kernel options, and returns the replicas of the policy."""
     if cfg.deterministic:
         rule = (
             "needs a process that has not used the GPU yet: start a new one, or set "
@@ -274,7 +274,7 @@ def _policy(
     *,
     quiet: bool,
 ) -> tuple[update.TrainState, Any]:
-    """The initial state, and the part that does not train; adds lines about the noise to `notes`."""
+    """Returns the initial state, and the part that is not trained; adds lines about the noise to `notes`."""
     frozen = _weights(cfg, model, quiet, replicas.places_of if replicas.group > 1 else None)
     params, frozen = transformer.trainable(model, frozen, stream_key(cfg, PARAMS))
     if start is not None:
@@ -297,7 +297,7 @@ def _weights(
     quiet: bool,
     places: base_model.Placer | None,
 ) -> Any:
-    """The base's weights; unless `quiet`, the terminal shows the progress."""
+    """Loads the base's weights; unless `quiet`, the terminal shows the progress."""
     with terminal.loading(cfg.model, quiet=quiet) as move:
         return base_model.load_weights(cfg.model, model, cfg.seed, move, places)
 
@@ -340,7 +340,7 @@ def _supply(cfg: config.RunConfig, task: Task, stored: dict[str, Any]) -> dynami
 
 
 def _require_alike(cfg: config.RunConfig, hosts: Hosts) -> None:
-    """Refuses processes of one run that would compute different things."""
+    """Checks that all processes of a run have the same config, JAX version, and number and kind of devices."""
     devices = jax.local_devices()
     own = {
         "config": config.dump(dataclasses.replace(cfg, output_dir="any")),
@@ -354,7 +354,7 @@ def _require_alike(cfg: config.RunConfig, hosts: Hosts) -> None:
 
 
 def _about_devices(cfg: config.RunConfig, replicas: Replicas) -> list[str]:
-    """Lines on which devices the run uses, where there are several, and what then depends on timing."""
+    """Returns lines about the devices of a run, if there are several, and a warning if results depend on timing."""
     seen, lines = jax.local_devices(), []
     if len(seen) * replicas.hosts.count > 1:
         used = max(1, len(replicas.devices))
@@ -374,7 +374,7 @@ def _about_devices(cfg: config.RunConfig, replicas: Replicas) -> list[str]:
 
 
 def _about_slow_sampling(cfg: config.RunConfig, model: transformer.Transformer) -> list[str]:
-    """A line on why rollouts are slower on this card than they could be."""
+    """Returns a line about why rollouts are slower on this GPU than they could be, if they are."""
     rows = min(cfg.generation_batch_size, cfg.rollout.max_concurrent or cfg.generation_batch_size)
     own_noise = cfg.noise is not None and cfg.noise.per != "rollout"
     slow = fused_decode.slow_because(model.own_part, rows, own_noise=own_noise)
@@ -382,16 +382,15 @@ def _about_slow_sampling(cfg: config.RunConfig, model: transformer.Transformer) 
 
 
 def check_folder(cfg: config.RunConfig) -> config.RunConfig | None:
-    """Checks that the folder's run has this config: resuming with another one would be a different run under the
-    same name.
+    """Checks that an earlier run in the folder has the same config, so that it can be resumed.
 
-    The run may be made longer, and may continue on other devices, with other settings of what is on them at a time.
+    The run may be made longer, and it may continue on other devices, or with other settings of `_OF_DEVICES`.
 
     Returns:
-        The config of the run in the folder, or None.
+        The config of the run in the folder; None if there is none to resume.
 
     Raises:
-        ConfigError: When the folder's run differs in anything else.
+        ConfigError: If the folder's run differs in anything else.
     """
     folder = pathlib.Path(cfg.output_dir)
     # A run that failed before its first checkpoint has nothing to resume: its config may change.
@@ -422,7 +421,7 @@ def check_folder(cfg: config.RunConfig) -> config.RunConfig | None:
 
 
 def _differences(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The differences of two configs under a name: the field, or the fields of a section, with their values."""
+    """Returns the differences of two configs under a name: the field, or a section's fields, with their values."""
     pair = [table.get(name) for table in (before, now)]
     if not all(isinstance(each, Mapping) for each in pair):
         shown = ("a section" if isinstance(each, Mapping) else repr(each) for each in pair)
@@ -433,7 +432,7 @@ def _differences(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -
 
 
 def _sources(cfg: config.RunConfig) -> dict[str, str]:
-    """Hashes of the user's files with rewards and tools, by the paths that the config names."""
+    """Returns hashes of the user's files with rewards and tools, by the paths that the config names."""
     paths = [*cfg.rewards.functions, *(cfg.tools.paths if cfg.tools else ())]
     found = {path: imports.source_hash(path) for path in paths}
     return {path: each for path, each in found.items() if each is not None}
@@ -442,7 +441,7 @@ def _sources(cfg: config.RunConfig) -> dict[str, str]:
 def _about_sources(
     cfg: config.RunConfig, before: Mapping[str, str], now: Mapping[str, str]
 ) -> list[str]:
-    """A warning where the code of a reward or tool is not the one with which the run in the folder began."""
+    """Returns a warning if the code of a reward or tool has changed since the run in the folder began."""
     changed = [path for path in now if before.get(path, now[path]) != now[path]]
     if not changed:
         return []
@@ -454,7 +453,7 @@ def _about_sources(
 
 
 def _about_resuming(run: PreparedRun, step: int, earlier: Mapping[str, Any]) -> list[str]:
-    """Lines about where a run goes on, and, if it was made longer, about its place on its schedules."""
+    """Returns lines about the step after which a run continues, and about its schedules if it was made longer."""
     lines, cfg, place = [], run.cfg, run.place(step, run.supply)
     if place < run.total_steps:
         lines.append(
@@ -474,7 +473,11 @@ def _about_resuming(run: PreparedRun, step: int, earlier: Mapping[str, Any]) -> 
 
 
 def _plan_memory(cfg: config.RunConfig) -> memory.MemoryPlan | None:
-    """The memory plan; refuses a run that cannot fit. None where the device does not report its memory."""
+    """Returns the memory plan, or None if the device does not report its memory.
+
+    Raises:
+        ConfigError: If the run does not fit.
+    """
     memory.require_context(cfg)
     limit = memory.device_memory()
     if limit is None:
@@ -492,12 +495,16 @@ def _plan_memory(cfg: config.RunConfig) -> memory.MemoryPlan | None:
 
 
 def peak_memory() -> int:
-    """Peak device memory of this process, in bytes; 0 where the device does not report it."""
+    """Returns the peak device memory of this process, in bytes; 0 if the device does not report it."""
     return (runtime.memory_stats() or {}).get("peak_bytes_in_use", 0)
 
 
 def _starting_adapter(cfg: config.RunConfig) -> pathlib.Path | None:
-    """The folder of the adapter to start from; it must have the run's shape."""
+    """Returns the folder of the adapter to start from, or None.
+
+    Raises:
+        ConfigError: If the adapter's shape or scaling differs from the config.
+    """
     if cfg.model.adapter_name_or_path is None:
         return None
     folder = hf_folder.local_folder(cfg.model.adapter_name_or_path)

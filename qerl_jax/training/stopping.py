@@ -1,9 +1,9 @@
-"""Signals that ask a run to end. The run ends between two units of work, and saves its state.
+"""Handles signals that ask a run to end: it ends between two units of work, and saves its state.
 
-A handler must not raise here. Python runs it between any two instructions of the main thread. An exception raised
-inside a callback of the garbage collector, of a weak reference or of a `__del__` is printed and lost, so that the
-run continues; one raised inside a callback of JAX's C++ code kills the process. So the handler only records the
-signal, and the loop checks it (`Stop.poll`) where it can end.
+A signal handler must not raise here, because Python runs it between any two instructions of the main thread. An
+exception inside a callback of the garbage collector, of a weak reference or of a `__del__` is printed and lost, so
+that the run continues; one inside a callback of JAX's C++ code kills the process. So the handler only records the
+signal, and the loop checks it (`Stop.poll`) at points where it can end.
 """
 
 import contextlib
@@ -27,40 +27,40 @@ class Stopped(KeyboardInterrupt):
     """
 
     def __init__(self, number: int, text: str = ""):
-        """Takes the number of the signal, and a line about what was saved."""
+        """Takes the number of the signal, and the text of the error, such as what was saved."""
         super().__init__(text or f"stopped by {signal.Signals(number).name}")
         self.signal = signal.Signals(number)
 
     @property
     def exit_code(self) -> int:
-        """128 plus the number of the signal, as in shells: 130 for SIGINT, 143 for SIGTERM."""
+        """The exit code, 128 plus the number of the signal as in shells: 130 for SIGINT, 143 for SIGTERM."""
         return 128 + self.signal
 
 
 class Stop:
-    """Whether a signal has asked the run to end.
+    """Records whether a signal has asked the run to end.
 
     Attributes:
-        signal: The signal; None while there was none.
-        saves: Whether there is a state to save, so that a signal waits for the next `poll`. Before that a signal
-            has the effect that it had before `listening`, and is recorded: if its exception is lost, the first
-            `poll` ends the run.
+        signal: The number of the signal; None if there was none.
+        saves: Whether there is a state to save, so that a signal takes effect at the next `poll`. As long as it is
+            False, a signal has the effect that it had before `listening`, and is also recorded: if its exception is
+            lost, the first `poll` ends the run.
     """
 
     def __init__(self, hosts: Hosts = Hosts()):
-        """Does not handle signals yet; see `listening`. A signal to one of the processes ends all of them."""
+        """Does not handle signals until `listening` is entered. A signal to one of the `hosts` ends all of them."""
         self.signal: int | None = None
         self.saves = False
         self._hosts = hosts
         self._before: dict[int, Any] = {}
 
     def poll(self) -> None:
-        """Raises `Stopped` if a signal has arrived.
+        """Raises `Stopped` if a signal has arrived, here or in another process.
 
-        With several processes, the others must learn of it before they wait for this one.
+        The other processes are told first, so that they do not wait for this one.
 
         Raises:
-            Stopped: The signal has come, to this process or to another.
+            Stopped: If a signal has arrived.
         """
         if self.signal is not None:
             self._hosts.ask(self.signal)
@@ -69,10 +69,10 @@ class Stop:
             raise Stopped(asked)
 
     def poll_together(self) -> None:
-        """Ends the run here in all processes if a signal has reached any of them. All processes must call it.
+        """Raises `Stopped` in all processes if a signal has arrived in any of them. All processes must call it.
 
         Raises:
-            Stopped: The signal has come.
+            Stopped: If a signal has arrived.
         """
         asked = [each for each in self._hosts.gathered(self.signal) if each is not None]
         if asked:
@@ -99,7 +99,7 @@ class Stop:
         is_first, self.signal = self.signal is None, number
         if is_first and self.saves:
             name = signal.Signals(number).name
-            # Not through Python's file objects: the signal may have interrupted a write to one.
+            # Python's file objects are not used, because the signal may have interrupted a write to one.
             _say(
                 f"{name}: the run ends after what it is doing, and saves; a second one ends it at once"
             )
@@ -114,13 +114,13 @@ class Stop:
 
 @contextlib.contextmanager
 def ending_at_once(command: str) -> Iterator[None]:
-    """Makes SIGINT and SIGTERM end the process in the block, with one line and the code 130 or 143.
+    """Makes SIGINT and SIGTERM end the process inside the block, with one line and the exit code 130 or 143.
 
-    For a command line that has nothing to save yet. Exit handlers and destructors do not run, since libraries may
-    hang or abort in them.
+    It is for a command line that has nothing to save yet. Exit handlers and destructors do not run, because libraries
+    may hang or abort in them.
 
     Args:
-        command: Name of the command, printed before the line.
+        command: Name of the command, with which the line begins.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""What a run learns: its problems and rewards, and whether they can be used at all."""
+"""The task of a run: loads its problems, rewards and tools, and checks that they can be used."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -21,18 +21,18 @@ from qerl_jax.training import metrics
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What a run learns, and the policy without its weights.
+    """The problems, rewards and tools of a run, and the policy without its weights.
 
     Attributes:
         model: The policy.
         tokenizer: Its tokenizer.
         problems: The problems whose prompts fit.
         functions: Names and functions of the rewards.
-        weights: One for each function.
-        tools: What the policy may call; None for nothing.
-        informative: Maps a scored rollout to the groups that dynamic sampling keeps.
+        weights: One weight per function.
+        tools: Tools that the policy may call; None without tools.
+        informative: Marks the groups of a scored rollout that dynamic sampling keeps, bool [P].
         total_steps: Optimizer steps of the whole run.
-        notes: Lines to show.
+        notes: Lines to show at the start of the run.
     """
 
     model: transformer.Transformer
@@ -55,18 +55,19 @@ def make_task(
     tools: Sequence[environments.Tool] | None,
     environment: environments.Tool | Mapping[str, environments.Tool] | None,
 ) -> Task:
-    """Reads what a config names, and tries rewards and environments on the first problems.
+    """Loads what a config names, and tries rewards and environments on the first two problems.
 
     Args:
         cfg: The run.
-        hosts: Its processes, of which the first runs tools and rewards.
+        hosts: The processes of the run; the first one runs tools and rewards.
         problems: Problems, or None for those that `cfg.data` names.
         reward_functions: Rewards, or None for those that `cfg.rewards` names.
         tools: Tools, or None for those that `cfg.tools` names.
-        environment: A class, several by name, or None for what `cfg.tools` names.
+        environment: An environment class, several by name, or None for those that `cfg.tools` names.
 
     Raises:
         ConfigError: For fields that cannot be used together, or with the base or the problems.
+        RewardError: If a reward function fails on the first problems.
         ValueError: For data, a reward or an environment that cannot be used.
     """
     functions, weights = _rewards(cfg, reward_functions)
@@ -99,14 +100,14 @@ def make_task(
     try:
         _try(task, hosts, cfg.data.max_prompt_length)
     except scoring.RewardError as error:
-        # Who expects a chat and gets a text sees it here, and not only in the notes of a run that starts.
+        # The hint explains the failure of a reward that expects chats; notes are not shown if setup fails.
         hint = _about_texts(problems) if is_named else []
         raise scoring.RewardError("; ".join([str(error), *hint])) from error.__cause__
     return task
 
 
 def _require_held_out(cfg: config.RunConfig) -> None:
-    """Refuses an evaluation on the rows of a file that is trained on."""
+    """Raises a ConfigError if the evaluation would use the rows of a file that is trained on."""
     place = cfg.data.path or cfg.data.dataset
     require(
         cfg.eval is None or cfg.eval.dataset is not None or not datasets.is_file(place),
@@ -118,7 +119,7 @@ def _require_held_out(cfg: config.RunConfig) -> None:
 
 
 def _described(cfg: config.RunConfig) -> tuple[transformer.Transformer, Tokenizer]:
-    """The policy without weights, divided as the mesh says, and its tokenizer."""
+    """Returns the policy without weights, divided as in the mesh config, and its tokenizer."""
     model, tokenizer = base_model.describe_base(cfg.model, cfg.lora)
     model = model.clone(fsdp=cfg.mesh.fsdp, tensor=cfg.mesh.tensor)
     model.division.require()
@@ -127,7 +128,7 @@ def _described(cfg: config.RunConfig) -> tuple[transformer.Transformer, Tokenize
 
 
 def _try(task: Task, hosts: Hosts, max_prompt_length: int) -> None:
-    """Begins environments with the first problems, and computes their rewards."""
+    """Resets environments with the first two problems, and tries the reward functions on these."""
     first = task.problems[:2]
     extras = metrics.Trace(0, task.total_steps).extras
     if task.tools is not None:
@@ -140,7 +141,7 @@ def _try(task: Task, hosts: Hosts, max_prompt_length: int) -> None:
 def about_data(
     cfg: config.RunConfig, problems: Sequence[datasets.Problem], *, is_named: bool
 ) -> list[str]:
-    """Warns of data that is probably a mistake, or would teach nothing.
+    """Returns warnings about data that is probably a mistake, or that cannot be learned from.
 
     Args:
         cfg: The run.
@@ -171,7 +172,7 @@ def about_data(
 
 
 def _about_texts(problems: Sequence[datasets.Problem]) -> list[str]:
-    """A line on prompts that are texts and no chats."""
+    """Returns a line about prompts that are texts and not chats, if they are."""
     if not problems or not isinstance(problems[0].prompt, str):
         return []
     return [
@@ -181,7 +182,7 @@ def _about_texts(problems: Sequence[datasets.Problem]) -> list[str]:
 
 
 def _about_epochs(cfg: config.RunConfig, total_steps: int) -> list[str]:
-    """A line on what `num_train_epochs` means where rollouts may take several rounds."""
+    """Returns a line about what `num_train_epochs` means if rollouts may take several rounds."""
     if cfg.num_train_epochs is None or not cfg.grpo.dynamic_sampling:
         return []
     rounds = total_steps // cfg.updates_per_rollout
@@ -194,7 +195,7 @@ def _about_epochs(cfg: config.RunConfig, total_steps: int) -> list[str]:
 def _rewards(
     cfg: config.RunConfig, given: Sequence[stock.RewardFunction] | None
 ) -> tuple[list[scoring.Named], list[float]]:
-    """The reward functions and their weights; the penalty for long completions comes last."""
+    """Returns the reward functions and their weights; the penalty for long completions comes last."""
     functions = scoring.resolve(
         cfg.rewards.functions if given is None else given,
         cfg.rewards.options,
@@ -243,17 +244,17 @@ def informative_by(
     weights: Sequence[float],
     note: Callable[[str], None],
 ) -> Callable[[rollouts.Scored], np.ndarray]:
-    """Makes the function that maps a scored rollout to the groups that dynamic sampling keeps, bool [P].
+    """Makes the function that marks the groups of a scored rollout that dynamic sampling keeps, bool [P].
 
     Args:
         cfg: The run.
         functions: Names and functions of the rewards.
-        weights: One for each function.
+        weights: One weight per function.
         note: Called with a line that names the rewards by which groups are compared.
 
     Raises:
-        ConfigError: For the name of a reward that the run does not have, and where all of its rewards judge only
-            form or length.
+        ConfigError: For the name of a reward that the run does not have, or with dynamic sampling if all rewards
+            judge only form or length.
     """
     names, metric = [name for name, _ in functions], cfg.grpo.dynamic_sampling_metric
     given, field = cfg.rewards.shaping, "grpo.dynamic_sampling_metric"

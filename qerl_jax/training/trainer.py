@@ -1,13 +1,13 @@
-"""The loop. One process, one packed base, one adapter tree.
+"""The training loop. Sampler and trainer share one base and one adapter.
 
-How this differs from the paper (arXiv 2510.11696) and from its published code:
+Differences from the paper (arXiv 2510.11696) and from its published code:
 
 1. Noise is sampled once per rollout from (seed, step) in float32, and is an argument of the forward pass. The paper
    samples it per forward pass (`noise.per = "token"`); its code adds it to 16-bit weights in place, where it
    accumulates or is lost by rounding.
-2. The ratio is taken against the sampler's own log-probabilities by default (`old_logprobs =
-   "behaviour"`), noise included; the original recomputes them without noise, so that its ratio is 1 and the noise
-   is not corrected for.
+2. By default the denominator of the ratio is the sampler's own log-probabilities, noise included (`old_logprobs =
+   "behaviour"`); the original recomputes them without noise, so that its ratio is 1 and the noise is not corrected
+   for.
 3. Sampler, scorer, reference and gradient read one base in one process, so no weights are copied between them. They
    share one model function; only a decoding step on a GPU may run the same arithmetic in fused kernels instead
    (`model.fused_decode`).
@@ -40,7 +40,7 @@ from qerl_jax.tracking.terminal import asked
 from qerl_jax.training import guards, metrics, recorder, stopping
 from qerl_jax.training.setup import SAMPLE, UPDATE, PreparedRun, peak_memory, setup, stream_key
 
-# Groups that must agree before a run ends because its sampler has no adapter.
+# Number of groups that must fail the check before a run ends because its sampler does not use the adapter.
 _CHECKED_GROUPS = 3
 
 
@@ -65,23 +65,23 @@ def train(
             problems.
         reward_functions: Rewards by TRL's convention, instead of those that `cfg.rewards` names.
         tools: Functions that the policy may call, instead of those that `cfg.tools` names.
-        environment_factory: A class, or several by name, instead of what `cfg.tools` names.
-        on_step: Called as on_step(step, metrics) with each row of `metrics.jsonl`, once it is written.
-            If it returns False, the run ends after that step. It writes a checkpoint, from which a later call
-            continues, and the trained adapter or model, as at its end.
+        environment_factory: An environment class, or several by name, instead of those that `cfg.tools` names.
+        on_step: Called as on_step(step, metrics) with each row of `metrics.jsonl`, after it is written.
+            If it returns False, the run ends after that step. It then writes a checkpoint, from which a later call
+            continues, and the trained adapter or model, as at the end of a run.
         quiet: Show nothing in the terminal; files are still written.
 
     Returns:
-        The final state; the adapter is in `<output_dir>/adapter`, or a whole model in
-        `<output_dir>/model`; with evaluations on a schedule, the best one is in `<output_dir>/best`.
+        The final state. The adapter is in `<output_dir>/adapter`, or a whole model in
+        `<output_dir>/model`; with scheduled evaluations, the best one is in `<output_dir>/best`.
 
     Raises:
-        ConfigError: An argument, a field or the data is impossible; nothing is written. It is a ValueError.
-        RewardError: A reward function fails, named with its file and line.
-        Busy: Another run works in the folder. It is an OSError.
-        MemoryError: The device runs out of memory; the message names the setting that helps.
-        RuntimeError: The sampler ignores the adapter, the base lies in memory twice, or hosts differ.
-        Stopped: SIGINT or SIGTERM arrived during training; the last complete step is saved. It is a
+        ConfigError: If an argument, a field or the data is invalid; nothing is written. It is a ValueError.
+        RewardError: If a reward function fails; the message has its file and line.
+        Busy: If another run uses the folder. It is an OSError.
+        MemoryError: If the device runs out of memory; the message names the setting that helps.
+        RuntimeError: If the sampler ignores the adapter, the base is in memory twice, or hosts differ.
+        Stopped: If SIGINT or SIGTERM arrived during training; the last complete step is saved. It is a
             KeyboardInterrupt. Signals are handled in the main thread only.
     """
     folder, hosts = pathlib.Path(cfg.output_dir), Hosts.all()
@@ -117,10 +117,10 @@ def train(
 
 @contextlib.contextmanager
 def _named(cfg: config.RunConfig) -> Iterator[None]:
-    """Adds the name of the run to an error, for the command line to show.
+    """Adds the run's folder to an error, for the command line to show.
 
     Raises:
-        MemoryError: When the device runs out of memory before the first step.
+        MemoryError: If the device runs out of memory before the first step.
     """
     try:
         yield
@@ -138,7 +138,7 @@ def _named(cfg: config.RunConfig) -> Iterator[None]:
 
 
 def _require_unused(folder: pathlib.Path) -> None:
-    """Refuses a folder in which another run has begun since the first check."""
+    """Raises a ConfigError if another run has begun in the folder since the first check."""
     require(
         not (folder / "config.toml").exists(),
         "output_dir",
@@ -151,7 +151,7 @@ def _require_unused(folder: pathlib.Path) -> None:
 def _loop(
     run: PreparedRun, on_step: Callable[[int, dict[str, Any]], bool | None] | None, quiet: bool
 ) -> update.TrainState:
-    """Runs the steps of a run, from its current place to its end."""
+    """Runs the steps of a run, from its current position to its end."""
     cfg, state, supply, sigma = run.cfg, run.state, run.supply, run.sigma
     step = started = int(state.step)
     with (
@@ -184,7 +184,7 @@ def _loop(
             )
             advantages = _advantages(cfg.grpo, batch, run.weights)
             if cfg.grpo.dynamic_sampling:
-                # A group that only fills the batch may still differ in form or length.
+                # Completions of a group that only fills the batch may still differ in form or length.
                 advantages = np.where(run.informative(batch)[:, None], advantages, 0)
             experience = _experience(cfg, batch, advantages, noise.get("noise"))
             trace.lap("reward")
@@ -270,7 +270,7 @@ def _version(package: str) -> str:
 
 
 def _logger(run: PreparedRun, quiet: bool) -> Logger | Unheard:
-    """Writes the config into the run folder, and opens its log, in the process that does."""
+    """Writes the config into the run folder, and opens its log; only the first process does so."""
     if not run.leads:
         return Unheard()
     cfg, step = run.cfg, int(run.state.step)
@@ -297,7 +297,7 @@ def _logger(run: PreparedRun, quiet: bool) -> Logger | Unheard:
 
 
 def _about_unjudged(step: int, scored: rollouts.Scored) -> str:
-    """A warning about completions without a reward; shown once per run."""
+    """Returns a warning about completions without a reward, which is shown once per run."""
     group, at = np.argwhere(np.isnan(scored.rewards))[0]
     text = scored.rollout.texts[group * scored.rollout.num_generations + at]
     return (
@@ -316,7 +316,7 @@ def _sample(
     drawn: int,
     sampling_round: int,
 ) -> rollouts.Scored:
-    """Samples and scores the problems from place `drawn` on; rounds of a step share its key."""
+    """Samples and scores the problems from position `drawn` on; the rounds of a step share its key."""
     cfg, count = run.cfg, run.cfg.prompts_per_rollout
     problems = datasets.batch(run.problems, drawn // count, batch_size=count, seed=cfg.seed)
     functions = run.functions if run.leads else []
@@ -356,7 +356,7 @@ def _sample(
 def _advantages(
     cfg: config.GrpoConfig, scored: rollouts.Scored, weights: Sequence[float]
 ) -> jax.Array:
-    """The advantage of each completion [P, G] over the others of its prompt."""
+    """Computes the advantage of each completion [P, G] over the others of its prompt."""
     if cfg.multi_objective_aggregation == "sum_then_normalize":
         return grpo.group_advantages(
             scored.rewards, scale=cfg.scale_rewards, estimator=cfg.advantage_estimator
@@ -370,7 +370,7 @@ def _advantages(
 
 
 def _noise_numbers(noise: Any, batch: rollouts.Scored) -> np.ndarray | None:
-    """Numbers [P, G] of the rows' noise, as sampled; None where rows have no noise of their own."""
+    """Returns the numbers [P, G] of the rows' noise, as in sampling; None if rows do not have their own."""
     if not isinstance(noise, RowNoise):
         return None
     return noise.numbers(batch.positions, batch.rollout.num_generations)
@@ -379,10 +379,10 @@ def _noise_numbers(noise: Any, batch: rollouts.Scored) -> np.ndarray | None:
 def _check_adapter(
     run: PreparedRun, params: Any, noise: Any, fresh: rollouts.Scored
 ) -> dict[str, float]:
-    """`guards.check_adapter` for groups of this step; a carried-over group was sampled with another adapter."""
+    """Runs `guards.check_adapter` on groups of this step; left-over groups were sampled with an earlier adapter."""
     cfg = run.cfg
     if isinstance(noise, RowNoise) and noise.per != "group":
-        # The trainer's rows cannot have noise per token, nor noise per row where rows share a prompt.
+        # The trainer's rows cannot have noise per token, nor noise per row if rows share a prompt.
         if noise.per == "token" or cfg.optim.share_prompts:
             return {}
     groups = (
@@ -396,7 +396,7 @@ def _check_adapter(
 def _experience(
     cfg: config.RunConfig, scored: rollouts.Scored, advantages: np.ndarray, noise: Any
 ) -> Experience:
-    """Scored groups in the form that the trainer reads."""
+    """Converts scored groups to the input of the updater."""
     return make_experience(
         scored.rollout,
         advantages,
@@ -410,10 +410,10 @@ def _experience(
 
 
 def _compare(plan: memory.MemoryPlan, limit: int, logger: Logger, earlier_peak: int) -> None:
-    """After the first step: compares the plan with the measured peak, and checks that there is one base only."""
+    """Compares the memory plan with the measured peak, and checks that there is only one copy of the base."""
     peak = peak_memory()
     for line in plan.lines(limit, peak):
         logger.note(line)
-    # A peak that existed before was not caused by this run.
+    # A peak from before the run was not caused by it.
     own_peak = peak if peak > earlier_peak else 0
     plan.require_one_base(runtime.memory_stats()["bytes_in_use"], own_peak)
