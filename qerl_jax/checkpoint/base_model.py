@@ -1,4 +1,4 @@
-"""Reads a Hugging Face folder: the model, its frozen base on the device, its tokenizer."""
+"""Reads a Hugging Face folder: the model, its frozen base on the device, and its tokenizer."""
 
 import functools
 import pathlib
@@ -18,7 +18,7 @@ from qerl_jax.model.transformer import Kept, Transformer, abstract_base, random_
 
 _FLOATS = ("F32", "BF16", "F16", "F64")
 
-# Maps a tree of shapes to the sharding of each array.
+# A function from a tree of shapes to a tree of shardings.
 type Placer = Callable[[Any], Any]
 
 
@@ -26,7 +26,7 @@ def choose_kernels(cfg: ModelConfig) -> None:
     """Makes this process use the kernels that a config names.
 
     Raises:
-        ConfigError: When they cannot run here.
+        ConfigError: If they cannot run on this device.
     """
     try:
         runtime.use_kernels(cfg.kernels)
@@ -38,18 +38,20 @@ def choose_kernels(cfg: ModelConfig) -> None:
 def load_base(
     cfg: ModelConfig, lora: LoraConfig | None, seed: int = 0
 ) -> tuple[Transformer, Any, tokenizer.Tokenizer]:
-    """Reads the base that a config names: the model, its `frozen` tree on the device, and the tokenizer.
+    """Reads the base that a config names.
 
     Args:
-        cfg: Which base, and the storage format of its linears.
-        lora: Shape of the model's adapter, or None for the bare base.
+        cfg: Names the base, and the storage format of its linears.
+        lora: Config of the model's adapter, or None for the bare base.
         seed: Random seed for a random base.
 
+    Returns:
+        The model, its `frozen` tree on the device, and the tokenizer.
+
     Raises:
-        FileNotFoundError, SafetensorsError: When files are missing or cut short; before any weight
-            is read.
-        ValueError, NotImplementedError: When the model or its tokenizer cannot be used, or cannot be used with the
-            kernels that the config names.
+        FileNotFoundError, SafetensorsError: If files are missing or cut short; before any weight is read.
+        ValueError, NotImplementedError: If the model or its tokenizer is not supported, or not with the kernels that
+            the config names.
     """
     model, tokens = describe_base(cfg, lora)
     return model, load_weights(cfg, model, seed), tokens
@@ -58,9 +60,10 @@ def load_base(
 def describe_base(
     cfg: ModelConfig, lora: LoraConfig | None
 ) -> tuple[Transformer, tokenizer.Tokenizer]:
-    """The model and the tokenizer of a base, without reading its weights.
+    """Returns the model and the tokenizer of a base, without reading its weights.
 
-    Downloads no more from the hub than that needs. Arguments and errors are those of `load_base`.
+    Weights are downloaded from the hub only if the folder is packed, to see which linears are kept in 16 bits.
+    Arguments and errors are those of `load_base`.
     """
     choose_kernels(cfg)
     folder, kept = None, ()
@@ -92,18 +95,18 @@ def load_weights(
     progress: Callable[[float], None] | None = None,
     places: Placer | None = None,
 ) -> Any:
-    """The `frozen` tree of a base on the device: read from its folder, or random.
+    """Returns the `frozen` tree of a base on the device: read from its folder, or random.
 
     Args:
-        cfg: Which base.
+        cfg: Names the base.
         model: The model that `describe_base` returned for it.
         seed: Random seed for a random base.
-        progress: Is told which share of the layers is read.
-        places: Where a base that several devices share is placed; see `assemble`.
+        progress: Called after each layer with the fraction of layers that are read.
+        places: The sharding of a base that several devices share; see `assemble`.
 
     Raises:
-        FileNotFoundError, SafetensorsError: When files are missing or cut short; before any weight is read.
-        ValueError, NotImplementedError: When the files do not belong to the model.
+        FileNotFoundError, SafetensorsError: If files are missing or cut short; before any weight is read.
+        ValueError, NotImplementedError: If the files do not fit the model.
     """
     model = model.clone(full=False)
     if cfg.random_base:
@@ -114,14 +117,14 @@ def load_weights(
 
 
 def _is_shape(cfg: ModelConfig) -> bool:
-    """Whether the config names a known shape, without files."""
+    """Whether the config names a known architecture without files, for a random base."""
     return cfg.random_base and cfg.model_name_or_path in architecture.KNOWN
 
 
 def _tokenizer(
     cfg: ModelConfig, folder: pathlib.Path | None, arch: architecture.Architecture
 ) -> tokenizer.Tokenizer:
-    """The tokenizer that the config names, else that of the base's folder; its ids must fit into the embedding."""
+    """Loads the tokenizer that the config names, else that of the base's folder; its ids must fit the embedding."""
     source = cfg.tokenizer_name_or_path
     rule = f"{cfg.model_name_or_path!r} is a shape without files of its own"
     require(source or folder, "model.tokenizer_name_or_path", source, rule)
@@ -147,22 +150,21 @@ def read_base(
 ) -> Any:
     """Reads a Hugging Face checkpoint into the `frozen` tree, layer by layer.
 
-    16-bit linears are packed on the device as they are read (to nearest; for NVFP4 q/k/v share one
-    global scale, gate/up another, as vLLM needs it); a checkpoint in a packed format (`formats`) is read as it is.
-    Both are then put into the layout that the device's kernels read. Host
-    memory holds one layer, and the device no more than one beside the stack.
+    16-bit linears are packed on the device as they are read: rounded to nearest, and for NVFP4 with one global scale
+    for q/k/v and one for gate/up, as vLLM needs it. Weights in a packed format (`packed_formats`) are not changed.
+    Both are then put into the layout that the device's kernels read. Host memory holds one layer, and the device one
+    layer besides the stack.
 
     Args:
-        folder: Holds config.json and *.safetensors.
-        model: Says which tensors are expected, and the storage format of the linears.
-        scales: How block scales of 16-bit linears are chosen.
-        progress: Is told which share of the layers is read.
-        places: See `assemble`.
+        folder: A folder with config.json and *.safetensors (or a GGUF file).
+        model: The model, which determines the expected tensors and the storage format of the linears.
+        scales: How the block scales of 16-bit linears are chosen.
+        progress: Called after each layer with the fraction of layers that are read.
+        places: As for `assemble`.
 
     Raises:
-        NotImplementedError: When the folder has a packed format that we do not read, or another one than the
-            model's.
-        ValueError: When a tensor is missing, or has another shape than config.json says.
+        NotImplementedError: If the folder has an unsupported packed format, or another format than the model.
+        ValueError: If a tensor is missing, or has another shape than config.json says.
     """
     arch, tensors = model.arch, hf_folder.open_weights(folder)
     source = packed_formats.of_folder(folder)
@@ -228,17 +230,17 @@ def read_base(
 def read_dense(
     tensors: Mapping[str, Any], source: packed_formats.Format | None, name: str, dtype
 ) -> jax.Array:
-    """A linear's weight [N, K] as stored in the folder, or unpacked to `dtype` where it is packed."""
+    """Reads a linear's weight [N, K], in its stored dtype, or dequantized to `dtype` if it is packed."""
     if source is None or _in_16_bits(tensors, name):
         return jnp.asarray(tensors[f"{name}.weight"])
     return source.unpack(source.read(tensors, name), dtype)
 
 
 def kept_linears(folder: str | pathlib.Path, arch: architecture.Architecture) -> Kept:
-    """The linears of a packed folder that are stored in 16 bits, and in which layers; read from the tensors, not
-    from its config.
+    """Returns the linears of a packed folder that are stored in 16 bits, and in which layers.
 
-    Linears that read the same input are all in 16 bits if one of them is.
+    They are found by the tensors, not by the config. If one of the linears that read the same input is in 16 bits,
+    all of them count as such.
     """
     if packed_formats.of_folder(folder) is None:
         return ()
@@ -264,19 +266,19 @@ def assemble(
     progress: Callable[[float], None] | None = None,
     places: Placer | None = None,
 ) -> Any:
-    """Makes the `frozen` tree, layer by layer: the device holds no more than one layer beside the stack.
+    """Makes the `frozen` tree layer by layer; the device holds only one layer besides the stack.
 
-    Where several devices share a base, each gets its part of a layer as soon as the layer is read.
+    If several devices share a base, each gets its part of a layer as soon as the layer is read.
 
     Args:
-        arch: Says which layers and tensors there are.
-        tensors: Everything but the linears, by the names in a folder.
-        dtype: Type of embedding, head, norms and biases.
+        arch: The architecture, which determines the layers and tensors.
+        tensors: All tensors except the linears, by Hugging Face's names.
+        dtype: Dtype of embedding, head, norms and biases.
         read_linear: As for `read_layer`.
-        progress: Is told the share of the layers that is loaded.
+        progress: Called after each layer with the fraction of layers that are loaded.
         places: Maps a tree of shapes to shardings; None puts everything on one device.
     """
-    # jnp.array copies. On a CPU asarray may keep the mapped file as the array's memory, and the base would change
+    # jnp.array copies. On a CPU asarray may use the mapped file as the array's memory, and the base would change
     # with the file.
     frozen = {
         "embed_tokens": jnp.array(tensors["model.embed_tokens.weight"], dtype),
@@ -299,7 +301,7 @@ def assemble(
 
 
 def _empty(layer: Any, count: int, places: Placer | None) -> tuple[Any, Callable]:
-    """An empty stack of `count` layers, and the function that writes one layer into it."""
+    """Makes a stack of zeros for `count` layers, and the function that writes one layer into it."""
     stack = jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape), x.dtype), layer)
     at = None if places is None else places({"layers": stack})["layers"]
     empty = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), stack)
@@ -324,11 +326,11 @@ def read_layer(
     """Reads one layer into a tree without a leading axis.
 
     Args:
-        arch: Says which tensors the layer has.
-        tensors: The tensors by their names in a folder.
-        prefix: Start of the layer's names, "model.layers.0." for the first.
-        dtype: Type of norms and biases.
-        read_linear: Maps a fused linear's name and the names of its parts to its weight.
+        arch: The architecture, which determines the tensors of the layer.
+        tensors: The tensors by Hugging Face's names.
+        prefix: Common prefix of the layer's names, such as "model.layers.0.".
+        dtype: Dtype of norms and biases.
+        read_linear: Maps a fused linear's name and the full names of its parts to its weight.
     """
     layer = {
         norm: {"scale": jnp.asarray(tensors[f"{prefix}{name}.weight"], dtype)}
@@ -354,10 +356,10 @@ def _pack(
 def _shared_scales(
     arch: architecture.Architecture, tensors: safetensors.Tensors, source: packed_formats.Format
 ) -> set[str]:
-    """The fused linears whose parts share one global scale in every layer; stacked layers must have the same
-    structure.
+    """Returns the fused linears whose parts share one global scale in every layer.
 
-    A scale per row costs one more multiplication per output; folders that follow vLLM's rule do not need it.
+    The others get one scale per row, in all layers, because stacked layers must have the same structure. That costs
+    one more multiplication per output; folders that follow vLLM's rule do not need it.
     """
 
     return {
@@ -376,12 +378,17 @@ def check_names(
     tensors: safetensors.Tensors,
     source: packed_formats.Format | None,
 ) -> None:
-    """Checks every tensor and shape before anything is loaded.
+    """Checks names, dtypes and shapes of all tensors before anything is loaded.
+
+    Args:
+        arch: The architecture that the tensors should have.
+        tensors: The opened weights.
+        source: The packed format of the folder; None for 16 bits.
 
     Raises:
-        SafetensorsError, ValueError: When a tensor is missing, or has another shape than `arch` says.
-        NotImplementedError: When a tensor has a type that cannot be read, or an extra tensor would change the
-            meaning of a weight.
+        SafetensorsError, ValueError: If a tensor is missing, or has another shape than `arch` says.
+        NotImplementedError: If a tensor has a dtype that cannot be read, or an extra tensor would change the output
+            of a linear.
     """
     expected = {
         "model.embed_tokens.weight": (arch.vocab_size, arch.width),
@@ -413,8 +420,8 @@ def check_names(
             raise ValueError(f"{name}: got shape {found}; config.json says {shape}")
 
 
-# Tensors beside a weight that are ignored: scales of quantized activations, which stay in 16 bits here, and of a
-# quantized cache.
+# Tensors beside a weight that are ignored: scales for quantized activations, which stay in 16 bits here, and for a
+# quantized KV cache.
 _IGNORED = ("input_scale", "input_global_scale", "output_scale", "q_scale", "k_scale", "v_scale")
 
 
@@ -425,7 +432,7 @@ def _check_kind(
     source: packed_formats.Format | None,
     has_place: bool,
 ) -> None:
-    """Refuses a linear's tensor that has an unexpected type, is not packed, or has an unsupported effect."""
+    """Checks that a linear's tensor has an expected dtype, and does not change the linear in an unsupported way."""
     dense = source is None or _in_16_bits(tensors, name.removesuffix(f".{suffix}"))
     found, types = tensors.type(name), {"weight": _FLOATS} if dense else source.types
     if not has_place and suffix not in _IGNORED:

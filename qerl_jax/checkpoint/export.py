@@ -1,14 +1,14 @@
-"""Exports a trained policy to a folder that other libraries read, and checks that the folder holds that policy.
+"""Exports a trained policy to a folder that other libraries can read, and checks that the folder holds that policy.
 
     peft     the adapter, with its trained norms
     merged   base + scaling * B A in 16 bits, as a whole model
     nvfp4    the merged weights packed again: a model of the size of the packed base
-    pair     the packed base as it is, and the adapter beside it: two folders, which vLLM should load
+    pair     the packed base unchanged but for trained norms, and the adapter: two folders, which vLLM should load
 
-An export is read back before it gets its name: its log-probabilities on fixed prompts are compared
-with those of the policy that was trained. Packing rounds: where the adapter is smaller than a step of the 4-bit
-numbers, it is lost. So for packed kinds the report gives the KL divergence from the trained policy for each way to
-serve it, and warns where the merged model loses what the pair keeps.
+An export is read back before the folder gets its final name, and its log-probabilities on fixed prompts are compared
+with those of the trained policy. Packing rounds the weights: an adapter smaller than a step of the 4-bit numbers is
+lost. So for `nvfp4` and `pair` the report gives the KL divergence from the trained policy for each way to serve it,
+and `lines` warns if the merged model loses what the pair keeps.
 """
 
 import collections
@@ -37,18 +37,18 @@ type Base = Literal["original", "packed"]
 
 REPORT = "export.json"
 
-# The ways to serve a policy, as reports name them.
+# Names in reports of the ways to serve a policy.
 _ALONE, _BESIDE = "4-bit base alone", "4-bit base with the adapter beside it"
 _MERGED_16, _MERGED_4 = "merged in 16 bits", "merged in 4 bits"
 
-# Warn of a merged model that loses more than this share of what training changed, measured as KL from the base.
+# Warn of a merged model that loses more than this fraction of the effect of training, as the KL from the base.
 MOST_LOST = 0.1
 
 _NUM_PROMPTS = 16
 
 
 class ExportError(ValueError):
-    """An export that is not the policy that was trained."""
+    """Raised for an export that differs from the trained policy."""
 
 
 def export(
@@ -61,29 +61,29 @@ def export(
     limit: float | None = None,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Writes the policy that a run has trained, and checks that the written policy is the same.
+    """Writes the trained policy of a run, and checks that the written policy is the same.
 
     Args:
         run: A run folder.
-        to: What is written.
-        out: The new folder, written whole or not at all.
-        base: The weights that the adapter is added to: "original" means the 16-bit weights, "packed" the
+        to: The kind of export.
+        out: The new folder, written completely or not at all.
+        base: The weights to which the adapter is added: "original" for the 16-bit weights, "packed" for the
             dequantized weights on which it was trained. None means "packed" for a merged model if there are packed
             weights, otherwise the only choice.
-        step: Step of the checkpoint to take; None means the final adapter, or the newest checkpoint.
-        limit: Largest mean difference of log-probabilities, in nats; None means the limit that rounding explains
-            for that kind. Where the adapter is added to a base on which it was not trained, the difference is
-            measured against this base with the adapter beside it.
-        overwrite: Whether an earlier export in `out` is replaced.
+        step: Step of the checkpoint to export; None means the final adapter, or without one the newest checkpoint.
+        limit: Largest allowed mean difference of log-probabilities, in nats; None means a limit for the difference
+            that rounding can cause. If the adapter is added to a base on which it was not trained, the difference is
+            measured against that base with the adapter beside it.
+        overwrite: Whether to replace an earlier export in `out`.
 
     Returns:
         The report, which is also in the folder as export.json.
 
     Raises:
-        FileNotFoundError: When the run, or its trained weights, cannot be found.
-        FileExistsError: When `out` holds files, or with `overwrite` files that are no export.
-        ValueError: When the choice of base is missing or impossible.
-        ExportError: When the log-probabilities differ by more than the limit.
+        FileNotFoundError: If the run, or its trained weights, cannot be found.
+        FileExistsError: If `out` holds files, or with `overwrite` files that are not an export.
+        ValueError: If the choice of base is missing or impossible.
+        ExportError: If the log-probabilities differ by more than the limit.
     """
     run = pathlib.Path(run)
     cfg = _config(run)
@@ -116,7 +116,7 @@ def export(
             written = model.clone(lora=peft.read_lora(partial))
             found = probe.policy(written, frozen, peft.import_adapter(partial, written))
         else:
-            del frozen  # frees its memory for reading the export back
+            del frozen  # frees memory to read the export back
             sums = _Sums.of(cfg, folder, model, params, base)
             if to == "pair":
                 found = _write_pair(partial, pathlib.Path(out), sums, model, params, probe, dtype)
@@ -127,7 +127,7 @@ def export(
                 written = written.clone(kept=base_model.kept_linears(partial, model.arch))
                 found = probe.policy(written, base_model.read_base(partial, written))
         if to == "merged" and base == "original" and cfg.model.weights not in config.DENSE:
-            # On another base the adapter has another effect: compare the merged model with that base and the
+            # On another base the adapter has another effect, so compare the merged model with that base and the
             # adapter beside it.
             original = model.clone(weights=str(dtype))
             frozen = base_model.read_base(folder, original)
@@ -158,7 +158,7 @@ def export(
 
 
 def lines(report: dict[str, Any]) -> list[str]:
-    """An export's findings as sentences: the comparison, the ways to serve it, and a warning if one is due."""
+    """Returns a report as lines of text: the comparison, the KL of each way to serve it, and a warning if needed."""
     said = [line(report)]
     kl = report.get("kl")
     if not kl:
@@ -179,7 +179,7 @@ def lines(report: dict[str, Any]) -> list[str]:
 
 
 def line(report: dict[str, Any]) -> str:
-    """The comparison in a sentence."""
+    """Returns the comparison in a report as a sentence."""
     return (
         f"log-probabilities of {report['tokens']} tokens differ from the trained policy's by "
         f"{report['mean_difference']:.3g} on average, {report['max_difference']:.3g} at most; "
@@ -204,7 +204,7 @@ def _config(run: pathlib.Path) -> config.RunConfig:
 
 
 def _trained_model(run: pathlib.Path, to: Kind, step: int | None) -> pathlib.Path:
-    """The final model of a run that trained the base itself."""
+    """Returns the folder of the final model of a run that trained the whole base."""
     rule = f"a run with model.trainable = 'full' has no adapter, and its 16-bit model is {run / 'model'}"
     require(to == "nvfp4", "to", to, rule)
     require(
@@ -242,7 +242,7 @@ def _checked_base(
 
 
 def _require_outside(out: pathlib.Path, run: pathlib.Path, folder: pathlib.Path) -> None:
-    """Refuses a folder whose replacement would delete the run or its base."""
+    """Checks that replacing a folder would not delete the run or its base."""
     for source, what in ((run, "the run"), (folder, "the base of the run")):
         if out.resolve() in (source.resolve(), *source.resolve().parents):
             raise FileExistsError(f"{out}: holds {what}, which would be deleted")
@@ -255,7 +255,7 @@ class _Probe:
     Attributes:
         ids: int32 [B, T], right-padded.
         answers: bool [B, T], true at the tokens of answers.
-        num_tokens: Ids that the tokenizer has.
+        num_tokens: Number of ids that the tokenizer has.
     """
 
     ids: np.ndarray
@@ -270,7 +270,7 @@ class _Probe:
         *,
         adapter: bool = True,
     ) -> np.ndarray:
-        """Log-probabilities of all ids at the answers' tokens, answer by answer, float32 [n, V]."""
+        """Computes a policy's log-probabilities of all ids at the n answer tokens, float32 [n, num_tokens]."""
         variables = {"params": params or {}, "frozen": frozen}
         rows, slots = np.nonzero(self.answers[:, 1:])
         return np.asarray(
@@ -280,13 +280,13 @@ class _Probe:
         )
 
     def logps(self, policy: np.ndarray) -> np.ndarray:
-        """Log-probabilities [n] of the answers' tokens, from the result of `policy`."""
+        """Returns the log-probabilities [n] of the answer tokens, from the result of `policy`."""
         targets = self.ids[:, 1:][self.answers[:, 1:]]
         return np.take_along_axis(policy, targets[:, None], axis=-1)[:, 0]
 
 
 def _mean_kl(p: np.ndarray, q: np.ndarray) -> float:
-    """Mean KL(p || q) per token in nats, from log-probabilities [n, V]."""
+    """Computes the mean KL(p || q) per token in nats, from log-probabilities [n, V]."""
     return float(np.sum(np.exp(p) * (p - q), axis=-1, dtype=np.float64).mean())
 
 
@@ -296,8 +296,8 @@ def _load(
     """Reads the trained policy of a run.
 
     Returns:
-        The modules, the adapter (empty where the base itself was trained), the step of its checkpoint
-        (None for the final adapter), the base on the device, and the prompts on which policies are compared.
+        The model, the adapter (empty if the whole base was trained), the step of its checkpoint (None for the final
+        adapter), the base on the device, and the prompts on which policies are compared.
     """
     full = cfg.model.trainable == "full"
     base = dataclasses.replace(cfg.model, model_name_or_path=str(folder), trainable="lora")
@@ -322,14 +322,14 @@ def _mean_size(values: np.ndarray | float) -> float:
 def _distributions(
     model: transformer.Transformer, adapter: bool, num_tokens: int, variables, ids, rows, slots
 ) -> jax.Array:
-    """Log-probabilities of the next token after each of these slots, float32 [n, num_tokens]."""
+    """Computes the log-probabilities of the next token after each of these slots, float32 [n, num_tokens]."""
     hidden, _ = model.apply(variables, ids, adapter=adapter)
     scores = layers.logits(hidden[rows, slots], transformer.head(variables["frozen"]))
     return logprobs.log_softmax(scores, 1.0, num_tokens)[:, :num_tokens]
 
 
 def _probe(tokens: tokenizer.Tokenizer) -> _Probe:
-    """Arithmetic problems under the chat template, and their worked answers."""
+    """Makes prompts of arithmetic problems, with the chat template and their worked answers."""
     problems = [arithmetic.problem("test", 0, index) for index in range(_NUM_PROMPTS)]
     questions = tokens.encode([({"role": "user", "content": p.question},) for p in problems])
     answers = tokens.encode([arithmetic.worked_answer(p) for p in problems])
@@ -341,40 +341,41 @@ def _probe(tokens: tokenizer.Tokenizer) -> _Probe:
 
 
 def _limit(to: Kind, dtype: Any, effect: float) -> float:
-    """The largest mean difference, in nats, that rounding explains. A merge that lost the adapter differs by
-    `effect`.
+    """Returns the largest mean difference of log-probabilities, in nats, that rounding can cause.
+
+    A merge that lost the adapter differs by `effect`.
 
     Args:
-        to: What is written.
-        dtype: Type of the activations.
-        effect: Mean difference between the trained policy and its base, in nats.
+        to: The kind of export.
+        dtype: Dtype of the activations.
+        effect: Mean absolute difference between the trained policy and its base, in nats.
     """
     if to == "peft":
         return 1e-4  # float32 in, float32 out: nothing is rounded
     if to == "nvfp4":
-        # Every weight is rounded to 4 bits again. An export that differs by more than the base does has lost the
-        # training.
+        # Every weight is rounded to 4 bits again. An export that differs more than the base does has lost the effect
+        # of training.
         return max(0.25, min(0.5, effect))
-    # With bfloat16 activations the order of summation alone causes 0.03 in 28 random layers; together with rounding
-    # the sum of weight and adapter it causes 0.055 in SmolLM2-135M.
+    # With bfloat16 activations the order of summation alone causes 0.03 in 28 random layers. With the rounding of the
+    # merged weights, the difference is 0.055 in SmolLM2-135M.
     floor = 0.08 if dtype == jnp.bfloat16 else 0.01
     return max(floor, min(0.1, effect / 2))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Sums:
-    """The weights of a base, to which an adapter is added linear by linear.
+    """The weights of a base, to which the adapter is added linear by linear.
 
     Attributes:
         source: The folder of the base.
-        arch: Says which layers and tensors there are.
+        arch: The architecture, for the names of layers and tensors.
         tensors: The tensors of that folder.
-        stored: The folder's format, where it is packed.
-        held: Format to which the base's 16-bit linears are rounded before the adapter is added, if any.
+        stored: The format of the folder if it is packed, else None.
+        held: Format to which the base's 16-bit linears are rounded before the adapter is added, or None.
         scales: How block scales of `held` are chosen.
-        params: The adapter; empty where the base itself was trained.
+        params: The adapter's layers; empty if the whole base was trained.
         branches: The adapter's branches, by linear.
-        kept: Linears, each with its layer, that are in 16 bits in a packed folder.
+        kept: (linear, layer) pairs that are in 16 bits in a packed folder.
     """
 
     source: pathlib.Path
@@ -396,7 +397,7 @@ class _Sums:
         params: dict[str, Any],
         base: Base | None,
     ) -> "_Sums":
-        """The sums for a choice of base. `pair` has no choice: it uses the base of the training."""
+        """Makes the sums for a choice of base; None for `pair`, which uses the base of the training."""
         stored = packed_formats.of_folder(folder)
         packed = cfg.model.weights not in config.DENSE and cfg.model.trainable != "full"
         rounded = stored is None and packed and base != "original"
@@ -414,11 +415,11 @@ class _Sums:
 
     @property
     def form(self) -> packed_formats.Format | None:
-        """The format of the base's packed linears, if any are packed."""
+        """The format of the base's packed linears; None if none are packed."""
         return self.stored or self.held
 
     def packed(self, linear: str, index: int) -> list[Any] | None:
-        """A linear's packed weights in `form`, if it is packed."""
+        """Returns the packed weights of a linear's parts, in the format `form`; None if they are not packed."""
         if (linear, index) in self.kept:
             return None
         names = self.arch.linear_names(linear, index)
@@ -430,7 +431,10 @@ class _Sums:
         return self.held.packed(weights, self.scales)
 
     def weights(self, linear: str, index: int, packed: list[Any] | None) -> list[jax.Array]:
-        """A linear's weights [N, K], with the adapter added; float32 if there is an adapter."""
+        """Returns the weights [N, K] of a linear's parts with the adapter added, float32 if there is an adapter.
+
+        `packed` is the result of `packed`.
+        """
         if packed is not None:
             weights = [self.form.unpack(part, jnp.float32) for part in packed]
         else:
@@ -448,14 +452,14 @@ class _Sums:
         return _merge(weights, pairs, shape.factor)
 
     def norm(self, norm: str, index: int) -> Any:
-        """The scale of a layer's norm: the trained one if it was trained."""
+        """Returns the scale of a layer's norm: the trained one if there is one."""
         if norm in self.params:
             return self.params[norm]["scale"][index]
         name, _ = self.arch.norms()[norm]
         return self.tensors[f"model.layers.{index}.{name}.weight"]
 
     def dense_base(self, dtype: np.dtype) -> Any:
-        """The `frozen` tree of the merged model in 16 bits, on the device."""
+        """Makes the `frozen` tree of the merged model in `dtype`, on the device."""
         norms = {
             f"model.layers.{index}.{name}.weight": self.norm(norm, index)
             for index in range(self.arch.num_layers)
@@ -483,23 +487,23 @@ def _ways(
     dtype: np.dtype,
     to: Kind,
 ) -> dict[str, float]:
-    """KL(trained policy || policy as served) for each way to serve it, in nats per token.
+    """Computes KL(trained policy || served policy) for each way to serve it, in nats per token.
 
     Args:
         sums: Base and adapter.
         model: The trained policy.
-        params: Its adapter; empty where the base itself was trained.
+        params: Its adapter; empty if the whole base was trained.
         probe: The prompts.
-        trained: The trained policy's log-probabilities on them.
+        trained: The trained policy's log-probabilities, from `probe.policy`.
         bare: Log-probabilities of its base alone.
         found: Log-probabilities of the written policy.
-        dtype: Type of what is not packed.
-        to: What was written.
+        dtype: Dtype of tensors that are not packed.
+        to: The kind of export.
     """
     if not params:
         return {_MERGED_4: _mean_kl(trained, found)}
     if model.weights in config.DENSE and sums.stored is None:
-        # The policy was trained on 16 bits: the 4-bit base is a different one.
+        # The policy was trained on 16-bit weights, so the 4-bit base is another one.
         four = model.clone(weights="nvfp4")
         frozen = base_model.read_base(sums.source, four)
         alone = probe.policy(four, frozen, params, adapter=False)
@@ -548,10 +552,10 @@ def _write_model(
     """Writes a merged model layer by layer.
 
     Args:
-        folder: Exists and is empty.
+        folder: An existing empty folder.
         sums: Base and adapter.
-        form: Format to which the sum is packed; None leaves it in `dtype`.
-        dtype: Type of what is not packed.
+        form: Format to which the sum is packed; None writes it in `dtype`.
+        dtype: Dtype of tensors that are not packed.
     """
     arch, tensors = sums.arch, sums.tensors
     outside = {"model.embed_tokens.weight", "model.norm.weight"}
@@ -592,7 +596,10 @@ def _write_model(
 
 
 def _like(form: packed_formats.Format, packed: list[Any] | None) -> list[Any] | None:
-    """Packed weights whose scales the sum with an adapter may keep, if their format allows it."""
+    """Returns the packed weights if the search for new scales may try theirs too, else None.
+
+    They must be NVFP4, and all parts must have the same global scale.
+    """
     if form.name != "nvfp4" or packed is None or not isinstance(packed[0], NVFP4Tensor):
         return None
     return packed if len({float(part.global_scale[0]) for part in packed}) == 1 else None
@@ -600,7 +607,7 @@ def _like(form: packed_formats.Format, packed: list[Any] | None) -> list[Any] | 
 
 @jax.jit
 def _merge(weights: list[jax.Array], pairs: list[tuple[jax.Array, jax.Array]], scaling: float):
-    """W + scaling * (A B)^T, in float32."""
+    """Computes W + scaling * (A B)^T for each weight W [N, K], A [K, R] and B [R, N], in float32."""
     return [
         weight.astype(jnp.float32) + scaling * jnp.matmul(a, b, precision="highest").T
         for weight, (a, b) in zip(weights, pairs, strict=True)

@@ -1,13 +1,12 @@
-"""GGUF files (llama.cpp's format) as a source of 16-bit weights, under Hugging Face's names.
+"""Reads GGUF files (llama.cpp's format) as 16-bit weights with Hugging Face's names.
 
-The header is read here. Every length is checked against the file, because such files come from anywhere. The
-package `gguf` unpacks quantized tensors (Q4_0 ... Q8_0, Q2_K ... Q6_K, IQ types): `pip install gguf`.
-Weights become bfloat16, as in a 16-bit checkpoint.
+The header is parsed here, and every length is checked against the file, because such files are untrusted. The package
+`gguf` dequantizes quantized tensors (Q4_0 ... Q8_0, Q2_K ... Q6_K, IQ types): `pip install gguf`. All weights become
+bfloat16, as in a 16-bit checkpoint.
 
     general.architecture    llama (and Mistral), qwen2, qwen3
-    q and k of llama        rows are ordered so that a rotation mixes neighbours; in Hugging Face's order it mixes
-    halves
-    rope_freqs.weight       Llama 3's scaling, as factors of the frequencies
+    q and k of llama        in GGUF, RoPE rotates neighbouring rows of a head; in Hugging Face's order, its two halves
+    rope_freqs.weight       Llama 3's scaling, as divisors of the frequencies
 """
 
 import dataclasses
@@ -47,10 +46,10 @@ _SCALARS = {
 }
 _PLAIN = {0: np.dtype("<f4"), 1: np.dtype("<f2"), 30: np.dtype(ml_dtypes.bfloat16)}
 _MOST_AXES = 4
-# Types of tokens: what is not text; what is text, but never split; and rows of the embedding that are no token.
+# Types of tokens: control tokens, which are not text; text that is never split; and unused rows of the embedding.
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
 _ENDS = ("eos", "eot", "eom")
-# Part of the names of the folders that stand for files: a newer program makes them anew.
+# Part of the names of cached folders: a version of this program that changes it makes them anew.
 _FOLDER_FORM = 2
 
 _OUTSIDE = {
@@ -82,10 +81,10 @@ class GGUFError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Where a tensor is in the file.
+    """Position, shape and type of a tensor in the file.
 
     Attributes:
-        shape: Rows first, as in numpy.
+        shape: Shape in NumPy's order, [N, K] for a linear.
         type: ggml's number of its type.
         start: First byte in the file.
         nbytes: Size in bytes.
@@ -99,7 +98,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """The header of a file.
+    """The parsed header of a GGUF file.
 
     Attributes:
         fields: Metadata by key.
@@ -114,7 +113,7 @@ def read_header(path: str | pathlib.Path) -> Header:
     """Reads and checks the header of a GGUF file, version 2 or 3.
 
     Raises:
-        GGUFError: Naming the file and what is wrong with it.
+        GGUFError: If the file is broken or cannot be read; the error names the file and the reason.
     """
     data = np.memmap(path, mode="r") if pathlib.Path(path).stat().st_size else np.zeros(0, np.uint8)
     try:
@@ -124,7 +123,7 @@ def read_header(path: str | pathlib.Path) -> Header:
 
 
 class _Parser:
-    """Reads a header from the first byte on; rejects every length that exceeds the file."""
+    """Parses a header from the first byte on, and rejects every length that exceeds the file."""
 
     def __init__(self, data: np.ndarray):
         self._data, self._at = data, 0
@@ -184,7 +183,7 @@ class _Parser:
         return struct.unpack(f"<{code}", self._bytes(struct.calcsize(f"<{code}")))[0]
 
     def _count(self) -> int:
-        """The number of items that follow; each takes at least one byte."""
+        """Reads the number of items that follow, each of which takes at least one byte."""
         count = self._number("Q")
         if count > len(self._data) - self._at:
             raise GGUFError(
@@ -218,7 +217,7 @@ def _scalar(kind: int) -> str:
 
 
 def _byte_shape(name: str, shape: tuple[int, ...], kind: int) -> tuple[int, ...]:
-    """The shape of a tensor's bytes, [..., bytes of a row]."""
+    """Returns the shape of a tensor's bytes, [..., bytes of a row]."""
     if kind in _PLAIN:
         return (*shape[:-1], shape[-1] * _PLAIN[kind].itemsize)
     gguf = _package(name)
@@ -242,13 +241,13 @@ def _package(name: str):
 
 
 class Tensors(Mapping[str, np.ndarray]):
-    """The tensors of a GGUF file by Hugging Face's names, in bfloat16; each is unpacked on access."""
+    """The tensors of a GGUF file by Hugging Face's names, in bfloat16; each is dequantized on access."""
 
     def __init__(self, path: str | pathlib.Path):
-        """Reads the header.
+        """Reads the header, but no tensor.
 
         Raises:
-            GGUFError: When the file is broken, or holds a tensor that has no Hugging Face name.
+            GGUFError: If the file is broken, its model is not supported, or a tensor has no Hugging Face name.
         """
         self._path = pathlib.Path(path)
         header = read_header(path)
@@ -270,7 +269,7 @@ class Tensors(Mapping[str, np.ndarray]):
         part = source.split(".")[2] if source.startswith("blk.") else ""
         if part in self._heads:
             weight = _halves(source, weight, self._heads[part])
-        with np.errstate(invalid="ignore"):  # a NaN stays one
+        with np.errstate(invalid="ignore"):  # NaN stays NaN
             return np.ascontiguousarray(weight.astype(ml_dtypes.bfloat16))
 
     def __iter__(self) -> Iterator[str]:
@@ -283,11 +282,11 @@ class Tensors(Mapping[str, np.ndarray]):
         return name in self._entries
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, without unpacking it."""
+        """Returns the shape of a tensor without dequantizing it."""
         return self._entry(name)[1].shape
 
     def type(self, name: str) -> str:
-        """Type of a tensor as safetensors calls it."""
+        """Returns safetensors' name of the dtype that access gives: "BF16"."""
         self._entry(name)
         return "BF16"
 
@@ -322,8 +321,8 @@ def _hf_name(name: str) -> str:
 
 
 def _halves(name: str, rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows [heads * C, ...] in Hugging Face's order: separates the two halves of a rotation, which GGUF
-    interleaves."""
+    """Reorders rows [heads * C, ...] as Hugging Face does: the two halves of a rotation, which GGUF interleaves, are
+    put one after the other."""
     if len(rows) % (2 * heads):
         raise GGUFError(f"{name}: {len(rows)} rows are not {heads} heads of an even size")
     pairs = rows.reshape(heads, len(rows) // heads // 2, 2, *rows.shape[1:])
@@ -331,10 +330,10 @@ def _halves(name: str, rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 def model_config(header: Header) -> dict[str, Any]:
-    """The config.json of a model, from the metadata of its file.
+    """Makes the config.json of a model from the header of its file.
 
     Raises:
-        GGUFError: For an architecture, a rotation or a split that is not supported, or a missing field.
+        GGUFError: For an architecture, a rotation or a split file that is not supported, or a missing field.
     """
     fields = header.fields
     arch = fields.get("general.architecture")
@@ -366,7 +365,7 @@ def model_config(header: Header) -> dict[str, Any]:
     scaling = fields.get(f"{arch}.rope.scaling.type", "none")
     if scaling != "none" and fields.get(f"{arch}.rope.scaling.factor", 1) != 1:
         raise GGUFError(f"{arch}.rope.scaling.type: got {scaling!r}; only 'none' can be read")
-    # float32 prints more digits than it holds.
+    # A float32 as a Python float shows more digits than it had.
     short = lambda value: float(f"{value:.6g}")
     theta = short(number("rope.freq_base", float)) if f"{arch}.rope.freq_base" in fields else 1e4
     config = {
@@ -396,10 +395,15 @@ def model_config(header: Header) -> dict[str, Any]:
 
 
 def llama3_scaling(factors: np.ndarray, theta: float, head_size: int) -> dict[str, Any]:
-    """The `rope_scaling` of config.json that gives these factors [C / 2] of the wavelengths.
+    """Returns the `rope_scaling` of config.json that gives these factors of the wavelengths.
+
+    Args:
+        factors: float64 [C / 2].
+        theta: Base of the rotary wavelengths.
+        head_size: C.
 
     Raises:
-        GGUFError: When they are not Llama 3's.
+        GGUFError: If the factors are not of Llama 3's form.
     """
     factor, low, high = float(factors.max()), 1.0, 4.0
     wavelengths = 2 * math.pi * theta ** (np.arange(0, head_size, 2) / head_size)
@@ -408,7 +412,7 @@ def llama3_scaling(factors: np.ndarray, theta: float, head_size: int) -> dict[st
     )
     if factors.shape != wavelengths.shape or not np.isfinite(factors).all() or factor <= 1:
         raise fail
-    # A factor between those of kept and of fully scaled frequencies determines the original context.
+    # Each factor between 1 (unscaled frequencies) and the largest (fully scaled ones) gives the original context.
     shares = (1 / np.maximum(factors, 1) - 1 / factor) / (1 - 1 / factor)
     between = (shares > 1e-3) & (shares < 1 - 1e-3)
     contexts = (low + shares * (high - low)) * wavelengths
@@ -426,14 +430,14 @@ def llama3_scaling(factors: np.ndarray, theta: float, head_size: int) -> dict[st
 
 
 def as_folder(path: str | pathlib.Path) -> pathlib.Path:
-    """Makes the folder that stands for a GGUF file: config, tokenizer, and a link to the file.
+    """Makes a model folder for a GGUF file, with config, tokenizer and a link to the file, and returns its path.
 
-    The folder is in ~/.cache/qerl_jax (XDG_CACHE_HOME) and is made again when the file changes. Weights are not
-    copied. Where the kind of tokenizer is not supported, the folder has none, and
-    `model.tokenizer_name_or_path` must name one.
+    The folder is in ~/.cache/qerl_jax (or XDG_CACHE_HOME) and is made again when the file changes. Weights are not
+    copied. If the kind of tokenizer is not supported, the folder has none, and `model.tokenizer_name_or_path` must
+    name one.
 
     Raises:
-        GGUFError: When the file cannot be read.
+        GGUFError: If the file cannot be read.
     """
     path = pathlib.Path(path).expanduser().resolve()
     found = path.stat()
@@ -461,7 +465,7 @@ def as_folder(path: str | pathlib.Path) -> pathlib.Path:
         (partial / FILE).symlink_to(path)
         write_tokenizer(partial, header.fields)
         generation = {name: config[name] for name in config if name.endswith("_token_id")}
-        # llama.cpp ends a completion at the end of a turn or of a message, too.
+        # llama.cpp also ends a completion at the end-of-turn and end-of-message tokens.
         ends = (header.fields.get(f"tokenizer.ggml.{name}_token_id") for name in _ENDS)
         if ends := list(dict.fromkeys(i for i in ends if type(i) is int)):
             generation["eos_token_id"] = ends
@@ -470,7 +474,7 @@ def as_folder(path: str | pathlib.Path) -> pathlib.Path:
     return folder
 
 
-# llama.cpp's names of the ways to split text into words, before byte pairs are merged.
+# Maps llama.cpp's names of pre-tokenizers to their regular expressions.
 _SPLITS = {
     "smollm": None,
     "llama-bpe": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -480,7 +484,7 @@ _SPLITS = {
 }
 
 
-# What the lists of a tokenizer must hold, and the rule in words.
+# Checks of the entries of a tokenizer's lists, and the rules in words.
 _TOKENIZER_FORMS = {
     "tokenizer.ggml.tokens": (lambda token: isinstance(token, str), "must be texts"),
     "tokenizer.ggml.merges": (
@@ -492,7 +496,14 @@ _TOKENIZER_FORMS = {
 
 
 def write_tokenizer(folder: pathlib.Path, fields: Mapping[str, Any]) -> bool:
-    """Writes tokenizer.json and tokenizer_config.json; False where the kind of tokenizer is not supported."""
+    """Writes tokenizer.json and tokenizer_config.json from the fields of a header.
+
+    Returns:
+        Whether the kind of tokenizer is supported; if not, nothing is written.
+
+    Raises:
+        GGUFError: If the fields of the tokenizer are invalid.
+    """
     kind = fields.get("tokenizer.ggml.pre")
     is_read = isinstance(kind, str) and kind in _SPLITS
     if fields.get("tokenizer.ggml.model") != "gpt2" or not is_read:
@@ -524,13 +535,16 @@ def write_tokenizer(folder: pathlib.Path, fields: Mapping[str, Any]) -> bool:
 
 
 def byte_pairs(kind: str, tokens: list[str], merges: list[str], types: list[int]):
-    """A byte-level tokenizer of the package `tokenizers`.
+    """Makes a byte-level BPE tokenizer of the package `tokenizers`.
 
     Args:
-        kind: How text is split into words, "tokenizer.ggml.pre".
+        kind: llama.cpp's name of the pre-tokenizer ("tokenizer.ggml.pre"), a key of `_SPLITS`.
         tokens: Tokens by id.
-        merges: Two tokens with a space between each.
+        merges: Pairs of tokens, each as a text with a space between the two.
         types: ggml's type of each token.
+
+    Raises:
+        ConfigError: If there is not one type per token.
     """
     from tokenizers import (
         AddedToken,

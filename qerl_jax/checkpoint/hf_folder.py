@@ -1,4 +1,4 @@
-"""A model as a Hugging Face folder: the names of its tensors, and how to write it layer by layer."""
+"""Finds, opens and writes Hugging Face model folders; weights are written layer by layer."""
 
 import functools
 import json
@@ -15,20 +15,24 @@ from qerl_jax.checkpoint import gguf, safetensors
 from qerl_jax.files import read_json, whole_folder
 from qerl_jax.model.transformer import Transformer, abstract_base
 
-# The base that comes with the package.
+# The small base that comes with the package.
 TINY = pathlib.Path(__file__).parents[1] / "assets" / "tiny"
-# Endings of the files that are copied with a model, and the files that describe the source's own weights.
+# Endings of the files that are copied with a model, and files that are not, since they describe the source's weights.
 _COPIED = (".json", ".txt", ".jinja", ".model")
 _OWN = ("hf_quant_config.json", "quantization_report.json", "export.json")
 
 
 def local_folder(name_or_path: str, *, weights: bool = True) -> pathlib.Path:
-    """Finds a model folder: a local one as it is, "qerl-tiny" in the package, any other downloaded from the hub.
+    """Returns a model's local folder; a model that is not local is downloaded from the hub.
 
-    A GGUF file gives a folder that stands for it; see `gguf.as_folder`.
+    Args:
+        name_or_path: A folder, a GGUF file (see `gguf.as_folder`), "qerl-tiny" for the base in the package, or a hub
+            name.
+        weights: Whether to download the weights too.
 
     Raises:
-        FileNotFoundError: When it is neither a folder nor a model that the hub can deliver.
+        FileNotFoundError: If it is not local and the hub does not deliver it.
+        GGUFError: If a GGUF file cannot be read.
     """
     if name_or_path == "qerl-tiny":
         return TINY
@@ -53,10 +57,10 @@ def local_folder(name_or_path: str, *, weights: bool = True) -> pathlib.Path:
 
 
 def open_weights(folder: str | pathlib.Path) -> safetensors.Tensors | gguf.Tensors:
-    """Opens the weights of a model folder.
+    """Opens the weights of a model folder, as a mapping from Hugging Face's names to arrays.
 
     Raises:
-        SafetensorsError, GGUFError: When a file is missing or broken.
+        SafetensorsError, GGUFError: If a file is missing or broken.
     """
     file = pathlib.Path(folder) / gguf.FILE
     return gguf.Tensors(file) if file.is_file() else safetensors.Tensors(folder)
@@ -75,17 +79,18 @@ def fill_folder(
 ) -> None:
     """Writes weights in shards, config.json, and the tokenizer and generation config of `source`.
 
-    Host memory holds one layer.
+    Host memory holds one layer at a time.
 
     Args:
-        folder: Exists and is empty.
+        folder: An existing empty folder.
         source: A model folder of the same architecture.
         num_layers: L.
         outside: Tensors that are in no layer, by name; written in `dtype`.
-        layer: Index -> tensors of that layer, by name.
-        kind: Index -> a value that is equal for layers whose tensors have the same names, types and shapes.
-        dtype: Type of the model: bfloat16 or float32.
-        quantization_config: The entry of config.json, where weights are packed.
+        layer: Maps a layer's index to its tensors by name.
+        kind: Maps a layer's index to a value that is equal for layers whose tensors have the same names, dtypes and
+            shapes.
+        dtype: Dtype of the model: bfloat16 or float32.
+        quantization_config: The entry of config.json if weights are packed, else None.
     """
     dtype, layer = np.dtype(dtype), functools.lru_cache(maxsize=1)(layer)
     table = {name: (dtype, array.shape) for name, array in outside.items()}
@@ -113,8 +118,8 @@ def fill_folder(
 
 
 def copy_companions(source: pathlib.Path, folder: pathlib.Path) -> None:
-    """Copies the files beside a model's weights, such as config and tokenizer, but not those that describe the
-    weights."""
+    """Copies the files beside a model's weights, such as config and tokenizer, without those that describe the
+    weights; states the end token if needed (`_state_end_token`)."""
     for path in source.iterdir():
         described = path.name.endswith(".index.json") or path.name in _OWN
         if path.suffix in _COPIED and not described:
@@ -123,9 +128,9 @@ def copy_companions(source: pathlib.Path, folder: pathlib.Path) -> None:
 
 
 def _state_end_token(folder: pathlib.Path) -> None:
-    """Writes generation_config.json where only the tokenizer states the end token.
+    """Writes the end token to generation_config.json if only the tokenizer states it.
 
-    transformers and vLLM end completions by the configs of a model, not by its tokenizer.
+    transformers and vLLM end completions by a model's configs, not by its tokenizer.
     """
     names = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")
     config, generation, tokens, tokenizer = (
@@ -147,15 +152,15 @@ def _layer(stacks: Any, index: int) -> Any:
 
 
 def require_new(folder: pathlib.Path, field: str, remedy: str = "") -> None:
-    """Refuses a folder to write that is there and not empty.
+    """Checks that a folder to be written does not exist or is empty.
 
     Args:
         folder: The folder.
-        field: The argument that gave it.
-        remedy: What else helps, in the words that end the error.
+        field: Name of the argument that gave it, for the error.
+        remedy: Text at the end of the error that says what else helps.
 
     Raises:
-        FileExistsError: With the remedy.
+        FileExistsError: If the folder exists and is not empty.
     """
     is_new = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
     rule = f"exists already: choose another folder, or remove that one{remedy}"
@@ -165,19 +170,19 @@ def require_new(folder: pathlib.Path, field: str, remedy: str = "") -> None:
 def export_model(
     folder: str | pathlib.Path, model: Transformer, base: Any, source: str | pathlib.Path
 ) -> None:
-    """Writes a dense base as a Hugging Face folder that `read_base` and transformers read, and vLLM should.
+    """Writes a dense base as a Hugging Face folder that `read_base` and transformers can read, and vLLM should.
 
-    Weights are written in the type of the model's base (bfloat16 or float32); config and tokenizer are the
-    source's. The folder appears whole or not at all.
+    Weights are written in the dtype of the model's base (bfloat16 or float32); config and tokenizer are copied from
+    the source. The folder is written completely or not at all.
 
     Args:
-        folder: Replaced if it is a model already.
-        model: Says which linears are fused.
-        base: The whole `frozen` tree; its layers may be trained, in float32.
-        source: The folder that the base came from.
+        folder: The new folder; a model that is there already is replaced.
+        model: The model of the base.
+        base: The whole `frozen` tree; its layers may be trained ones, in float32.
+        source: The folder that the base was read from.
 
     Raises:
-        FileExistsError: When the folder holds something else.
+        FileExistsError: If the folder holds something else.
     """
     arch = model.arch
     dtype = np.dtype(abstract_base(model.clone(full=False))["embed_tokens"].dtype)

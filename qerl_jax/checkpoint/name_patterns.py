@@ -1,9 +1,9 @@
-"""Regular expressions from other people's adapters. They may keep `re` busy forever, so run this in worker
+"""Matches regular expressions from untrusted adapters. They may keep `re` busy forever, so use it in worker
 processes only."""
 
 import re
 
 
 def full_match(pattern: str, name: str) -> bool:
-    """Whether a pattern matches a whole name."""
+    """Whether a pattern matches the whole of a name."""
     return re.fullmatch(pattern, name) is not None

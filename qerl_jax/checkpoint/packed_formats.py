@@ -1,7 +1,7 @@
-"""How the weights of each packed format are made, and how a Hugging Face folder stores them.
+"""The packed formats: how weights are packed, and how a Hugging Face folder stores them.
 
-NVFP4 and MXFP4 folders are compressed-tensors', which transformers reads, and vLLM should (not tested). NF4 folders
-are those that transformers writes with bitsandbytes.
+NVFP4 and MXFP4 folders have the format of compressed-tensors, which transformers can read, and vLLM should (not
+tested). NF4 folders have the format that transformers writes with bitsandbytes.
 """
 
 import dataclasses
@@ -31,28 +31,28 @@ _QUANT_STATE = "quant_state.bitsandbytes__nf4"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Format:
-    """One packed format.
+    """One packed format; most attributes are functions.
 
     Attributes:
         name: Name of the format in `model.weights`.
-        block: K must be a multiple of it.
-        group: Number of neighbouring entries that share a scale.
-        pack: Weights [N, K] that read one input -> each packed to nearest, with scales from the largest entry of
-            each block and with the shared values that the format needs; the bytes equal the libraries'; compiled.
-        search: The same, but with the scale that rounds each block best. Takes the `moments` that weight the
-            errors, or None, and packed weights whose scales are tried too, or None; compiled.
-        recode: A weight and a packed weight of its shape -> the weight rounded to nearest with the packed weight's
-            scales.
-        steps: A packed weight -> float32 [N, K], the value of one code unit at each entry.
-        grid: Values of the codes, in rising order.
-        unpack: A packed weight -> [N, K] in a given dtype; compiled.
-        fuse: Packed weights that read one input -> one, joined along N.
-        shapes: (N, K) -> shapes of the tensors that store a weight in a file, by their name after the linear's name
-            and a dot.
-        nbytes: (N, K) -> bytes of these tensors.
-        write: A packed weight -> these tensors.
-        types: Safetensors' names of the types that some of these tensors may have.
-        read: An opened folder and a linear's name -> the packed weight, in host memory.
+        block: K must be a multiple of this.
+        group: Number of consecutive entries that share a scale.
+        pack: Packs weights [N, K] that read the same input: rounds to nearest, with scales from the largest entry of
+            each block, and with NVFP4's common global scale. The bytes equal those of the reference libraries.
+            Compiled.
+        search: Like `pack`, but with the scale that gives each block the smallest error. Arguments: weights, the
+            `moments` that weight the errors or None, and packed weights whose scales are tried too or None. Compiled.
+        recode: Rounds a weight to nearest with the scales of a packed weight of the same shape.
+        steps: Returns the value of one code unit at each entry of a packed weight, float32 [N, K].
+        grid: Values of the codes, in ascending order.
+        unpack: Dequantizes a packed weight to [N, K] in a given dtype. Compiled.
+        fuse: Joins packed weights that read the same input along N.
+        shapes: Maps (N, K) to the shapes of the tensors that store a weight in a file, by the last part of their
+            names.
+        nbytes: Maps (N, K) to the bytes of these tensors.
+        write: Converts a packed weight to these tensors.
+        types: Safetensors' names of the dtypes that a tensor may have; tensors without an entry are not checked.
+        read: Reads a packed weight into host memory, from an opened folder and a linear's name.
         config: `quantization_config` of a folder.
     """
 
@@ -80,29 +80,33 @@ class Format:
         moments: jax.Array | None = None,
         like: Sequence[Any] | None = None,
     ) -> list[Any]:
-        """Packs weights [N, K] that read one input, with block scales chosen by `scales`.
+        """Packs weights that read the same input, with block scales chosen by `scales`.
 
         Args:
-            parts: The weights.
-            scales: How block scales are chosen.
-            moments: The result of `moments` for the inputs' Gram matrix. With it a search minimizes the error of
-                each block's part of the output, without it the error of the weights.
+            parts: The weights, [N_i, K] each.
+            scales: How block scales are chosen: "search", "maximum", or "auto" for the choice that suits the format.
+            moments: The result of `moments` for the Gram matrix of the inputs. With it, a search minimizes the error
+                of each block's contribution to the output, without it the error of the weights.
             like: Packed weights of these shapes that may be close to the new ones. A search tries their scales too,
-                so that unchanged weights are not rounded again.
+                so that unchanged weights keep their codes.
+
+        Returns:
+            The packed weights, in order.
         """
-        # Without inputs a search is worth its time for NVFP4 only (docs/quantization.md).
+        # Without inputs, a search is worth its time only for NVFP4 (docs/quantization.md).
         pays = self.name == "nvfp4" or moments is not None
         searches = scales == "search" or (scales == "auto" and pays)
         return self.search(parts, moments, like) if searches else self.pack(parts)
 
     def moments(self, gram: jax.Array) -> jax.Array | None:
-        """The diagonal blocks of a Gram matrix, one for each scale block of a row: [K / group, group, group].
+        """Returns the diagonal blocks of a Gram matrix, one for each scale block of a row.
 
         Args:
             gram: float32 [K, K], or its diagonal [K].
 
         Returns:
-            The blocks; None where scale blocks cross the ends of rows.
+            float32 [K / group, group, group]; None if K is not a multiple of the group, so that scale blocks cross
+            the ends of rows.
         """
         blocks, more = divmod(len(gram), self.group)
         if more:
@@ -113,15 +117,15 @@ class Format:
         return gram.reshape(blocks, self.group, blocks, self.group)[index, :, index]
 
     def config_without(self, kept: Sequence[str]) -> dict[str, Any]:
-        """`quantization_config` of a folder that leaves these linears in 16 bits, by their names."""
+        """Returns the `quantization_config` of a folder that keeps the linears with these names in 16 bits."""
         field = "ignore" if "ignore" in self.config else "llm_int8_skip_modules"
         return self.config | {field: [*self.config[field], *kept]}
 
     def check(self, arch: Architecture) -> None:
-        """Checks that every linear can be packed.
+        """Checks that every linear of an architecture can be packed.
 
         Raises:
-            ValueError: When a linear's K is not a multiple of the block.
+            ConfigError: If a linear's K is not a multiple of `block`; the error names `model.weights`.
         """
         for linear in arch.linears():
             width = arch.input_width(linear)
@@ -137,7 +141,7 @@ class Format:
 def named(
     name: str, *, scale_rounding: mxfp4.Rounding = "nearest", double_quant: bool = True
 ) -> Format:
-    """A format by its name.
+    """Returns a format by its name.
 
     Args:
         name: "nvfp4", "mxfp4" or "nf4".
@@ -145,7 +149,7 @@ def named(
         double_quant: Whether NF4's scales are quantized too, as in QLoRA.
 
     Raises:
-        ValueError: An unknown name.
+        ValueError: If the name is unknown.
     """
     require(name in ("nvfp4", "mxfp4", "nf4"), "format", name, "must be 'nvfp4', 'mxfp4' or 'nf4'")
     if name == "nf4":
@@ -154,16 +158,17 @@ def named(
 
 
 def of_folder(folder: str | pathlib.Path) -> Format | None:
-    """The format of a model folder, by `quantization_config` in its config.json, or by hf_quant_config.json.
+    """Returns the format of a model folder, by `quantization_config` in config.json, or by hf_quant_config.json.
 
-    Keys that do not concern the weights are ignored, whatever library version wrote them. Scales of quantized
+    Keys that do not concern the weights are ignored, whatever library version wrote them. Scales for quantized
     activations (W4A4) are ignored too: activations stay in 16 bits here, which is more exact.
 
     Returns:
-        None for a folder without quantization.
+        The format; None for a folder without quantization.
 
     Raises:
-        NotImplementedError: For a quantization that is not supported; the error names it.
+        NotImplementedError: If the quantization is not supported; the error names it.
+        ValueError: If the configs are malformed.
     """
     folder = pathlib.Path(folder)
     quantization = read_json(folder / "config.json").get("quantization_config")
@@ -252,7 +257,7 @@ def _write_fp4(t: NVFP4Tensor | MXFP4Tensor) -> dict[str, np.ndarray]:
 
 @jax.jit
 def _pack_nvfp4(parts: Sequence[jax.Array]) -> list[NVFP4Tensor]:
-    # vLLM needs one global scale for linears that it fuses: the smallest.
+    # vLLM needs one global scale for the linears that it fuses; the smallest one fits all.
     shared = functools.reduce(jnp.minimum, [nvfp4.global_scale(part) for part in parts])
     return [nvfp4.quantize(part, shared) for part in parts]
 
@@ -267,7 +272,7 @@ def _read_nvfp4(tensors: Tensors, name: str) -> NVFP4Tensor:
     return _nvfp4_tensor(*(tensors[f"{name}.{suffix}"] for suffix in suffixes))
 
 
-# The codes of E2M1 from -6 to 6, with one zero.
+# Indices of the E2M1 codes with values from -6 to 6 in ascending order, with only one zero.
 _RISING = np.array([*range(15, 8, -1), *range(8)])
 
 _NVFP4 = Format(
@@ -300,7 +305,7 @@ _NVFP4 = Format(
 
 
 def _read_modelopt(tensors: Tensors, name: str) -> NVFP4Tensor:
-    # ModelOpt multiplies by its second scale, where compressed-tensors divides by its own.
+    # ModelOpt multiplies by `weight_scale_2`, while compressed-tensors divides by its global scale.
     scale = 1 / np.asarray(tensors[f"{name}.weight_scale_2"], np.float32)
     return _nvfp4_tensor(tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"], scale)
 
@@ -353,7 +358,7 @@ def _mxfp4(rounding: mxfp4.Rounding) -> Format:
 
 
 _MXFP4 = {rounding: _mxfp4(rounding) for rounding in ("nearest", "floor")}
-# By `quant_method`, then by the format's name in that method's field.
+# Maps (`quant_method`, the format's name in that method's field) to the format.
 _FOLDERS = {
     ("compressed-tensors", "nvfp4-pack-quantized"): _NVFP4,
     ("compressed-tensors", "mxfp4-pack-quantized"): _MXFP4["nearest"],
@@ -389,7 +394,7 @@ def _write_nf4(t: NF4Tensor) -> dict[str, np.ndarray]:
             "weight.nested_absmax": np.asarray(t.absmax2),
             "weight.nested_quant_map": nf4.SCALE_VALUES,
         }
-    # Spaces, which JSON allows, give the text the same length in all layers, whatever the digits of the offset.
+    # Padded with spaces, which JSON allows, so that the text has the same length in all layers.
     text = np.frombuffer(json.dumps(state).ljust(_STATE_BYTES).encode(), np.uint8)
     return tensors | {f"weight.{_QUANT_STATE}": text}
 
@@ -417,7 +422,7 @@ def _nf4(double: bool) -> Format:
         return {"weight": (n * k // 2, 1), "weight.absmax": (blocks,)} | nested
 
     def nbytes(n: int, k: int) -> int:
-        # Not counted: the state, a text of about 150 bytes.
+        # The quant state, a text of 192 bytes, is not counted.
         blocks, tables = math.ceil(n * k / nf4.BLOCK), 64 + 1024 * double
         scales = blocks + 4 * math.ceil(blocks / nf4.GROUP) if double else 4 * blocks
         return n * k // 2 + scales + tables

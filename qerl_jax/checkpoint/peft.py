@@ -1,4 +1,4 @@
-"""Reads PEFT adapters into `params`, and writes them."""
+"""Reads PEFT adapters into `params`, and writes `params` as PEFT adapters."""
 
 import functools
 import json
@@ -21,16 +21,16 @@ from qerl_jax.process_pool import Failure, Pool
 _PEFT_PREFIX = "base_model.model."
 
 
-# Fields that determine the shape of branches, besides rank and alpha.
+# Fields of `LoraConfig` that determine the branches, besides rank and alpha.
 SHAPE_FIELDS = ("target_modules", "rank_pattern", "alpha_pattern", "use_rslora")
 
 
 def _branch(config: dict[str, Any], name: str) -> tuple[int, float] | None:
-    """What an adapter_config.json says about a linear, named as in the base: "model.layers.0.mlp.up_proj".
+    """Returns what an adapter_config.json says of a linear such as "model.layers.0.mlp.up_proj".
 
     Returns:
-        Rank and factor of its branch (alpha / rank, or alpha / sqrt(rank): rslora, arXiv 2312.03732);
-        None where it has no branch.
+        Rank and scaling of its branch (alpha / rank, or alpha / sqrt(rank) with rslora, arXiv 2312.03732); None if it
+        has no branch.
     """
     layers = config.get("layers_to_transform")
     layers = [layers] if isinstance(layers, int) else layers
@@ -46,8 +46,8 @@ def _branch(config: dict[str, Any], name: str) -> tuple[int, float] | None:
 
 
 def _is_named(modules: str | list[str], name: str) -> bool:
-    """Whether `target_modules` names a linear: a string is a pattern for whole names, a list holds names or
-    suffixes."""
+    """Whether `target_modules` matches a linear: a string is a pattern for whole names, a list has names or their
+    last parts."""
     if not isinstance(modules, str):
         return any(f".{name}".endswith(f".{module}") for module in modules)
     return _is_matched(modules, name)
@@ -59,10 +59,10 @@ def _by_pattern(patterns: dict[str, float] | None, name: str, default: float) ->
 
 
 def _is_matched(pattern: str, name: str) -> bool:
-    """Whether another person's pattern matches a name, with a time limit.
+    """Whether a pattern from an untrusted file matches a whole name, with a time limit.
 
     Raises:
-        ValueError: When it is not a pattern, or takes too long.
+        ValueError: If it is not a valid pattern, or takes too long.
     """
     (found,) = _matchers().map("full_match", [(pattern, name)])
     if isinstance(found, Failure):
@@ -77,7 +77,7 @@ def _matchers() -> Pool:
     return Pool("qerl_jax.checkpoint.name_patterns", workers=1, seconds=1.0)
 
 
-# Fields that make an adapter something other than B A x; each with the value of a plain one.
+# Fields that could make an adapter something other than B A x, each with its value in plain LoRA.
 _PLAIN = {
     "peft_type": "LORA",
     "bias": "none",
@@ -94,7 +94,7 @@ _PLAIN = {
     "monteclora_config": None,
     "use_bdlora": None,
 }
-# These initializations change the base; others leave it as it is.
+# Values of `init_lora_weights` that begin so change the base.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
@@ -170,15 +170,17 @@ def _config(folder: str | pathlib.Path) -> dict[str, Any]:
 
 
 def read_lora(folder: str | pathlib.Path) -> LoraConfig:
-    """The shape that a model needs for a PEFT adapter, from its adapter_config.json.
+    """Returns the LoRA config that a model needs for a PEFT adapter, from its adapter_config.json.
 
-    Where layers are chosen or modules left out, or a pattern names them (`layers_to_transform`,
-    `exclude_modules`, a text for `target_modules`, a key of `rank_pattern` that repeats something), all linears get
-    a branch of the largest rank, and alpha is chosen so that alpha / rank is the scaling of linears that no pattern
-    names.
+    Some adapters cannot be described exactly: those with `layers_to_transform`, `exclude_modules`, a pattern or an
+    unknown name in `target_modules`, or a repetition in a key of `rank_pattern` or `alpha_pattern`. For them all
+    linears get a branch of the largest rank, and alpha is chosen so that alpha / rank is the scaling of linears that
+    no pattern matches.
 
     Raises:
-        NotImplementedError: For adapters that are not plain LoRA; the error names the field that says so.
+        FileNotFoundError: If the folder has no adapter_config.json.
+        NotImplementedError: If the adapter is not plain LoRA; the error names the field that says so.
+        ValueError: If a field has an invalid value.
     """
     config = _config(folder)
     alpha, root = float(config["lora_alpha"]), bool(config.get("use_rslora"))
@@ -187,7 +189,7 @@ def read_lora(folder: str | pathlib.Path) -> LoraConfig:
         not isinstance(targets, str) and set(targets) <= set(get_args(Linear))
     )
     patterns = [*(config.get("rank_pattern") or {}), *(config.get("alpha_pattern") or {})]
-    # Repetitions may keep `re` busy forever, and a model matches without a time limit.
+    # Repetitions could keep `re` busy forever, and `lora.shapes` matches without a time limit.
     is_simple = not any(set(pattern) & set("*+?{") for pattern in patterns)
     if is_listed and is_simple and not config.get("exclude_modules") and _all_layers(config):
         return LoraConfig(
@@ -207,19 +209,25 @@ def read_lora(folder: str | pathlib.Path) -> LoraConfig:
 
 
 def _all_layers(config: dict[str, Any]) -> bool:
-    return config.get("layers_to_transform") in (None, [])  # PEFT takes an empty list for no choice
+    return config.get("layers_to_transform") in (None, [])  # PEFT treats an empty list as None
 
 
 def import_adapter(folder: str | pathlib.Path, model: transformer.Transformer) -> Any:
-    """Reads a PEFT adapter into the `params` tree of `model`, float32.
+    """Reads a PEFT adapter into the `params` tree of `model`, in float32.
 
-    The result computes the same function as the adapter. A branch of a lower rank than the tree's is padded with
-    zeros in A and in B, and a linear without a branch gets only zeros: both stay zero in training. Where a scaling
+    The result computes the same function as the adapter. A branch of a lower rank than the model's is padded with
+    zeros in A and in B, and a linear without a branch gets only zeros: these stay zero in training. If a scaling
     differs from the model's (see `read_lora`), B is multiplied by the quotient, so the effect of an optimizer step
     on such a branch is scaled by its inverse.
 
+    Args:
+        folder: A PEFT folder.
+        model: The model, whose `lora` must be the result of `read_lora` but for alpha.
+
     Raises:
-        SafetensorsError, ValueError: When a tensor is missing, has another shape, or does not belong to the model.
+        SafetensorsError, ValueError: If the model's `lora` differs, or a tensor is missing, has another shape, or
+            does not belong to the model.
+        FileNotFoundError, NotImplementedError: As for `read_lora`.
     """
     tensors, config = Tensors(folder, "adapter_model"), _config(folder)
     arch, ours, needed = model.arch, model.lora, read_lora(folder)
@@ -280,19 +288,18 @@ def _peft_tensors(params: Any, shape: LoraConfig):
 
 
 def export_adapter(folder: str | pathlib.Path, params: Any, shape: LoraConfig, base: str) -> None:
-    """Writes the adapter as PEFT does: adapter_config.json and adapter_model.safetensors, float32.
+    """Writes the adapter as PEFT does: adapter_config.json and adapter_model.safetensors, in float32.
 
-    Trained norms are written too and listed in `modules_to_save`. The folder appears whole or not
-    at all.
+    Trained norms are written too and listed in `modules_to_save`. The folder is written completely or not at all.
 
     Args:
-        folder: Replaced if it is an adapter already.
+        folder: The new folder; an adapter that is there already is replaced.
         params: The `params` tree.
-        shape: The shape of the adapter.
+        shape: The LoRA config.
         base: The name or path of the base, for `base_model_name_or_path`.
 
     Raises:
-        FileExistsError: When the folder holds something else.
+        FileExistsError: If the folder holds something else.
     """
     from safetensors.numpy import save_file
 

@@ -1,4 +1,4 @@
-"""Loads a policy by what a user names (a hub name, a PEFT folder or a run folder) into variables on the device."""
+"""Loads a policy from a hub name, a PEFT folder or a run folder into variables on the device."""
 
 import dataclasses
 import pathlib
@@ -15,7 +15,7 @@ from qerl_jax.mesh import Replicas
 from qerl_jax.model.transformer import Transformer
 from qerl_jax.tracking import terminal
 
-# One device, of however many there are.
+# A mesh of one device, however many there are.
 ALONE = config.MeshConfig(data=1)
 
 
@@ -24,10 +24,10 @@ class PolicySource:
     """The base and the adapter of a policy, and the run that they come from.
 
     Attributes:
-        model: The base.
+        model: Config of the base.
         adapter: A PEFT folder; None for the bare base.
-        run: The config of the run that trained the policy, if known.
-        folder: The run folder, if there is one.
+        run: The config of the run that trained the policy, or None.
+        folder: The run folder, or None.
     """
 
     model: config.ModelConfig
@@ -37,7 +37,10 @@ class PolicySource:
 
     @property
     def name(self) -> str:
-        """A short name for use as a folder: the policy's name within its run, or the last part of its path."""
+        """A short name that can name a folder: the last part of the path of adapter or model.
+
+        It is "base" for the policy of a run before training.
+        """
         if self.adapter is not None:
             return self.adapter.resolve().name
         model = pathlib.PurePath(self.model.model_name_or_path)
@@ -47,13 +50,13 @@ class PolicySource:
 
 @dataclasses.dataclass(frozen=True)
 class LoadedPolicy:
-    """A policy on the device, or on several.
+    """A policy on one or several devices.
 
     Attributes:
-        model: The modules.
-        variables: `frozen` (the base) and, with an adapter, `params`.
+        model: The Linen model.
+        variables: The collections `frozen` (the base) and, with an adapter, `params`.
         tokenizer: The tokenizer of the base.
-        source: Where the policy came from.
+        source: Base, adapter and run of the policy.
         replicas: The devices that hold it.
     """
 
@@ -78,11 +81,11 @@ def load_policy(
         source: The result of `find_policy`, or one made from a model and an adapter.
         seed: Random seed for a random base.
         mesh: The devices.
-        rows: Rows that are sampled; without `mesh.data` there are no more replicas than that.
-        quiet: Do not show progress, on the standard error, while the base is read.
+        rows: Number of rows that will be sampled; unless `mesh.data` is set, there are at most as many replicas.
+        quiet: Whether to show no progress on the standard error while the base is read.
 
     Raises:
-        ConfigError: When there are too few devices, or the model cannot be divided among them.
+        ConfigError: If there are too few devices, or the model cannot be divided among them.
         FileNotFoundError, SafetensorsError, ValueError, NotImplementedError: See `base_model.load_base`,
             `peft.read_lora` and `peft.import_adapter`.
     """
@@ -105,8 +108,14 @@ def load_base(
     rows: int = 1,
     quiet: bool = True,
 ) -> tuple[Transformer, Any, Tokenizer, Replicas]:
-    """As `base_model.load_base`, but onto the devices of `load_policy`, which are returned too."""
-    # Other processes may do something else meanwhile.
+    """Reads a base as `base_model.load_base` does, but onto the devices of `mesh`.
+
+    Arguments and errors are those of `base_model.load_base` and `load_policy`.
+
+    Returns:
+        The model, its `frozen` tree, the tokenizer, and the devices.
+    """
+    # Only the devices of this process are used: other processes may do something else at the same time.
     replicas = Replicas.of(mesh, rows, Hosts())
     if replicas.devices:
         runtime.use_several_devices()
@@ -125,13 +134,14 @@ def find_policy(
     """Finds the policy that a model and an adapter name; reads only configs.
 
     Args:
-        model: A folder or hub name; None means the adapter's base, or without an adapter the package's own.
+        model: A folder or hub name; None means the adapter's base, or without an adapter "qerl-tiny".
         adapter: A PEFT folder, or a run folder, whose exported adapter (or model) and config are used.
-        base: Leave out the adapter: the policy before training, with the same prompt.
-        **held: `weights` and `dtype`, where they replace the run's.
+        base: Whether to leave out the adapter, which gives the policy before training.
+        **held: `weights` and `dtype`, to replace those of the run; None keeps the run's.
 
     Raises:
-        FileNotFoundError: When the folder is neither of the two.
+        FileNotFoundError: If `adapter` is neither a PEFT folder nor a run folder.
+        ConfigError: If the adapter does not name its base and `model` is None.
     """
     run = folder = None
     if adapter is not None:

@@ -1,4 +1,4 @@
-"""The state of a run: written while it trains, checked and restored when it resumes."""
+"""Checkpoints of a run: written during training, and verified and restored when the run resumes."""
 
 import contextlib
 import dataclasses
@@ -15,36 +15,45 @@ import orbax.checkpoint as ocp
 
 from qerl_jax import files
 
-# The contents of a checkpoint besides its seal: arrays as orbax writes them, and plain numbers.
+# The contents of a checkpoint besides its checksums: arrays as orbax writes them, and plain numbers.
 _STATE, _SUPPLY = "state", "supply.json"
 _OPTIONAL = ("entropy",)
-# An earlier version wrote the plain numbers here, and no seal.
+# An earlier version wrote the plain numbers here, and no checksums.
 _OLD_SUPPLY, _OLD_MARK = "supply/metadata", "_CHECKPOINT_METADATA"
 
 
 class StateFiles:
-    """The checkpoints of a run folder, `checkpoints/<step>/`, each written whole or not at all.
+    """The checkpoints of a run folder, `checkpoints/<step>/`, each written completely or not at all.
 
-    Each is sealed with the size and the SHA-256 of its files, which are compared before a checkpoint is read. A
-    checkpoint whose files have changed is skipped, and the one before it is used.
+    Each holds the size and the SHA-256 of its files, which are verified before it is read. A checkpoint whose files
+    have changed is skipped, and the one before it is used.
 
     Attributes:
-        notes: Lines about checkpoints that were skipped, or that could not be checked.
+        notes: Lines about checkpoints that were skipped or could not be verified.
     """
 
     def __init__(self, run_folder: str | pathlib.Path, keep: int | None):
-        """Sets the folder, which `save` creates. The newest `keep` checkpoints stay; None keeps all."""
+        """Opens the checkpoints of a run; creates nothing.
+
+        Args:
+            run_folder: The run folder.
+            keep: Number of checkpoints that `save` keeps, the newest ones; None keeps all.
+        """
         self._folder = pathlib.Path(run_folder).absolute() / "checkpoints"
         self._keep = keep
         self.notes: list[str] = []
 
     def save(self, state: Any, supply: dict[str, Any] | None = None) -> None:
-        """Writes the state under its step, and plain numbers beside it.
+        """Writes a checkpoint, and removes old ones.
 
-        Checkpoints of later steps are removed: a run that writes this one has restarted from before them.
+        Checkpoints of later steps are removed too: a run that writes this one has restarted before them.
+
+        Args:
+            state: A dataclass of arrays with a field `step`, which names the checkpoint.
+            supply: Plain numbers to write beside it; must be JSON.
 
         Raises:
-            DiskError: When it cannot be written; earlier checkpoints stay as they are.
+            DiskError: If it cannot be written; earlier checkpoints are unchanged.
         """
         step = int(state.step)
         folder = self._path(step)
@@ -63,15 +72,15 @@ class StateFiles:
                 shutil.rmtree(self._path(each))
 
     def steps(self) -> list[int]:
-        """Steps of the checkpoints in the folder, damaged ones included, in ascending order."""
+        """Returns the steps of the checkpoints in ascending order, including damaged ones."""
         names = [path.name for path in self._folder.glob("[0-9]*") if path.is_dir()]
         return sorted(int(name) for name in names if name.isdecimal() and name == f"{int(name)}")
 
     def newest(self) -> int | None:
-        """The step of the newest undamaged checkpoint; None when there is no checkpoint.
+        """Returns the step of the newest undamaged checkpoint; None if there is no checkpoint.
 
         Raises:
-            ValueError: When there are checkpoints, and all of them are damaged.
+            ValueError: If there are checkpoints and all of them are damaged.
         """
         damaged = []
         for step in reversed(self.steps()):
@@ -91,11 +100,14 @@ class StateFiles:
         return None
 
     def restore(self, like: Any, step: int | None = None) -> Any | None:
-        """The state of a step, or the newest one, with the shapes and types of `like`; None when there is none.
+        """Returns the state of a checkpoint, or None if there is no checkpoint.
 
         Args:
-            like: A state, or one of `jax.ShapeDtypeStruct`.
-            step: A step that `newest` has found.
+            like: A state with the same shapes, dtypes and shardings, of arrays or `jax.ShapeDtypeStruct`.
+            step: A step that `newest` has returned; None means the newest.
+
+        Raises:
+            ValueError: If the checkpoint cannot be read, or all are damaged.
         """
         step = self.newest() if step is None else step
         if step is None:
@@ -109,11 +121,11 @@ class StateFiles:
         return dataclasses.replace(like, **placed)
 
     def params(self, step: int | None = None) -> tuple[int, Any]:
-        """A step and its trained parameters: of the given step, or of the newest.
+        """Returns the step and the `params` of a checkpoint: of the given step, or of the newest.
 
         Raises:
-            FileNotFoundError: When there is no such checkpoint.
-            ValueError: When it is damaged.
+            FileNotFoundError: If there is no such checkpoint.
+            ValueError: If it is damaged.
         """
         found = self.steps()
         if not found or (step is not None and step not in found):
@@ -127,7 +139,7 @@ class StateFiles:
         return step, self._read(step)["params"]
 
     def supply(self, step: int | None = None) -> dict[str, Any] | None:
-        """The plain numbers written beside the state of a step, or of the newest; None when there are none."""
+        """Returns the plain numbers beside the state of a step, or of the newest; None if there is no checkpoint."""
         step = self.newest() if step is None else step
         if step is None:
             return None
@@ -135,7 +147,7 @@ class StateFiles:
         return files.read_json(path if path.is_file() else self._path(step) / _OLD_SUPPLY)
 
     def close(self) -> None:
-        """Does nothing: all is on disk when `save` returns."""
+        """Does nothing: everything is on disk when `save` returns."""
 
     def _path(self, step: int) -> pathlib.Path:
         return self._folder / str(step)
@@ -149,10 +161,10 @@ class StateFiles:
         return files.damage(folder)
 
     def _read(self, step: int, like: Any = None) -> Any:
-        """The arrays of a step, placed as `like` says or all on one device, wherever they were written.
+        """Reads the arrays of a step, with the placement of `like`, or all on one device.
 
         Raises:
-            ValueError: When orbax cannot read them as requested; the error is one line.
+            ValueError: If orbax cannot read them so; the error is one line.
         """
         folder = self._path(step) / _STATE
         try:
@@ -167,22 +179,22 @@ class StateFiles:
 
 
 def _on_one_device(found: Any) -> jax.ShapeDtypeStruct:
-    """How to restore an array of a checkpoint. By default orbax would look for the devices that wrote it."""
+    """Returns how to restore an array onto one device. By default orbax would look for the devices that wrote it."""
     place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return jax.ShapeDtypeStruct(found.shape, found.dtype, sharding=place)
 
 
 def _fields(state: Any) -> dict[str, Any]:
-    """The fields of a state by name, without optional ones that are empty: earlier versions do not have them."""
+    """Returns the fields of a state by name, without optional ones that are None: earlier versions lack them."""
     fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
     return {name: x for name, x in fields.items() if name not in _OPTIONAL or x is not None}
 
 
 def _written(state: Any) -> dict[str, Any]:
-    """The fields of a state as orbax takes them.
+    """Returns the fields of a state as orbax needs them.
 
-    With several processes all have the state, and only the first writes it. Given arrays on devices, orbax would
-    assume that each process has its own part.
+    With several processes each has the whole state, and only the first writes it. So the state is copied to the host:
+    given arrays on devices, orbax would assume that each process has only a part.
     """
     fields = _fields(state)
     return fields if jax.process_count() == 1 else jax.device_get(fields)
@@ -200,7 +212,7 @@ def _arrays() -> ocp.Checkpointer:
 
 @contextlib.contextmanager
 def _quiet_threads() -> Iterator[None]:
-    """Stops threads from printing or logging errors that are also raised here: orbax writes in its own threads."""
+    """Suppresses errors that orbax's threads would print or log, since they are also raised in the caller."""
     log = logging.getLogger("absl")
     shown, threading.excepthook = threading.excepthook, lambda failure: None
     level = log.level

@@ -1,8 +1,8 @@
-"""Safetensors files: checked completely when opened, read tensor by tensor through a memory map, and written.
+"""Reads safetensors files through a memory map, after checking them completely, and writes them tensor by tensor.
 
-The safetensors package checks a file: its tensors cover the data without gaps, so their offsets follow from their
-order and sizes. The package cannot read float8 into numpy, and writes only data that is all in memory. So bytes are
-read and written here.
+The safetensors package checks that the tensors of a file cover its data without gaps, so their offsets follow from
+their order and sizes. The package cannot read float8 into NumPy, and writes only tensors that are all in memory. So
+this module reads and writes the bytes itself.
 """
 
 import json
@@ -41,30 +41,30 @@ _WRITTEN_AT_ONCE = 2**26
 
 
 class SafetensorsError(ValueError):
-    """A checkpoint file that is missing, cut short, or differs from its index."""
+    """Raised for a checkpoint file that is missing, cut short, or differs from its index."""
 
 
 class Tensors(dict[str, np.ndarray]):
     """The tensors of a folder's safetensors file, or of its shards with an index, by name.
 
-    Each is a view of its mapped file: its bytes are read from disk on use.
+    Each is a view of a memory-mapped file, so its bytes are read from disk on use.
     """
 
     def __init__(self, folder: str | pathlib.Path, stem: str = "model"):
-        """Opens every file and checks that all of its tensors are there.
+        """Opens every file and checks that all tensors are there.
 
         Args:
-            folder: A folder with STEM.safetensors, or without it STEM.safetensors.index.json and its shards.
-            stem: First part of the file names; other files of the folder are left alone.
+            folder: A folder with STEM.safetensors, or else with STEM.safetensors.index.json and its shards.
+            stem: STEM, the first part of the file names; other files in the folder are ignored.
 
         Raises:
-            SafetensorsError: With the file, what was expected and what was found.
+            SafetensorsError: If a file is missing, broken or differs from the index; the error names it.
         """
         super().__init__()
         self._files: dict[str, str] = {}
         single = pathlib.Path(folder) / f"{stem}.safetensors"
         index = single.with_name(f"{single.name}.index.json")
-        # A model that transformers saves over one with shards leaves that one's index.
+        # The single file comes first: transformers leaves an old index when it saves a model over one with shards.
         if single.is_file():
             self._open(single)
         elif index.is_file():
@@ -80,15 +80,23 @@ class Tensors(dict[str, np.ndarray]):
         raise SafetensorsError(f"the checkpoint has no tensor {name}")
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, without reading it."""
+        """Returns the shape of a tensor, without reading it.
+
+        Raises:
+            SafetensorsError: If there is no such tensor.
+        """
         return self[name].shape
 
     def type(self, name: str) -> str:
-        """Type of a tensor as safetensors calls it, such as "BF16"."""
+        """Returns safetensors' name of a tensor's dtype, such as "BF16".
+
+        Raises:
+            SafetensorsError: If there is no such tensor.
+        """
         return _TYPES[self[name].dtype]
 
     def _open_shards(self, index: pathlib.Path) -> None:
-        """Opens the files of an index, and checks that each holds the tensors that the index says."""
+        """Opens the files of an index, and checks that each holds the tensors that the index lists for it."""
         try:
             weight_map = read_json(index)["weight_map"]
             files = sorted(set(weight_map.values()), key=str)
@@ -117,7 +125,7 @@ class Tensors(dict[str, np.ndarray]):
                 )
 
     def _open(self, path: pathlib.Path) -> None:
-        """Maps a file, whose tensors follow each other without gaps."""
+        """Maps a file into memory, and adds its tensors, which are stored without gaps."""
         try:
             with safe_open(path, framework="numpy") as file:
                 slices = [(name, file.get_slice(name)) for name in file.offset_keys()]
@@ -141,10 +149,14 @@ class Tensors(dict[str, np.ndarray]):
 
 
 def write(path: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Writes a file, whole or not at all.
+    """Writes a safetensors file, completely or not at all.
+
+    Args:
+        path: The new file; an existing one is replaced.
+        tensors: Arrays by name.
 
     Raises:
-        ValueError: When an array has a type that the format does not know.
+        ValueError: If the format does not support the dtype of an array.
     """
     partial = path.with_name(f".{path.name}.partial")
     table = {name: (array.dtype, array.shape) for name, array in tensors.items()}
@@ -160,19 +172,19 @@ def write_shards(
     stem: str = "model",
     shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Writes tensors one by one, in the order of the table: STEM.safetensors, or shards with an index.
+    """Writes tensors one by one, in the order of the table, to STEM.safetensors, or to shards with an index.
 
-    Host memory holds one tensor.
+    Host memory holds one tensor at a time.
 
     Args:
-        folder: An existing folder that holds no file of that stem.
+        folder: An existing folder without files of that stem.
         table: Dtype and shape of each tensor by name.
-        read: Function from a name to its tensor; called once for each.
-        stem: First part of the file names.
-        shard_bytes: Largest size of a file, unless one tensor is larger.
+        read: Maps a name to its tensor; called once for each.
+        stem: STEM, the first part of the file names.
+        shard_bytes: Maximum bytes of the tensors in a file, unless a single tensor is larger.
 
     Raises:
-        ValueError: When a tensor differs from the table.
+        ValueError: If a tensor differs from the table, or the format does not support its dtype.
     """
     sizes = {
         name: math.prod(shape) * np.dtype(dtype).itemsize for name, (dtype, shape) in table.items()
@@ -208,7 +220,7 @@ def _write_file(path, table, read) -> None:
             "data_offsets": [start, end],
         }
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the data starts at a multiple of 8 bytes
+    text += b" " * (-len(text) % 8)  # aligns the data to 8 bytes
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, (dtype, shape) in table.items():
@@ -224,7 +236,7 @@ def _write_file(path, table, read) -> None:
 
 
 def _let_go(array) -> None:
-    """Releases the pages of a mapped file, which would count as this process's memory."""
+    """Releases the memory pages of a mapped file, which would count as memory of this process."""
     while array is not None and not isinstance(array, mmap.mmap):
         array = getattr(array, "base", None)
     if array is not None:

@@ -1,4 +1,4 @@
-"""Problems, their answers, and the tokenizer: what a policy is asked, and how texts become ids.
+"""Problems, their answers, chat templates and tool calls as text, and the tokenizer.
 
 May import `config` and `files`.
 """

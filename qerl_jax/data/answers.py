@@ -1,8 +1,8 @@
-r"""Where a completion states its answer, and when two answers are the same.
+r"""Extracts the answer from a completion, and compares answers as text and numbers.
 
-Readers find an answer by its form (`<answer>` tags, GSM8K's `####`, `\boxed{}`, a line `Answer:`);
-`same` and `minerva_form` compare what they found as text and numbers. Comparing by algebra is done
-in `rewards.math_judge`. Everything here takes time linear in the text, since models repeat themselves.
+The extracting functions look for one form each: `<answer>` tags, GSM8K's `####`, `\boxed{}`, or a line `Answer:`.
+`same`, `canonical` and `minerva_form` are for comparison; `rewards.math_judge` compares by algebra. Everything here
+takes time linear in the length of the text, because a model may repeat itself for thousands of tokens.
 """
 
 import decimal
@@ -12,7 +12,7 @@ from typing import Any
 _BLOCK = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+"
 _NUMBER = re.compile(rf"([-+]?)({_DIGITS})")
-# A minus between two operands is a subtraction, not a sign.
+# A minus directly after an operand is a subtraction, not a sign.
 _NUMBER_IN_TEXT = re.compile(rf"(?:(?<![\w)\]}}])([-+])\s?)?\$?({_DIGITS})")
 _HASH = re.compile(r"####\s*([-+]?\$?[0-9.,]*[0-9])")
 _ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
@@ -24,51 +24,51 @@ _NO_DELIMITERS = str.maketrans("", "", "$")
 
 
 def _last(pattern: re.Pattern, text: str) -> str | None:
-    """The group of the last match of a pattern; None if there is no match."""
+    """Returns the group of a pattern's last match; None if there is no match."""
     return next(reversed(pattern.findall(text)), None)
 
 
 def last_block(text: str) -> str | None:
-    """The text of the last complete `<answer>` block, stripped; None if there is no block."""
+    """Returns the stripped text of the last complete `<answer>` block; None if there is no block."""
     block = _last(_BLOCK, text)
     return block and block.strip()
 
 
 def tagged(text: str) -> str:
-    """The text after the last `<answer>`, up to `</answer>`, stripped; the whole text if it has no tags.
+    """Returns the stripped text between the last `<answer>` and `</answer>`; the whole text if it has no tags.
 
-    QeRL's reading (its published code): an answer without tags is compared as a whole.
+    Source: QeRL's published code, which compares a text without tags as a whole.
     """
     return text.rpartition("<answer>")[2].partition("</answer>")[0].strip()
 
 
 def after_reasoning(text: str) -> str:
-    """The text after the last `</think>`; "" if there is none."""
+    """Returns the text after the last `</think>`; "" if there is no such tag."""
     return text.rpartition("</think>")[2] if "</think>" in text else ""
 
 
 def after_hashes(text: str) -> str | None:
-    """The number after the last `####` that has one (GSM8K's own form), as it is written."""
+    """Returns the number, as it is written, after the last `####` that has one (GSM8K's format); None if none has."""
     return _last(_HASH, text)
 
 
 def last_number(text: str) -> str | None:
-    """The last number of the text with its sign, without currency sign."""
+    """Returns the last number of the text, as it is written, with its sign and without a dollar sign, or None."""
     found = _NUMBER_IN_TEXT.findall(text.replace(_MINUS, "-"))
     return "".join(found[-1]) if found else None
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last `\boxed{}` holds; None where there is none, or its brace is never closed."""
+    r"""Returns the content of the last `\boxed{}`; None if there is none, or its brace is never closed."""
     openings = list(_BOX.finditer(text))
     return braced(text, openings[-1].end(), len(text)) if openings else None
 
 
 def last_boxes(text: str) -> str | None:
-    r"""What the last `\boxed{}` holds, after the boxes that an "and" joins to it, with commas between.
+    r"""Returns the contents of the last `\boxed{}` and of the boxes that "and" joins to it, with commas between.
 
-    `\boxed{1} and \boxed{2}` is "1,2", and so is what a comma joins to those two; without "and"
-    the last box is a new answer (`\boxed{1}, no: \boxed{2}` is "2"). None as for `last_boxed`.
+    `\boxed{1} and \boxed{2}` gives "1,2". Boxes before these two may be joined by a comma. Without an "and", the last
+    box is a new answer: `\boxed{1}, no: \boxed{2}` gives "2". None as for `last_boxed`.
     """
     openings = list(_BOX.finditer(text))
     if not openings:
@@ -87,7 +87,7 @@ def last_boxes(text: str) -> str | None:
 
 
 def braced(text: str, start: int, stop: int) -> str | None:
-    """What lies between an opening brace, just before `start`, and its closing one before `stop`."""
+    """Returns the text from `start`, just after an opening brace, to its closing brace before `stop`, or None."""
     depth = 1
     for end in range(start, stop):
         depth += {"{": 1, "}": -1}.get(text[end], 0)
@@ -97,20 +97,20 @@ def braced(text: str, start: int, stop: int) -> str | None:
 
 
 def answer_line(text: str) -> str | None:
-    """The rest of the line after the last "Answer:" in any case; None where there is none."""
+    """Returns the rest of the line after the last "Answer:", in upper or lower case; None if there is none."""
     return _last(_ANSWER_LINE, text)
 
 
 def stated(text: str) -> str | None:
-    r"""A text's answer in any form: the last `<answer>` block, else box, `####`, "Answer:", or number."""
+    r"""Returns the answer of a text in any form: the last `<answer>` block, else box, `####`, "Answer:" or number."""
     readings = (last_block, last_boxes, after_hashes, answer_line, last_number)
     return next((found for read in readings if (found := read(text)) is not None), None)
 
 
 def canonical(answer: str) -> str:
-    """A form that is equal for answers that are the same number, or the same in Minerva's form.
+    """Returns a form that is equal for answers that are the same number or have the same Minerva form.
 
-    Unlike Minerva's form it keeps lists of digits: "1,2" is not "12".
+    Unlike Minerva's form it keeps the commas of a list: "1,2" is not "12".
     """
     form = _minerva_text(answer).strip()
     value = number(answer)
@@ -119,27 +119,27 @@ def canonical(answer: str) -> str:
         return form
     if value == 0:  # and -0
         return "0"
-    digits = f"{value:f}"  # all of them, where arithmetic would round to 28
+    digits = f"{value:f}"  # all digits; arithmetic would round to 28
     return digits.rstrip("0").rstrip(".") if "." in digits else digits
 
 
 def last_code(text: str) -> str | None:
-    """The last fenced block of Python; None where there is none."""
+    """Returns the content of the last fenced block of Python code (```python or ```py); None if there is none."""
     return _last(_CODE, text)
 
 
 def number(text: str) -> decimal.Decimal | None:
-    """The value of a number as people write it: 1,234 or $5.00 or 27. or a typographic minus."""
+    """Parses a number such as 1,234, $5.00 or 27., also with a typographic minus; None if it is not a number."""
     plain = text.strip().replace("\\$", "").replace("$", "").replace(_MINUS, "-")
     match = _NUMBER.fullmatch(plain.strip())
     return decimal.Decimal(match[1] + match[2].replace(",", "")) if match else None
 
 
 def same(given: str | None, expected: Any) -> float | None:
-    """1.0 if two answers agree, else 0.0; None without an expected one.
+    """Returns 1.0 if two answers agree, else 0.0; None if there is no expected answer.
 
-    Numbers are compared by value ("$1,234.00" is "1234"), anything else as stripped text. An answer
-    that was not found agrees with nothing.
+    Numbers are compared by value ("$1,234.00" equals "1234"), anything else as stripped text. An answer
+    that was not found (None) agrees with nothing.
     """
     if expected is None:
         return None
@@ -151,7 +151,7 @@ def same(given: str | None, expected: Any) -> float | None:
     return float(given.strip() == str(expected).strip())
 
 
-# In this order. Articles go with the space after them, so "a b" loses its "a " too.
+# Replaced in this order. Articles are matched with the space after them, so "a b" loses its "a ".
 _REWRITTEN = (
     ("an ", ""),
     ("a ", ""),
@@ -175,10 +175,10 @@ _REMOVED_TEX = (
 
 
 def minerva_form(answer: str) -> str:
-    r"""A final answer in the normal form that Minerva's evaluation compares as text.
+    r"""Returns a final answer in the normal form that Minerva's evaluation compares as text.
 
-    What stands after the last `=`, without units and spacing, outside of `$`, `\text` and `\boxed`,
-    with `\frac12` and `\sqrt2` written out and without commas in whole numbers.
+    This is the text after the last `=`, without units and spaces and without the `$`, `\text` or `\boxed` around it,
+    with braces in `\frac12` and `\sqrt2`, and without commas in whole numbers.
 
     Source: Lewkowycz et al. 2022 (arXiv:2206.14858), appendix D; DAPO scores with it.
     """
@@ -188,14 +188,14 @@ def minerva_form(answer: str) -> str:
 
 
 def _minerva_text(answer: str) -> str:
-    """Minerva's form before it drops the commas of what has digits only."""
+    """Returns Minerva's form before the commas of an answer of digits and commas are removed."""
     answer = answer.rpartition("=")[2]
     removed = dict.fromkeys((*_REMOVED_WORDS, *_REMOVED_TEX), "")
     for before, after in (*_REWRITTEN, *removed.items()):
         answer = answer.replace(before, after)
     answer = "\n".join(map(_between_dollars, answer.split("\n")))
     for command in ("text", "textbf", "overline"):
-        # Always a match, if only up to the end of the line: none is tried twice.
+        # The brace is optional, so that each opening matches at once and the search takes linear time.
         opened = rf"\\{command}\{{([^}}\n]*)(\}}?)"
         answer = re.sub(opened, lambda found: found[1] if found[2] else found[0], answer)
     answer = re.sub(r"\\boxed\{(.*)", _without_last_brace, answer)
@@ -205,12 +205,12 @@ def _minerva_text(answer: str) -> str:
 
 
 def _between_dollars(line: str) -> str:
-    """A line without what stands before its first and after its second dollar sign, if it has two."""
+    """Returns the part of a line from its first to its second dollar sign; the whole line if it has less than two."""
     parts = line.split("$", 2)
     return f"${parts[1]}$" if len(parts) == 3 else line
 
 
 def _without_last_brace(boxed: re.Match) -> str:
-    r"""The rest of a line after `\boxed{`, without its last closing brace; if it has none, all of the match."""
+    r"""Returns the rest of a line after `\boxed{` without its last closing brace; without one, the whole match."""
     before, brace, after = boxed[1].rpartition("}")
     return before + after if brace else boxed[0]

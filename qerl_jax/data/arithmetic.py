@@ -1,17 +1,17 @@
 """Procedural arithmetic: any number of problems, their worked answers, and plausible wrong ones.
 
-A problem starts from a number and applies two or three operations to it, told as a word problem
-(three in four) or as one expression. One problem in ten, by a hash of its numbers alone, belongs
-to the test split and is never part of training, however it is worded.
+A problem starts from a number and applies two or three operations to it. Three in four are word
+problems, the others expressions. One problem in ten belongs to the test split, by a hash of its
+numbers alone, and is never part of training, however it is worded.
 
     Tom has 55 marbles. Tom finds 8 more, sells 3 and gives away 29. How many marbles ...?
     <think>55+8=63
     63-3=60
     60-29=31</think><answer>31</answer>
 
-`one_step` asks for a single operation on small numbers, for models that cannot yet do several; `mixed` is the
-mixture of easy and hard problems that the study trains on; `product` asks for products that need a tool, and
-`secret` for a number that only an environment knows.
+`one_step` asks for a single operation on small numbers, for models that cannot yet do several. `mixed` mixes easy and
+hard problems, as the project's own study uses them. `product` asks for products that need a tool, and `secret` for a
+number that only an environment knows.
 """
 
 import dataclasses
@@ -21,10 +21,10 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-type Numbers = tuple[int, tuple[tuple[str, int], ...]]  # the start, the operations
+type Numbers = tuple[int, tuple[tuple[str, int], ...]]  # start and operations (sign, operand)
 type Fault = Literal["blurt", "slip", "short", "untagged"]
 
-# Products stay below 100: a tiny model learns two-digit arithmetic, not multiplication tables.
+# Largest value that is multiplied, so that products stay below 100: a tiny model learns two-digit arithmetic.
 _LARGEST_FACTOR = 33
 _TIMES = {2: "doubles", 3: "triples"}
 _VERBS = {
@@ -55,28 +55,28 @@ class ArithmeticProblem:
 
     @property
     def values(self) -> tuple[int, ...]:
-        """The start and the result of each operation; the last one is the answer."""
+        """The start, then the result of each operation; the last one is the answer."""
         return tuple(itertools.accumulate(self.operations, _apply, initial=self.start))
 
     @property
     def answer(self) -> int:
-        """The number asked for."""
+        """The number that the question asks for."""
         return self.values[-1]
 
 
 def problem(split: str, seed: int, index: int) -> ArithmeticProblem:
-    """Makes problem number `index` of a split: a function of its arguments on every platform.
+    """Makes problem number `index` of a split. It depends only on the arguments, on every platform.
 
-    Starts are 5..60 and operands of + and - 2..40; only values up to 33 are doubled or tripled,
-    and no value falls below 1.
+    The start is in 5..60, and operands of + and - are in 2..40. Only values up to 33 are doubled or
+    tripled, and no value is below 1.
 
     Args:
-        split: "train", or "test" for the tenth of all problems that training never shows.
-        seed: Chooses among endless sequences of problems.
-        index: Position in that sequence, from 0.
+        split: "train", or "test" for the tenth of all problems that training never uses.
+        seed: Selects one of endless sequences of problems.
+        index: Index in that sequence, from 0.
 
     Raises:
-        ValueError: For any other split.
+        ValueError: If the split is another one.
     """
     rng, start, operations = _draw(split, f"{split} {seed} {index}", _several_steps)
     if rng.random() < 0.75:
@@ -85,19 +85,19 @@ def problem(split: str, seed: int, index: int) -> ArithmeticProblem:
 
 
 def one_step(split: str, seed: int, index: int) -> ArithmeticProblem:
-    """Makes problem number `index` of the easier kind, "What is 7 + 5?": a function of its arguments, too.
+    """Makes problem number `index` of the easier kind, "What is 7 + 5?". It depends only on the arguments.
 
-    One operation, each sign as often as the others: the sum or the difference of a number up to 20 and
-    one up to 9, or a product of two numbers up to 9; no result falls below 1. There are 396 such problems,
-    a tenth of them held out; 7 + 5 and 5 + 7 are two.
+    The problem is the sum or the difference of a number up to 20 and one up to 9, or the product of two numbers up to
+    9. The three are equally likely before problems with a result below 1 are sampled again, so differences are a bit
+    rarer. There are 396 problems (7 + 5 and 5 + 7 count as two), of which about a tenth is held out.
 
     Args:
-        split: "train", or "test" for the tenth that training never shows.
-        seed: chooses among endless sequences of problems.
-        index: position in that sequence, from 0.
+        split: "train", or "test" for the tenth that training never uses.
+        seed: Selects one of endless sequences of problems.
+        index: Index in that sequence, from 0.
 
     Raises:
-        ValueError: for any other split.
+        ValueError: If the split is another one.
     """
     _, start, operations = _draw(split, f"one-step {split} {seed} {index}", _single_step)
     ((sign, operand),) = operations
@@ -105,15 +105,15 @@ def one_step(split: str, seed: int, index: int) -> ArithmeticProblem:
 
 
 def mixed(split: str, seed: int, index: int) -> ArithmeticProblem:
-    """Makes problem number `index` of the study's mixture, from one-digit sums to three steps.
+    """Makes problem number `index` of a mixture from one-digit sums to three steps.
 
-    Of each 20 in a row 3 are sums or differences of one-digit numbers, 2 products of a number up to 12 and
-    one up to 9, 6 sums or differences of two-digit numbers, and 9 the problems of `problem`. A third is told
-    in digits ("What is 34+57?"), a third in words ("What is thirty-four plus fifty-seven?"), a third as a
-    story, which products are not: they are in digits or words. No result falls below 1.
+    Of every 20 consecutive problems, 3 are sums or differences of one-digit numbers, 2 are products of a number up to
+    12 and one up to 9, 6 are sums or differences of two-digit numbers, and 9 have the numbers of `problem`. A third
+    is written in digits ("What is 34+57?"), a third in words ("What is thirty-four plus fifty-seven?"), and a third
+    as a story. Those products are only in digits or words. No result is below 1.
 
-    Of the first two kinds 117 and 88 exist, so a large sample holds them several times; a tenth is held
-    out of training, by its numbers and however it is told. Arguments and errors are `one_step`'s.
+    There are only 117 and 88 problems of the first two kinds, so a large sample repeats them. A tenth of all is held
+    out of training, by the numbers, however they are worded. Arguments and errors are those of `one_step`.
     """
     kind = _MIXED[index % len(_MIXED)]
     rng, start, operations = _draw(split, f"mixed {split} {seed} {index}", kind)
@@ -124,9 +124,9 @@ def mixed(split: str, seed: int, index: int) -> ArithmeticProblem:
 
 
 def product(split: str, seed: int, index: int) -> ArithmeticProblem:
-    """Makes problem number `index` of products of two numbers from 11 to 99, "What is 37*46?".
+    """Makes problem number `index` that asks for a product of two numbers from 11 to 99, "What is 37*46?".
 
-    A tiny model cannot compute them, and need not: a tool can. Arguments and errors are `one_step`'s.
+    A tiny model cannot compute them without a tool. Arguments and errors are those of `one_step`.
     """
     _, start, operations = _draw(split, f"product {split} {seed} {index}", _factors)
     ((_, operand),) = operations
@@ -136,40 +136,40 @@ def product(split: str, seed: int, index: int) -> ArithmeticProblem:
 def secret(split: str, seed: int, index: int) -> ArithmeticProblem:
     """Makes problem number `index` of a guessing game: its answer, from 1 to 100, is not in the question.
 
-    Arguments and errors are `one_step`'s.
+    Arguments and errors are those of `one_step`.
     """
     _, number, _ = _draw(split, f"secret {split} {seed} {index}", _number)
     return ArithmeticProblem("Play a game with me. ", number, ())
 
 
 def is_held_out(start: int, operations: Sequence[tuple[str, int]]) -> bool:
-    """Whether these numbers belong to the test split: CRC-32 of their text divisible by ten."""
+    """Whether a problem belongs to the test split: whether the CRC-32 of its numbers as text is divisible by 10."""
     text = str(start) + "".join(f"{sign}{operand}" for sign, operand in operations)
     return zlib.crc32(text.encode()) % 10 == 0
 
 
 def worked_answer(problem: ArithmeticProblem) -> str:
-    """The right answer after one line of work per operation, in think and answer tags."""
+    """Returns the right answer, after one line of work per operation, in think and answer tags."""
     return _answer(problem.operations, problem.values)
 
 
 def plain_answer(problem: ArithmeticProblem) -> str:
-    """The right answer without tags: a line of work per operation, and a sentence with the result last."""
+    """Returns the right answer without tags: one line of work per operation, then a sentence with the result."""
     return f"{_lines(problem.operations, problem.values)}\nThe answer is {problem.answer}."
 
 
 def faulty_answer(problem: ArithmeticProblem, kind: Fault, rng: random.Random) -> str:
-    """An answer that is imperfect in one way, for teaching a base model habits to unlearn.
+    """Returns an answer with one fault, to train a base model on faults that RL can then remove.
 
     Args:
         problem: The problem that is answered.
         kind: "blurt" gives the right number without any work, which a tiny model cannot do
-            reliably; "slip" gets one operation wrong and goes on from there; "short" forgets the
-            last operation; "untagged" works it out and leaves the answer tags away.
+            reliably; "slip" gets one operation wrong and continues from there; "short" omits the
+            last operation; "untagged" works it out but omits the answer tags.
         rng: Chooses where and by how much a slip errs; the other kinds do not use it.
 
     Raises:
-        ValueError: For any other kind.
+        ValueError: If the kind is another one.
     """
     match kind:
         case "blurt":
@@ -186,11 +186,11 @@ def faulty_answer(problem: ArithmeticProblem, kind: Fault, rng: random.Random) -
 def _draw(
     split: str, key: str, numbers: Callable[[random.Random], Numbers]
 ) -> tuple[random.Random, int, tuple[tuple[str, int], ...]]:
-    """The first numbers of a sequence that belong to a split, and the generator after them."""
+    """Returns the first problem of a random sequence that is in the split, after the generator in its new state."""
     if split not in ("train", "test"):
         raise ValueError(f"arithmetic has the splits 'train' and 'test'; got {split=}")
-    # Seeded by text (through SHA-512) and read through `random()` only: the two parts of the
-    # standard library's generator that promise the same numbers in every version.
+    # Only a seed that is a text (hashed by SHA-512) and the method `random()` are guaranteed to give
+    # the same numbers in every version of Python.
     rng = random.Random(key)
     while True:
         start, operations = numbers(rng)
@@ -275,7 +275,7 @@ def _expression(start: int, operations: Sequence[tuple[str, int]]) -> str:
 
 
 def _spoken(start: int, operations: Sequence[tuple[str, int]]) -> str:
-    """The question in words, without a digit."""
+    """Returns the question in words, without digits."""
     if len(operations) == 1:
         ((sign, operand),) = operations
         return f"What is {in_words(start)} {_SIGNS[sign]} {in_words(operand)}?"
@@ -284,7 +284,7 @@ def _spoken(start: int, operations: Sequence[tuple[str, int]]) -> str:
 
 
 def in_words(number: int) -> str:
-    """A number from 0 to 99 in English, such as "thirty-four"."""
+    """Returns a number from 0 to 99 in English, such as "thirty-four"."""
     if number < 20:
         return _SMALL[number]
     tens, ones = divmod(number, 10)
@@ -292,7 +292,7 @@ def in_words(number: int) -> str:
 
 
 _SMALL_SUM, _LARGE_SUM = _sum_of(1, 9), _sum_of(10, 99)
-# What `mixed` goes through, in order.
+# The kinds of problems that `mixed` repeats in this order.
 _MIXED = (
     _SMALL_SUM, _LARGE_SUM, _several_steps, _times_table, _LARGE_SUM, _several_steps, _several_steps,
     _SMALL_SUM, _LARGE_SUM, _several_steps, _several_steps, _LARGE_SUM, _several_steps,
@@ -316,7 +316,7 @@ def _answer(operations: Sequence[tuple[str, int]], values: Sequence[int]) -> str
 
 
 def _values_with_slip(problem: ArithmeticProblem, rng: random.Random) -> list[int]:
-    """The problem's values when one operation errs by 1, 2 or 10 and later ones build on it."""
+    """Returns the problem's values if one result is wrong by 1, 2 or 10 and later operations continue from it."""
     where = 1 + int(rng.random() * len(problem.operations))
     before, after = problem.values[:where], problem.operations[where:]
     candidates = [

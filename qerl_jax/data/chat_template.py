@@ -1,8 +1,8 @@
-"""Chats as text through the chat template of a model.
+"""Renders chats as text with the chat template of a model.
 
-A template is a program that comes with the weights. Jinja's sandbox limits what it can touch, but a template may
-still run for ever or write gigabytes. So templates are rendered in their own process, which is killed at its
-limits. It starts with the first chat, in a fifth of a second, and takes a batch of chats at a time.
+A template is a program that comes with the weights. Jinja's sandbox limits what it can access, but it could still run
+forever or write gigabytes. So templates are rendered in a process of their own, which is killed at its limits. The
+process starts with the first chat, which takes 0.2 s, and renders a batch of chats per call.
 """
 
 import functools
@@ -11,7 +11,7 @@ from typing import Any
 
 from qerl_jax.process_pool import Failure, Pool
 
-# For one batch, in seconds of processor time; ordinary templates take about a ten-thousandth of that.
+# CPU seconds for one batch; ordinary templates need about a ten-thousandth of that.
 SECONDS = 10.0
 MEMORY_BYTES = 1 << 30
 _BATCH = 64
@@ -26,18 +26,21 @@ def render(
     where: str = "chat template",
     pool: Pool | None = None,
 ) -> list[str]:
-    """The text of each chat, as `apply_chat_template` of transformers makes it.
+    """Renders each chat as text, as `apply_chat_template` of transformers does.
 
     Args:
-        template: Jinja's source.
-        chats: Messages of role, content and whatever else the template reads; values must be plain JSON.
+        template: Source of the template, in Jinja.
+        chats: Messages with role, content and whatever else the template reads; values must be plain JSON.
         names: Other variables of the template: special tokens such as `eos_token`, and options.
-        add_generation_prompt: Whether the text ends where the model's answer begins.
-        where: What errors call the template.
-        pool: Processes for the work; absent means one that all callers share.
+        add_generation_prompt: Whether the text ends with the start of the assistant's turn.
+        where: Name of the template in errors.
+        pool: Worker processes; None means the one process that all callers share.
+
+    Returns:
+        The texts, in the order of the chats.
 
     Raises:
-        ValueError: In one line, if the template is not valid, raises, or exceeds its limits.
+        ValueError: If a chat has no message, or the template is not valid, raises, or exceeds its limits.
     """
     chats = [[dict(message) for message in chat] for chat in chats]
     if not all(chats):
@@ -68,6 +71,6 @@ def _reason(failure: Failure) -> str:
 
 @functools.cache
 def shared_pool() -> Pool:
-    """The process that renders; it starts when it is first needed."""
+    """Returns the shared pool of one process, which starts when it is first needed."""
     module = "qerl_jax.data.template_renderer"
     return Pool(module, workers=1, seconds=SECONDS, memory_bytes=MEMORY_BYTES)

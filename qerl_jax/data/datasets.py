@@ -1,8 +1,7 @@
-"""Problems for training and evaluation: rows of any source as prompts with named columns.
+"""Problems for training and evaluation: prompts with named columns, from any source.
 
-A problem is a prompt and the other columns of its row; rewards receive these by name. The
-order in which training meets the problems is a function of a seed and the batch's number alone, so
-that a run can resume at any batch without having read the ones before.
+A problem is a prompt and the other columns of its row, which reward functions receive by name. The order of training
+depends only on a seed and the index of the batch, so a run can resume at any batch without reading the earlier ones.
 """
 
 import dataclasses
@@ -23,27 +22,27 @@ from qerl_jax.config import DataConfig
 from qerl_jax.data import answers, arithmetic, tokenizer
 from qerl_jax.files import parse_json
 
-# Short on purpose: with it every prompt of GSM8K fits in 256 tokens of Qwen2.5's chat (252 at
-# most).
+# Short on purpose: with it and Qwen2.5's chat template, the longest prompt of GSM8K has 252
+# tokens, so all fit into 256.
 THINK_ANSWER_PROMPT = (
     "First reason step by step between <think> and </think>, then write only the final answer "
     "between <answer> and </answer>."
 )
 SYSTEM_PROMPTS = {
     "think-answer": THINK_ANSWER_PROMPT,
-    # What `dapo_reward` reads.
+    # The format that `dapo_reward` reads.
     "answer-line": (
         "Solve the problem step by step. End with a line that says only 'Answer: ' and the answer."
     ),
-    # What `code_reward` reads.
+    # The format that `code_reward` reads.
     "think-code": (
         "First reason step by step between <think> and </think>, then write a complete Python "
         "program that reads standard input and writes standard output, in one ```python block."
     ),
 }
-# Large enough that a run sees few problems twice, and quick to permute.
+# So many that a run sees few problems twice, and so few that a permutation is fast.
 ARITHMETIC_PROBLEMS = 100_000
-# By configuration.
+# Maps a configuration to its function.
 _ARITHMETIC = {
     None: arithmetic.problem,
     "one-step": arithmetic.one_step,
@@ -55,15 +54,15 @@ _ARITHMETIC = {
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A set of problems by its usual name.
+    """A data set of the Hugging Face hub that has a short name here.
 
     Attributes:
-        hub: Name of the set on the Hugging Face hub.
-        config: Configuration of the set there.
+        hub: Name on the hub.
+        config: Configuration on the hub, or None.
         prompt: Column of the problem.
-        answer: Column of the answer; absent where rewards read another column.
-        system_prompt: Name in `SYSTEM_PROMPTS` of the instruction that it is used with.
-        max_prompt_characters: Longest problem in characters; longer ones are left out.
+        answer: Column of the answer; None if rewards read another column.
+        system_prompt: Default system prompt, a key of `SYSTEM_PROMPTS`, or None.
+        max_prompt_characters: Longest problem in characters; longer ones are dropped.
     """
 
     hub: str
@@ -75,7 +74,7 @@ class Source:
 
 
 _BIGMATH = "open-r1/Big-Math-RL-Verified-Processed"
-# Sets and limits are QeRL's (its published code), whose system prompts are longer.
+# The training sets and their limits are those of QeRL's published code, whose system prompts are longer.
 SETS = {
     "gsm8k": Source("openai/gsm8k", "main", "question", "answer"),
     "bigmath": Source(_BIGMATH, "level_3_4_5", "prompt", "solution", "think-answer", 1024),
@@ -88,7 +87,7 @@ SETS = {
         "miromind-ai/MiroMind-M1-RL-62K", None, "problem", "clean_answer", "answer-line", 1024
     ),
     "math": Source("DigitalLearningGmbH/MATH-lighteval", None, "problem", "answer", "think-answer"),
-    # To report on; `evaluation.protocols.SPLITS` says which split. Limits are for training sets.
+    # For evaluation, on the split that `evaluation.protocols.SPLITS` names; no problem is dropped.
     "math500": Source("HuggingFaceH4/MATH-500", None, "problem", "answer", "think-answer"),
     "aime24": Source("HuggingFaceH4/aime_2024", None, "problem", "answer", "think-answer"),
     "aime25": Source("math-ai/aime25", None, "problem", "answer", "think-answer"),
@@ -106,7 +105,7 @@ _FIELD = re.compile(r"\{(\w+)\}")
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One prompt, as text or as chat messages of role and content, and its row's other columns."""
+    """A prompt, as text or as chat messages with role and content, and the other columns of its row."""
 
     prompt: tokenizer.Prompt
     columns: dict[str, Any]
@@ -114,7 +113,7 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Problems(Sequence[Problem]):
-    """A fixed number of problems, each read when it is asked for."""
+    """A sequence of problems; each is read when it is indexed."""
 
     length: int
     read: Callable[[int], Problem]
@@ -132,28 +131,28 @@ def from_config(
 ) -> Problems:
     r"""Loads the problems that a `[data]` section describes: procedural ones, or the rows of a data set.
 
-    A row becomes a problem by its columns, the first that is there counting:
+    The prompt and the answer of a problem come from the first of these columns that a row has:
 
-        prompt   the one that `columns` names; a named set's own; `prompt`; else `question` or
-                 `problem`. Messages of a chat stay as they are, a text becomes one message of the
-                 user. Only the text of a column `prompt` of no named set stays text, for policies
-                 that continue it, unless a system prompt makes it a chat
-        answer   the one that `columns` names; a named set's own; `answer`; else
-                 `reward_model["ground_truth"]` (verl's rows), `ground_truth` or `solution`. An
-                 answer with a line that starts with `####` (GSM8K's) is cut there: the rest of the
-                 line without commas becomes `answer`, the whole `solution`. A `solution` with a
-                 `\boxed{}` (MATH's) is cut to what the last one holds
+        prompt   the column that `columns` names; that of the named set; `prompt`, `question` or
+                 `problem`. Chat messages stay as they are, and a text becomes one user message. But
+                 the text of a column `prompt`, of a set without a short name, stays text that the
+                 policy continues, unless there is a system prompt
+        answer   the column that `columns` names; that of the named set; `answer`; `ground_truth`,
+                 or `reward_model["ground_truth"]` as in verl's rows; `solution`. If an answer has a
+                 line that starts with `####` (GSM8K), the rest of that line without commas becomes
+                 `answer`, and the whole becomes `solution`. Of a `solution` with a `\boxed{}`
+                 (MATH), the content of the last box becomes `answer`
 
-    Every other column is kept as it is.
+    All other columns are kept unchanged.
 
     Args:
         cfg: The section. Its `dataset` is "arithmetic", a name in `SETS`, another data set of the
             Hugging Face hub, a folder that `datasets` can read, or a .jsonl, .json or .parquet file
-            (whatever the split).
+            (which is used for every split).
         split: Split of the data set, instead of the section's; "train" or "test" for arithmetic.
         seed: Random seed of arithmetic problems; rows of data sets do not depend on it.
-        num_problems: Number of problems to keep, from the first, instead of the section's.
-            Arithmetic has 100,000 unless told.
+        num_problems: Number of problems to use, from the first, instead of the section's number.
+            The default is all rows, and 100,000 problems for arithmetic.
 
     Raises:
         ValueError: If there is no such data set, folder, file, configuration, split or column, no
@@ -178,22 +177,22 @@ def from_config(
 def from_rows(
     cfg: DataConfig, rows: Sequence[Mapping[str, Any]], where: str
 ) -> tuple[Problems, bool]:
-    """Makes problems of rows that are there already, by the columns that `from_config` reads.
+    """Makes problems from rows in memory, by the same columns as `from_config`.
 
-    There is one difference: a text in a column `prompt` is a message of the user, too.
+    There is one difference: a text in a column `prompt` becomes a user message, too.
 
     Args:
-        cfg: Its columns, system prompt, template and limits are used.
-        rows: A `datasets.Dataset`, or a list of dicts, of which each has the column of the prompt.
-        where: What errors call the rows.
+        cfg: Only its columns, system prompt, template and limits are used.
+        rows: A `datasets.Dataset`, or a list of dicts, each with the prompt column.
+        where: Name of the rows in errors.
 
     Returns:
         The problems, and whether the prompts of the rows are texts.
 
     Raises:
-        ConfigError: If these are not such rows, or there are none.
-        ValueError: If there is no column of the prompt, a row has no usable one, or some rows hold a
-            text and others a chat.
+        ConfigError: If `rows` is something else or empty.
+        ValueError: If there is no prompt column, a row has no usable prompt, or some prompts are texts
+            and others chats.
     """
     is_table = hasattr(rows, "column_names")
     is_rows = is_table or (isinstance(rows, list | tuple) and all(map(_is_row, rows)))
@@ -223,7 +222,7 @@ def _is_row(row: Any) -> bool:
 
 
 def _problems(rows: Any, of_row: Callable, kept: Sequence[int], where: str) -> Problems:
-    """The problems of the rows that are kept."""
+    """Makes problems of the rows with indices in `kept`; `of_row` makes one from a row and its name in errors."""
 
     def read(index: int) -> Problem:
         try:
@@ -232,12 +231,12 @@ def _problems(rows: Any, of_row: Callable, kept: Sequence[int], where: str) -> P
             raise ValueError(f"{where}, row {kept[index]}: not UTF-8 text: {error}") from error
         return of_row(row, f"{where}, row {kept[index]}")
 
-    read(0)  # so a row that cannot be read is found now, not in the middle of a run
+    read(0)  # finds a row that cannot be read now, not in the middle of a run
     return Problems(len(kept), read)
 
 
 def _columns(cfg: DataConfig, names: Sequence[str], where: str) -> tuple[str, str | None]:
-    """The columns of prompt and answer."""
+    """Returns the names of the prompt column and the answer column (None if there is none)."""
     prompt = _column("prompt", cfg, names, _PROMPT_COLUMNS, where)
     rule = "must have a column 'prompt' ('question', 'problem'), or data.columns must name it"
     require(prompt is not None, f"{where}: columns", sorted(names), rule)
@@ -245,23 +244,23 @@ def _columns(cfg: DataConfig, names: Sequence[str], where: str) -> tuple[str, st
 
 
 def system_prompt(cfg: DataConfig) -> str:
-    """The system message of a `[data]` section, or its name in `SYSTEM_PROMPTS`; "" for none."""
+    """Returns the system prompt of a `[data]` section, or its name in `SYSTEM_PROMPTS`; "" for none."""
     own = getattr(SETS.get(cfg.dataset), "system_prompt", None)
     return cfg.system_prompt if cfg.system_prompt is not None else own or ""
 
 
 def batch(problems: Sequence[Problem], index: int, *, batch_size: int, seed: int) -> list[Problem]:
-    """Gives batch number `index` of endless passes over the problems, each in an order of its own.
+    """Returns batch number `index` of endless epochs over the problems, each shuffled anew.
 
-    Position p = index * batch_size + i, the i-th of the batch, is place p % n of pass p // n for n
-    problems; a pass's order depends on (seed, pass) alone. What is left at the end of a pass shares
-    its batch with the start of the next.
+    Item i of the batch has position p = index * batch_size + i. With n problems it is item p % n of
+    epoch p // n, whose order depends only on (seed, epoch). The end of an epoch and the start of
+    the next may be in one batch.
 
     Args:
         problems: The n problems.
-        index: Number of the batch, from 0.
+        index: Index of the batch, from 0.
         batch_size: Number of problems per batch.
-        seed: Random seed of the orders.
+        seed: Random seed of the shuffles.
 
     Raises:
         ValueError: If there are no problems, `batch_size` is not positive, or `index` is negative.
@@ -280,9 +279,9 @@ def batch(problems: Sequence[Problem], index: int, *, batch_size: int, seed: int
 def collate(
     problems: Sequence[Problem],
 ) -> tuple[list[str | list[tokenizer.Message]], dict[str, list]]:
-    """Puts prompts and columns of problems into parallel lists, None where a problem lacks a column.
+    """Returns the prompts of problems as a list, and their columns as lists, with None for a missing column.
 
-    Messages are copied, so a reward that changes its prompts does not change those of others.
+    Messages are copied, so that a reward function that changes them does not change the problems.
     """
     prompts = [
         problem.prompt
@@ -295,14 +294,14 @@ def collate(
     return prompts, columns
 
 
-# Two passes meet in a batch at most.
+# A batch needs the orders of two epochs, unless it is larger than an epoch.
 @functools.lru_cache(maxsize=2)
 def _order(length: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(length)
 
 
 def _arithmetic(cfg: DataConfig, split: str, seed: int, count: int) -> Problems:
-    """The first procedural problems of a split."""
+    """Makes the first `count` procedural problems of a split."""
     others = (cfg.path, cfg.columns, cfg.max_prompt_characters)
     require(not any(others), "path, columns, max_prompt_characters", others, "arithmetic has none")
     rule = f"arithmetic has the configurations {list(filter(None, _ARITHMETIC))}, or none"
@@ -313,7 +312,7 @@ def _arithmetic(cfg: DataConfig, split: str, seed: int, count: int) -> Problems:
         row = {"question": found.question, "answer": str(found.answer)}
         return _problem(cfg, "question", "answer", True, row, f"{cfg.dataset}, row {index}")
 
-    read(0)  # so that an unknown split is found now
+    read(0)  # finds an unknown split now
     return Problems(count, read)
 
 
@@ -321,13 +320,13 @@ def load_rows(name: str, path: str | None, config: str | None, split: str):
     """Loads the rows of a data set, as a `datasets.Dataset`.
 
     Args:
-        name: Name in `SETS`, or any set of the hub, folder or file.
-        path: Folder or file that is read instead of the hub.
-        config: Configuration of the data set, where it has several.
+        name: Name in `SETS`, or any data set of the hub, folder or file.
+        path: Folder or file that is read instead; None for none.
+        config: Configuration of the data set, if it has several; None means the one in `SETS`.
         split: Split of the data set.
 
     Raises:
-        ValueError: If it is not there; says what was looked for.
+        ValueError: If it cannot be loaded; the error says what was looked for, and why it failed.
     """
     import datasets  # slow to import, and not needed for arithmetic
 
@@ -339,12 +338,12 @@ def load_rows(name: str, path: str | None, config: str | None, split: str):
     require(is_there, "data set", os.fspath(folder), "no such file or folder")
     rule = f"must be a folder, or a file that ends in {', '.join(_FILE_FORMATS)}"
     require(has_rows or not folder.is_file(), "data set", place, rule)
-    # `datasets` ends in a bare StopIteration for an empty file.
+    # For an empty file `datasets` would raise a bare StopIteration.
     require(not has_rows or folder.stat().st_size > 0, "data set", place, "the file is empty")
     try:
         if has_rows:
             require(config is None, "config", config, "a file has no configurations")
-            # `datasets` takes the name for a pattern: "rows[1].jsonl" would be rows1.jsonl.
+            # `datasets` reads the name as a pattern: "rows[1].jsonl" would mean rows1.jsonl.
             files = {split: glob.escape(os.path.abspath(folder))}
             form = _FILE_FORMATS[folder.suffix]
             rows = datasets.load_dataset(form, data_files=files, split=split)
@@ -366,14 +365,14 @@ def load_rows(name: str, path: str | None, config: str | None, split: str):
 
 
 def is_file(place: str) -> bool:
-    """Whether a data set's name or path is that of a file with rows, which has no splits."""
+    """Whether a data set's name or path names a file with rows, which has no splits."""
     return pathlib.Path(place).suffix in _FILE_FORMATS
 
 
 def _as_written(rows: Any, path: pathlib.Path) -> Any:
-    """The rows of a JSON file with texts as they stand there.
+    """Replaces timestamps in the rows of a JSON file by the texts in that file.
 
-    `datasets` makes times of a column in which all texts are dates: no answer would equal one.
+    `datasets` turns a column of dates into timestamps, and no answer would equal one.
     """
     fields = rows.features.arrow_schema
     names = [field.name for field in fields if "timestamp[" in str(field.type)]
@@ -383,7 +382,7 @@ def _as_written(rows: Any, path: pathlib.Path) -> Any:
     try:
         whole = parse_json(text)
         found = whole if isinstance(whole, list) else [whole]
-    except ValueError:  # a row on each line
+    except ValueError:  # one row per line
         found = [parse_json(line) for line in text.split("\n") if line.strip()]
     for name in names:
         rows = rows.remove_columns(name).add_column(name, [row.get(name) for row in found])
@@ -391,13 +390,13 @@ def _as_written(rows: Any, path: pathlib.Path) -> Any:
 
 
 def _json_fault(path: pathlib.Path) -> str | None:
-    """Where a file is no JSON, or holds something else than rows, and what is wrong there; None if nowhere."""
+    """Returns where a file is not JSON or holds something other than rows, and what is wrong; None if it is fine."""
     if path.suffix not in (".json", ".jsonl"):
         return None
     with path.open(encoding="utf-8", errors="surrogateescape") as file:
         is_list = path.suffix == ".json" and file.read(1) == "["
         file.seek(0)
-        # A file of lines may be large.
+        # A file with one row per line may be large, so it is read line by line.
         for number, text in enumerate([file.read()] if is_list else file, 1):
             if not text.strip():
                 continue
@@ -422,7 +421,7 @@ def _column(
     others: Sequence[str],
     where: str,
 ) -> str | None:
-    """The column that the config appoints, else the named set's own, else the first of others."""
+    """Returns the column that the config names, else the named set's own, else the first of `others` that exists."""
     appointed = (cfg.columns or {}).get(role)
     rule = f"{where} has no such column; it has {sorted(names)}"
     require(appointed in (None, *names), f"data.columns.{role}", appointed, rule)
@@ -431,7 +430,7 @@ def _column(
 
 
 def _short_enough(prompts: Iterable[Any], limit: int, where: str) -> Sequence[int]:
-    """The rows whose prompt has at most `limit` characters."""
+    """Returns the indices of the rows whose prompt has at most `limit` characters."""
     messages = (_messages(prompt, "a prompt") for prompt in prompts)
     sizes = [sum(len(message["content"]) for message in prompt) for prompt in messages]
     kept = [row for row, size in enumerate(sizes) if size <= limit]
@@ -447,7 +446,7 @@ def _problem(
     row: Mapping[str, Any],
     where: str,
 ) -> Problem:
-    """A row as a problem, see `from_config`; `is_message` makes any text the user's message."""
+    """Makes a problem from a row, see `from_config`; with `is_message` any text becomes a user message."""
     columns = dict(row)
     prompt = columns.pop(prompt_column)
     named = system_prompt(cfg)
@@ -469,7 +468,7 @@ def _problem(
 
 
 def is_chat(prompt: Any) -> bool:
-    """Whether a prompt is a list of messages, each with a role and a content that are texts."""
+    """Whether a prompt is a non-empty list of messages whose role and content are texts."""
     return (
         isinstance(prompt, Sequence)
         and len(prompt) > 0
@@ -483,11 +482,11 @@ def is_chat(prompt: Any) -> bool:
 
 
 def _messages(prompt: Any, where: str) -> tuple[tokenizer.Message, ...]:
-    """A prompt as messages, a text as the user's."""
+    """Returns a prompt as messages; a text becomes a user message."""
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     require(is_chat(prompt), where, prompt, "must be text or messages of role and content")
-    # Columns of structs fill keys that a message lacks with None: only the two are meant.
+    # `datasets` adds keys that other messages have, with None, so only these two are kept.
     return tuple({"role": m["role"], "content": m["content"]} for m in prompt)
 
 
@@ -495,7 +494,7 @@ def _fill(template: str, prompt: tokenizer.Prompt, row: Mapping[str, Any]) -> to
     if not isinstance(prompt, str):
         *earlier, last = prompt
         return (*earlier, {**last, "content": _fill(template, last["content"], row)})
-    # Not str.format: templates ask for \boxed{} as it stands, and problems have braces, too.
+    # str.format would fail on the braces of \boxed{} in a template.
     values = {**row, "prompt": prompt}
     return _FIELD.sub(lambda field: str(values.get(field[1], field[0])), template)
 

@@ -1,13 +1,14 @@
-r"""One spelling for answers in LaTeX that mean the same, before computer algebra reads them.
+r"""Normalizes answers in LaTeX before math-verify parses them.
 
-math-verify reads `12\,345` as 12 + 345, `1 2` as 3 and `1011_2` as 1011; it takes the t of
-`\frac{8}{3}t` for a unit. `latex_form` rewrites what would be misread and leaves the rest as it is. It
-joins no numbers that a comma separates: `1,2` is never 12.
+math-verify reads `12\,345` as 12 + 345, `1 2` as 3 and `1011_2` as 1011, and removes the t of `\frac{8}{3}t` as a
+unit. `latex_form` rewrites what would be misread and leaves the rest as it is. It never joins numbers that a comma
+separates: `1,2` does not become 12.
 """
 
 import re
 
-# The longest reference answer of MATH has 159 characters. Patterns below are quadratic in the worst case.
+# Longest answer in characters: the patterns below take quadratic time in the worst case. The longest reference answer
+# of MATH has 159 characters.
 LONGEST = 1000
 _SPACED_ARGUMENT = re.compile(
     r"(\\(?:boxed|fbox|mbox|text[a-z]*|math[a-z]+|[dtc]?frac|sqrt))\s+(?=\{)"
@@ -16,12 +17,12 @@ _ROW_SKIP = re.compile(r"\\\\\[\s*-?[0-9.]+\s*(?:pt|em|ex|mu|cm|mm|in)\s*\]")
 _DEGREES = re.compile(
     r"\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})|\\(?:text)?degree(?![A-Za-z])|°"
 )
-# Spaces of TeX and of Unicode; the comma only beside a space that takes its own back, as in 1,\!234.
+# Thousands separators: spaces of TeX and of Unicode, {,}, and a comma before a negative space, as in 1,\!234.
 _SPACE = r"(?:\\[,;: ]|~|[ \u00a0\u2009\u202f]|\{,\}|,?\\!)"
 _THOUSANDS = re.compile(rf"(?<![0-9.,^_])[1-9][0-9]{{0,2}}(?:{_SPACE}[0-9]{{3}})+(?![0-9])")
 _SEPARATOR = re.compile(_SPACE)
 _MIXED = re.compile(r"(?<![0-9.])([0-9]+)(?:\s|\\[,;: ]|~)+([0-9]+)/([0-9]+)(?![0-9.])")
-# Neither an exponent, as in 2^3 3^2, nor the arguments of \frac 1 2.
+# Numbers with a space between, but not after an exponent, as in 2^3 3^2, nor the arguments of \frac 1 2.
 _APART = re.compile(
     r"(?<![0-9.^_])(?<!frac)(?<!frac\s)(?<!binom)(?<!binom\s)([0-9][0-9.]*)(?:\s|\\[,;: ]|~)+(?=[0-9])"
 )
@@ -30,7 +31,7 @@ _LAST_SPACE = re.compile(r"(?:(?<!\\)\\[,;:! ]?|~)\s*$")
 _CONJUNCTION = re.compile(r",?\s*\\(?:text|mbox|mathrm)\{\s*,?\s*(?:and|or)\s*\}")
 _IMAGINARY = re.compile(
     r"\\(?:mathrm|mathit|mathbf|text)\{i\}|\\imath(?![A-Za-z])"
-    # i alone, after one letter (bi), or before one (ix); pi is a spelling of the constant.
+    # i alone, after one letter (bi), or before one (ix); but pi is the constant.
     r"|(?<![A-Za-z\\])i(?![A-Za-z])|(?<=(?<![A-Za-z\\])[A-Za-oq-z])i(?![A-Za-z])"
     r"|(?<![A-Za-z\\])i(?=[A-Za-z](?![A-Za-z]))"
 )
@@ -39,7 +40,8 @@ _BASE_WORDS = (
     "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
 ).split()
 _BASES = {word: str(base) for base, word in enumerate(_BASE_WORDS, start=2)}
-# 1011_2, (1011)_{2}, 1011_{\text{base two}}, 1011_{(2)}; and before that 1011\text{ (base 2)}.
+# Matches 1011_2, (1011)_{2}, 1011_{\text{base two}} and 1011_{(2)}. `_BASE_IN_TEXT` first turns 1011\text{ (base 2)}
+# into such a form.
 _BASED = re.compile(
     r"(?<![0-9A-Za-z_^.,\\}])\(?([0-9]+|[0-9A-F]*[0-9][0-9A-F]*)\)?\s*_\s*"
     r"(?:\{[\s(]*(?:\\(?:text|mathrm)\{)?[\s(]*(?:base\s*\}?\s*)?([0-9]{1,2}|[a-z]+)[\s)}]*\}|([0-9]))"
@@ -48,7 +50,7 @@ _BASE_IN_TEXT = re.compile(
     r"(?<=[0-9A-F)])\s*(?:\\[,;: ]\s*)?\(?\s*\\(?:text|mathrm)\{[\s(]*(?:in\s+)?base[\s-]*"
     r"(?:([0-9]{1,2}|[a-z]+)[\s)]*\}|\}\s*([0-9]{1,2}))\s*\)?"
 )
-# Words that follow a number without changing it. Letters alone are variables: 5t is no 5 tonnes.
+# Words after a number that do not change it. Single letters are variables: 5t does not mean 5 tonnes.
 _UNITS = (
     "mm cm dm km kg mg ml mL lb lbs oz ft yd mi mph kph kmh sq cu hr hrs min mins sec secs deg "
     "inch inches foot feet yard mile meter metre centimeter centimetre kilometer kilometre millimeter "
@@ -60,35 +62,35 @@ _UNITS = (
 ).split()
 _TEXT = r"\\(?:text[a-z]*|mbox|mathrm)"
 _POWER = r"(?:\s*\^\s*(?:[0-9]|\{\s*-?[0-9]\s*\}))?"
-# A run of spaces is tried from its first one only: from each, an answer of spaces took six seconds.
+# A run of spaces is tried only from its first space. Tried from every one, an answer of spaces took six seconds.
 _UNIT_IN_TEXT = re.compile(
     rf"(?<![\s~/])[\s~/]*(?:\\[,;:! ]\s*)*{_TEXT}\{{([^{{}}]*)\}}{_POWER}\s*$"
 )
 _UNIT_WORD = re.compile(
     rf"(?<=[0-9)}}\s])[\s/]*(?:\\[,;:! ]\s*)*\b(?:{'|'.join(_UNITS)})(?:s|es)?\.?{_POWER}\s*$"
 )
-# A number word, a base or a conjunction is a part of the answer.
+# Text that is not a unit: number words, bases and conjunctions belong to the answer.
 _NO_UNIT = re.compile(
     r"\b(?:hundred|thousand|million|billion|trillion|dozen|base|mod|and|or|if|for|where)\b"
-    # A letter alone is a variable or a choice, unless it is a unit's sign.
+    # A single letter is a variable or a choice, unless it is the symbol of a unit.
     r"|^\s*(?![mgshlLJNWVKCF]\b)[A-Za-z]\s*$"
 )
 _ENDS_A_VALUE = re.compile(r"[0-9A-Za-z)}\]!%]$")
 
 
 def latex_form(answer: str) -> str:
-    r"""Rewrites an answer so that equal spellings are one and each says what it means.
+    r"""Rewrites an answer so that math-verify reads it as it is meant.
 
-    An argument's brace follows its command (`\text {cm}`), rows have no extra height (`\\[2pt]`),
-    degree signs and units after a value are gone, so is the last full stop; thousands have no spaces
-    (`12\,345` is 12345; other numbers with a space between are a list); the imaginary unit is `I`,
-    in whatever letters; and a numeral of another base than ten is a symbol of its digits and base.
+    It removes the space between a command and its brace (`\text {cm}`), the extra height of rows (`\\[2pt]`), degree
+    signs, units after a value, and a final full stop. It joins thousands (`12\,345` becomes 12345), and makes a list
+    of other numbers with a space between. The imaginary unit becomes `I`. A number in a base other than ten becomes a
+    symbol of its digits and base.
 
     Args:
-        answer: What a box or a block holds, or a reference answer; dollar signs do not matter.
+        answer: Content of a box or an `<answer>` block, or a reference answer; dollar signs are removed.
 
     Returns:
-        The answer rewritten; "" for a text of more than `LONGEST` characters, which is no final answer.
+        The rewritten answer; "" if it has more than `LONGEST` characters and so cannot be a final answer.
     """
     if len(answer) > LONGEST:
         return ""
@@ -108,7 +110,7 @@ def latex_form(answer: str) -> str:
 
 
 def _without_units(form: str) -> str:
-    """An answer without the units, words and full stop that follow its value."""
+    """Removes the units, unit words and full stop after the value of an answer."""
     while True:
         shorter = _LAST_SPACE.sub("", _LAST_DOT.sub("", form).rstrip())
         unit = _UNIT_IN_TEXT.search(shorter)
@@ -122,12 +124,12 @@ def _without_units(form: str) -> str:
 
 
 def _imaginary_unit(found: re.Match) -> str:
-    """I as math-verify reads it: of a power without braces it keeps the base only."""
+    """Returns I, in braces before an exponent: without them math-verify would drop the exponent."""
     return "{I}" if found.string[found.end() :].lstrip().startswith("^") else " I "
 
 
 def _numeral(found: re.Match) -> str:
-    r"""A numeral with a base: plain in base ten, else a symbol that only the same numeral equals."""
+    r"""Returns a number with a base: plain digits in base ten, else a symbol that equals only the same number."""
     digits, base = found[1], found[2] or found[3]
     base = _BASES.get(base, base)
     letters = not digits.isdigit()

@@ -1,7 +1,7 @@
 """Renders chat templates; for worker processes only (see `chat_template`).
 
-Source: the environment is that of transformers, whose import would take more than a second
-(`transformers/utils/chat_template_utils.py`).
+Source: the Jinja environment is that of transformers (`transformers/utils/chat_template_utils.py`), which is not
+imported because that takes more than a second.
 """
 
 import datetime
@@ -13,12 +13,17 @@ from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# Longest text of one chat, in characters.
+# Maximum length of a chat's text, in characters.
 LONGEST = 1 << 22
 
 
 def render_batch(template: str, chats: list, settings: dict[str, Any]) -> list[str]:
-    """The text of each chat; `settings` are what the template knows beside its messages."""
+    """Renders each chat as text; `settings` are the template's variables besides the messages.
+
+    Raises:
+        ValueError: If a chat's text is longer than `LONGEST`.
+        jinja2.TemplateError: If the template is not valid or raises.
+    """
     compiled, texts = _compiled(template), []
     settings = {"tools": None, "documents": None, **settings}
     for messages in chats:
@@ -33,7 +38,7 @@ def render_batch(template: str, chats: list, settings: dict[str, Any]) -> list[s
 
 
 class _Generation(Extension):
-    """The tag `generation`, with which templates mark what the model writes: its body is rendered as it is."""
+    """The tag `generation`, with which templates mark the text of the model: its body is rendered unchanged."""
 
     tags = frozenset({"generation"})
 
@@ -59,7 +64,7 @@ def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=
 
 @functools.lru_cache(maxsize=4)
 def _compiled(template: str):
-    """A template in the environment that transformers gives it."""
+    """Compiles a template in the same environment as transformers."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )

@@ -1,4 +1,4 @@
-"""Text to ids and back, over a Hugging Face tokenizer and its chat template."""
+"""Converts text to token ids and back, with a Hugging Face tokenizer and its chat template."""
 
 import dataclasses
 import os
@@ -10,26 +10,25 @@ from qerl_jax.checked import require
 from qerl_jax.data import chat_template
 from qerl_jax.files import read_json
 
-# What rendering sets by itself.
+# Variables of a template that rendering sets itself, so `chat_template_kwargs` must not.
 _OWN_OPTIONS = ("messages", "add_generation_prompt", "tokenize")
 
-type Message = dict[str, Any]  # "role" and "content", and of calls "tool_calls"
+type Message = dict[str, Any]  # with "role" and "content", and "tool_calls" if it calls tools
 type Prompt = str | Sequence[Message]
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-    """A Hugging Face tokenizer with what generation needs to know of it.
+    """A Hugging Face tokenizer, and the ids and the chat template that generation needs.
 
     Attributes:
         hf: The transformers tokenizer.
-        stop_tokens: Ids that end a completion: the tokenizer's end of sequence and those of
-            generation_config.json, or where there is no such file of config.json.
-        pad_token: Fills rows after their end; never trained on.
-        num_tokens: Ids are 0 ... num_tokens - 1; rows of the embedding beyond are never sampled or
-            scored.
+        stop_tokens: Ids that end a completion: the tokenizer's end-of-sequence token and those of
+            generation_config.json, or of config.json if there is no such file.
+        pad_token: Id that pads rows at the end; never trained on.
+        num_tokens: Number of ids, from 0 on. Rows of the embedding beyond are never sampled or scored.
         chat_template: Source of the chat template, in Jinja.
-        template_options: What the chat template is told beside the messages.
+        template_options: Variables of the chat template besides the messages (`chat_template_kwargs`).
     """
 
     hf: Any
@@ -40,14 +39,14 @@ class Tokenizer:
     template_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def render(self, prompts: Sequence[Prompt], *, add_generation_prompt: bool = True) -> list[str]:
-        """The texts the model sees: messages pass the chat template, a plain string stays as it is.
+        """Returns prompts as texts: applies the chat template to chats, and returns strings unchanged.
 
         Args:
             prompts: Texts and chats.
-            add_generation_prompt: Whether a chat ends where the model's answer begins.
+            add_generation_prompt: Whether a chat ends with the start of the assistant's turn.
 
         Raises:
-            ValueError: In one line, where the template fails, or does not keep to its limits.
+            ValueError: If the template fails or exceeds its limits of time, memory or length.
         """
         names = {name: _plain(token) for name, token in self.hf.special_tokens_map.items()}
         rendered = iter(
@@ -62,21 +61,21 @@ class Tokenizer:
         return [prompt if isinstance(prompt, str) else next(rendered) for prompt in prompts]
 
     def with_options(self, **options: Any) -> Self:
-        """The tokenizer with more that the chat template is told."""
+        """Returns the tokenizer with these variables of the chat template added or replaced."""
         merged = {**self.template_options, **options}
         return dataclasses.replace(self, template_options=merged)
 
     def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Ids of each prompt; special tokens are those that the template writes.
+        """Returns the ids of each prompt; no special tokens are added besides those that the template writes.
 
         Raises:
-            ValueError: As `render`.
+            ValueError: As for `render`.
         """
         texts = self.render(prompts)
         return self.hf(texts, add_special_tokens=False)["input_ids"] if texts else []
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of a completion, without special tokens."""
+        """Returns the text of a completion, without special tokens."""
         return self.hf.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
@@ -86,13 +85,13 @@ def load(
     """Reads a tokenizer and its chat template from a local folder.
 
     Args:
-        folder: Where they are.
-        template_options: What the template is told beside the messages; it must read each of them.
+        folder: The folder.
+        template_options: Variables of the template besides the messages; it must use each of them.
 
     Raises:
-        FileNotFoundError: When the folder has no tokenizer.
-        ValueError: When it cannot be read, has no chat template, or one that does not read an option, or no
-            end-of-sequence token.
+        FileNotFoundError: If the folder has no tokenizer.
+        ValueError: If the tokenizer cannot be read, has no chat template or no end-of-sequence token, or the template
+            does not use an option.
     """
     folder = pathlib.Path(folder)
     require(
@@ -102,13 +101,13 @@ def load(
         "has no tokenizer.json",
         FileNotFoundError,
     )
-    # Without PyTorch, importing transformers prints a notice that would be a newcomer's first line.
+    # Without PyTorch, importing transformers prints a notice, which would be the first line of the output.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 
     try:
         hf = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-    except Exception as error:  # the readers of transformers raise whatever a file makes them raise
+    except Exception as error:  # transformers raises errors of many types for a broken file
         said = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(
             f"tokenizer: transformers cannot read the one in {folder}: {said}"
@@ -123,7 +122,7 @@ def load(
     require(isinstance(template, str), f"{folder}: chat template", template, "must be a text")
     options = dict(template_options or {})
     for name in options:
-        # A template takes no notice of a name that it does not know.
+        # A template silently ignores a name that it does not use.
         require(
             name not in _OWN_OPTIONS and name in template,
             "model.chat_template_kwargs",
@@ -144,7 +143,7 @@ def load(
 
 
 def _stated_ends(folder: pathlib.Path) -> list[int]:
-    """Ids that end a completion by the model's configs, as transformers and vLLM take them."""
+    """Returns the end-of-sequence ids in the model's configs, which transformers and vLLM use too."""
     places = [folder / name for name in ("generation_config.json", "config.json")]
     path = next((place for place in places if place.is_file()), None)
     listed = None if path is None else read_json(path).get("eos_token_id")

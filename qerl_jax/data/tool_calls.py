@@ -1,4 +1,4 @@
-"""Calls of tools as text: how a chat template shows tools, how a policy asks for one, and how it is answered."""
+"""Tool calls as text: schemas for the chat template, parsing of a policy's calls, and the tokens of the answers."""
 
 import dataclasses
 import json
@@ -18,12 +18,12 @@ _BETWEEN = re.compile(r"[; \n]*")
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call that a policy has written.
+    """A tool call that a policy has written.
 
     Attributes:
-        name: Of the tool; empty where it cannot be read.
-        arguments: By name.
-        error: Why it cannot be read; None where it can.
+        name: Name of the tool; empty if it cannot be parsed.
+        arguments: Arguments by name.
+        error: Why the call cannot be parsed; None if it can.
     """
 
     name: str
@@ -31,19 +31,19 @@ class Call:
     error: str | None = None
 
     def to_message(self) -> dict[str, Any]:
-        """The call as chat messages have it."""
+        """Returns the call as an entry of a chat message's `tool_calls`."""
         return {"type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 def schema(function: Callable) -> dict[str, Any]:
-    """What a chat template shows of a tool: its name, and what its docstring and annotations say.
+    """Returns the JSON schema of a tool, which the chat template shows, from its docstring and annotations.
 
     Args:
-        function: With an annotation for each argument, and a docstring that has a line for each under
-            "Args:", as transformers asks for.
+        function: A function with an annotation for each argument, and a docstring that describes each under "Args:",
+            as `get_json_schema` of transformers needs.
 
     Raises:
-        ValueError: Where something of that is missing; it names the function.
+        ValueError: If one of these is missing; the error names the function.
     """
     # Without PyTorch, importing transformers prints a notice.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -57,10 +57,10 @@ def schema(function: Callable) -> dict[str, Any]:
 
 
 def detect(template: str) -> CallFormat:
-    """The format of calls that a chat template asks for.
+    """Detects the format of tool calls that a chat template asks for.
 
     Raises:
-        ValueError: When it asks for none that is known.
+        ValueError: If it asks for no known format.
     """
     if "<tool_call>" in template and "<function=" not in template:
         return "hermes"
@@ -75,13 +75,16 @@ def detect(template: str) -> CallFormat:
 
 
 def parse(text: str, call_format: CallFormat) -> tuple[str, list[Call]]:
-    """What a turn says beside its calls, and the calls in order.
+    """Parses the tool calls of a turn.
 
     Args:
-        text: Of the turn, special tokens included but for the one that ended it.
-        call_format: "hermes": JSON of `name` and `arguments` between <tool_call> and </tool_call>, as Qwen
-            and Hermes models write it; "llama3_json": the whole turn is JSON of `name` and `parameters`, or
-            several separated by semicolons.
+        text: Text of the turn, with special tokens except the one that ended it.
+        call_format: "hermes": JSON with `name` and `arguments` between <tool_call> and </tool_call>, as Qwen and
+            Hermes models write it; "llama3_json": the whole turn is a JSON object with `name` and `parameters`, or
+            several with semicolons between.
+
+    Returns:
+        The text besides the calls, and the calls in order.
     """
     if call_format == "hermes":
         found = [_call(body.strip()) for body in _HERMES.findall(text)]
@@ -94,14 +97,14 @@ def parse(text: str, call_format: CallFormat) -> tuple[str, list[Call]]:
         try:
             _, end = json.JSONDecoder().raw_decode(body, place)
         except (ValueError, RecursionError):
-            end = len(body)  # what is wrong with the rest, it says itself
+            end = len(body)  # the call made of the rest has an error that says what is wrong
         calls.append(_call(body[place:end]))
         place = _BETWEEN.match(body, end).end()
     return "", calls
 
 
 def written(call: Call, call_format: CallFormat) -> str:
-    """A call as a policy writes it."""
+    """Returns the text with which a policy writes a call."""
     field = "arguments" if call_format == "hermes" else "parameters"
     body = json.dumps({"name": call.name, field: call.arguments}, ensure_ascii=False)
     return f"<tool_call>{body}</tool_call>" if call_format == "hermes" else body
@@ -110,13 +113,16 @@ def written(call: Call, call_format: CallFormat) -> str:
 def parse_pattern(
     text: str, pattern: str, schemas: Sequence[dict[str, Any]]
 ) -> tuple[str, list[Call]]:
-    """What a turn says beside calls in a form of one's own, and the calls in order.
+    """Parses the tool calls of a turn in a custom format.
 
     Args:
-        text: Of the turn.
-        pattern: A regular expression with a group `argument`, and with a group `name` unless there is one
-            tool.
-        schemas: Of the tools, by which the argument is named, and read as a number where it is one.
+        text: Text of the turn.
+        pattern: A regular expression for a call, with a group `argument` and, unless there is only one tool, a group
+            `name`. Tools must have one argument.
+        schemas: Schemas of the tools, which give the name of the argument and whether it is a number.
+
+    Returns:
+        The text besides the calls, and the calls in order.
     """
     tools = {each["function"]["name"]: each["function"]["parameters"] for each in schemas}
 
@@ -129,7 +135,7 @@ def parse_pattern(
                 name, {}, f"{name} is no tool of one argument; there are {', '.join(tools)}"
             )
         ((argument, shape),) = properties.items()
-        # A group may take no part in a match.
+        # A group that takes no part in a match is None.
         value: Any = (found["argument"] or "").strip()
         if shape.get("type") in ("integer", "number"):
             try:
@@ -151,7 +157,7 @@ def _call(body: str) -> Call:
     if not isinstance(name, str):
         return Call("", {}, 'the call must be an object with a "name" and its "arguments"')
     arguments = made.get("arguments", made.get("parameters", {}))
-    if isinstance(arguments, str):  # some write JSON within JSON
+    if isinstance(arguments, str):  # some models write the arguments as a JSON string
         try:
             arguments = _parsed(arguments)
         except ValueError:
@@ -162,10 +168,10 @@ def _call(body: str) -> Call:
 
 
 def _parsed(text: str) -> Any:
-    """The value of a JSON text that a policy has written.
+    """Parses JSON that a policy has written.
 
     Raises:
-        ValueError: When it is no JSON, or escapes half a character, which no tool, log or tokenizer takes.
+        ValueError: If it is not JSON, or has an escape for half a surrogate pair, which cannot be encoded as UTF-8.
     """
     value = parse_json(text)
     json.dumps(value, ensure_ascii=False).encode()
@@ -175,15 +181,15 @@ def _parsed(text: str) -> Any:
 def answer(
     tokenizer: Tokenizer, messages: Sequence[dict[str, str]], *, after_stop: bool
 ) -> list[int]:
-    """Tokens that answer a turn: what the chat template writes from its end to the begin of the next turn.
+    """Returns the tokens that answer a turn: what the template writes from its end to the start of the next turn.
 
     Args:
-        tokenizer: The policy's.
-        messages: Of the role "tool", with `name` and `content`.
-        after_stop: Whether the turn ended with the token that ends turns; else that comes first.
+        tokenizer: The policy's tokenizer.
+        messages: The answers: messages of role "tool", with `name` and `content`.
+        after_stop: Whether the turn ended with the end-of-turn token; if not, the result begins with it.
 
     Raises:
-        ValueError: When the template writes earlier messages in another way once there are later ones.
+        ValueError: If the template renders earlier messages differently once there are later ones.
     """
     calls = [Call(message["name"], {}).to_message() for message in messages]
     before = [
@@ -192,7 +198,7 @@ def answer(
     ]
     (begun,) = tokenizer.render([before], add_generation_prompt=False)
     (whole,) = tokenizer.render([[*before, *messages]])
-    # Templates write a line's end behind a turn, which the policy does not.
+    # Templates write a newline after a turn, which the policy does not, so the turn ends at the end token.
     end = tokenizer.hf.eos_token or ""
     place = begun.rfind(end) if end else -1
     place = len(begun) if place < 0 else place + (len(end) if after_stop else 0)

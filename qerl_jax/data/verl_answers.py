@@ -1,17 +1,16 @@
-r"""Where verl finds an answer and when it calls two the same: strings, after its own normal forms.
+r"""Extracts and compares answers exactly as verl does: as strings, in verl's own normal forms.
 
-Scores are comparable with verl's only if its scorer's peculiarities are kept, so they are: a number
-counts by its digits ("18." and "18.0" are not "18"), and a box with a space before its brace holds
-the brace too.
+Scores are comparable with verl's only if the peculiarities of its scorers are kept. So numbers are compared as text
+("18." and "18.0" are not "18"), and a box with a space before its brace includes the brace.
 
-Source: verl (Apache-2.0), verl/utils/reward_score: gsm8k, math_reward (`math` before), math_dapo.
+Source: verl (Apache-2.0), verl/utils/reward_score: gsm8k, math_reward (formerly `math`), math_dapo.
 """
 
 import re
 
 from qerl_jax.data import answers
 
-# verl's gsm8k and math_dapo read no more than the end of a completion.
+# verl's gsm8k and math_dapo read only this many characters at the end of a completion.
 TAIL = 300
 _HASHES = re.compile(r"#### (-?[0-9.,]+)")
 _NUMBER = re.compile(r"-?[0-9.,]+")
@@ -30,24 +29,27 @@ _UNIT = "\\text{ "
 
 
 def strict_number(text: str) -> str | None:
-    """What follows the last `#### ` among the last 300 characters, if it begins a number; without commas."""
+    """Returns the number after the last `#### ` with one in the last 300 characters, without commas, or None."""
     found = _HASHES.findall(text[-TAIL:])
     return found[-1].replace(",", "") if found else None
 
 
 def flexible_number(text: str) -> str | None:
-    """The last run of digits, points and commas among the last 300 characters, other than ".", as it stands."""
+    """Returns the last run of digits, points and commas, other than ".", in the last 300 characters, or None."""
     found = [run for run in _NUMBER.findall(text[-TAIL:]) if run != "."]
     return found[-1] if found else None
 
 
 def answer_line(text: str) -> str | None:
-    """The rest of the line after the last "Answer:", in any case, among the last 300 characters."""
+    """Returns the rest of the line after the last "Answer:", in any case, in the last 300 characters, or None."""
     return answers.answer_line(text[-TAIL:])
 
 
 def boxed(text: str) -> str | None:
-    r"""What the last `\boxed{}` holds; where any box has a space, what follows the last such up to a dollar."""
+    r"""Returns the content of the last `\boxed{}`, or None.
+
+    If a `\boxed ` with a space occurs, it is instead the text after the last of these, up to a dollar sign.
+    """
     if "\\boxed " in text:
         return text.rpartition("\\boxed ")[2].partition("$")[0]
     start = text.rfind("\\boxed")
@@ -56,7 +58,7 @@ def boxed(text: str) -> str | None:
 
 
 def same_in_hendrycks_form(given: str, expected: str) -> bool:
-    """Whether two answers have one normal form; by their text if one of the two has none."""
+    """Whether two answers have the same Hendrycks form; if one of them has none, whether their texts are equal."""
     try:
         return hendrycks_form(given) == hendrycks_form(expected)
     except ValueError:
@@ -64,7 +66,7 @@ def same_in_hendrycks_form(given: str, expected: str) -> bool:
 
 
 def hendrycks_vote(answer: str) -> str:
-    """The normal form by which votes are counted; the text itself if it has none."""
+    """Returns the Hendrycks form, by which votes are counted; the text itself if it has none."""
     try:
         return hendrycks_form(answer)
     except ValueError:
@@ -72,13 +74,14 @@ def hendrycks_vote(answer: str) -> str:
 
 
 def hendrycks_form(answer: str) -> str:
-    r"""The normal form in which MATH's authors compare answers as text.
+    r"""Returns the normal form in which the authors of MATH compare answers as text.
 
-    Without spaces, sizes of brackets, degrees, percent and dollar signs and a unit in `\text{ }` at the
-    end; what follows `x =`; `\frac12`, `\sqrt2` and `1/2` written out, and "0.5" as one half.
+    It has no spaces, `\left` and `\right`, degree, percent and dollar signs, or `\text{ }` with a unit at the end. It
+    drops a short `x =` at the start, adds braces to `\frac12` and `\sqrt2`, and writes 1/2 as a `\frac` and "0.5" as
+    one half.
 
     Raises:
-        ValueError: For an answer on which the original fails: two units, or a root or fraction of nothing.
+        ValueError: If the original code fails on the answer: two units, or a root or fraction of nothing.
 
     Source: Hendrycks et al. 2021 (arXiv:2103.03874), the code of its evaluation; verl scores MATH with it.
     """
@@ -106,7 +109,7 @@ def hendrycks_form(answer: str) -> str:
 
 
 def _with_braces(answer: str) -> str:
-    r"""An answer with `\frac12` as `\frac{1}{2}`; as it was if one has no denominator."""
+    r"""Returns an answer with `\frac12` as `\frac{1}{2}`; unchanged if a fraction has no denominator."""
     first, *fractions = answer.split("\\frac")
     written = [first]
     for fraction in fractions:

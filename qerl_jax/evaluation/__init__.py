@@ -1,4 +1,4 @@
-"""How often a policy is right: benchmarks, protocols, estimates with intervals, pass rates.
+"""Evaluation: benchmarks, protocols, estimates with confidence intervals, comparisons and pass rates.
 
 May import `rl`, `checkpoint`, `tracking`, `memory` and what those import.
 """

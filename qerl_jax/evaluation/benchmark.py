@@ -1,4 +1,4 @@
-"""Evaluates a policy on sets of problems; the folder of each set survives a kill."""
+"""Evaluates a policy on sets of problems; an interrupted evaluation can be continued."""
 
 import dataclasses
 import functools
@@ -29,8 +29,8 @@ from qerl_jax.rewards import scoring
 from qerl_jax.rewards.environments import Toolboxes
 from qerl_jax.rl import rollouts
 
-# Completions of a batch for each that is sampled at a time: so many that long rows seldom run alone, and
-# so few that a kill loses little.
+# Completions of a batch per row that is sampled at a time: so many that long rows seldom run alone, and so few that
+# an interruption loses little.
 _ROUNDS_PER_BATCH = 4
 # Prompts are padded to multiples of this, so that sets share compiled programs.
 _WIDTH_STEP = 64
@@ -38,7 +38,7 @@ _WIDTH_STEP = 64
 
 @dataclasses.dataclass(frozen=True)
 class _Set:
-    """A set of problems as it is asked and judged."""
+    """A set of problems, with its protocol, reward function, saved results and tools."""
 
     name: str
     protocol: Protocol
@@ -49,16 +49,17 @@ class _Set:
 
 
 def protocol_for(dataset: str, name: str | None, policy: PolicySource, **changed: Any) -> Protocol:
-    """Chooses the protocol of a set; without a name the run's if there is one, else the paper's.
+    """Returns the protocol of a set of problems.
 
     Args:
-        dataset: A data set, as `datasets.load` takes it.
-        name: "paper", "verl", or "run": the prompt, sampling and length of the run, judged by its `eval.reward`.
-        policy: Says which run it is.
-        **changed: Fields to change; None leaves a field as it is.
+        dataset: A data set, as in `DataConfig.dataset`.
+        name: "paper"; "verl"; or "run" for the prompt, sampling and length of the run, judged by its `eval.reward`.
+            None means "run" if the policy has a run, else "paper".
+        policy: The policy, which gives the run.
+        **changed: Fields of the protocol to replace; None leaves a field unchanged.
 
     Raises:
-        ValueError: For an unknown name, "run" without one, or an impossible value.
+        ValueError: For an unknown name, "run" if the policy has no run, or an invalid value.
     """
     name = name or ("paper" if policy.run is None else "run")
     if name == "run":
@@ -73,12 +74,15 @@ def protocol_for(dataset: str, name: str | None, policy: PolicySource, **changed
 
 
 def source_of(dataset: str, policy: PolicySource, **given: Any) -> DataConfig:
-    """Finds the problems of a set: the run's own held-out split if it is the run's set, else the usual one.
+    """Returns the data config of a set: the run's held-out split if it is the run's set, else the usual split.
 
     Args:
-        dataset: A data set, as `datasets.load` takes it.
-        policy: Says which run it is.
-        **given: Fields of `DataConfig`; None leaves a field as it is.
+        dataset: A data set, as in `DataConfig.dataset`.
+        policy: The policy, which gives the run.
+        **given: Fields of `DataConfig` to replace; None leaves a field unchanged.
+
+    Raises:
+        ConfigError: For an invalid value.
     """
     given, run = _given(given), policy.run
     if run is not None and dataset == run.data.dataset:
@@ -88,7 +92,7 @@ def source_of(dataset: str, policy: PolicySource, **given: Any) -> DataConfig:
     else:
         if run is not None and run.eval is not None and dataset == run.eval.dataset:
             given = _given({"path": run.eval.path, "split": run.eval.split}) | given
-        # A copy on disk calls it test, whatever the hub does.
+        # A copy on disk is expected to have a split "test", even if the hub's data set has another name for it.
         split = "test" if "path" in given else protocols.SPLITS.get(dataset, "test")
         fields = {"dataset": dataset, "split": split}
     return from_table(DataConfig, _given(fields | given), "data.")
@@ -112,30 +116,31 @@ def run(
     mesh: MeshConfig = ALONE,
     quiet: bool = True,
 ) -> dict[str, dict[str, Any]]:
-    """Evaluates a policy on sets, each into a folder of its own, and goes on where a killed call stopped.
+    """Evaluates a policy on sets of problems, each in its own folder; continues an interrupted evaluation.
 
-    `<folder>/<set>/` holds `settings.json` (all that a result depends on), `problems.jsonl` (an object
-    per problem: see `Evaluator.records`) and `summary.json` (see `summarize`).
+    `<folder>/<set>/` holds `settings.json` (everything that a result depends on), `problems.jsonl` (one object per
+    problem: see `Evaluator.records`) and `summary.json` (see `summarize`).
 
     Args:
-        source: The policy that is evaluated; it is loaded only if a set is unfinished.
+        source: The policy to evaluate; it is loaded only if a set is unfinished.
         sets: Problems and protocol of each set.
-        folder: The folder of the results, made if it does not exist.
-        seed: Random seed for sampling, and for arithmetic problems.
-        max_concurrent: Most completions that each replica samples at a time; fewer where they are long.
+        folder: The folder of the results; created if it does not exist.
+        seed: Random seed for sampling, and for arithmetic problems if the policy has no run.
+        max_concurrent: Maximum number of completions that each replica samples at a time; fewer if memory for their
+            KV cache is short.
         drafts: See `RolloutConfig`.
-        log: Called with a line for every batch, and with one where sampling is slow on this GPU.
-        policy: The policy of that source, where it is on the device already.
-        toolboxes: Tools instead of those that protocols name, for protocols that name some.
+        log: Called with a line for every batch, and with a line if sampling is slow on this GPU.
+        policy: The policy of `source`, if it is already on the device.
+        toolboxes: Tools that replace those of the protocols, for protocols with tools.
         mesh: The devices that the policy is loaded onto.
-        quiet: Do not show progress while the policy is loaded.
+        quiet: Whether to show no progress while the policy is loaded.
 
     Returns:
-        Summaries by set.
+        The content of `summary.json` of each set, by the set's name.
 
     Raises:
-        ValueError: For problems or rewards that cannot be used, two sets of one name, a seed that is not
-            in [0, 2**32), or results of something else in the folder.
+        ValueError: If problems or rewards cannot be used, two sets have the same name, the seed is not in [0, 2**32),
+            or the folder holds results with other settings.
     """
     require(is_seed(seed), "seed", seed, "must be in [0, 2**32)")
     names = [_set_name(data) for data, _ in sets]
@@ -192,7 +197,7 @@ def _judged(
     seed: int,
     toolboxes: Toolboxes | None,
 ) -> tuple[Sequence[datasets.Problem], scoring.Named, Toolboxes | None]:
-    """Loads the problems of a set, checks that its reward can judge them, and finds its tools."""
+    """Loads the problems of a set, its reward function and its tools, and calls the reward once as a check."""
     prompts = {"system_prompt": protocol.system_prompt, "prompt_template": protocol.prompt_template}
     problems = datasets.from_config(
         dataclasses.replace(data, **prompts), split=data.split, seed=run.seed if run else seed
@@ -213,7 +218,7 @@ def _measure(
     drafts: Drafts,
     log: Callable[[str], None],
 ) -> None:
-    """Adds the records of the problems that have none yet."""
+    """Samples and judges the problems that have no record yet, and adds their records."""
     arch, problems, values = policy.model.arch, each.problems, each.progress.values
     if isinstance(problems[0].prompt, str):
         log(f"{each.name}: prompts are texts, given to the model without its chat template")
@@ -261,8 +266,8 @@ def _set_name(data: DataConfig) -> str:
 def _identity(
     policy: PolicySource, data: DataConfig, protocol: Protocol, seed: int
 ) -> dict[str, Any]:
-    """Everything that a result depends on."""
-    # The protocol says how problems are asked.
+    """Returns everything that a result depends on."""
+    # The protocol determines the prompts, so these fields of the data config have no effect.
     unused = ("system_prompt", "prompt_template", "max_prompt_length", "overlong_prompts")
     tables = {
         "model": to_table(policy.model),
@@ -277,7 +282,7 @@ def _identity(
             {"data": data.path or data.dataset},
         ),
         "adapter": policy.adapter and os.fspath(policy.adapter.resolve()),
-        # Arithmetic problems are those that the run is evaluated on itself.
+        # Arithmetic problems are those that the run itself is evaluated on.
         "data.seed": policy.run.seed if policy.run else seed,
         "rewards.options": (options or {}).get(protocol.reward),
         "seed": seed,

@@ -1,4 +1,4 @@
-"""Two evaluations of the same problems: paired differences."""
+"""Compares two evaluations of the same problems by paired differences."""
 
 import dataclasses
 import os
@@ -14,11 +14,11 @@ from qerl_jax.evaluation.summary import statistics
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Two policies on one set.
+    """The comparison of two policies on one set.
 
     Attributes:
-        differences: For each estimate ("mean", "pass@4", ...) the first policy's minus the second's.
-        changed: Settings in which the two evaluations differ; the policy should be the only one.
+        differences: For each estimate ("mean", "pass@4", ...) that of the first policy minus that of the second.
+        changed: Names of the settings in which the two evaluations differ; only the policy should.
     """
 
     differences: dict[str, intervals.Interval]
@@ -33,8 +33,8 @@ def compare(ours: str | pathlib.Path, theirs: str | pathlib.Path) -> dict[str, C
         theirs: Another such folder.
 
     Raises:
-        FileNotFoundError: When a folder holds no finished evaluation.
-        ValueError: When they have no set in common, or not the same problems.
+        FileNotFoundError: If a folder holds no finished evaluation.
+        ValueError: If they have no set in common, or a common set has other problems.
     """
     first, second = _finished(ours), _finished(theirs)
     common = [name for name in first if name in second]
@@ -44,7 +44,7 @@ def compare(ours: str | pathlib.Path, theirs: str | pathlib.Path) -> dict[str, C
 
 
 def _records(folder: pathlib.Path) -> list[dict[str, Any]]:
-    """What an evaluation has left of each problem."""
+    """Reads the record of each problem from the folder of a set."""
     path = folder / "problems.jsonl"
     records = files.whole_lines(path)
     for number, record in enumerate(records, 1):
@@ -77,7 +77,7 @@ def _compare(name: str, ours: pathlib.Path, theirs: pathlib.Path) -> Comparison:
 
 
 def _finished(folder: str | pathlib.Path) -> dict[str, pathlib.Path]:
-    """The folders of finished sets, by name."""
+    """Returns the folders of finished sets, by name."""
     folder = pathlib.Path(os.path.abspath(folder))  # "." has no name
     found = [*folder.glob("summary.json")] or sorted(folder.glob("*/summary.json"))
     if not found:

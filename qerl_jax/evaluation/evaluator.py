@@ -1,6 +1,6 @@
-"""The accuracy of a policy on problems: sampled and judged in batches of one shape.
+"""Measures the accuracy of a policy on problems, which are sampled and judged in batches of one shape.
 
-Base and adapter, before and after training, get the same prompts, the same sampler and the same judge.
+Policies before and after training get the same prompts, the same sampler and the same reward function.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from qerl_jax.rewards import scoring
 from qerl_jax.rewards.environments import Toolboxes
 from qerl_jax.rl import rollouts
 
-# How each reward finds the answer of a text; other rewards may read any form.
+# The function with which each reward extracts the answer of a text; for other rewards `answers.stated`.
 _ANSWER_READERS = {
     "accuracy_reward": answers.last_block,
     "correct_and_well_formed_reward": answers.last_block,
@@ -40,7 +40,7 @@ _ANSWER_READERS = {
     "verl_gsm8k_reward": verl_answers.strict_number,
     "verl_math_reward": verl_answers.boxed,
 }
-# The form in which each reward compares texts; for others, and where a reward says it itself, see `_votes`.
+# The form in which each reward compares answers; see `_votes` for other rewards, and for those with `votes`.
 _VOTE_FORMS = {
     "dapo_reward": answers.minerva_form,
     "verl_aime_reward": answers.minerva_form,
@@ -52,15 +52,15 @@ _VOTE_FORMS = {
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """A set of problems, how completions are sampled and what counts as right.
+    """A set of problems, a sampler of completions, and the reward function that judges them.
 
     Attributes:
-        sampler: How completions are sampled; temperature 0 is greedy.
-        problems: P of them, held out from training.
-        reward: (name, function); a completion is right where it gives at least 1.
-        batch_size: Problems sampled together.
-        key: The randomness of a sample depends only on this key and on the sample's index. So two policies
-            are sampled with the same random numbers, in batches of any size.
+        sampler: Samples completions; temperature 0 is greedy.
+        problems: The P problems, usually held out from training.
+        reward: (name, function); a completion is right if the function gives at least 1.
+        batch_size: Number of problems sampled together.
+        key: Random key. The random numbers of a sample depend only on this key and the index of the sample. So two
+            policies are sampled with the same random numbers, with any batch size.
     """
 
     sampler: rollouts.Sampler
@@ -91,16 +91,15 @@ class Evaluator:
 
         Args:
             model: The policy.
-            tokenizer: See the attributes of the class, as for `problems`, `reward`, `batch_size`,
-                `max_prompt_length` and `key`.
-            problems: See above.
-            reward: The protocol's reward function.
-            protocol: How completions are sampled.
-            batch_size: See above.
-            max_prompt_length: See above.
-            key: See above.
-            max_concurrent: Rows sampled at a time; None means all of a batch.
-            tools: What the policy may call.
+            tokenizer: The policy's tokenizer.
+            problems: See the attributes of the class.
+            reward: The protocol's reward function, with its name.
+            protocol: Sampling parameters and number of samples.
+            batch_size: See the attributes of the class.
+            max_prompt_length: Tokens to which prompts are padded, at least those of the longest prompt.
+            key: See the attributes of the class.
+            max_concurrent: Number of rows sampled at a time; None means all rows of a batch.
+            tools: The tools that the policy may call; None for none.
             replicas: The devices that sample.
             drafts: See `RolloutConfig`.
             **cache: `compact`, `kv_cache_tokens`, `kv_cache_fraction` and `poll` of `Engine`.
@@ -146,13 +145,13 @@ class Evaluator:
             model: The policy.
             tokenizer: The policy's tokenizer.
             key: See the attributes of the class.
-            log: Is told how many problems are left out.
+            log: Called with a line if problems are dropped.
             poll: See `Engine`.
-            tools: What the policy may call.
+            tools: The tools that the policy may call; None for none.
             replicas: The devices that sample.
 
         Raises:
-            ValueError: For problems or a reward that cannot be used.
+            ValueError: If the problems or the reward function cannot be used.
         """
         if cfg.eval is None:
             return None
@@ -184,19 +183,24 @@ class Evaluator:
     def records(
         self, variables: dict[str, Any], start: int = 0, *, voting: bool = True
     ) -> Iterator[list[dict[str, Any]]]:
-        """Samples and judges a batch at a time, from problem `start` on; gives an object per problem.
+        """Samples and judges problems from number `start` on; yields a list of records for each batch.
 
-        Each has `problem` (its index), `prompt`, `gold`, and lists of N: `right`, `answers` (as
-        parsed, None where there is none), `lengths` in tokens, `stopped`, `completions`; and `unjudged`,
-        how many the reward abstained on: they count as wrong. With `voting` and N > 1 it also has
-        `votes`, N texts that are equal where the reward calls the answers the same; with tools `turns`,
-        the messages of each completion.
+        The record of a problem with N samples has `problem` (its index), `prompt`, `gold`, and lists of N: `right`,
+        `answers` (as extracted; None if there is none), `lengths` in tokens, `stopped` and `completions`. `unjudged`
+        is the number of samples for which the reward is None; they count as wrong. With `voting` and N > 1, `votes`
+        are N texts that are equal if the reward counts the answers as the same. With tools, `turns` are the messages
+        of each completion.
+
+        Args:
+            variables: The collections of the policy.
+            start: Index of the first problem.
+            voting: Whether to compute `votes`.
         """
         size, group = min(self.batch_size, len(self.problems)), self.sampler.num_generations
         hosts = self.sampler.hosts
         for first in range(start, len(self.problems), size):
             problems = self.problems[first : first + size]
-            # Repeats fill up the last batch, so that all have one shape and one compilation.
+            # The last batch is padded with repeated problems, so that only one shape is compiled.
             repeats = [problems[-1]] * (size - len(problems))
             rollout = rollouts.collect(
                 self.sampler,
@@ -214,7 +218,7 @@ class Evaluator:
             yield found
 
     def _record(self, first: int, index: int, rollout: rollouts.Rollout, values: np.ndarray):
-        """The record of a problem: its index in the batch, whose first problem is `first`; rewards [B]."""
+        """Makes the record of problem `index` of a batch that begins with problem `first`; `values`: rewards [B]."""
         group = self.sampler.num_generations
         rows = slice(index * group, (index + 1) * group)
         read = _ANSWER_READERS.get(self.reward[0], answers.stated)
@@ -234,16 +238,17 @@ class Evaluator:
         }
 
     def __call__(self, variables: dict[str, Any]) -> dict[str, float]:
-        """Measures accuracy (the mean over samples and problems) as metrics under `eval/`.
+        """Evaluates the policy and returns metrics under `eval/`.
 
-        Beside it are its standard error and, of several problems, its 95 % interval over these, mean length,
-        the share of truncated completions, and where there are N > 1 samples pass@N and maj@N.
+        These are `accuracy` (the mean over samples and problems), its standard error and, with several problems, its
+        95 % interval over problems; the mean length in tokens; the fraction of truncated completions; and with N > 1
+        samples pass@N and maj@N.
         """
         records = [record for batch in self.records(variables) for record in batch]
         summary = summarize(records, (self.sampler.num_generations,))
         (mean, *others) = summary["estimates"]
         right = np.array([record["right"] for record in records])
-        # One problem alone says nothing of others.
+        # With only one problem there is no interval over problems.
         ends = ("eval/accuracy_low", "eval/accuracy_high") if mean["over_problems"] else ()
         return {
             "eval/accuracy": mean["value"],
@@ -262,9 +267,16 @@ def reward_of(
     *,
     field: str = "eval.reward",
 ) -> scoring.Named:
-    """The reward function of a name: one that `scoring.resolve` finds, or an environment's own by its class.
+    """Returns a reward function by name, with the name.
 
-    `field` is what errors call the name.
+    Args:
+        name: A name as in `scoring.resolve`, or the class of an environment with its own reward.
+        options: Options of factories; see `scoring.resolve`.
+        toolboxes: The tools of the run; None for none.
+        field: Name of the field that holds the name, for errors.
+
+    Raises:
+        ValueError: As for `scoring.resolve`.
     """
     own = {} if toolboxes is None else dict(toolboxes.own_rewards())
     return (name, own[name]) if name in own else scoring.resolve([name], options, field)[0]
@@ -275,13 +287,13 @@ def try_reward(
     problems: Sequence[datasets.Problem],
     toolboxes: Toolboxes | None = None,
 ) -> None:
-    """Calls a reward function on the first problems, as `scoring.check` does."""
+    """Checks a reward function by calling it on the first two problems; raises what `scoring.check` raises."""
     trial = problems[:2]
     scoring.check([reward], trial, {} if toolboxes is None else toolboxes.extras(len(trial)))
 
 
 def _votes(reward: scoring.Named, given: Sequence[Sequence[str | None]]) -> list[list[str | None]]:
-    """Votes of [problems][N] answers, which are equal where the reward calls answers the same."""
+    """Returns the votes of [problems][N] answers, which are equal if the reward counts two answers as the same."""
     name, function = reward
     if hasattr(function, "votes"):
         return function.votes(given)
@@ -290,7 +302,7 @@ def _votes(reward: scoring.Named, given: Sequence[Sequence[str | None]]) -> list
 
 
 def protocol_of_run(cfg: RunConfig) -> Protocol:
-    """The protocol under which a run is evaluated: its own prompt, sampling, length and reward."""
+    """Returns the protocol of a run's `[eval]` section, with the prompt, the length and the tools of the run."""
     return Protocol(
         cfg.eval.reward,
         cfg.eval.num_generations,
@@ -307,7 +319,7 @@ def protocol_of_run(cfg: RunConfig) -> Protocol:
 def _held_out_problems(
     cfg: RunConfig, tokenizer: Tokenizer, tools: Tools | None, log: Callable[[str], None]
 ) -> Sequence[datasets.Problem]:
-    """The problems of the `[eval]` section whose prompts fit."""
+    """Loads the problems of the `[eval]` section whose prompts are short enough."""
     source = cfg.data
     if cfg.eval.dataset is not None:
         source = dataclasses.replace(

@@ -1,9 +1,8 @@
-"""Accuracies under k samples from verdicts on samples, with confidence intervals.
+"""Estimates mean, pass@k and maj@k from verdicts on samples, with confidence intervals; NumPy on the host.
 
-There are P problems with N samples each. An estimate is a number per problem; its mean is reported.
-Two things are random: which problems were asked, and what was sampled for them. `over_problems`
-counts both (another set of this kind); `over_samples` only the second (the same set, sampled again).
-Numpy on the host.
+There are P problems with N samples each. An estimate is a number per problem, and its mean is reported. It depends on
+two random choices: of the problems, and of the samples. `over_problems` covers both (for another set of this kind),
+`over_samples` only the second (for the same set, sampled again).
 """
 
 import dataclasses
@@ -23,7 +22,7 @@ _QUANTILE = 0.975
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """A mean and the two ends between which it lies, in 95 % of cases."""
+    """A mean, and the ends of its 95 % confidence interval."""
 
     mean: float
     low: float
@@ -35,16 +34,16 @@ class Interval:
 
 
 def pass_at_k(right: np.ndarray, k: int) -> np.ndarray:
-    """Probability that at least one of k samples is right, without bias.
+    """Estimates without bias the probability that at least one of k samples is right (pass@k).
 
-        1 - C(N - c, k) / C(N, k),   c of the problem's N samples are right
+        1 - C(N - c, k) / C(N, k)   if c of a problem's N samples are right
 
     Args:
-        right: bool [P, N].
-        k: 1 to N; for 1 this is the mean.
+        right: bool [P, N], whether each sample is right.
+        k: Number of samples, 1 to N; for 1 this is the mean.
 
     Returns:
-        float64 [P].
+        float64 [P], an estimate per problem.
 
     Raises:
         ValueError: If k is not in [1, N].
@@ -57,19 +56,19 @@ def pass_at_k(right: np.ndarray, k: int) -> np.ndarray:
 
 
 def maj_at_k(right: np.ndarray, answers: Sequence[Sequence[str | None]], k: int) -> np.ndarray:
-    """Probability that the commonest answer of k samples is right, without bias.
+    """Estimates without bias the probability that the most frequent answer of k samples is right (maj@k).
 
-    The mean over all subsets of k of the problem's N samples. Leaders of equal count share the
-    vote, None does not vote, and nobody's vote is wrong. An answer's worth is the share of its
+    This is the mean over all subsets of k of a problem's N samples. If several answers are most frequent, their mean
+    counts. None does not vote; a subset without a vote is wrong. The value of an answer is the fraction of its
     samples that were judged right: 0 or 1, unless the judge looks at more than the answer.
 
     Args:
-        right: bool [P, N].
-        answers: [P][N], in a form in which equal answers are equal texts.
-        k: 1 to N.
+        right: bool [P, N], whether each sample is right.
+        answers: [P][N], in a form in which equal answers are equal texts; None for no answer.
+        k: Number of samples, 1 to N.
 
     Returns:
-        float64 [P].
+        float64 [P], an estimate per problem.
 
     Raises:
         ValueError: If k is not in [1, N].
@@ -81,33 +80,33 @@ def maj_at_k(right: np.ndarray, answers: Sequence[Sequence[str | None]], k: int)
     for verdicts, texts in zip(np.asarray(right), answers, strict=True):
         counts = Counter(text for text in texts if text is not None)
         rights = Counter(text for text, is_right in zip(texts, verdicts, strict=True) if is_right)
-        # Sorted, for problems whose answers are distributed alike share the counting.
+        # Sorted, so that problems with the same counts share a cached result.
         classes = sorted((count, rights[text] / count) for text, count in counts.items())
         values.append(_majority(tuple(classes), len(texts) - counts.total(), k))
     return np.array(values)
 
 
 def over_problems(values: np.ndarray, samples: int) -> Interval:
-    """The mean of estimates in [0, 1], as far as the choice of problems and the samples leave it open.
+    """Returns the mean of estimates in [0, 1] with its interval, for the choice of problems and of samples.
 
-    Wilson's interval for a share, at the number of independent verdicts n that would scatter
-    as much: n = m (1 - m) / (s^2 / P), with the mean m and standard deviation s of the P estimates. With
-    one sample each n is about P, and the interval Wilson's own; unlike m +- z s / sqrt(P) it
-    stays within [0, 1], and where all are right or all are wrong it does not shrink to a point.
+    This is Wilson's interval for a proportion, with the number n of independent verdicts that have the same variance:
+    n = m (1 - m) / (s^2 / P), with the mean m and standard deviation s of the P estimates. With one sample per
+    problem, n = P, and it is exactly Wilson's interval. Unlike m +- z s / sqrt(P) it stays within [0, 1], and does
+    not shrink to a point if all are right or all are wrong.
 
     Args:
-        values: [P], at least 2.
-        samples: N; the P * N verdicts are the most that n can be.
+        values: [P] estimates, of at least 2 problems.
+        samples: N; n is at most P * N.
 
     Raises:
-        ValueError: For fewer than two problems.
+        ValueError: If there are fewer than two problems.
 
     Source: Wilson 1927; problems as clusters: Miller 2024 (arXiv:2411.00640), section 2.2.
     """
     values = np.asarray(values, float)
     require(len(values) >= 2, "problems", len(values), "an interval needs at least 2 of them")
     count, mean = len(values), values.mean()
-    # The divisor P gives n = P exactly for one sample each.
+    # Variance with the divisor P, not P - 1, gives n = P exactly for one sample per problem.
     variance = max(values.var() / count, mean * (1 - mean) / (count * samples))
     return _wilson(mean, variance, count)
 
@@ -117,19 +116,19 @@ def over_samples(
     samples: int,
     k: int = 1,
 ) -> Interval | None:
-    """The mean of estimates in [0, 1], as far as the samples of these very problems leave it open.
+    """Returns the mean of estimates in [0, 1] with its interval, for the samples of the same problems.
 
-    The variance of each problem's estimate is the jackknife's, (N - 1) / N sum_j (e_-j - mean e_-j)^2 with
-    e_-j from all samples but j: for the mean that is the textbook's s^2 / N; the nearer k is to N, the
-    wider than needed. Then Wilson's interval, as in `over_problems`.
+    The variance of each problem's estimate is the jackknife's, (N - 1) / N sum_j (e_-j - mean e_-j)^2 with e_-j from
+    all samples but j. For the mean this is the usual s^2 / N. For pass@k and maj@k it is larger than needed, the more
+    so the nearer k is to N. From it follows Wilson's interval, as in `over_problems`.
 
     Args:
-        statistic: statistic(columns) -> estimates [P] from those samples; columns is int [<= N].
+        statistic: statistic(columns) -> estimates [P] from the samples with these indices, int [at most N].
         samples: N.
-        k: Samples that the statistic needs.
+        k: Number of samples that the statistic needs.
 
     Returns:
-        The interval; None where k = N, for then no sample can be left out.
+        The interval; None if k = N, because then no sample can be left out.
     """
     if k >= samples:
         return None
@@ -138,28 +137,28 @@ def over_samples(
     values = np.asarray(statistic(everything), float)
     verdicts = len(values) * (samples // k)
     scatter = (samples - 1) * without.var(axis=0).sum() / len(values) ** 2
-    # Where every problem's samples agree, one verdict may still have come out otherwise.
+    # If all samples of every problem agree, the variance is 0; at least one verdict could have been different.
     return _wilson(values.mean(), max(scatter, 1 / verdicts**2), verdicts)
 
 
 def paired_difference(ours: np.ndarray, theirs: np.ndarray, samples: int = 1) -> Interval:
-    """The mean of ours - theirs over the same P problems, whose differing difficulty cancels.
+    """Returns the mean of ours - theirs over the same P problems with its interval; common difficulty cancels.
 
-    Student's interval of the differences d, after half a sample has been added to each side:
+    This is Student's interval of the differences d, with pseudo-observations:
 
         sum d / (P + 2) +- t_{P + 1} sqrt((sum d^2 + 1 / N^2) / (P + 2) - (sum d / (P + 2))^2) / sqrt(P + 2)
 
-    For one sample each this is Agresti and Min's interval of paired shares (which has z for t): it covers
-    better than the plain one where few problems differ, and is no point where none does. The mean
-    is the plain one.
+    For one sample per problem this is Agresti and Min's interval for paired proportions (which has z for t), which
+    adds half a pair to each of the four outcomes. Its coverage is better than the plain interval's if few problems
+    differ, and it is not a point if none differs. The reported mean is the plain one.
 
     Args:
         ours: [P] estimates in [0, 1].
-        theirs: [P], of the same problems in the same order.
-        samples: N, the verdicts behind each estimate; one that needs k samples makes N / k of them.
+        theirs: [P] estimates of the same problems in the same order.
+        samples: N, the verdicts per estimate: the number of samples, divided by k for a statistic of k samples.
 
     Raises:
-        ValueError: If the two differ in length, or hold fewer than two problems.
+        ValueError: If the two differ in length, or have fewer than two problems.
 
     Source: Agresti and Min 2005, Statistics in Medicine 24:729; pairing: Miller 2024
     (arXiv:2411.00640), section 4.2.
@@ -183,9 +182,9 @@ def _checked_samples(right: np.ndarray, k: int) -> int:
 
 
 def _wilson(mean: float, variance: float, at_zero: int) -> Interval:
-    """Wilson's interval for a share whose estimate has that variance.
+    """Computes Wilson's interval for a proportion whose estimate has this variance.
 
-    Where all are right or all wrong, nothing scatters: there it is taken for `at_zero` verdicts.
+    If the mean is 0 or 1, it is the interval for `at_zero` verdicts.
     """
     spread = mean * (1 - mean)
     size = spread / variance if spread > 0 else at_zero
@@ -197,17 +196,17 @@ def _wilson(mean: float, variance: float, at_zero: int) -> Interval:
 
 @functools.lru_cache(maxsize=4096)
 def _majority(classes: tuple[tuple[int, float], ...], silent: int, k: int) -> float:
-    """Expected worth of the commonest answer in a random subset of k.
+    """Computes the expected value of the most frequent answer in a random subset of k samples.
 
-    A leader with t votes: C(its count, t) ways for itself, times the ways in which the other k - t
-    samples fall on answers with at most t votes each, sorted by how many of those tie with it.
+    An answer leads with t votes in C(its count, t) ways, times the number of ways to choose the other k - t samples
+    so that no answer has more than t votes. The latter are counted separately by the number of ties with the leader.
     """
     total = math.comb(silent + sum(count for count, _ in classes), k)
     value = 0.0
     for index, (count, worth) in enumerate(classes):
         for votes in range(1, min(count, k) + 1) if worth else ():
             rest = k - votes
-            # ways[s, j]: subsets of s samples among those seen so far, j answers having `votes`.
+            # ways[s, j]: number of subsets of s samples of the answers so far in which j answers have `votes` votes.
             ways = {(s, 0): math.comb(silent, s) for s in range(min(silent, rest) + 1)}
             for other, _ in classes[:index] + classes[index + 1 :]:
                 grown = Counter()

@@ -1,7 +1,7 @@
-"""How often a policy solves each problem of a set, and the problems that teach it something.
+"""Measures how often a policy solves each problem of a set, and selects problems by this pass rate.
 
-A group whose completions are all right or all wrong has no advantage. Leaving such problems out
-before training saves their rollouts (QeRL's tools keep pass rates from 0.1 to 0.6).
+A group whose completions are all right or all wrong has zero advantages. Leaving out such problems before training
+saves their rollouts (QeRL's tools keep pass rates from 0.1 to 0.6).
 """
 
 import dataclasses
@@ -37,31 +37,31 @@ def select(
     batch_size: int = 32,
     log: Callable[[str], None] = lambda text: None,
 ) -> tuple[int, int]:
-    """Writes the problems whose pass rate lies in [low, high], measuring what is not measured yet.
+    """Writes the problems whose pass rate is in [low, high], and measures the rates that are not known yet.
 
-    Rates go to `<out>.measured` as they come, a problem a line. A call that finds this file goes on
-    after its last line, so a measurement survives a kill, and another band of a finished one is
-    not measured anew. `out` itself appears at the end: rows of {"prompt", the problem's columns,
-    "pass_rate"}, with the prompt as the policy met it, system message included; train on them with
-    `data.dataset = "<out>"` and no system prompt.
+    Rates are written to `<out>.measured`, one line per problem. A call that finds this file continues after its last
+    line: an interrupted measurement is not lost, and another band needs no new measurement. `out` is written at the
+    end, with rows of {"prompt", the problem's columns, "pass_rate"}. The prompt is the one that the policy got, with
+    the system message; to train on these rows, set `data.dataset = "<out>"` and no system prompt.
 
     Args:
         cfg: The run whose model, data, devices and sampling settings are used.
         out: A .jsonl file.
         low: Lowest rate that is kept.
         high: Highest rate that is kept.
-        samples: Completions per problem.
-        reward: A completion passes where this function gives at least 1, rows on which it abstains
-            aside; None means the config's first, or where it has none its environment's own.
+        samples: Number of completions per problem.
+        reward: Name of a reward function. A completion passes if it gives at least 1; completions for which it gives
+            None are not counted. None means the first function of the config, or without one the environment's own
+            reward.
         adapter: A PEFT folder; None means the bare base.
-        batch_size: Problems sampled together.
+        batch_size: Number of problems sampled together.
         log: Called with a line for every batch.
 
     Returns:
-        How many problems were kept, and out of how many.
+        The number of problems that were kept, and of all problems.
 
     Raises:
-        ValueError: For an impossible argument, or a measurement of something else under that name.
+        ValueError: If an argument is invalid, or `<out>.measured` was made with other settings.
     """
     out = pathlib.Path(out)
     require(out.suffix == ".jsonl", "out", os.fspath(out), "must be a .jsonl file")
@@ -77,7 +77,7 @@ def select(
         out.with_name(out.name + ".measured"), _identity(cfg, samples, reward, adapter)
     )
     memory.require_context(cfg)
-    # Nothing trains here, so a base for full training is read like any other.
+    # Nothing is trained here, so a base for full training is loaded like any other.
     base = dataclasses.replace(cfg.model, trainable="lora")
     source = PolicySource(base, adapter and pathlib.Path(adapter))
     rows = batch_size * samples
@@ -108,7 +108,7 @@ def _evaluator(
     batch_size: int,
     tools: Tools | None,
 ) -> Evaluator:
-    """The evaluator of a run's training problems, which are sampled as in its rollouts."""
+    """Makes the evaluator of a run's training problems, which are sampled as in its rollouts."""
     problems = rollouts.admit(
         datasets.from_config(cfg.data, split=cfg.data.split, seed=cfg.seed),
         policy.tokenizer,
@@ -130,7 +130,7 @@ def _evaluator(
 
 
 def pass_rate(record: dict[str, Any]) -> float | None:
-    """The share of a problem's judged completions that pass; None if none was judged.
+    """Returns the fraction of a problem's judged completions that pass; None if none was judged.
 
     Args:
         record: A problem's record from `Evaluator.records`.
@@ -140,7 +140,7 @@ def pass_rate(record: dict[str, Any]) -> float | None:
 
 
 def _identity(cfg: RunConfig, samples: int, reward: str, adapter: Any) -> dict[str, Any]:
-    """Everything that a rate depends on."""
+    """Returns everything that a pass rate depends on."""
     table = to_table(cfg)
     sampling = (
         "max_completion_length",

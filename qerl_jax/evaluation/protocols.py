@@ -1,7 +1,7 @@
-r"""Sets for reported results, and the protocols of their evaluation.
+r"""Benchmark data sets, and the protocols of their evaluation.
 
-A protocol is everything that a score depends on, besides policy and problems: the prompt, the
-sampling, and what counts as right. Scores under different protocols are not comparable.
+A protocol is everything besides policy and problems that a score depends on: the prompt, the sampling, and the reward
+function. Scores under different protocols are not comparable.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ import dataclasses
 from qerl_jax.checked import Checked, Closed01, Count, NotNegative
 from qerl_jax.config import PromptTemplate, ToolsConfig, TopK, TopP
 
-# Where the names of `datasets.SETS` hold problems to report on: the split that the hub calls so.
+# The split of a benchmark on the hub, by its name in `datasets.SETS`.
 SPLITS = {
     "gsm8k": "test",
     "math500": "test",
@@ -17,12 +17,12 @@ SPLITS = {
     "aime25": "test",
     "amc23": "test",
 }
-# Sets with at most so many problems need several samples of each.
+# Sets with at most 40 problems, which need many samples of each.
 _SMALL = ("aime24", "aime25", "amc23")
-# verl's own words (its data_preprocess scripts, Apache-2.0): a score is only as comparable as its prompt.
+# verl's prompts (its data_preprocess scripts, Apache-2.0): scores are comparable only under the same prompt.
 _VERL_HASHES = '{prompt} Let\'s think step by step and output the final answer after "####".'
 _VERL_BOXED = "{prompt} Let's think step by step and output the final answer within \\boxed{}."
-# The words around the rows of AIME that its DAPO recipe is tested on.
+# The prompt around the AIME problems on which verl's DAPO recipe is tested.
 _VERL_ANSWER_LINE = (
     "Solve the following math problem step by step. The last line of your response should be of the "
     "form Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n{prompt}\n\n"
@@ -30,25 +30,25 @@ _VERL_ANSWER_LINE = (
 )
 
 
-# `names` are what `qerl eval` calls a field.
+# `names` maps fields to the names of their options in `qerl eval`.
 @dataclasses.dataclass(frozen=True)
 class Protocol(
     Checked, names={"num_generations": "samples", "max_completion_length": "max_tokens"}
 ):
-    """How one set is asked, sampled and judged.
+    """The prompt, the sampling and the reward function for the problems of one set.
 
     Attributes:
-        reward: The function that is at least 1 where a completion is right.
+        reward: Name of the reward function; a completion is right if it gives at least 1.
         num_generations: N, completions per problem.
         temperature: Sampling temperature; 0 is greedy.
-        top_p: Keep the likeliest tokens whose probabilities add up to this; 1 is off.
-        top_k: Keep the k likeliest tokens; 0 is off.
-        min_p: Drop tokens below this fraction of the likeliest one's probability; 0 is off.
-        max_completion_length: Longest completion in tokens, the stop token included.
-        system_prompt: The system message, as `datasets.load` takes it: None is the set's own.
-        prompt_template: Text around the problem, as `datasets.load` takes it.
-        stop: Strings that end a completion, beside the end token.
-        tools: What the policy may call.
+        top_p: Keep the most likely tokens whose probabilities add up to this; 1 is off.
+        top_k: Keep the k most likely tokens; 0 is off.
+        min_p: Drop tokens below this fraction of the probability of the most likely one; 0 is off.
+        max_completion_length: Maximum length of a completion in tokens, including the stop token.
+        system_prompt: The system prompt, as in `DataConfig`: None means that of the data set.
+        prompt_template: Text around the problem, as in `DataConfig`.
+        stop: Strings that end a completion, besides the end-of-sequence token.
+        tools: The tools that the policy may call; None for none.
     """
 
     reward: str
@@ -70,11 +70,11 @@ class Protocol(
 
 
 def paper(dataset: str) -> Protocol:
-    """QeRL's protocol: temperature 0.6, top-p 0.95, up to 4096 tokens, think and answer blocks.
+    """Returns QeRL's protocol: temperature 0.6, top-p 0.95, up to 4096 tokens, think and answer blocks.
 
-    The paper averages several runs and does not say how many: here 4 samples of each problem, 32
-    where a set has at most 40 problems. Mathematics judges the benchmarks (answer block, else box);
-    of other sets the answer block is compared as text or number.
+    The paper averages several runs and does not say how many. Here there are 4 samples per problem, or 32 for sets of
+    at most 40 problems. Answers to benchmarks (the answer block, else the box) are judged mathematically. For other
+    sets the answer block is compared as text or number.
 
     Source: arXiv:2510.11696, section 4.
     """
@@ -85,13 +85,14 @@ def paper(dataset: str) -> Protocol:
 
 
 def verl(dataset: str) -> Protocol:
-    r"""verl's protocol: its words, its sampling and its scorers, which compare strings.
+    r"""Returns verl's protocol, with its prompts, its sampling and its scorers, which compare strings.
 
-    GSM8K is greedy and ends in `#### ` and a number ("strict"; `verl_gsm8k_flexible_reward` is the other
-    way to score it). AIME is asked for a line `Answer:`, sampled 32 times at temperature 1 and top-p
-    0.7 with up to 20480 tokens, as in the DAPO recipe, and scored by the last such line among the last
-    300 characters; so is AMC, for which verl has no scorer. The rows of "dapo_math" hold these words
-    themselves. MATH-500, and any other set, is greedy and ends in a box, compared in Hendrycks' form.
+    GSM8K is sampled greedily, and completions end with `#### ` and a number ("strict" scoring;
+    `verl_gsm8k_flexible_reward` is verl's other scorer). For AIME the prompt asks for a line `Answer:`. There are 32
+    samples at temperature 1 and top-p 0.7 with up to 20480 tokens, as in the DAPO recipe, and the last such line in
+    the last 300 characters is scored. AMC, for which verl has no scorer, is treated in the same way. The rows of
+    "dapo_math" already contain this prompt. MATH-500 and all other sets are sampled greedily, and the box is compared
+    in Hendrycks' form.
 
     Source: verl, docs/algo/baseline.md, examples/data_preprocess, recipe/dapo and
     verl/utils/reward_score.

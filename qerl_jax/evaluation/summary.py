@@ -1,4 +1,4 @@
-"""Estimates with confidence intervals from the records of one set, and how they are shown."""
+"""Computes estimates with confidence intervals from the records of one set, and formats them as text."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -14,15 +14,14 @@ def summarize(records: Sequence[dict[str, Any]], ks: Sequence[int] | None = None
     """Computes estimates from the records of one set.
 
     Args:
-        records: P records of N samples each, as `Evaluator.records` gives them.
-        ks: The k of pass@k and maj@k; None means the powers of two below N, and N.
+        records: P records of N samples each, from `Evaluator.records`.
+        ks: Values of k for pass@k and maj@k; None means the powers of two below N, and N.
 
     Returns:
-        `problems` P, `samples` N, `mean_length` (tokens), `clipped_ratio`, `unjudged` (completions on
-        which the reward abstained, for want of a gold answer that can be read), and `estimates`: mean@N
-        first, then pass@k and maj@k for k > 1. Each has `name`, `value`, `over_problems` and
-        `over_samples` (95 % intervals as two ends; None where too few problems or samples leave it
-        unknown).
+        A dict with `problems` (P), `samples` (N), `mean_length` (tokens), `clipped_ratio` (the fraction of truncated
+        completions), `unjudged` (the number of completions for which the reward is None), and `estimates`: mean@N
+        first, then pass@k and maj@k for each k > 1. Each estimate has `name`, `value`, `over_problems` and
+        `over_samples` (95 % intervals as [low, high]; None if there are too few problems or samples).
     """
     samples = len(records[0]["right"])
     return {
@@ -41,11 +40,14 @@ def summarize(records: Sequence[dict[str, Any]], ks: Sequence[int] | None = None
 def statistics(
     records: Sequence[dict[str, Any]], ks: Sequence[int] | None = None
 ) -> dict[tuple[str, int], Callable[[np.ndarray], np.ndarray]]:
-    """Builds by kind ("mean", "pass", "maj") and k the functions from indices of samples to P estimates.
+    """Returns the statistics of a set: functions from indices of samples to estimates [P].
 
     Args:
-        records: Records of one set, see `summarize`.
-        ks: Values of k, see `summarize`.
+        records: Records of one set; see `summarize`.
+        ks: Values of k; see `summarize`.
+
+    Returns:
+        The functions by (kind, k); the kind is "mean" (with k = 1), "pass" or "maj".
     """
     right = np.array([record["right"] for record in records], bool)
     votes = np.array([_votes(record) for record in records], object)
@@ -68,7 +70,7 @@ def statistics(
 
 
 def _votes(record: dict[str, Any]) -> list[str | None]:
-    """The votes of a record; of one without them, the canonical texts of its answers."""
+    """Returns the votes of a record, or without them the canonical texts of its answers."""
     by_text = (text if text is None else answers.canonical(text) for text in record["answers"])
     return record.get("votes") or list(by_text)
 
@@ -89,7 +91,10 @@ def _ends(interval: intervals.Interval | None) -> list[float] | None:
 
 
 def lines(summary: dict[str, Any]) -> list[str]:
-    """Shows a summary as text: a line of what was asked, then one for each estimate with its intervals."""
+    """Formats a summary of `benchmark.run` as lines: one for the settings, then one for each estimate.
+
+    It must have the keys `name` and `protocol` besides those of `summarize`.
+    """
     protocol = summary["protocol"]
     tools = ", with tools" if protocol.get("tools") else ""
     shown = [

@@ -1,4 +1,4 @@
-"""The transformer: sizes, Linen modules, their arithmetic, the key/value cache, log-probabilities.
+"""The transformer: architecture, Linen modules, their arithmetic, the KV cache and log-probabilities.
 
 May import `config`, `checked`, `files` and `pallas_kernels`.
 """

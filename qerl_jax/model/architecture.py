@@ -1,8 +1,8 @@
-"""What a decoder-only transformer looks like: sizes and traits, read from a Hugging Face `config.json`.
+"""Sizes and traits of a decoder-only transformer, read from a Hugging Face `config.json`.
 
-A model family is one row of `FAMILIES`: the traits that its config file does not state. All other values are
-read from the file. Both spellings of the rotary fields are read: transformers 4
-(`rope_theta`, `rope_scaling`) and transformers 5 (`rope_parameters`).
+`FAMILIES` holds the traits of a model family that its config file does not state. All other values are read from the
+file. The rotary fields may be those of transformers 4 (`rope_theta`, `rope_scaling`) or of transformers 5
+(`rope_parameters`).
 """
 
 import dataclasses
@@ -22,8 +22,8 @@ class Family:
     Attributes:
         qkv_bias: Whether q, k and v have a bias.
         qk_norm: Whether queries and keys pass an RMSNorm over the head before the rotation.
-        head_size: C where `head_dim` is absent; None means D / H.
-        window_switch: Whether a `sliding_window` acts only with `use_sliding_window`.
+        head_size: Head size C if the config has no `head_dim`; None means D / H.
+        window_switch: Whether `sliding_window` is ignored unless `use_sliding_window` is true.
     """
 
     qkv_bias: bool = False
@@ -39,7 +39,7 @@ FAMILIES = {
     "mistral": Family(window_switch=False),
 }
 
-# Raises the error for a feature that a config asks for and we do not support.
+# Raises NotImplementedError for a feature that a config asks for and we do not support.
 _support = functools.partial(require, error=NotImplementedError)
 
 # Hugging Face's names: the module of a layer that holds a fused linear's parts, and the layer's two norms.
@@ -62,7 +62,7 @@ class Architecture:
     """Sizes and traits of one model.
 
     Attributes:
-        model_type: The row of `FAMILIES`.
+        model_type: Key of `FAMILIES`.
         vocab_size: V, rows of the embedding; may exceed the ids that the tokenizer has.
         width: D, `hidden_size`.
         ffn_width: F, `intermediate_size`.
@@ -70,14 +70,14 @@ class Architecture:
         num_heads: H, query heads.
         num_kv_heads: J, key/value heads; divides H.
         head_size: C.
-        rms_norm_eps: Added to the mean square in every RMSNorm.
+        rms_norm_eps: Epsilon that every RMSNorm adds to the mean square.
         rope_theta: Base of the rotary wavelengths.
         rope_scaling: Llama 3's scaling, or None.
-        tie_word_embeddings: Whether the head is the embedding.
+        tie_word_embeddings: Whether the LM head shares the embedding's weight.
         qkv_bias: Whether q, k and v have a bias.
         qk_norm: Whether queries and keys are normalized per head.
-        context: The longest row that the base was trained for, in tokens (`max_position_embeddings`); None
-            where the config does not state it.
+        context: The context length of the base, in tokens (`max_position_embeddings`); None if the config does not
+            state it.
     """
 
     model_type: str
@@ -104,15 +104,15 @@ class Architecture:
         require(self.head_size % 2 == 0, "head_dim", self.head_size, rule)
 
     def require_context(self, prompt: int, completion: int, field: str) -> None:
-        """Refuses rows that are longer than the base was trained for.
+        """Checks that prompt and completion fit into the context length of the base.
 
         Args:
             prompt: Tokens of the longest prompt.
-            completion: Most tokens that may follow the prompt.
-            field: The config field that sets these lengths.
+            completion: Maximum number of tokens after the prompt.
+            field: The config field that sets `completion`, for the error.
 
         Raises:
-            ValueError: When a row is too long; the error names the field.
+            ValueError: If they do not fit; the error names the field.
         """
         require(
             self.context is None or prompt + completion <= self.context,
@@ -133,13 +133,13 @@ class Architecture:
         return self.num_kv_heads * self.head_size
 
     def kv_bytes(self, itemsize: int) -> int:
-        """Bytes of one token's keys and values in all layers; `itemsize` is the bytes of one number."""
+        """Returns the bytes of one token's keys and values in all layers, with `itemsize` bytes per number."""
         return 2 * self.num_layers * self.kv_width * itemsize
 
     def linears(self) -> dict[str, tuple[tuple[str, int], ...]]:
-        """The fused linears of a layer: name -> its parts as (Hugging Face name, output features).
+        """Returns the fused linears of a layer: name -> its parts as (Hugging Face name, output features).
 
-        q, k and v read the same input, and so do gate and up: each group is one matmul and shares one
+        q, k and v read the same input, and so do gate and up. So each of these groups is one matmul and shares one
         NVFP4 global scale.
         """
         return {
@@ -154,18 +154,18 @@ class Architecture:
         }
 
     def linear_names(self, linear: str, index: int) -> list[str]:
-        """Hugging Face's names of the parts of a fused linear in layer `index`."""
+        """Returns Hugging Face's full names of the parts of a fused linear in layer `index`."""
         parts = self.linears()[linear]
         return [f"model.layers.{index}.{PARENT[linear]}.{part}" for part, _ in parts]
 
     def norms(self) -> dict[str, tuple[str, int]]:
-        """The norms of a layer: name -> Hugging Face's name within the layer, and size."""
+        """Returns the norms of a layer: name -> (Hugging Face's name within the layer, size)."""
         heads = ("q_norm", "k_norm") if self.qk_norm else ()
         of_heads = {name: (f"self_attn.{name}", self.head_size) for name in heads}
         return {name: (name, self.width) for name in LAYER_NORMS} | of_heads
 
     def input_width(self, linear: str) -> int:
-        """K of a fused linear: the width of its input."""
+        """Returns K, the number of input features of a fused linear."""
         return {
             "qkv": self.width,
             "o": self.query_width,
@@ -174,11 +174,11 @@ class Architecture:
         }[linear]
 
     def linear_size(self, linear: str) -> int:
-        """N * K, the numbers in the weight of a fused linear."""
+        """Returns N * K, the number of entries in the weight of a fused linear."""
         return self.input_width(linear) * sum(size for _, size in self.linears()[linear])
 
     def num_parameters(self) -> int:
-        """Parameters of the base: embedding, linears, biases and norms."""
+        """Returns the number of parameters of the base: embedding, untied head, linears, biases and norms."""
         embedding = self.vocab_size * self.width * (1 if self.tie_word_embeddings else 2)
         linear = sum(map(self.linear_size, self.linears()))
         bias = (self.query_width + 2 * self.kv_width) if self.qkv_bias else 0
@@ -187,12 +187,12 @@ class Architecture:
 
 
 def from_hf(config: dict[str, Any]) -> Architecture:
-    """Reads the fields of a Hugging Face `config.json`.
+    """Makes an `Architecture` from the contents of a Hugging Face `config.json`.
 
     Raises:
-        NotImplementedError: For a model family, activation, rotary scaling or attention window that we do not
-            support.
-        ValueError: When a size is missing or impossible.
+        NotImplementedError: For a model family, activation, bias, rotary scaling or attention window that is not
+            supported.
+        ValueError: If a size is missing or impossible.
     """
     model_type = config.get("model_type")
     _support(
@@ -205,8 +205,8 @@ def from_hf(config: dict[str, Any]) -> Architecture:
     _support(act == "silu", "hidden_act", act, "only 'silu' is supported")
     _refuse_windows(config, family)
     for field in ("attention_bias", "mlp_bias"):
-        # Llama's and Qwen3's switches add biases behind o_proj and the MLP too; Qwen2 has no such
-        # switch.
+        # In Llama and Qwen3 these fields add biases to o_proj and the MLP too; Qwen2 does not have
+        # them.
         holds = family.qkv_bias or not config.get(field)
         _support(holds, field, config.get(field), f"{model_type} is supported without biases")
 
@@ -264,7 +264,7 @@ def _refuse_windows(config: dict[str, Any], family: Family) -> None:
     for field, value in (("sliding_window", window), ("max_position_embeddings", longest)):
         holds = value is None or value == math.inf or _is_positive(value)
         require(holds, f"config.json: {field}", value, rule)
-    # A window that no sequence of the model outgrows hides nothing.
+    # A window that is as long as the longest sequence masks nothing.
     _support(
         window is None or window >= (longest or math.inf),
         "sliding_window",
@@ -275,7 +275,7 @@ def _refuse_windows(config: dict[str, Any], family: Family) -> None:
 
 def _rope(config: dict[str, Any]) -> tuple[float, Llama3Rope | None]:
     newer, older = config.get("rope_parameters"), config.get("rope_scaling")
-    # transformers 5 takes the older one then, and forgets the theta of the newer.
+    # If they differ, transformers 5 uses `rope_scaling` and drops the theta of `rope_parameters`.
     rule = f"differs from rope_parameters = {newer!r}: write all of it there"
     _support(not (newer and older) or newer == older, "rope_scaling", older, rule)
     name = "rope_parameters" if newer else "rope_scaling"
@@ -328,11 +328,11 @@ _llama3 = functools.partial(
     rope_scaling=Llama3Rope(8.0, 1.0, 4.0, 8192),
     qkv_bias=False,
 )
-# Llama 3.2's.
+# The scaling of Llama 3.2.
 _STRETCHED = Llama3Rope(32.0, 1.0, 4.0, 8192)
 
 
-# The published shapes, for benchmarks and memory plans that need no download.
+# Published architectures, so that benchmarks and memory plans need no download.
 KNOWN = {
     "qwen2.5-0.5b": _qwen2(896, 4864, 24, 14, 2, 151936, tied=True),
     "qwen2.5-1.5b": _qwen2(1536, 8960, 28, 12, 2, 151936, tied=True),
@@ -366,12 +366,17 @@ KNOWN = {
 
 
 def known(name: str) -> Architecture | None:
-    """The published shape for a hub name such as "Qwen/Qwen2.5-7B-Instruct"; None for others."""
+    """Returns the published architecture for a hub name such as "Qwen/Qwen2.5-7B-Instruct", or None."""
     return KNOWN.get(pathlib.PurePath(name).name.lower().removesuffix("-instruct"))
 
 
 def load(folder: str | pathlib.Path) -> Architecture:
-    """Reads `config.json` of a local model folder."""
+    """Reads the architecture from `config.json` of a local model folder.
+
+    Raises:
+        FileNotFoundError: If there is no config.json.
+        NotImplementedError, ValueError: As for `from_hf`.
+    """
     path = pathlib.Path(folder) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(

@@ -1,11 +1,11 @@
-"""How a policy is divided among devices that decode rows together (tensor parallel, arXiv:1909.08053).
+"""Tensor parallelism: how a policy is divided among devices that decode rows together (arXiv:1909.08053).
 
-Each device has some of the heads and some of the columns of the MLP: rows of the weights of qkv and gate_up, columns
-of those of o and down. So it runs a policy of the same kind with fewer heads and a narrower MLP, and its products with
-o and down are terms of a sum over all devices.
+Each device has some of the heads and some of the MLP's intermediate channels: rows of the weights of qkv and gate_up,
+columns of those of o and down. So it runs a policy of the same kind with fewer heads and a narrower MLP, and its
+products with o and down are terms of a sum over all devices.
 
-Where there are fewer key/value heads than devices, several devices hold the same one, each with some of its queries.
-What does not divide evenly is filled up with zeros, which change no sum.
+If there are fewer key/value heads than devices, several devices hold the same one, each with some of its query heads.
+Uneven parts are padded with zeros, which change no sum.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from qerl_jax import sharding
 from qerl_jax.checked import require
 from qerl_jax.model.architecture import Architecture
 
-# Columns of the MLP that stay together: tiles of the kernels; in small models blocks that share a scale.
+# MLP channels are divided in these units: tiles of the kernels, or in small models the blocks that share a scale.
 _TILE = 64
 _BLOCKS = {"nvfp4": 16, "mxfp4": 32, "nf4": 64}
 
@@ -30,7 +30,7 @@ _BLOCKS = {"nvfp4": 16, "mxfp4": 32, "nf4": 64}
 class Division:
     """The parts of a policy, one for each device.
 
-    Numbers of heads, rows and columns are those of the whole policy; -1 stands for one that is filled up with zeros.
+    Indices of heads, rows and columns refer to the whole policy; -1 marks padding, which is zero.
 
     Attributes:
         arch: The shape of the whole policy.
@@ -43,10 +43,10 @@ class Division:
     weights: str
 
     def require(self) -> None:
-        """Refuses a division that leaves a device without heads, or cuts blocks that share a scale.
+        """Checks that every device gets a head and that no block of weights with a common scale is cut.
 
         Raises:
-            ConfigError: Names `mesh.tensor`.
+            ConfigError: If the policy cannot be divided so; the error names `mesh.tensor`.
         """
         arch, block = self.arch, _BLOCKS.get(self.weights, 1)
         rule = f"must not exceed the {arch.num_heads} heads of the model"
@@ -62,7 +62,7 @@ class Division:
 
     @functools.cached_property
     def part(self) -> Architecture:
-        """The shape of one part; all parts have the same."""
+        """The architecture of one part, the same for all parts."""
         return dataclasses.replace(
             self.arch,
             num_heads=self._heads.shape[1],
@@ -71,13 +71,13 @@ class Division:
         )
 
     def inputs(self, linear: str) -> np.ndarray | None:
-        """Columns [count, K'] of a linear's weight that each device has; None where each has all."""
+        """Returns the columns of a linear's weight that each device has, int [count, K']; None if each has all."""
         if linear == "o":
             return _times(self._heads, self.arch.head_size)
         return self._columns if linear == "down" else None
 
     def outputs(self, linear: str) -> tuple[np.ndarray, ...] | None:
-        """Rows [count, N'] that each device has of each of the linears that are joined; None where each has all."""
+        """Returns each device's rows, int [count, N'], of each part of a fused linear; None if each has all."""
         size = self.arch.head_size
         if linear == "qkv":
             kv = _times(self._kv_heads, size)
@@ -85,7 +85,7 @@ class Division:
         return (self._columns, self._columns) if linear == "gate_up" else None
 
     def rows(self, linear: str) -> np.ndarray | None:
-        """`outputs` as rows of the joined weight."""
+        """Returns `outputs` as rows of the fused weight, int [count, sum of the N']; None if each device has all."""
         if (found := self.outputs(linear)) is None:
             return None
         sizes = [size for _, size in self.arch.linears()[linear]]
@@ -94,7 +94,10 @@ class Division:
         return np.concatenate(moved, axis=1)
 
     def split(self, linear: str, weight: parts.Weight, axis: int = 0) -> parts.Weight:
-        """The parts of a weight along a new axis: the first, or of a stack [L, ...] of weights the second."""
+        """Splits a weight into its parts, stacked along a new axis: 0, or 1 for a stack [L, ...] of weights.
+
+        With one device, the weight is returned as it is.
+        """
         if self.count == 1:
             return weight
         places, of_matrix = self._places(linear)
@@ -102,30 +105,30 @@ class Division:
         return jax.tree.map(lambda *x: jnp.stack(x, axis), *each)
 
     def whole(self, linear: str, stack: parts.Weight) -> parts.Weight:
-        """The weight whose parts lie along the first axis: the inverse of `split`."""
+        """Joins the parts of a weight, stacked along the first axis: the inverse of `split` with axis 0."""
         if self.count == 1:
             return stack
         places, axis = self._places(linear)
         each = [jax.tree.map(lambda x, n=n: x[n], stack) for n in range(self.count)]
         found = np.full((places.max() + 1, 2), -1)
-        # Of several devices with the same key/value head the first is asked.
+        # If several devices have the same key/value head, the first one's copy is taken.
         for device in reversed(range(self.count)):
             held = places[device] >= 0
             found[places[device][held]] = _of_source(device, np.flatnonzero(held))
         return parts.assembled(each, found, axis)
 
     def own(self, variables: dict[str, Any]) -> dict[str, Any]:
-        """A device's part of a policy's variables, inside of `sharding.in_group`.
+        """Returns this device's part of a policy's variables; call it inside `sharding.in_group`.
 
-        Weights are parts already. Of what all devices hold, biases, adapters and dense weights of some layers, a
-        device takes its part.
+        Weights are already divided (`sharding.Part`). Of biases, adapters and the dense weights of some layers, which
+        every device holds whole, it takes its part.
         """
         place = jax.lax.axis_index(sharding.GROUP)
 
         def taken(x: jax.Array, index: np.ndarray | None, axis: int) -> jax.Array:
             if index is None:
                 return x
-            # A negative index would count from the end.
+            # Negative indices would count from the end; an index past it gives zeros.
             at = jnp.asarray(np.where(index < 0, x.shape[axis], index))[place]
             return jnp.take(x, at, axis=axis, mode="fill", fill_value=0)
 
@@ -157,14 +160,14 @@ class Division:
         }
 
     def _places(self, linear: str) -> tuple[np.ndarray, parts.Axis]:
-        """What each device has of a weight, and along which axis."""
+        """Returns the indices [count, n] of a weight that each device has, and the axis along which they lie."""
         if (rows := self.rows(linear)) is not None:
             return rows, "rows"
         return self.inputs(linear), "columns"
 
     @functools.cached_property
     def _kv_heads(self) -> np.ndarray:
-        """Key/value heads of each device."""
+        """Key/value heads of each device, int [count, n]."""
         count = self.arch.num_kv_heads
         if self.count > count:
             each = np.arange(self.count)[:, None] // (self.count // count)
@@ -174,7 +177,7 @@ class Division:
 
     @functools.cached_property
     def _heads(self) -> np.ndarray:
-        """Query heads of each device: of each of its key/value heads as many."""
+        """Query heads of each device, int [count, n]: equally many for each of its key/value heads."""
         heads, kv_heads = self.arch.num_heads, self.arch.num_kv_heads
         group, sharing = heads // kv_heads, max(1, self.count // kv_heads)
         shares = _dealt(group, sharing)[np.arange(self.count) % sharing]
@@ -184,32 +187,32 @@ class Division:
 
     @functools.cached_property
     def _columns(self) -> np.ndarray:
-        """Columns of the MLP of each device."""
+        """MLP channels of each device, int [count, n]."""
         width = self.arch.ffn_width
         unit = _TILE if width >= _TILE * self.count else _BLOCKS.get(self.weights, 1)
         return _times(_dealt(-(-width // unit), self.count), unit, most=width)
 
 
 def _dealt(total: int, count: int) -> np.ndarray:
-    """[count, n]: `total` numbers dealt out in turn, as many to each; -1 where there are no more."""
+    """Divides 0 ... total - 1 into `count` consecutive runs of equal length: [count, n], padded with -1."""
     found = np.arange(count * -(-total // count)).reshape(count, -1)
     return np.where(found < total, found, -1)
 
 
 def _times(numbers: np.ndarray, size: int, most: int | None = None) -> np.ndarray:
-    """[count, n] of things of `size` entries -> [count, n * size] of entries, of which there are `most`."""
+    """Expands indices [count, n] of units of `size` entries to indices [count, n * size] of entries, below `most`."""
     found = numbers[:, :, None] * size + np.arange(size)
     held = (numbers[:, :, None] >= 0) & (most is None or found < most)
     return np.where(held, found, -1).reshape(len(numbers), -1)
 
 
 def _of_source(source: int, places: np.ndarray) -> np.ndarray:
-    """Places in one source, for `parts.assembled`."""
+    """Returns (source, place) pairs [..., 2] for `parts.assembled`; -1 stays -1."""
     return np.stack([np.where(places < 0, -1, source), places], axis=-1)
 
 
 def _has_whole_blocks(places: np.ndarray, block: int) -> bool:
-    """Whether each device's places consist of whole blocks."""
+    """Whether each device's indices consist of whole blocks."""
     if places.shape[1] % block:
         return False
     blocks = places.reshape(-1, block)

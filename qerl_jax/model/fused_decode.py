@@ -1,12 +1,12 @@
-"""One decoding step through fused kernels: eight per layer, plus attention.
+"""One decoding step through fused kernels: for each linear the product and its epilogue, and attention.
 
-The plain model is the definition; this runs the same arithmetic on the same trees, for at most 128
-rows of one token each, where kernels for it exist (`supports`). Norms, LoRA, biases, SwiGLU and
-residual additions happen inside the kernels that finish the products. There are two sets of kernels, those
-for Hopper and the portable ones, which `fit` chooses between.
+`Transformer` defines the arithmetic. This module runs the same arithmetic on the same parameter trees, for at most
+128 rows of one token each, if kernels support the model (`supports`). Norms, LoRA, biases, SwiGLU and residual
+additions are computed in the epilogues. There are two sets of kernels, for Hopper and portable ones; `fit` chooses.
 
-Where several devices decode rows together, each runs the kernels of its part (`Transformer.own_part`). Those of o and
-down then end with the product and LoRA: the sum over the devices comes before residual and norm, which XLA computes.
+With tensor parallelism, each device runs the kernels of its part (`Transformer.own_part`). The kernels of o and down
+then end after the product and LoRA: the sum over the devices comes next, and XLA computes it, the residual addition
+and the norm.
 """
 
 import dataclasses
@@ -27,10 +27,10 @@ from pallas_kernels.portable import layout as portable_layout
 from qerl_jax.model import kv_cache, layers, lora, transformer
 
 LINEARS = ("qkv", "o", "gate_up", "down")
-# Up to this many rows the loop over layers is unrolled. On an H200 that saves 4 us of the 68 us of a 7B
-# layer, and nothing of the 106 us that a layer takes at 64 rows. XLA compiles 1.3 s longer; 64 layers of 32B
-# start in 21 s. The loop is also unrolled if the linears of a layer have at most so many bytes: such a layer
-# takes less time than a turn of the loop.
+# Up to UNROLLED_ROWS rows the loop over layers is unrolled. On an H200 this saves 4 of the 68 us of a 7B layer, but
+# none of the 106 us that a layer takes at 64 rows. Compilation takes 1.3 s longer; a 32B of 64 layers starts in 21 s.
+# The loop is also unrolled if the linears of a layer have at most UNROLLED_BYTES: such a layer takes less time than
+# the overhead of a loop iteration.
 UNROLLED_ROWS, UNROLLED_BYTES = 32, 32 << 20
 _SOME_KEPT = "needs linears that are all packed; some of this base are kept in 16 bits"
 
@@ -38,19 +38,20 @@ _SOME_KEPT = "needs linears that are all packed; some of this base are kept in 1
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FusedWeights:
-    """A policy's layers as the fused kernels read them; leaves have a leading axis L unless stated otherwise.
+    """The weights of a policy as the fused kernels read them; leaves have a leading axis L unless stated otherwise.
 
     Attributes:
-        weights: The base's weight of each linear, by its name.
-        divisors: Global scales of each packed linear, where the kernels read slices of a stack; for portable
+        weights: The base's weight of each linear, by the linear's name.
+        divisors: Global scales of each packed linear, in a form of which the kernels can read slices; for portable
             kernels their reciprocals.
         biases: Biases [L, N], for the linears that have one.
         branches: The adapter's branches by linear; empty without an adapter.
         embedding: [V, D].
-        first_scale: float32 [D], scale of the first layer's first norm, noise and training included.
-        scales: float32 [L, D], scales of the norm inside each layer, and of the norm after it.
-        head_norms: float32 [L, C], scales of the norms of q and k, where the model has them.
-        kernels: Which kernels read this: "hopper" or "portable".
+        first_scale: float32 [D], scale of the first layer's input norm, with training and noise applied.
+        scales: float32 [L, D] each: "inside" for the norm before the MLP, and "after" for the norm that follows the
+            layer (the next layer's input norm, or the last norm).
+        head_norms: float32 [L, C], scales of `q_norm` and `k_norm`, if the model has them.
+        kernels: The kernels that read this: "hopper" or "portable".
     """
 
     weights: dict[str, Any]
@@ -67,7 +68,7 @@ class FusedWeights:
 def fit(
     model: transformer.Transformer, rows: int, *, adapter: bool = True, own_noise: bool = False
 ) -> str | None:
-    """The kernels that decode a model here: "hopper", "portable", or None; arguments as for `supports`."""
+    """Returns which kernels can decode a model on this device: "hopper", "portable" or None; see `supports`."""
     asked = {"adapter": adapter, "own_noise": own_noise}
     if supports(model, rows, **asked) is None:
         return "hopper"
@@ -77,7 +78,7 @@ def fit(
 def supports_portably(
     model: transformer.Transformer, rows: int, *, adapter: bool = True, own_noise: bool = False
 ) -> str | None:
-    """Why a model cannot be decoded by the portable kernels here, or None; arguments as for `supports`."""
+    """Returns why the portable kernels cannot decode a model on this device, or None if they can; see `supports`."""
     if reason := runtime.unless_portable():
         return reason
     if model.dtype != jnp.bfloat16 or model.weights not in ("nvfp4", "mxfp4", "nf4"):
@@ -111,13 +112,13 @@ def supports_portably(
 def supports(
     model: transformer.Transformer, rows: int, *, adapter: bool = True, own_noise: bool = False
 ) -> str | None:
-    """Why a model cannot be decoded by Hopper's kernels here, or None.
+    """Returns why Hopper's kernels cannot decode a model on this device, or None if they can.
 
     Args:
         model: The policy.
-        rows: Number of rows; one token of each is run.
-        adapter: Whether `params` act.
-        own_noise: Whether rows have noise of their own.
+        rows: Number of rows; a step runs one token of each.
+        adapter: Whether `params` (LoRA and trained norms) are used.
+        own_noise: Whether each row has its own noise.
     """
     if reason := runtime.unless_hopper():
         return reason
@@ -147,28 +148,28 @@ def supports(
 
 
 def _branches(model: transformer.Transformer, adapter: bool) -> Mapping[str, lora.LinearShape]:
-    """The adapter's branches by linear, as far as it acts."""
+    """Returns the adapter's branches by linear; empty if no adapter is used."""
     return lora.shapes(model.lora, model.arch) if adapter and model.lora is not None else {}
 
 
 def slow_because(
     model: transformer.Transformer, rows: int, *, own_noise: bool = False
 ) -> str | None:
-    """Why a policy is sampled more slowly on this GPU than it need be, and the remedy; None where it is not.
+    """Returns why sampling is slower on this GPU than it could be, with a remedy; None if it is not slower.
 
-    More than 128 rows are no reason: there the training layers are as fast.
+    More than 128 rows are not reported: there the plain layers are as fast as the fused ones.
 
     Args:
         model: The policy.
-        rows: The most rows that are sampled at a time.
-        own_noise: Whether rows have noise of their own.
+        rows: Largest number of rows that are sampled at a time.
+        own_noise: Whether each row has its own noise.
     """
     is_hopper = runtime.unless_hopper() is None
     if not is_hopper and runtime.unless_portable() is not None:
         return None
     rows, arch = min(rows, fused.MAX_M), model.arch
     what = "sampling goes without the fused layers of decoding"
-    # Such heads are slow in the plain layers, too.
+    # The plain layers use the same attention, so heads without a kernel are slow there too.
     attention = decode_attention.unless_kernel(arch.num_heads, arch.num_kv_heads, arch.head_size)
     if attention is not None:
         return f"{what}: attention {attention}: without a kernel for it, expect it to be many times slower"
@@ -197,13 +198,13 @@ def policy(
     adapter: bool = True,
     kernels: str = "hopper",
 ) -> FusedWeights:
-    """Gathers the arrays that the kernels read. Adapters and norms are computed; weights are not copied.
+    """Gathers the arrays that the kernels read: converts adapters and norm scales, and does not copy the weights.
 
     Args:
         model: The policy.
-        variables: `frozen`, and where they act `params` and `noise`.
-        adapter: Whether `params` act.
-        kernels: The result of `fit`.
+        variables: The collections `frozen` and, if used, `params` and `noise`.
+        adapter: Whether `params` (LoRA and trained norms) are used.
+        kernels: The result of `fit`, which must not be None.
     """
     frozen, noise = variables["frozen"], flatten_dict(variables.get("noise", {}))
     params = flatten_dict(variables.get("params", {}) if adapter else {})
@@ -253,14 +254,13 @@ def policy(
 def extender(
     model: transformer.Transformer, variables: dict[str, Any], rows: int, *, adapter: bool = True
 ) -> Callable[[jax.Array, kv_cache.KVCache], tuple[jax.Array, kv_cache.KVCache]]:
-    """A function that runs one token of each row: through fused kernels where possible, else through the
-    plain model.
+    """Returns a function that runs one token of each row, through fused kernels if possible, else the plain model.
 
     Args:
         model: The policy.
-        variables: `frozen`, and where they act `params` and `noise`.
+        variables: The collections `frozen` and, if used, `params` and `noise`.
         rows: B.
-        adapter: Whether `params` act.
+        adapter: Whether `params` (LoRA and trained norms) are used.
 
     Returns:
         extend(tokens int32 [B], cache) -> hidden states [B, D] after the last norm, and the cache.
@@ -288,9 +288,9 @@ def extend(
 
     Args:
         model: The policy.
-        policy: What `policy` gathered.
+        policy: The result of `policy`.
         tokens: int32 [B].
-        cache: The tokens go to its rows' ends, which move on by one.
+        cache: The new keys and values are written at its `ends`, which the result moves on by one.
 
     Returns:
         bfloat16 [B, D] after the last norm, and the extended cache.
@@ -353,13 +353,13 @@ def step(
 
     Args:
         model: The policy.
-        policy: What `policy` gathered.
+        policy: The result of `policy`.
         x: bfloat16 [M, D], embedded tokens; M as `fused.padded` returns it.
-        attend: attend(qkv [M, N], head_norms, index, state) -> mixed [M, H * C] and the new state,
-            where head_norms are one layer's.
-        state: What `attend` carries from layer to layer: the cache.
-        unroll: Layers per iteration of the loop over them; None for the fastest choice.
-        interpret: Interpret the kernels, to run on a CPU.
+        attend: attend(qkv [M, N], head_norms, index, state) -> output [M, H * C] and the new state, where
+            head_norms and index belong to one layer.
+        state: The state that `attend` carries from layer to layer: the cache.
+        unroll: Layers per iteration of the loop over layers; None for the fastest choice.
+        interpret: Whether to interpret the kernels, so that they run on a CPU.
 
     Returns:
         bfloat16 [M, D] after the last norm, and the state.
@@ -377,8 +377,8 @@ def step(
                 return weights[after], branches.get(after)
             if unroll == 1:
                 return None
-            # The last layer has no next one: it gets its own again, which does no harm. Branches are sliced
-            # the same way.
+            # After the last layer the index is clamped to that layer, which is harmless. Only the shape of the
+            # branch is used, so this layer's serves.
             of_next = lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index + 1, keepdims=False)
             return jax.tree.map(of_next, policy.weights["qkv"]), branches.get("qkv")
 
@@ -406,10 +406,10 @@ def step(
         stream = added("down", hidden, stream, scales["after"])
         return (index + 1, stream, state), None
 
-    # One for all layers: without the barrier XLA clears one for each.
+    # All layers share one array of counters. Without the barrier XLA would clear one for each layer.
     counters = jax.lax.optimization_barrier(jnp.zeros((gated.COUNTERS,), jnp.int32))
     start = epilogue.stream(x, policy.first_scale)
-    # The layer number is carried: a scanned list of numbers would cost a four-byte copy per layer.
+    # The layer number is part of the carry: a scanned array of numbers would cost a four-byte copy per layer.
     (_, stream, state), _ = jax.lax.scan(
         layer,
         (jnp.int32(0), start, state),
@@ -423,7 +423,7 @@ def step(
         ),
         unroll=unroll,
     )
-    # `scaled` would be rounded twice.
+    # `stream.scaled` is already rounded, so the result would be rounded twice.
     unit = stream.values[: stream.width].T.astype(jnp.float32) * stream.unit(eps)[:, None]
     return rounded(unit * policy.scales["after"][-1], x.dtype), state
 
@@ -437,10 +437,10 @@ def portable_step(
     *,
     unroll: int | None = None,
 ) -> tuple[jax.Array, Any]:
-    """`step` by the portable kernels, for any M up to 128.
+    """Runs `step` with the portable kernels, for any M up to 128.
 
-    These kernels take the layer number and read stacked arrays in place: XLA would copy each slice for them,
-    while Hopper's kernels read slices without a copy.
+    These kernels take the layer number and read the stacked arrays in place, because XLA would copy each slice for
+    them. Hopper's kernels read slices without a copy.
     """
     arch = model.arch
     unroll = unroll or _unrolled(policy, arch.num_layers, len(x))
@@ -486,11 +486,11 @@ def portable_step(
 
 
 def _unrolled(policy: FusedWeights, num_layers: int, rows: int) -> int:
-    """Layers per iteration of the loop over them that are fastest: all or one."""
+    """Returns the fastest number of layers per iteration of the loop over layers: all or one."""
     of_layer = sum(leaf.nbytes for leaf in jax.tree.leaves(policy.weights)) // num_layers
     return num_layers if rows <= UNROLLED_ROWS or of_layer <= UNROLLED_BYTES else 1
 
 
 def _summed(term: jax.Array, over: str) -> jax.Array:
-    """The sum of all devices' terms, at which the kernels' epilogues end; as `linear.finish` rounds it."""
+    """Sums the terms of all devices, and rounds the sum as `linear.finish` does."""
     return jax.lax.psum(term, over).astype(jnp.float32)

@@ -1,9 +1,9 @@
-"""Keys and values of the tokens seen so far, in pages that rows can share.
+"""A paged KV cache: keys and values of the tokens so far, in pages that rows can share.
 
-A page holds S slots of one layer's keys or values. A row is a list of pages, so rows of any length
-share one pool, and the completions of a prompt share the pages that hold it. All layers live in one
-array each, so that a decode loop carries two buffers and XLA updates them in place. Page 0 is scratch: rows
-that have ended write there, and nothing reads it.
+A page holds S slots of one layer's keys or values. A row is a list of pages, so rows of any length share one pool,
+and the completions of a prompt share the pages of that prompt. The keys of all layers are one array, and so are the
+values, so that a decode loop carries two buffers and XLA updates them in place. Page 0 is a scratch page: rows that
+have ended write there, and no result depends on it.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from qerl_jax.model.architecture import Architecture
 
-# Slots that the decode kernel reads at a time.
+# Slots of a page, the number that the decode kernel reads at a time.
 PAGE_SIZE = 64
 
 
@@ -24,13 +24,14 @@ class KVCache:
     """B rows over a pool of N pages: slot s of row b is page tables[b, s // S] at offset s % S.
 
     Attributes:
-        keys: [L, N, J, S, C], already rotated.
+        keys: [L, N, J, S, C], already rotated by RoPE.
         values: [L, N, J, S, C].
-        tables: int32 [B, W], the pages of each row; 0 where it has none.
+        tables: int32 [B, W], the block table: the pages of each row, padded with 0.
         ends: int32 [B], the slot of each row's next token.
-        shared: int32 [B], how many of a row's first pages others may share, for a kernel that reads them once; or None.
-        sequence: int32 [B], which sequence each row is a token of, where a step runs several tokens of one; or None. See
-            `decode_attention`.
+        shared: int32 [B], how many of a row's first pages other rows may share, for a kernel that reads them only
+            once; or None.
+        sequence: int32 [B], the sequence that each row is a token of, if a step runs several tokens of a sequence; or
+            None. See `decode_attention`.
     """
 
     keys: jax.Array
@@ -41,7 +42,7 @@ class KVCache:
     sequence: jax.Array | None = None
 
     def fill(self, layer: jax.Array, keys: jax.Array, values: jax.Array) -> Self:
-        """Writes [B, T, J, C] into a layer from slot 0 on; `ends` does not change."""
+        """Writes keys and values [B, T, J, C] into a layer, from slot 0 on; `ends` does not change."""
         pages = self.tables[:, : -(-keys.shape[1] // self.keys.shape[3])]
 
         def put(pool, new):
@@ -57,6 +58,6 @@ class KVCache:
 def pool(
     arch: Architecture, num_pages: int, dtype, page_size: int = PAGE_SIZE
 ) -> tuple[jax.Array, jax.Array]:
-    """Keys and values [L, N, J, S, C] of N empty pages."""
+    """Makes zero keys and values, [L, N, J, S, C] each, for N pages."""
     shape = (arch.num_layers, num_pages, arch.num_kv_heads, page_size, arch.head_size)
     return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)

@@ -1,8 +1,7 @@
-"""The transformer's arithmetic as pure functions. Linen names are in `transformer.py`; nothing here reads a
-parameter tree.
+"""The transformer's arithmetic as pure functions of arrays. The Linen modules are in `transformer.py`.
 
-Slot i of a row holds its i-th token. Padding is on the right and needs no mask array: a query at slot s
-sees the keys of slots 0 to s, so padding is seen by padding only.
+Slot i of a row holds its i-th token. Padding is on the right and needs no mask array: a query at slot s sees only the
+keys of slots 0 to s, so no real token sees padding.
 """
 
 import functools
@@ -20,7 +19,7 @@ from qerl_jax.model.architecture import Architecture
 
 
 class Normed(NamedTuple):
-    """An RMSNorm as two factors. A linear may be applied to `values` first and multiplied by `unit` later.
+    """The result of an RMSNorm as two factors. A linear may multiply `values` first, and its output by `unit` later.
 
     Attributes:
         values: [..., D], x * scale in x's dtype.
@@ -32,7 +31,7 @@ class Normed(NamedTuple):
 
 
 def logits(hidden: jax.Array, head: jax.Array) -> jax.Array:
-    """Logits of every vocabulary row: [..., D] x [V, D] -> float32 [..., V]."""
+    """Computes logits: hidden states [..., D] and head [V, D] -> float32 [..., V]."""
     return jnp.einsum(
         "...d,vd->...v",
         hidden,
@@ -45,19 +44,19 @@ def logits(hidden: jax.Array, head: jax.Array) -> jax.Array:
 def branches(
     adapters: Sequence[tuple[jax.Array, jax.Array, jax.Array]], scaling: float
 ) -> list[Branch]:
-    """Low-rank branches `scaling * (x A) B` (LoRA, arXiv 2106.09685) as x A and scaling * B, in x's dtype.
+    """Computes LoRA branches `scaling * (x A) B` (arXiv 2106.09685) as pairs x A and scaling * B, in x's dtype.
 
     Args:
-        adapters: For each x [..., K], A float32 [K, R] and B float32 [R, N]. Joined linears read the same x,
+        adapters: x [..., K], A float32 [K, R] and B float32 [R, N] of each adapter. Fused linears read the same x,
             unless dropout has made different copies of it.
-        scaling: alpha / R.
+        scaling: The LoRA scaling, such as alpha / R.
 
     Returns:
-        For each adapter [rows of x, R] and [R, N], for `finished_linear`.
+        For each adapter x A [rows of x, R] and scaling * B [R, N], for `finished_linear`.
     """
     x = adapters[0][0]
     if all(other is x for other, _, _ in adapters):
-        # One product: then the gradient by x is also one product, not a sum of several.
+        # With one product, the gradient with respect to x is also one product, not a sum of several.
         down = _down(x, jnp.concatenate([a for _, a, _ in adapters], axis=1))
         downs = jnp.split(down, len(adapters), axis=1)
     else:
@@ -71,24 +70,24 @@ def _down(x, a):
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """x * scale / sqrt(mean(x^2) + eps) over the last axis, in float32, returned in x's dtype.
+    """Computes x * scale / sqrt(mean(x^2) + eps) over the last axis, in float32; the result has x's dtype.
 
-    The scale may be float32 although x is bfloat16: AQN adds noise far below bfloat16's step to it.
+    The scale may be float32 while x is bfloat16: AQN's noise on it is far smaller than a bfloat16 step.
     """
     unit = x.astype(jnp.float32) * _unit(x, eps)
     return rounded(unit * scale.astype(jnp.float32), x.dtype)
 
 
 def split_norm(x: jax.Array, scale: jax.Array, eps: float) -> Normed:
-    """`rms_norm` as two factors, for linears that multiply their product with `values` by `unit`.
+    """Computes `rms_norm` as two factors, for linears that multiply by `values` first and by `unit` afterwards.
 
-    In a decoding step the product begins before `unit` is known. Since everything that `unit` multiplies is
-    linear in `values`, the derivative by `unit` follows from the one by `values`,
+    In a decoding step the product begins before `unit` is known. Everything that `unit` multiplies must be linear in
+    `values`. Then the gradient of `unit` follows from that of `values`,
 
         d unit = sum of (values * d values) / unit
 
-    and is added there; no gradient flows through `unit` itself. That costs as much as `rms_norm`'s gradient.
-    A sum over a linear's N outputs would be another pass over them.
+    and the backward pass of `values` includes it; no gradient flows through `unit` itself. This costs as much as the
+    gradient of `rms_norm`. The direct way would need another pass over a linear's N outputs.
     """
     values, unit = _split_norm(x, scale.astype(jnp.float32), eps)
     return Normed(values, jax.lax.stop_gradient(unit))
@@ -110,7 +109,7 @@ def _split_norm_bwd(eps, residuals, cotangents):
     slope = dvalues * scale
     dx = slope - wide * unit**2 * jnp.mean(slope * wide, axis=-1, keepdims=True)
     dscale = dvalues * wide
-    # A scale is [D], or [B, 1, D] where each row has its own noise.
+    # The scale is [D], or [B, 1, D] if each row has its own noise.
     dscale = jnp.sum(dscale, axis=range(x.ndim - scale.ndim))
     wanted = [axis for axis in range(scale.ndim) if scale.shape[axis] == 1]
     return dx.astype(x.dtype), jnp.sum(dscale, axis=wanted, keepdims=True)
@@ -124,16 +123,16 @@ def _unit(x, eps):
     return jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
 
 
-# The backward pass keeps gate_up, not the float32 values computed from it.
+# Saves gate_up for the backward pass, not the float32 values computed from it.
 @functools.partial(jax.checkpoint, prevent_cse=False)
 def swiglu(gate_up: jax.Array) -> jax.Array:
-    """silu(gate) * up (arXiv 2002.05202) of the fused [..., 2F] projection, in float32, rounded once."""
+    """Computes silu(gate) * up (arXiv 2002.05202): [..., 2F] -> [..., F], in float32, rounded once to the dtype."""
     gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
     return rounded(jax.nn.silu(gate) * up, gate_up.dtype)
 
 
 def rope_frequencies(arch: Architecture) -> np.ndarray:
-    """Angle per position of each rotated pair: float32 [C/2] (RoPE, arXiv 2104.09864)."""
+    """Computes the angle per position of each pair of channels: float32 [C/2] (RoPE, arXiv 2104.09864)."""
     exponent = np.arange(0, arch.head_size, 2, dtype=np.float32) / np.float32(arch.head_size)
     frequency = (1.0 / arch.rope_theta**exponent).astype(np.float32)
     if (scaling := arch.rope_scaling) is None:
@@ -147,13 +146,13 @@ def rope_frequencies(arch: Architecture) -> np.ndarray:
 
 
 def rope_tables(positions: jax.Array, frequencies: np.ndarray) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of position * frequency: int32 [B, T] -> two float32 [B, T, 1, C/2]."""
+    """Computes cosine and sine of position * frequency: int32 [B, T] -> two float32 [B, T, 1, C/2]."""
     angle = positions[..., None, None].astype(jnp.float32) * frequencies
     return jnp.cos(angle), jnp.sin(angle)
 
 
 def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates the pairs (c, c + C/2) of every head of [B, T, heads, C] by `rope_tables`, in float32."""
+    """Rotates the pairs (c, c + C/2) of x [B, T, heads, C] by `rope_tables`, in float32; keeps x's dtype."""
     cos, sin = (table[..., None, :] for table in tables)
     halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
     # The halves are swapped by a flip, not concatenated: XLA's derivative of a concatenation is slow.
@@ -162,7 +161,7 @@ def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 
 def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """Causal grouped-query attention: the query at slot t sees the keys of slots 0 to t.
+    """Computes causal grouped-query attention: the query at slot t sees the keys of slots 0 to t.
 
     Args:
         query: [B, T, H, C], slot t at index t.
@@ -170,10 +169,10 @@ def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         value: [B, T, J, C].
 
     Returns:
-        [B, T, H, C].
+        [B, T, H, C], in the dtype of the arguments.
     """
     if has_fused_attention(query.dtype, query.shape[-1]):
-        # JAX cannot differentiate this for an odd number of tokens. No token sees the one added at the end.
+        # JAX cannot differentiate this for an odd number of tokens, so one is added at the end. No token sees it.
         even = [
             jnp.pad(each, ((0, 0), (0, each.shape[1] % 2), (0, 0), (0, 0)))
             for each in (query, key, value)
@@ -184,12 +183,12 @@ def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
 
 
 def has_fused_attention(dtype: DTypeLike, head_size: int) -> bool:
-    """Whether `attention` holds no scores on this device, because cuDNN computes it."""
+    """Whether `attention` uses cuDNN's fused kernel on this device, which does not store the [B, H, T, T] scores."""
     return dtype == jnp.bfloat16 and runtime.has_cudnn_attention(head_size)
 
 
 def plain_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """`attention` in jnp, which runs anywhere, and holds all [B, H, T, T] scores."""
+    """Computes `attention` in jnp, on any device. It stores all [B, H, T, T] scores in float32."""
     batch, length, heads, size = query.shape
     groups = key.shape[2]
     slot = jnp.arange(length)
@@ -212,5 +211,5 @@ def plain_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.A
 
 
 def _precision(dtype):
-    # float32 means float32, also on cards whose default is TF32.
+    # float32 inputs are multiplied in float32, even on GPUs whose default is TF32.
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None

@@ -2,8 +2,8 @@
 
     log p(v) = log_softmax over v < num_tokens of (hidden . head[v] / temperature), in float32
 
-taken before any penalty or top-k/top-p/min-p truncation, over the ids that the tokenizer has; at
-temperature 0 (greedy) it is taken at temperature 1.
+before any penalty or top-k/top-p/min-p truncation, over the ids that the tokenizer has. For temperature 0 (greedy)
+it is computed at temperature 1.
 """
 
 import functools
@@ -16,7 +16,10 @@ from qerl_jax.model import layers
 
 
 def log_softmax(logits: jax.Array, temperature: jax.Array | float, num_tokens: int) -> jax.Array:
-    """Log-probabilities [..., V], float32; -inf at ids >= num_tokens (rows of the embedding that pad it)."""
+    """Computes log-probabilities, float32 [..., V], at a temperature; ids >= num_tokens get -inf.
+
+    The ids from num_tokens to V - 1 are padding of the embedding. A temperature of 0 counts as 1.
+    """
     temperature = jnp.asarray(temperature, jnp.float32)
     scaled = logits / jnp.where(temperature > 0, temperature, 1.0)
     known = jnp.arange(logits.shape[-1]) < num_tokens
@@ -24,7 +27,7 @@ def log_softmax(logits: jax.Array, temperature: jax.Array | float, num_tokens: i
 
 
 def entropy(logps: jax.Array) -> jax.Array:
-    """-sum p log p over the last axis, in nats; ids of probability zero count as zero."""
+    """Computes -sum p log p over the last axis, in nats; entries with log-probability -inf add 0."""
     return -jnp.sum(jnp.where(jnp.isneginf(logps), 0.0, jnp.exp(logps) * logps), axis=-1)
 
 
@@ -39,29 +42,29 @@ def of_targets(
     chunk: int = 1024,
     entropy_slopes: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probability of each target and entropy of each distribution, without ever holding [N, V] logits.
+    """Computes the log-probability of each target and the entropy of each distribution, without [N, V] logits.
 
         d log p(target) / d hidden = (head[target] - sum over v of p(v) head[v]) / temperature
         d entropy / d hidden = -(sum over v of p(v) (log p(v) + entropy) head[v]) / temperature
 
-    Rows go through the head `chunk` at a time: memory is chunk * V float32, whatever N is. When a derivative
-    is needed, these slopes, [N, D], are formed while a chunk's logits are in memory, so that logits are
-    computed once; the backward pass multiplies them by one factor per row.
+    Rows go through the head `chunk` at a time, so the logits take chunk * V float32, whatever N is. If a gradient is
+    needed, the derivatives above, [N, D], are computed while a chunk's logits are in memory, so that logits are
+    computed only once; the backward pass multiplies them by one factor per row.
 
     Args:
-        hidden: [N, D], the state that predicts each target.
+        hidden: [N, D], the hidden state that predicts each target.
         head: [V, D].
         targets: int32 [N].
-        temperature: Sampling temperature of the policy; see the module's definition. No gradient flows through it.
-        num_tokens: Ids that the tokenizer has.
-        count: How many of the targets, from the first on, are needed; None means all. A chunk without a
-            needed target costs nothing and returns 0.
-        chunk: Rows at a time.
-        entropy_slopes: Whether entropies need a derivative. It takes one more product with the head, and [N, D]
+        temperature: Sampling temperature of the policy, a scalar. No gradient flows through it.
+        num_tokens: Number of ids that the tokenizer has.
+        count: int32 scalar, the number of targets that are needed, from the first on; None means all. A chunk
+            without a needed target is skipped and returns 0.
+        chunk: Number of rows at a time.
+        entropy_slopes: Whether the entropies need a gradient. This takes one more product with the head, and [N, D]
             more memory.
 
     Returns:
-        float32 [N] log-probabilities, float32 [N] entropies in nats; without `entropy_slopes` no gradient
+        float32 [N] log-probabilities, float32 [N] entropies in nats. Without `entropy_slopes` no gradient
         flows through the entropies.
     """
     rows, chunk = len(hidden), min(chunk, len(hidden))
@@ -102,14 +105,14 @@ def _of_chunks_fwd(hidden, head, targets, asked, temperature, num_tokens, entrop
 
 def _of_chunks_bwd(num_tokens, entropy_slopes, residuals, cotangents):
     slopes, hidden, head, targets, asked, temperature = residuals
-    # Factors of the log-probabilities, and of the entropies where these have slopes.
+    # The cotangents of the log-probabilities and, if entropies need a gradient, of the entropies.
     factors = cotangents[: len(slopes)]
     dhidden = sum(
         each[..., None] * slope.astype(jnp.float32)
         for each, slope in zip(factors, slopes, strict=True)
     ).astype(hidden.dtype)
 
-    # Where the head is frozen this is unused, and the compiler drops it.
+    # If the head is frozen, this result is unused and the compiler removes it.
     def of_chunk(dhead, args):
         hidden, targets, factors = args
         logps = log_softmax(layers.logits(hidden, head), temperature, num_tokens)
@@ -127,7 +130,7 @@ _of_chunks.defvjp(_of_chunks_fwd, _of_chunks_bwd)
 
 
 def _if_asked(f, asked, *args):
-    """f(*args), or zeros where `asked` is false; None means always."""
+    """Returns f(*args), or zeros of the same shapes if `asked` is false; None counts as true."""
     if asked is None:
         return f(*args)
     zeros = lambda *_: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(f, *args))
@@ -139,12 +142,12 @@ def _picked(logps: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def _logit_slopes(logps: jax.Array, targets: jax.Array, temperature: jax.Array) -> jax.Array:
-    """Derivative of each target's log-probability with respect to the logits, [N, V]."""
+    """Computes the derivative of each target's log-probability with respect to the logits, [N, V]."""
     hit = jnp.arange(logps.shape[-1]) == targets[:, None]
     return (hit - jnp.exp(logps)) / jnp.where(temperature > 0, temperature, 1.0)
 
 
 def _entropy_slopes(logps: jax.Array, temperature: jax.Array) -> jax.Array:
-    """Derivative of each distribution's entropy with respect to the logits, [N, V]."""
+    """Computes the derivative of each distribution's entropy with respect to the logits, [N, V]."""
     above = jnp.where(jnp.isneginf(logps), 0.0, logps) + entropy(logps)[:, None]
     return -jnp.exp(logps) * above / jnp.where(temperature > 0, temperature, 1.0)

@@ -1,4 +1,4 @@
-"""Which linears have a LoRA branch, with which rank and factor. Names are matched by PEFT's rules."""
+"""Determines which linears have a LoRA branch, and its rank and scaling. Names are matched by PEFT's rules."""
 
 import dataclasses
 import functools
@@ -17,16 +17,15 @@ from qerl_jax.model.architecture import Architecture
 
 @dataclasses.dataclass(frozen=True)
 class LinearShape:
-    """The branches of a fused linear in all layers.
+    """The LoRA branches of a fused linear in all layers.
 
-    Layers are stacked, and so are their branches: where ranks differ, all are padded to the largest with
-    zeros in A and in B. The gradient of each of the two is a product with the other, so both padded parts
-    stay zero.
+    The branches of all layers are stacked. If ranks differ, all are padded to the largest with zeros in A and in B.
+    The gradient of each of the two is a product with the other, so both padded parts stay zero in training.
 
     Attributes:
-        rank: The rank to which all are padded.
-        ranks: [L][parts], rank of each branch; 0 where a linear has none.
-        scalings: [L][parts], factor of each branch; 0 where there is none.
+        rank: The rank to which all branches are padded.
+        ranks: [L][parts], rank of each branch; 0 if a linear has none.
+        scalings: [L][parts], scaling of each branch; 0 if there is none.
     """
 
     rank: int
@@ -35,23 +34,28 @@ class LinearShape:
 
     @property
     def scaling(self) -> float | None:
-        """The common factor of all branches; None where they differ."""
+        """The common scaling of all branches; None if they differ."""
         each = {s for layer in self.scalings for s in layer if s}
         return each.pop() if len(each) == 1 else None
 
     def kept(self, part: int, index: jax.Array | int) -> jax.Array | None:
-        """bool [rank], which ranks a branch has in layer `index`; None where it has all in every layer."""
+        """Returns which ranks a branch has in layer `index`, bool [rank]; None if it has all in every layer."""
         if all(layer[part] == self.rank for layer in self.ranks):
             return None
         return jnp.arange(self.rank) < jnp.asarray(np.array(self.ranks))[index, part]
 
     def scaled(self, b: jax.Array, part: int, index: jax.Array | int | None = None) -> jax.Array:
-        """B times the factor of its branch where factors differ; else B, still to be multiplied by `factor`.
+        """Multiplies B by the scaling of its branch if scalings differ; else returns B as it is.
+
+        In both cases the result must still be multiplied by `factor`.
 
         Args:
             b: float32 [R, N] of layer `index`, or of all layers [L, R, N].
-            part: Index of the linear among the joined ones.
+            part: Index of the linear among the parts of the fused linear.
             index: The layer; None for all.
+
+        Returns:
+            An array of the shape of `b`.
         """
         if self.scaling is not None:
             return b
@@ -60,16 +64,16 @@ class LinearShape:
 
     @property
     def factor(self) -> float:
-        """The factor that is still to be applied after `scaled`."""
+        """The factor that remains to be applied after `scaled`: the common scaling, or 1 if scalings differ."""
         return 1.0 if self.scaling is None else self.scaling
 
 
 @functools.cache
 def shapes(lora: LoraConfig, arch: Architecture) -> Mapping[str, LinearShape]:
-    """The branches of each fused linear, by its name; a linear without a branch has no entry.
+    """Returns the branches of each fused linear, by its name; a linear without a branch has no entry.
 
     Raises:
-        ConfigError: When a pattern matches no linear that has a branch.
+        ConfigError: If a key of `rank_pattern` or `alpha_pattern` matches no linear that has a branch.
     """
     found = {}
     used: set[str] = set()
@@ -89,11 +93,11 @@ def shapes(lora: LoraConfig, arch: Architecture) -> Mapping[str, LinearShape]:
 
 
 def branch(lora: LoraConfig, name: str) -> tuple[int, float] | None:
-    """Rank and factor of a linear's branch, named as in the base: "model.layers.0.mlp.up_proj".
+    """Returns the rank and scaling of the branch of a linear such as "model.layers.0.mlp.up_proj".
 
     Returns:
-        The factor is alpha / rank, or alpha / sqrt(rank) with `use_rslora` (arXiv:2312.03732); None where
-        the linear has no branch.
+        Rank and scaling: alpha / rank, or alpha / sqrt(rank) with `use_rslora` (arXiv:2312.03732). None if the
+        linear has no branch.
     """
     if lora.target_modules is not None and not is_named(lora.target_modules, name):
         return None
@@ -102,8 +106,15 @@ def branch(lora: LoraConfig, name: str) -> tuple[int, float] | None:
 
 
 def is_named(modules: str | list[str] | tuple[str, ...], name: str) -> bool:
-    """Whether PEFT's `target_modules` matches a linear: a string is a pattern for whole names, a list holds
-    names or suffixes."""
+    """Whether PEFT's `target_modules` matches a linear.
+
+    Args:
+        modules: A regular expression for whole names, or a list of names or of their last parts.
+        name: Full name of the linear.
+
+    Raises:
+        ValueError: If the string is not a regular expression.
+    """
     if not isinstance(modules, str):
         return any(f".{name}".endswith(f".{module}") for module in modules)
     try:
@@ -115,10 +126,10 @@ def is_named(modules: str | list[str] | tuple[str, ...], name: str) -> bool:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a key of PEFT's `rank_pattern` or `alpha_pattern` names a linear."""
+    """Whether a key of PEFT's `rank_pattern` or `alpha_pattern` matches a linear's name."""
     return re.match(rf"(.*\.)?({pattern})$", name) is not None
 
 
 def by_pattern(patterns: Mapping[str, Any] | None, name: str, default: Any) -> Any:
-    """The value of the first pattern that names a linear."""
+    """Returns the value of the first pattern that matches a linear's name, or the default."""
     return next((v for p, v in (patterns or {}).items() if matches(p, name)), default)

@@ -4,12 +4,12 @@
 
 Everything that works on one token at a time (linears, norms, adapters, head) runs on that axis, where only
 the end is padding. Attention needs rows [prompt, completion]: `unfold` builds them, without gaps, in arrays
-of a few widths; `fold` goes back. A row begins at its array's first slot, so
-this is plain causal attention of right-padded rows, without a mask.
+of a few widths; `fold` goes back. Each row begins at the first slot of its array, so plain causal attention of
+right-padded rows is enough, without a mask.
 
-Several rows read one prompt, so their gradients are summed: by a product with a matrix of zeros and ones, in
-float32. Everything else is moved by gathers, forward and backward. JAX's own derivative of a gather is a
-scatter-add: slow, rounded at each addition, and on a GPU in no fixed order.
+Several rows read one prompt, so the gradients of a prompt are summed over its rows, by a product with a matrix of
+zeros and ones. Everything else is moved by gathers, forward and backward. JAX's own gradient of a gather would be a
+scatter-add, which is slow, rounds at each addition, and has no fixed order on a GPU.
 """
 
 import dataclasses
@@ -22,21 +22,20 @@ import numpy as np
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """The layout of a flat axis of T tokens, and the n rows that attention sees.
+    """The layout of a flat axis of T tokens, and of the n rows that attention sees.
 
-    The n rows lie in arrays of n_k rows of width S_k, in this order. An unused row has length 0 and no
-    prompt.
+    The n rows are divided in order into arrays of n_k rows of width S_k. An unused row has length 0 and no prompt.
 
     Attributes:
-        rows: int32 [T], the row of each token: for a prompt's token the first row that reads the prompt; n
-            for padding.
+        rows: int32 [T], the row of each token; for a token of a prompt the first row with that prompt, and n for
+            padding.
         positions: int32 [T], the slot of each token in its row, which is its position for RoPE.
-        prompt_starts: int32 [n], where a row's prompt begins on the flat axis.
+        prompt_starts: int32 [n], the index on the flat axis where a row's prompt begins.
         prompt_lengths: int32 [n], tokens of the prompt.
-        starts: int32 [n], where the completion begins; its tokens are contiguous.
+        starts: int32 [n], the index on the flat axis where the completion begins; its tokens are contiguous.
         lengths: int32 [n], tokens of the completion.
         arrays: (n_k, S_k) of each array of rows.
-        prompt_width: A bound on the tokens of a prompt.
+        prompt_width: Upper bound on the tokens of a prompt.
     """
 
     rows: jax.Array
@@ -50,44 +49,47 @@ class Packing:
 
     @property
     def leads(self) -> jax.Array:
-        """bool [n], whether a row is the first one with its prompt."""
+        """Whether each row is the first one with its prompt, bool [n]."""
         padded = jnp.pad(self.rows, (0, 1), constant_values=len(self.lengths))
         first = _taken(padded, self.prompt_starts)
         return (self.prompt_lengths > 0) & (first == jnp.arange(len(self.lengths)))
 
     @property
     def is_prompt(self) -> jax.Array:
-        """bool [T], whether a token belongs to a prompt."""
+        """Whether each token belongs to a prompt, bool [T]."""
         return self.positions < _taken(self.prompt_lengths, self.rows)
 
     def unfold(self, flat: jax.Array) -> tuple[jax.Array, ...]:
-        """[T, N] -> [n_k, S_k, N] for each array: prompt and completion of each row, then zeros."""
+        """Builds the rows: [T, N] -> [n_k, S_k, N] for each array, with prompt, completion, then zeros in a row."""
         return _unfold(self, flat)
 
     def fold(self, arrays: tuple[jax.Array, ...]) -> jax.Array:
-        """[n_k, S_k, N] for each array -> [T, N]; a prompt takes its first row's values, padding is 0."""
+        """Reverses `unfold`: [n_k, S_k, N] for each array -> [T, N].
+
+        A prompt gets the values of its first row, and padding gets 0.
+        """
         return _fold(self, arrays)
 
     def before(self, flat: jax.Array) -> jax.Array:
-        """[T, N] -> [T, N]: for each completion token, the values of the token before it, which predicts it.
+        """Shifts [T, N] by one token: each completion token gets the values of the token before, which predicts it.
 
-        Elsewhere it is 0.
+        The first completion token gets those of the prompt's last token. Prompts and padding get 0.
         """
         return _before(self, flat)
 
     def by_row(self, flat: jax.Array) -> jax.Array:
-        """[T] -> [n, S_1]: the values of each completion's tokens, then zeros."""
+        """Arranges completion tokens in rows: [T] -> [n, S_1], each row padded with zeros."""
         return _by_row(self, flat)
 
 
 def rectangle(prompt_lengths: jax.Array, prompt_width: int, rows: int, width: int) -> Packing:
-    """The packing of right-padded completions [B, C] and prompts [P, Tp], padding included.
+    """Describes right-padded completions [B, C] and prompts [P, Tp] as a packing that keeps the padding.
 
     Args:
-        prompt_lengths: int32 [P], real tokens of each prompt.
+        prompt_lengths: int32 [P], tokens of each prompt without padding.
         prompt_width: Tp.
-        rows: B, the number of completions; the B / P of one prompt are neighbours.
-        width: C, tokens of each completion.
+        rows: B, the number of completions; the B / P completions of a prompt are consecutive.
+        width: C, the padded length of a completion.
 
     Returns:
         A packing of T = B * C + P * Tp tokens: all completions, then all prompts.
@@ -128,7 +130,7 @@ def pack(
     arrays: tuple[tuple[int, int], ...],
     prompt_width: int,
 ) -> Packing:
-    """Lays rows out on a flat axis, on the host.
+    """Lays rows out on a flat axis without padding between them; runs on the host.
 
     Args:
         prompts: int [n], the number of each row's prompt; -1 for an unused row.
@@ -136,13 +138,13 @@ def pack(
         lengths: int [n], tokens of each completion.
         tokens: T.
         arrays: (n_k, S_k) of each array of rows; the n_k add up to n.
-        prompt_width: A bound on the tokens of a prompt.
+        prompt_width: Upper bound on the tokens of a prompt.
 
     Returns:
-        Completions in the order of their rows, then prompts in the order of their first rows.
+        A packing with completions in the order of their rows, then prompts in the order of their first rows.
 
     Raises:
-        ValueError: When the tokens do not fit into T, or a row does not fit into its array.
+        ValueError: If the tokens do not fit into T, or a row does not fit into its array.
     """
     is_real = prompts >= 0
     lengths, prompt_lengths = (np.where(is_real, x, 0) for x in (lengths, prompt_lengths))
@@ -180,12 +182,12 @@ def _filled(values: np.ndarray, size: int, fill: int) -> np.ndarray:
 
 
 def _taken(x: jax.Array, index: jax.Array) -> jax.Array:
-    """x [M, ...] at an index; 0 where the index is M or more."""
+    """Returns x [M, ...] at an index, and 0 for an index of M or more."""
     return jnp.asarray(x).at[index].get(mode="fill", fill_value=0)
 
 
 def _parts(packing: Packing):
-    """For each array: its first row, number of rows, and width."""
+    """Yields the first row, the number of rows and the width of each array."""
     first = 0
     for count, width in packing.arrays:
         yield first, count, width
@@ -193,8 +195,8 @@ def _parts(packing: Packing):
 
 
 def _slots(packing: Packing, first: int, count: int, width: int) -> tuple[jax.Array, jax.Array]:
-    """For an array's slots [n_k, S_k]: the token's place on the flat axis (T for none), and whether it is in
-    a prompt."""
+    """Returns, for the slots [n_k, S_k] of an array, the token's index on the flat axis (T for an empty slot), and
+    whether the slot is in a prompt."""
     own = slice(first, first + count)
     column = lambda x: x[own, None]
     slot, prompt = jnp.arange(width), column(packing.prompt_lengths)
@@ -206,7 +208,7 @@ def _slots(packing: Packing, first: int, count: int, width: int) -> tuple[jax.Ar
 
 
 def _sums_by_prompt(packing: Packing, x: jax.Array) -> jax.Array:
-    """x [n, ...] summed over the rows of each prompt, in its first row; 0 in other rows."""
+    """Sums x [n, ...] over the rows of each prompt; the sum is in the prompt's first row, and other rows are 0."""
     same = packing.prompt_starts[:, None] == packing.prompt_starts
     matrix = (same & packing.leads[:, None]).astype(x.dtype)
     flat = x.reshape(len(x), -1)
@@ -266,7 +268,7 @@ _fold.defvjp(lambda packing, arrays: (_folded(packing, arrays), packing), _fold_
 
 
 def _in_completion(packing: Packing) -> tuple[jax.Array, jax.Array]:
-    """bool [T] each: whether a token is in a completion, and whether it is the completion's first."""
+    """Returns whether each token is in a completion, and whether it is the completion's first; bool [T] each."""
     prompt = _taken(packing.prompt_lengths, packing.rows)
     real = packing.rows < len(packing.lengths)
     return real & (packing.positions >= prompt), real & (packing.positions == prompt)

@@ -1,22 +1,21 @@
-"""The model as Linen modules: names and shapes for the trees. The arithmetic is in `layers.py`.
+"""The model as Linen modules, which define the names and shapes of the variables. The arithmetic is in `layers.py`.
 
-Three collections, three lifetimes:
-- `params` is exactly what trains, in float32: LoRA A and B, and the layer norms when `train_norms`
-  is on; or all weights of the layers, when the model is `full`.
-- `frozen` is everything else: packed or dense linears, biases, norms, embedding, head. It never
-  changes.
-- `noise`, when given, holds float32 vectors that are added to the norm scales (AQN), one for all rows or one
-  for each. It is an argument of each call.
+There are three collections of variables:
+- `params` holds exactly what trains, in float32: LoRA A and B, and the layer norms with `train_norms`; or all weights
+  of the layers, if the model is `full`.
+- `frozen` holds everything else: packed or dense linears, biases, norms, embedding, head. It never changes.
+- `noise` is optional. It holds float32 vectors that are added to the norm scales (AQN), one for all rows or one for
+  each row, and changes from step to step.
 
-Besides these, `prepared`, when given, holds the adapter's matrices in the form that decoding steps read; a
-decoding loop makes it once (`with_prepared_adapter`).
+A fourth one, `prepared`, is optional: the adapter's matrices in the form that decoding steps read. A decoding loop
+makes it once (`with_prepared_adapter`).
 
-Layers are stacked: every leaf under `layers` has a leading axis L, and the forward pass scans it.
+Layers are stacked: every leaf under `layers` has a leading axis L, and the forward pass scans over it.
 
-Some linears of a packed base may be kept in 16 bits (`Kept`). A linear that is kept in all layers is an
-ordinary dense stack. A linear that is kept in some layers has a packed weight in every layer, so that all
-layers have the same structure; `kept`, beside `layers`, holds the dense weights as a stack. A layer with a
-dense weight uses it, and its packed weight is not read.
+Some linears of a packed base may be kept in 16 bits (`Kept`). A linear that is kept in all layers is an ordinary
+dense stack. A linear that is kept in some layers has a packed weight in every layer, so that all layers have the same
+structure, and `frozen["kept"]` holds its dense weights as a stack. A layer with a dense weight uses it and does not
+read its packed weight.
 """
 
 import dataclasses
@@ -39,19 +38,19 @@ from qerl_jax.model.division import Division
 from qerl_jax.model.lora import LinearShape
 from qerl_jax.model.lora import shapes as lora_shapes
 
-# Linears whose products are kept for the backward pass, which does not need that of "down".
+# For each `remat`, the linears whose outputs are saved for the backward pass. It does not need the output of "down".
 _KEPT = {"products": ("qkv", "o", "gate_up"), "mlp": ("qkv", "o"), "layer": ()}
 
 
-# Linears of a packed base that stay in 16 bits, each with the layers where it does.
+# Linears of a packed base that are in 16 bits: (name, indices of the layers in which they are).
 type Kept = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class Role(enum.Enum):
-    """What a run does with a module's own weights.
+    """The use of a module's weights.
 
-    FROZEN weights are the base's. ADAPTED weights are the base's too, and an adapter acts beside them.
-    TRAINED weights are in `params` and train.
+    FROZEN: they belong to the base and do not train. ADAPTED: the same, and an adapter in `params` trains beside
+    them. TRAINED: they are in `params` themselves and train.
     """
 
     FROZEN = enum.auto()
@@ -60,13 +59,13 @@ class Role(enum.Enum):
 
 
 class Norm(nn.Module):
-    """RMSNorm whose scale may be perturbed by the `noise` collection, for all rows or row by row.
+    """RMSNorm to whose scale the `noise` collection may add noise, for all rows or row by row.
 
     Attributes:
-        eps: Added to the mean square.
-        dtype: Type of a frozen scale.
+        eps: Epsilon that is added to the mean square.
+        dtype: Dtype of a frozen scale.
         role: ADAPTED trains a float32 copy of the frozen scale.
-        split: Whether the result is the two factors that a linear reads (`layers.split_norm`).
+        split: Whether to return the two factors of `layers.split_norm`, for a linear, instead of one array.
     """
 
     eps: float
@@ -76,8 +75,12 @@ class Norm(nn.Module):
 
     @nn.compact
     def __call__(self, x, rows=None):
-        """x [B, T, D]; rows int32 [T], where B is 1 and the tokens belong to several rows with their own
-        noise."""
+        """Normalizes the last axis of x.
+
+        Args:
+            x: [..., D]; [B, T, D] if rows have their own noise.
+            rows: int32 [T], the row of each token, if B is 1 and several rows are packed on the token axis.
+        """
         shape = x.shape[-1:]
         if self.role is Role.TRAINED:
             scale = self.param("scale", nn.initializers.ones, shape, jnp.float32)
@@ -88,7 +91,7 @@ class Norm(nn.Module):
             scale = self.param("scale", lambda _: scale)
         if self.has_variable("noise", "scale"):
             noise = self.get_variable("noise", "scale")
-            # [D] for all rows of x, or [B, D] where each row has its own.
+            # [D] for all rows of x, or [B, D] if each row has its own noise.
             if noise.ndim == 2:
                 noise = noise[:, None] if rows is None else noise.at[rows].get(mode="clip")
             scale = scale + noise
@@ -97,7 +100,7 @@ class Norm(nn.Module):
 
 
 class Adapter(nn.Module):
-    """One LoRA branch of x [..., K], for `layers.branches`. B starts at zero, A as PEFT initializes it."""
+    """The weights of one LoRA branch, for `layers.branches`. A is initialized as in PEFT, and B with zeros."""
 
     features: int
     lora: LoraConfig
@@ -105,7 +108,12 @@ class Adapter(nn.Module):
 
     @nn.compact
     def __call__(self, x, kept=None):
-        """x [..., K]; kept bool [rank], which ranks this branch has; None for all."""
+        """Returns x after dropout [..., K], A float32 [K, rank] and B float32 [rank, features].
+
+        Args:
+            x: [..., K]. Dropout needs the rng "dropout".
+            kept: bool [rank], the ranks that this branch has, used in initialization only; None for all.
+        """
         width, rank = x.shape[-1], self.rank or self.lora.rank
         # PEFT's Kaiming-uniform with a = sqrt(5) is uniform within 1/sqrt(K).
         uniform = nn.initializers.uniform(2 * width**-0.5)
@@ -124,21 +132,20 @@ class Adapter(nn.Module):
 
 
 class FusedLinear(nn.Module):
-    """Linears that read one input as a single base matmul, each part with its own LoRA branch.
+    """Linears that read the same input, as one base matmul; each part has its own LoRA branch.
 
-    The sum of its products is formed in float32 and rounded once. Sampler and trainer must round in the same
-    places: docs/design/model.md lists them.
+    The products are summed in float32 and rounded once. Sampler and trainer must round in the same places, which
+    docs/design/model.md lists.
 
     Attributes:
-        parts: (name, output features) of each.
+        parts: (name, output features) of each part.
         weights: Storage format of a new weight.
-        lora: Shape of the branches, which exist where the role is ADAPTED.
+        lora: Config of the branches, which exist if the role is ADAPTED.
         role: The role of weight and bias.
         bias: Whether there is a bias.
-        shape: Shapes of the branches where they differ; None means that all have the rank and factor of
-            `lora`.
-        stored: The division into whose parts the weight is split; None for a whole one.
-        over: The mesh axis whose devices each have some of the inputs; None where one device has all.
+        shape: Ranks and scalings of the branches; None means that all have the rank and scaling of `lora`.
+        stored: The division by which the weight is stored in parts; None if it is stored whole.
+        over: The mesh axis over which the input features are divided; None if each device has all of them.
     """
 
     parts: tuple[tuple[str, int], ...]
@@ -152,10 +159,17 @@ class FusedLinear(nn.Module):
 
     @nn.compact
     def __call__(self, x, residual=None, index=0, kept=None):
-        """x [..., K], or a norm's two factors; -> [..., N], or that added to a residual stream.
+        """Computes the linear with its LoRA branches, and adds a residual if one is given.
 
-        `index` is the layer number. `kept` is a stack of dense weights and this layer's place in it: that
-        weight is used instead of the layer's own, unless the place is -1.
+        Args:
+            x: [..., K], or the two factors of a norm (`layers.Normed`).
+            residual: [..., N], or None.
+            index: The layer number.
+            kept: A stack of dense weights, and this layer's index in it. That weight is used instead of the layer's
+                own, unless the index is -1.
+
+        Returns:
+            [..., N] in x's dtype.
         """
         x, unit = x if isinstance(x, layers.Normed) else (x, None)
         if self.is_mutable_collection("intermediates"):  # the caller asks; see `run_layer`
@@ -216,16 +230,16 @@ class FusedLinear(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: x + attention(norm(x)), then x + mlp(norm(x)). Carries (residual stream, cache).
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x)). The carry is (residual stream, cache).
 
     Attributes:
         arch: Sizes and traits.
         weights: Storage format of new linears.
-        lora: Shape of the adapter.
+        lora: Config of the adapter.
         role: The role of the weights.
         dense: Linears that are not packed, whatever `weights` says.
-        stored: The division into whose parts the weights of linears are split; None where they are whole.
-        over: The mesh axis whose devices each run a part of the layer; None where one runs all of it.
+        stored: The division by which the weights of linears are stored in parts; None if they are stored whole.
+        over: The mesh axis whose devices each run a part of the layer; None if each device runs all of it.
     """
 
     arch: Architecture
@@ -238,7 +252,16 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, carry, index, tables, packed=None, plan=None, kept=None):
-        """`kept` holds stacks of dense weights of some linears, and each layer's place [L] in them."""
+        """Runs the layer on the carry (x [B, T, D], cache or None), and returns (the new carry, None) for `nn.scan`.
+
+        Args:
+            carry: Residual stream and cache.
+            index: The layer number.
+            tables: The result of `layers.rope_tables`.
+            packed: The layout of a single packed row; None for ordinary rows.
+            plan: The plan of `decode_attention` for a step of one token per row.
+            kept: By linear, a stack of dense weights, and each layer's index [L] in it or -1.
+        """
         x, cache = carry
         own = {name: (stack, places[index]) for name, (stack, places) in (kept or {}).items()}
         x, cache = self._attention(x, cache, index, tables, packed, plan, own)
@@ -308,21 +331,22 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A decoder-only transformer up to its last norm; `layers.logits` with `head(frozen)` gives the scores.
+    """A decoder-only transformer up to its last norm; `layers.logits` with `head(frozen)` gives the logits.
 
     Attributes:
         arch: Sizes and traits.
-        weights: How the linears of a new base are stored; embedding, norms and biases are bfloat16,
-            or float32.
-        lora: Shape of the adapter, or None for the bare base.
-        dtype: Type of the activations: bfloat16 or float32.
+        weights: Storage format of the linears. Embedding, norms and biases are float32 if this is "float32", else
+            bfloat16.
+        lora: Config of the adapter, or None for the bare base.
+        dtype: Dtype of the activations: bfloat16 or float32.
         full: Whether `params` holds the layers' own weights instead of an adapter; see `trainable`.
-        kept: Linears of a packed base that are in bfloat16, and in which layers; has no effect where no
-            linear is packed.
-        fsdp: Number of devices that share the layers' weights; see `sharding`.
-        tensor: Number of devices that share the layers' weights and decode rows together: weights are stored as so many
-            parts (`division`), which layers put together again, but for the model of `own_part`.
-        over: For such a part the mesh axis of the devices; else None.
+        kept: Linears of a packed base that are in bfloat16, and in which layers; has no effect if no linear is
+            packed.
+        fsdp: Number of devices over which the layers' weights are sharded (FSDP); see `sharding`.
+        tensor: Tensor-parallel size: number of devices that share the layers' weights and decode rows together.
+            Weights are stored in this many parts (`division`). Layers join them again, except in the model of
+            `own_part`.
+        over: In the model of `own_part` the mesh axis of the devices; else None.
     """
 
     arch: Architecture
@@ -342,14 +366,14 @@ class Transformer(nn.Module):
 
     @property
     def division(self) -> Division:
-        """How the layers' weights are split."""
+        """The division of the layers' weights among `tensor` devices."""
         return Division(self.arch, self.tensor, self.weights)
 
     @property
     def own_part(self) -> Self:
-        """The model that each of several devices runs of this one, with the variables of `Division.own`.
+        """The part of this model that each tensor-parallel device runs, with the variables of `Division.own`.
 
-        Their hidden states are those of the whole model, and the same on all devices.
+        Its hidden states are those of the whole model, and the same on all devices.
         """
         if self.tensor == 1:
             return self
@@ -369,17 +393,16 @@ class Transformer(nn.Module):
 
         Args:
             tokens: int32 [B, T]. Rows may be padded on the right: no real token sees the padding.
-            cache: T > 1 fills an empty cache, T == 1 extends it. Both move its ends on by T.
-            packed: The layout of the single row [1, T], where it holds several prompts and their completions;
-                not with a cache.
-            adapter: Whether params (LoRA and trained norms) act; False gives the reference policy.
-            remat: What the backward pass recomputes instead of keeping it: all of a layer but its
-                input ("layer"), but its input and the products with qkv and o ("mlp"), but those
-                and the product with gate_up ("products"), or nothing ("none"). Attention between
-                packed rows is always recomputed.
+            cache: T > 1 fills an empty cache, T == 1 extends it. Both move its `ends` on by T.
+            packed: The layout of a single row [1, T] that holds several prompts and their completions; not with a
+                cache.
+            adapter: Whether to use `params` (LoRA and trained norms); False gives the reference policy.
+            remat: What is saved for the backward pass, which recomputes the rest. "layer" saves the input of each
+                layer, "mlp" also the outputs of qkv and o, "products" also that of gate_up, and "none" everything.
+                Attention of packed rows is always recomputed.
 
         Returns:
-            Hidden states [B, T, D] after the last norm, and the extended cache.
+            Hidden states [B, T, D] after the last norm, in `dtype`, and the extended cache (None without one).
         """
         arch, dtype = self.arch, _dtype(self.weights)
         shape = (arch.vocab_size, arch.width)
@@ -405,9 +428,9 @@ class Transformer(nn.Module):
             split_rngs={"params": True, "dropout": True},
             in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast, nn.broadcast),
             length=arch.num_layers,
-            # Flax's check rejects a kernel that writes to the cache as a loop that is not invariant. The
-            # layers share no variable here, so the check has nothing to find. Elsewhere it stays on: without
-            # it the same seed would give a different random adapter.
+            # Flax's check rejects a kernel that writes to the cache, because the loop then is not invariant. Layers
+            # share no variable, so the check is not needed here. Otherwise it stays on: without it the same seed
+            # would give another random adapter.
             check_constancy_invariants=not extends,
         )
         dense, partly = self.kept_linears()
@@ -441,8 +464,10 @@ class Transformer(nn.Module):
         return Norm(arch.rms_norm_eps, dtype, name="norm")(x, rows), cache
 
     def kept_linears(self) -> tuple[tuple[str, ...], dict[str, tuple[int, ...]]]:
-        """The linears of a packed base that are in 16 bits in all layers, and those in some layers, with
-        these layers."""
+        """Returns the linears of a packed base that are in 16 bits in all layers, and those that are in some layers.
+
+        The latter are a dict from the linear to the indices of these layers.
+        """
         kept = {} if self.weights in DENSE else dict(self.kept)
         dense = tuple(name for name, at in kept.items() if len(at) == self.arch.num_layers)
         return dense, {name: at for name, at in kept.items() if name not in dense}
@@ -450,7 +475,7 @@ class Transformer(nn.Module):
     def _kept_weights(
         self, partly: dict[str, tuple[int, ...]]
     ) -> dict[str, tuple[jax.Array, jax.Array]]:
-        """For each linear: the dense weights of some layers, and each layer's place [L] among them, or -1."""
+        """Returns by linear the stacked dense weights of some layers, and each layer's index [L] in them, or -1."""
         if not partly:
             return {}
 
@@ -475,7 +500,7 @@ class Transformer(nn.Module):
         return {name: (stacks[name], places[name]) for name in partly}
 
     def _role(self, adapter: bool) -> Role:
-        """The role of the layers' weights."""
+        """Returns the role of the layers' weights."""
         if self.full:
             return Role.TRAINED
         return Role.ADAPTED if adapter and self.lora is not None else Role.FROZEN
@@ -485,17 +510,20 @@ class Transformer(nn.Module):
 
 
 def head(frozen: dict[str, Any]) -> jax.Array:
-    """The output matrix [V, D] of a base: its own head, or the embedding where the two are tied."""
+    """Returns the matrix [V, D] of a base's LM head: its own, or the embedding if they are tied."""
     return frozen.get("lm_head", frozen["embed_tokens"])
 
 
 def random_base(model: Transformer, key: jax.Array, places: Any = None) -> dict[str, Any]:
-    """A base of random weights, made on the device, packed layer by layer; it never exists in 16 bits.
+    """Makes a base of random weights on the device. It is packed layer by layer and never exists in 16 bits.
 
     Args:
         model: The model that the base is for.
         key: Random key.
-        places: The sharding of each array; None for all on one device.
+        places: The sharding of each array; None puts all on one device.
+
+    Returns:
+        The `frozen` tree.
     """
 
     def made(key):
@@ -510,12 +538,12 @@ def random_base(model: Transformer, key: jax.Array, places: Any = None) -> dict[
 
 
 def abstract_base(model: Transformer) -> dict[str, Any]:
-    """The shapes and dtypes of a base, without making one."""
+    """Returns the `frozen` tree with shapes and dtypes (`jax.ShapeDtypeStruct`) instead of arrays."""
     return jax.eval_shape(functools.partial(random_base, model), jax.random.key(0))
 
 
 def init_params(model: Transformer, frozen: dict[str, Any], key: jax.Array) -> dict[str, Any]:
-    """A fresh adapter over `frozen`: A random, B zero, trained norms equal to the base's."""
+    """Makes the `params` of a new adapter: A random, B zero, trained norms equal to those of `frozen`."""
 
     @jax.jit
     def init(frozen, key):
@@ -530,10 +558,10 @@ def init_params(model: Transformer, frozen: dict[str, Any], key: jax.Array) -> d
 def trainable(
     model: Transformer, frozen: dict[str, Any], key: jax.Array
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Splits a base into what trains and what does not: `params` and `frozen` of a new run.
+    """Returns `params` (what trains) and `frozen` of a new run, from a base.
 
-    For an adapter these are `init_params` and the whole base; for a `full` model float32 copies of
-    the layers, and the rest of the base (embedding, last norm, head).
+    With an adapter they are the result of `init_params` and the whole base. For a `full` model they are float32
+    copies of the layers, and the rest of the base (embedding, last norm, head).
     """
     if not model.full:
         return init_params(model, frozen, key), frozen
@@ -542,9 +570,10 @@ def trainable(
 
 
 def as_computed(params: dict[str, Any], dtype: Any) -> dict[str, Any]:
-    """`params` with the weights and biases of a `full` model rounded once to the activations' dtype.
+    """Returns `params` with the weights and biases of a `full` model rounded to the activations' dtype.
 
-    Every product rounds them so; sampling then reads half the bytes. An adapter stays as it is.
+    Every product would round them in the same way; in bfloat16 sampling reads half the bytes. An adapter is returned
+    unchanged.
     """
 
     def rounded(path, leaf):
@@ -558,13 +587,16 @@ def with_prepared_adapter(
 ) -> dict[str, Any]:
     """Adds the collection `prepared`: LoRA's matrices in the form that products with this many rows read.
 
-    A decoding loop makes it once; otherwise each layer of each step would convert its matrices again. For
-    sampling only: no gradient flows through it, and dropout does not act.
+    A decoding loop calls this once; otherwise each layer of each step would convert its matrices again. It is for
+    sampling only: no gradient flows through `prepared`, and dropout is not applied.
 
     Args:
         model: A policy with an adapter.
         variables: `params` and `frozen`, and the other collections in use.
         rows: Number of tokens that run at a time.
+
+    Returns:
+        The variables with `prepared`.
     """
     stacked, params = variables["frozen"]["layers"], variables["params"]["layers"]
     _, partly = model.kept_linears()
@@ -572,8 +604,8 @@ def with_prepared_adapter(
     def branches(linear: str, shape: LinearShape):
         pairs = [params[linear][part] for part, _ in model.arch.linears()[linear]]
         matrices = [(pair["a"], shape.scaled(pair["b"], i)) for i, pair in enumerate(pairs)]
-        # Where a layer may use a dense weight instead, or gathers its weight, the matrices are prepared for
-        # any kind.
+        # If a layer may use a dense weight instead, or gathers its weight from several devices, the matrices are
+        # prepared for any kind of weight.
         weight = None if linear in partly or model.group > 1 else stacked[linear]["weight"]
         bias, has_unit = stacked[linear].get("bias"), linear in ("qkv", "gate_up")
         of_layer = functools.partial(
@@ -596,12 +628,12 @@ def run_layer(
     """Runs one layer of a bare base by itself, for calibration.
 
     Args:
-        model: Gives the architecture and the format of the layer's linears.
-        layer: The tree of that layer, without a leading axis.
+        model: The model, for its architecture and the format of the linears.
+        layer: The `frozen` tree of that layer, without a leading axis.
         x: Hidden states [B, T, D] of right-padded rows.
 
     Returns:
-        The hidden states after the layer, and the input [B, T, K] of each of its linears, by name.
+        The hidden states [B, T, D] after the layer, and the input [B, T, K] of each of its linears, by name.
     """
     positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
     tables = layers.rope_tables(positions, layers.rope_frequencies(model.arch))
@@ -612,7 +644,7 @@ def run_layer(
 
 
 def noise_shapes(arch: Architecture, final_norm: bool = False) -> dict[str, Any]:
-    """Shapes of the `noise` collection: the norms before q/k/v and gate/up; the last norm if asked for."""
+    """Returns the shapes of the `noise` collection: the two norms of each layer and, with `final_norm`, the last."""
     per_layer = {"scale": jax.ShapeDtypeStruct((arch.num_layers, arch.width), jnp.float32)}
     last = {"norm": {"scale": jax.ShapeDtypeStruct((arch.width,), jnp.float32)}}
     return {"layers": {name: dict(per_layer) for name in LAYER_NORMS}} | (
@@ -620,10 +652,10 @@ def noise_shapes(arch: Architecture, final_norm: bool = False) -> dict[str, Any]
     )
 
 
-# Rows repeat prompts and are padded: the flat axis is kept for the backward pass, not the rows.
+# Rows repeat prompts and are padded, so the flat axis is saved for the backward pass, not the rows.
 @functools.partial(jax.checkpoint, prevent_cse=False)
 def _packed_attention(packed, query, key, value):
-    """`layers.attention` of the rows of a flat axis: [1, T, heads, C] each -> [1, T, H * C]."""
+    """Computes `layers.attention` for the rows of a flat axis: [1, T, heads, C] each -> [1, T, H * C]."""
     heads = [query.shape[2], key.shape[2], value.shape[2]]
     flat = jnp.concatenate([query, key, value], axis=2)[0]
     mixed = []

@@ -1,18 +1,19 @@
-"""AWQ (arXiv 2306.00978): scaling and clipping that move 4-bit rounding errors to where they matter less.
+"""AWQ (arXiv 2306.00978): scales and clips weights so that 4-bit rounding errors affect the output less.
 
-A linear's inputs are divided by s, and its columns are multiplied by s before packing. This changes only the
-rounding. The division is folded into the weights before the linear:
+The inputs of a linear are divided by s per channel, and its columns are multiplied by s before packing. This changes
+only the rounding. The division is folded into the weights before the linear:
 
     q, k, v    the layer's first norm          o      the rows of v; heads that share a v head share s
     gate, up   its second norm                 down   the rows of up
 
-Let a = mean |x| of an input channel, and w = mean |W| of its column, relative to the largest entry of its block.
-The candidates are s = a^r or a^r / w^(1-r) for r on a grid, divided by sqrt(max(s) * min(s)). For each s the scale
-of every block is searched (or set by its maximum, if the caller asks for it). The search minimizes the error of the
-block's part of the output, d G d^T, where G is the block's diagonal block of the Gram matrix of the scaled inputs.
-The s with the smallest squared error on the calibration inputs is used, sum |x (W - W')^T|^2 = tr(D X^T X D^T). So
-only X^T X of the inputs is kept, and a candidate costs the same for any number of inputs. Rounding to nearest is
-one of the candidates: the error of a linear on these inputs cannot grow.
+Let a = mean |x| of an input channel, and w = mean of |W| in its column, each entry relative to the largest of its
+block. The candidates are s = a^r and a^r / w^(1-r) for r on a grid, divided by sqrt(max(s) * min(s)). For each s the
+scale of every block is searched (or set by its maximum, if the caller asks for it). The search minimizes the error of
+the block's contribution to the output, d G d^T, where d is the error of the block and G its diagonal block of the
+Gram matrix of the scaled inputs. The s with the smallest squared error on the calibration inputs is used,
+sum |x (W - W')^T|^2 = tr(D X^T X D^T) with D = W - W'. So only X^T X of the inputs is kept, and a candidate costs the
+same for any number of inputs. Rounding to nearest is one of the candidates, so the error of a linear on these inputs
+cannot grow.
 
 A 4-bit float has larger steps for larger values, so input scales help less than for integers: most of the gain
 comes from the block scales.
@@ -42,8 +43,8 @@ class Inputs:
     """Statistics of the inputs of a linear.
 
     Attributes:
-        gram: float32 [K, K], X^T X of all tokens.
-        magnitude: float32 [K], the sum of |x|.
+        gram: float32 [K, K], X^T X over all tokens.
+        magnitude: float32 [K], the sum of |x| over all tokens.
     """
 
     gram: jax.Array
@@ -52,13 +53,13 @@ class Inputs:
 
 @dataclasses.dataclass(frozen=True)
 class Folded:
-    """A layer after folding in its scales.
+    """A layer with its scales folded in.
 
     Attributes:
-        tensors: Its norms, biases and float32 weights, by their names in a folder.
+        tensors: Its norms, biases and float32 weights, by Hugging Face's names.
         packed: The packed weights of each fused linear's parts.
-        grams: X^T X of the inputs that each fused linear now reads.
-        errors: For each linear the relative error of its output on the calibration inputs: rounded to
+        grams: float32 [K, K], X^T X of the scaled inputs of each fused linear.
+        errors: For each fused linear the relative error of its output on the calibration inputs: after rounding to
             nearest, and with the scales that were found.
     """
 
@@ -69,12 +70,12 @@ class Folded:
 
 
 def no_inputs(width: int) -> Inputs:
-    """Statistics of no inputs, where `observe` starts."""
+    """Returns zero statistics for K = `width`, the start for `observe`."""
     return Inputs(jnp.zeros((width, width), jnp.float32), jnp.zeros((width,), jnp.float32))
 
 
 def observe(seen: Inputs, x: jax.Array, live: jax.Array) -> Inputs:
-    """Adds inputs [B, T, K] at the slots where `live` [B, T] is true."""
+    """Returns the statistics with inputs x [B, T, K] added at the slots where `live`, bool [B, T], is true."""
     x = jnp.where(live[..., None], x, 0).reshape(-1, x.shape[-1])
     gram = jnp.dot(
         x.T,
@@ -99,13 +100,13 @@ def fold(
     """Finds the scales of a layer's four inputs, and folds them into the layer.
 
     Args:
-        arch: Says which tensors the layer has.
+        arch: The architecture, which determines the tensors of the layer.
         form: Format of the packed linears.
         scales: How block scales are chosen.
-        tensors: The layer's tensors, by their names in a folder.
-        prefix: Start of these names.
-        seen: Statistics of the inputs of each fused linear; this empties the dict.
-        kept: Linears that are not packed: their inputs are not scaled.
+        tensors: The layer's tensors, by Hugging Face's names.
+        prefix: Common prefix of these names.
+        seen: Statistics of the inputs of each fused linear. The dict is emptied, to free memory.
+        kept: Linears that are not packed; their inputs are not scaled.
         with_grams: Whether the result has Gram matrices, which are large.
     """
     tensors, errors, rows = dict(tensors), {}, {}
@@ -137,7 +138,7 @@ def fold(
         errors[linear] = float(nearest), float(found)
         return s
 
-    # First the linears whose scales divide rows of another linear: that one's search then sees the divided rows.
+    # Linears whose scales divide the rows of another come first, so that the other's search sees the divided rows.
     rows["up_proj"] = scaled("down")
     heads = arch.num_kv_heads, arch.head_size
     by_head = scaled("o", heads=heads).reshape(heads[0], -1, heads[1])
@@ -161,10 +162,10 @@ def _search(
     seen: Inputs,
     norm: jax.Array | None,
 ):
-    """The best s; the norm divided by it; the weights in float32 and packed; the new Gram matrix; errors.
+    """Returns the best s, the norm divided by it, the float32 weights, the packed ones, the new Gram matrix, errors.
 
-    Rows are divided by `rows` first; their error is measured in units of the undivided weight. With `heads` = (J,
-    C) the channels are [J, query heads per key head, C], and the heads of one key head share s.
+    Rows are divided by `rows` first; their error is measured in units of the undivided weight. With `heads` = (J, C)
+    the channels are [J, query heads per key head, C], and all query heads of a key head share s.
     """
     ends = np.cumsum([len(weight) for weight in weights])[:-1]
     row = jnp.concatenate(rows)[:, None]
@@ -214,12 +215,12 @@ def _search(
 
 
 def output_error(off: jax.Array, gram: jax.Array) -> jax.Array:
-    """The squared error of outputs, sum |x D^T|^2, from the error D [N, K] of a weight and X^T X [K, K]."""
+    """Computes the squared error of outputs, sum |x D^T|^2, from the error D [N, K] of a weight and X^T X [K, K]."""
     return jnp.vdot(jnp.dot(off, gram, precision=_HIGHEST), off)
 
 
 def _exact(norm: jax.Array, s: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The norm divided by s in its own dtype, and the exact divisor after that rounding."""
+    """Returns the exact divisor after rounding, and the norm divided by s, rounded to its own dtype."""
     narrow = jnp.finfo(norm.dtype)
     wide = norm.astype(jnp.float32)
     divided = jax.lax.reduce_precision(wide / s, narrow.nexp, narrow.nmant)

@@ -1,4 +1,4 @@
-"""Texts that a model is calibrated on, and their hidden states, layer by layer."""
+"""Calibration texts, and their hidden states layer by layer."""
 
 import dataclasses
 import functools
@@ -14,15 +14,15 @@ from qerl_jax.data import arithmetic, datasets, tokenizer
 from qerl_jax.model.transformer import Transformer, run_layer
 from qerl_jax.quantization import awq
 
-# The paper's calibration data.
+# The calibration data of the QeRL paper.
 DATASET = "open-thoughts/OpenThoughts-114k"
 
-# Generated rows: a problem and its answer.
+# Functions that make a procedural problem, and its answer.
 _ARITHMETIC = {
     "arithmetic": (arithmetic.problem, arithmetic.worked_answer),
     "arithmetic-mixed": (arithmetic.mixed, arithmetic.plain_answer),
 }
-# Tokens that pass through a layer at a time.
+# Number of tokens that pass through a layer at a time.
 _CHUNK = 8192
 _QUESTIONS = ("question", "problem", "prompt", "instruction")
 _ANSWERS = ("solution", "answer", "response", "completion", "output")
@@ -30,15 +30,15 @@ _ANSWERS = ("solution", "answer", "response", "completion", "output")
 
 @dataclasses.dataclass(frozen=True)
 class Calibration(Checked):
-    """What to calibrate on.
+    """The calibration data.
 
     Attributes:
-        dataset: "arithmetic", "arithmetic-mixed" (what `data.name = "mixed"` asks, with answers), a set with a
+        dataset: "arithmetic", "arithmetic-mixed" (the problems of `data.name = "mixed"`, with answers), a set with a
             short name (docs/data.md#a-data-set-from-the-hub), a data set of the hub, a folder, or a .jsonl, .json
             or .parquet file. Its rows have messages (`messages` or `conversations`), a `text`, or a question and
             an answer under the usual names.
         num_samples: Number of rows to use, chosen at random.
-        max_length: Number of tokens to use of each row.
+        max_length: Maximum number of tokens of a row; longer rows are truncated.
         seed: Random seed for choosing the rows.
     """
 
@@ -49,10 +49,10 @@ class Calibration(Checked):
 
 
 def texts(cfg: Calibration, tokens: tokenizer.Tokenizer) -> list[str]:
-    """The rows as texts in the form that the model reads: chats go through its template.
+    """Returns the rows as texts; chats are rendered with the model's chat template.
 
     Raises:
-        ValueError: When the data set cannot be loaded, or a row has none of the columns.
+        ValueError: If the data set cannot be loaded, or a row has none of the columns.
     """
     if cfg.dataset in _ARITHMETIC:
         draw, answer = _ARITHMETIC[cfg.dataset]
@@ -70,7 +70,11 @@ def texts(cfg: Calibration, tokens: tokenizer.Tokenizer) -> list[str]:
 
 
 def token_rows(cfg: Calibration, tokens: tokenizer.Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """The rows as right-padded ids, int32 [S, T], and their lengths, int32 [S]; longest row first."""
+    """Returns the rows as right-padded ids, int32 [S, T], and their lengths, int32 [S]; the longest row is first.
+
+    Raises:
+        ValueError: As for `texts`, or if no text has a token.
+    """
     encoded = tokens.hf(texts(cfg, tokens), add_special_tokens=False)["input_ids"]
     require(any(encoded), "calibration data set", cfg.dataset, "its texts have no tokens")
     encoded = sorted((ids[: cfg.max_length] for ids in encoded), key=len, reverse=True)
@@ -79,14 +83,14 @@ def token_rows(cfg: Calibration, tokens: tokenizer.Tokenizer) -> tuple[np.ndarra
 
 
 class HiddenStates:
-    """The inputs of a layer for all calibration rows, in host memory; moves on layer by layer."""
+    """The hidden states of all calibration rows before a layer, in host memory; `advance` moves them to the next."""
 
     def __init__(self, model: Transformer, embedding: np.ndarray, ids: np.ndarray, lengths):
         """Starts before the first layer.
 
         Args:
-            model: A dense model that computes the layers.
-            embedding: [V, D], may be mapped from a file.
+            model: A dense model, which runs the layers.
+            embedding: [V, D]; may be memory-mapped.
             ids: int32 [S, T], right-padded.
             lengths: int32 [S].
         """
@@ -95,7 +99,7 @@ class HiddenStates:
         self._together = max(1, _CHUNK // ids.shape[1])
 
     def observe(self, layer: dict[str, Any]) -> dict[str, awq.Inputs]:
-        """Statistics of the inputs of a layer's linears."""
+        """Computes statistics of the inputs of each fused linear of a layer (a dense tree)."""
         arch = self.model.arch
         seen = {name: awq.no_inputs(arch.input_width(name)) for name in arch.linears()}
         for x, live, _ in self._batches():
@@ -103,13 +107,13 @@ class HiddenStates:
         return seen
 
     def advance(self, layer: dict[str, Any]) -> None:
-        """Moves the hidden states through a layer."""
+        """Runs a layer (a dense tree) on the hidden states, and replaces them by its outputs."""
         for x, _, first in self._batches():
             passed = np.asarray(advance(self.model, layer, x))
             self.rows[first : first + len(x)] = passed[: len(self.rows) - first]
 
     def sample(self) -> tuple[jax.Array, jax.Array]:
-        """The first batch of rows, [B, T, D], and which of its slots are tokens, [B, T]."""
+        """Returns the first batch of rows, [B, T, D], and which of its slots are tokens, bool [B, T]."""
         x, live, _ = next(self._batches())
         return jnp.asarray(x), jnp.asarray(live)
 
@@ -117,7 +121,7 @@ class HiddenStates:
         slots = np.arange(len(self.rows[0]))
         for first in range(0, len(self.rows), self._together):
             rows = self.rows[first : first + self._together]
-            # The last batch is padded with rows of zeros, so that one shape is compiled.
+            # The last batch is padded with rows of zeros, so that only one shape is compiled.
             fill = self._together - len(rows)
             lengths = np.pad(self._lengths[first : first + len(rows)], (0, fill))
             x = np.stack(rows + [np.zeros_like(rows[0])] * fill)
@@ -132,12 +136,12 @@ def _observe(model, layer, x, live, seen):
 
 @functools.partial(jax.jit, static_argnums=0)
 def advance(model: Transformer, layer: dict[str, Any], x: jax.Array) -> jax.Array:
-    """Hidden states [B, T, D] after a dense layer, compiled."""
+    """Returns the hidden states [B, T, D] after a dense layer; compiled."""
     return run_layer(model, layer, x)[0]
 
 
 def _chat(row: Mapping[str, Any], where: str) -> str | Sequence[dict[str, str]]:
-    # Rows of several kinds fill the columns of the others with None.
+    # In a data set with rows of several kinds, the columns of the other kinds are None.
     row = {name: value for name, value in row.items() if value is not None}
     for column in ("messages", "conversations"):
         if column in row:
@@ -164,7 +168,7 @@ def _chat(row: Mapping[str, Any], where: str) -> str | Sequence[dict[str, str]]:
 
 
 def _message(message: Mapping[str, str]) -> dict[str, str]:
-    # ShareGPT's field names are read as well as those of chat templates.
+    # Accepts ShareGPT's field names besides the usual ones.
     role = message.get("role") or message.get("from")
     role = {"human": "user", "gpt": "assistant"}.get(role, role)
     return {"role": role, "content": message.get("content") or message.get("value") or ""}

@@ -1,25 +1,23 @@
-"""GPTQ (arXiv 2210.17323): columns are rounded one after another, and later columns compensate the errors of
-earlier ones.
+"""GPTQ (arXiv 2210.17323): columns are rounded one after another, and later ones compensate the errors of earlier
+ones.
 
-With H = X^T X of a linear's inputs and its Cholesky factor, H = L L^T, columns of the weight W [N, K] are
-rounded from the last to the first. When column k is due, it first compensates the errors of the columns already
-rounded,
+With H = X^T X of a linear's inputs and its Cholesky factor, H = L L^T, the columns of the weight W [N, K] are rounded
+from the last to the first. Before column k is rounded, the errors of the columns already rounded are compensated,
 
     w_k + sum over j > k of (w_j - rounded w_j) L_jk / L_kk
 
-and the sum is rounded: it is the least-squares correction of these errors on these inputs. This is GPTQ in the form
-of
-LDLQ (QuIP, arXiv 2307.13304, theorem 6), which needs no inverse of H.
+which is the least-squares correction of these errors on these inputs. This is GPTQ in the form of LDLQ (QuIP,
+arXiv 2307.13304, theorem 6), which needs no inverse of H.
 
-Block scales are fixed before, by a search on the original weight, so that folders keep the usual form. After
-compensation, an error of column k costs its square times L_kk^2; the search minimizes that (on SmolLM2 this was
-better than minimizing the error before compensation). 16 neighbours share one scale, whatever the order in which
-they are rounded. So columns are rounded in the order of falling H_kk ("static groups" of act-order): the most
-important ones first, while most columns are left to compensate them. Errors within a group of 128 columns are
-passed on at once; those of earlier groups in one product for all 128.
+Block scales are fixed before, by a search on the original weight, so that folders keep the usual format. After
+compensation, an error of column k costs its square times L_kk^2, and the search minimizes this cost (on SmolLM2 this
+was better than to minimize the error before compensation). The columns of a scale block share one scale, whatever the
+order of rounding. So columns can be rounded in descending order of H_kk ("static groups" of act-order): the most
+important ones first, while many columns are left to compensate them. Errors within a group of 128 columns are passed
+on one by one; those of earlier groups in one product for all 128.
 
-The result is compared with the earlier packings (rounding to nearest, and AWQ); the one with the smallest error on
-these inputs is kept.
+The result is compared with the earlier packings (rounding to nearest, and AWQ), and the one with the smallest error
+on these inputs is kept.
 """
 
 import functools
@@ -33,9 +31,9 @@ from qerl_jax.checkpoint.packed_formats import Format
 from qerl_jax.config import BlockScales
 from qerl_jax.quantization.awq import output_error
 
-# Columns whose errors are passed on together.
+# Number of columns in a group, to which the errors of earlier groups are passed on in one product.
 BLOCK = 128
-# Added to the diagonal of H, as a share of its mean; ten times as much for each failure to factor it.
+# Added to the diagonal of H, as a fraction of its mean; ten times as much after each failed factorization.
 DAMPING = 0.01
 
 _HIGHEST = jax.lax.Precision.HIGHEST
@@ -48,22 +46,22 @@ def pack(
     gram: jax.Array,
     before: list[Any] | None = None,
 ) -> tuple[list[Any], jax.Array]:
-    """Packs weights that read one input, with a small error of their outputs.
+    """Packs weights that read the same input with GPTQ.
 
     Args:
         form: Format of the packed weights.
         scales: How block scales are chosen.
-        weights: [N_i, K] each, float32 or narrower.
+        weights: [N_i, K] each, float32 or a 16-bit dtype.
         gram: float32 [K, K], X^T X of the inputs.
-        before: The weights as packed by another method, whose result may be better.
+        before: The weights as packed by another method, which are returned if they are better; or None.
 
     Returns:
-        The packed weights, and float32 [2], the relative error of their outputs on these inputs:
-        of rounding to nearest with scales from the largest entries, and of the returned weights.
+        The packed weights, and the relative errors of the outputs on these inputs, float32 [2]: of rounding to
+        nearest with scales from the largest entries, and of the returned weights.
     """
-    # From the least to the most important column: the last is rounded first.
+    # From the least to the most important column, because the last is rounded first.
     order = jnp.argsort(jnp.diag(gram), stable=True)
-    # Factored in a call of its own, before the rest needs its memory.
+    # Factored in a separate call, whose memory is free before the rest runs.
     lower = factor(gram, order)
     start = _start(form, scales, weights, order, lower)
     return _rounded(form, weights, start, before, gram, order, lower)
@@ -71,14 +69,14 @@ def pack(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _start(form, scales, weights, order, lower):
-    """The weights rounded to nearest, with the scales that GPTQ will keep."""
+    """Rounds the weights to nearest, with the scales that GPTQ will keep."""
     costs = jnp.zeros(len(order)).at[order].set(jnp.diag(lower) ** 2)
     return form.packed(weights, scales, form.moments(costs))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _rounded(form, weights, start, before, gram, order, lower):
-    """The result of `pack`, from the factor of the Gram matrix in that order."""
+    """Computes the result of `pack` from the Cholesky factor `lower` of the Gram matrix in the given order."""
     ends = np.cumsum([len(weight) for weight in weights])[:-1]
     weight = jnp.concatenate([weight.astype(jnp.float32) for weight in weights])
     steps = jnp.concatenate([form.steps(part) for part in start])
@@ -91,7 +89,7 @@ def _rounded(form, weights, start, before, gram, order, lower):
 
     choices = [form.pack(weights), *([] if before is None else [list(before)]), found]
     errors = jnp.stack([error(choice) for choice in choices])
-    # NaN, where the Gram matrix could not be factored, is never the smallest.
+    # A NaN, from a failed factorization, must not be the smallest.
     errors = jnp.where(jnp.isnan(errors), jnp.inf, errors)
     best = jnp.argmin(errors)
     kept = jax.tree.map(
@@ -105,20 +103,20 @@ def _rounded(form, weights, start, before, gram, order, lower):
 def compensated(
     weight: jax.Array, steps: jax.Array, order: jax.Array, lower: jax.Array, grid: np.ndarray
 ) -> jax.Array:
-    """The weight with each column as GPTQ rounds it: rounding this to nearest gives GPTQ's result.
+    """Returns the weight after compensation; rounding it to nearest gives GPTQ's result.
 
     Args:
         weight: float32 [N, K].
         steps: float32 [N, K], the value of one grid unit at each entry.
         order: int32 [K], the columns; the last is rounded first.
         lower: float32 [K, K], the Cholesky factor of the Gram matrix in that order.
-        grid: Values of the codes, in rising order.
+        grid: Values of the codes, in ascending order.
 
     Returns:
-        float32 [N, K]; not finite where the factor is not.
+        float32 [N, K]; not finite if `lower` is not.
     """
     n, k = weight.shape
-    # The first block, which is rounded last, is padded with columns that neither receive nor pass on errors.
+    # The first group, which is rounded last, is padded with columns that neither receive nor pass on errors.
     more = -k % BLOCK
     rows = lambda x: jnp.pad(x[:, order].T, ((more, 0), (0, 0)))
     columns, worth = rows(weight), rows(steps)
@@ -153,7 +151,7 @@ def compensated(
 
 
 def _nearest(x: jax.Array, step: jax.Array, grid: np.ndarray) -> jax.Array:
-    """The multiple of a step by a grid value that is nearest to each x."""
+    """Rounds x to the nearest product of a grid value and the step."""
     ratio, found = x / jnp.where(step == 0, 1, step), jnp.full_like(x, grid[0])
     for below, above in zip(grid[:-1], grid[1:], strict=True):
         found = jnp.where(ratio > (below + above) / 2, above, found)
@@ -161,10 +159,9 @@ def _nearest(x: jax.Array, step: jax.Array, grid: np.ndarray) -> jax.Array:
 
 
 def factor(gram: jax.Array, order: jax.Array) -> jax.Array:
-    """The Cholesky factor [K, K] of a damped Gram matrix whose columns are put in an order.
+    """Computes the Cholesky factor, float32 [K, K], of a damped Gram matrix [K, K] with reordered rows and columns.
 
-    The damping becomes ten times as large until the matrix can be factored; if it never can, the result is not
-    finite.
+    The damping is multiplied by ten until the factorization succeeds; if it never does, the result is not finite.
     """
     damping = DAMPING
     while True:
@@ -178,7 +175,7 @@ def factor(gram: jax.Array, order: jax.Array) -> jax.Array:
 def _factored(gram, order, damping):
     size = jnp.maximum(jnp.diag(gram).mean(), 1e-30)
     ordered = gram[order[:, None], order]
-    # Inputs that are always 0 pass on no error.
+    # An input that is always 0 would make the matrix singular; its column passes on no error.
     diagonal = jnp.diag(ordered)
     more = damping * size + jnp.where(diagonal == 0, size, 0)
     at = jnp.arange(len(gram))

@@ -1,7 +1,8 @@
 """Quantizes a 16-bit Hugging Face folder to 4 bits, layer by layer.
 
-The folder is written as `<name>.partial`, one file per layer, and renamed at the end. A stopped job continues after
-its last complete file. Host memory holds one layer, and with calibration the hidden states of the rows.
+The folder is written as `<name>.partial`, with one file per layer, and renamed at the end. An interrupted job
+continues after its last complete file. Host memory holds one layer and, with calibration, the hidden states of all
+rows.
 """
 
 import dataclasses
@@ -39,20 +40,20 @@ Method = Literal["rtn", "awq", "gptq", "awq+gptq"]
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How a folder is quantized.
+    """The settings of a quantization.
 
     Attributes:
         format: Format of the packed linears; embedding, head, norms and biases stay as they are.
-        method: "rtn" rounds to nearest; "awq" scales inputs by calibration; "gptq" lets later columns compensate
-            the errors of earlier ones; "awq+gptq" does both in that order. See `awq` and `gptq`.
+        method: "rtn" rounds to nearest; "awq" scales input channels; "gptq" lets later columns compensate the errors
+            of earlier ones; "awq+gptq" does both in this order. All but "rtn" use calibration. See `awq` and `gptq`.
         block_scales: How block scales are chosen: "search" takes the scales with the smallest error, "maximum" the
             formula of other libraries, "auto" the choice that suits the format (`Format.packed`).
         scale_rounding: How MXFP4's scales are rounded: compressed-tensors' "nearest", or the OCP
             specification's "floor".
         double_quant: Whether NF4's scales are quantized too.
-        calibration: Texts to calibrate on, for all methods except "rtn".
-        keep: Linears that stay in 16 bits: their names, or patterns of them with *, ? and [...], such as
-            "model.layers.0.*" or "*.down_proj". All linears that read the same input stay together.
+        calibration: The calibration data, for all methods except "rtn".
+        keep: Linears to keep in 16 bits: names, or patterns with *, ? and [...], such as "model.layers.0.*" or
+            "*.down_proj". If one matches, all linears that read the same input are kept.
     """
 
     format: Literal["nvfp4", "mxfp4", "nf4"] = "nvfp4"
@@ -68,11 +69,12 @@ type Kept = frozenset[tuple[str, int]]
 
 
 def kept_linears(arch: architecture.Architecture, patterns: Sequence[str]) -> Kept:
-    """The linears that patterns match, with the layer of each. If one is matched, all that read the same input are
-    included.
+    """Returns the fused linears that patterns match, as (fused linear, layer) pairs.
+
+    A fused linear is included if a pattern matches one of its parts.
 
     Raises:
-        ValueError: For a pattern that matches no linear.
+        ValueError: If a pattern matches no linear.
     """
     names = {
         (linear, index): arch.linear_names(linear, index)
@@ -91,7 +93,7 @@ def kept_linears(arch: architecture.Architecture, patterns: Sequence[str]) -> Ke
 def expected_size(
     arch: architecture.Architecture, form: packed_formats.Format, kept: Kept = frozenset()
 ) -> int:
-    """Bytes of a quantized folder's tensors; those that are not packed are in 16 bits."""
+    """Returns the bytes of a quantized folder's tensors; those that are not packed count 16 bits per number."""
     dense, packed = arch.num_parameters(), 0
     for linear, parts in arch.linears().items():
         layers = arch.num_layers - sum(name == linear for name, _ in kept)
@@ -107,8 +109,8 @@ class _Job:
 
     Attributes:
         source: The 16-bit folder.
-        target: Where the finished folder will be.
-        arch: Says which layers and tensors there are.
+        target: Path of the finished folder.
+        arch: The architecture, which determines layers and tensors.
         form: Format of the packed linears.
         kept: Linears that stay in 16 bits.
         progress: `tensors`, `bytes` and `errors` of each complete file, and the `seconds` until it was complete.
@@ -123,20 +125,20 @@ class _Job:
 
     @property
     def folder(self) -> pathlib.Path:
-        """The folder in which the files are made."""
+        """The folder that holds the files until the job is finished."""
         return self.progress.path.parent
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors that are written."""
+        """Bytes of the tensors written so far."""
         return sum(file["bytes"] for file in self.progress.values)
 
     def file(self, number: int) -> str:
-        """The name of a file without its ending."""
+        """Returns the name of a file without its ending."""
         return f"model-{number + 1:05d}-of-{self.arch.num_layers + 1:05d}"
 
     def write(self, tensors: dict[str, Any], errors: dict, seconds: float) -> None:
-        """Writes the next file."""
+        """Writes the next file and records it in `progress`."""
         path = self.folder / f"{self.file(len(self.progress.values))}.safetensors"
         safetensors.write(path, tensors)
         nbytes = sum(tensor.nbytes for tensor in tensors.values())
@@ -155,25 +157,26 @@ def quantize(
 ) -> dict[str, Any]:
     """Writes the quantized folder of a model.
 
-    Beside the weights it holds config.json with `quantization_config`, the source's tokenizer and
-    generation config, and quantization_report.json: size, time, peak memory, and for each layer the
-    relative error of its weights and, with calibration, of their outputs, and the divergence of the whole model
-    when only this linear is packed (`sensitivity`).
+    Besides the weights the folder holds config.json with `quantization_config`, the source's tokenizer and generation
+    config, and quantization_report.json. The report has size, time and peak memory, and for each fused linear of each
+    layer the relative error of its weights. With calibration, it also has the relative error of the outputs, and the
+    KL divergence of the whole model if only this linear is packed (`sensitivity`).
 
     Args:
         source: A 16-bit folder, or a hub name.
         target: The new folder; must not exist, or be empty.
         recipe: The format and the method.
         log: Called with a line for every layer.
-        move: Called with the share of the job that is done, several times per layer.
+        move: Called with the fraction of the job that is done, several times per layer.
         with_sensitivity: Whether a calibration also measures the divergence for each linear.
 
     Returns:
         The report.
 
     Raises:
-        FileExistsError: When the target holds other files, or the rest of a different job.
-        ValueError: When the source is quantized already, cannot be packed, or will not fit on disk.
+        FileNotFoundError: If the source cannot be found.
+        FileExistsError: If the target holds other files, or an unfinished job with other settings.
+        ValueError: If the source is already quantized, cannot be packed, or will not fit on the disk.
     """
     job = _open(hf_folder.local_folder(source), pathlib.Path(target).resolve(), recipe)
     arch, done = job.arch, job.progress.values
@@ -227,7 +230,7 @@ def _size(nbytes: int) -> str:
 
 
 def _open(source: pathlib.Path, target: pathlib.Path, recipe: Recipe) -> _Job:
-    """Checks that the source can be quantized into the target, and finds the files of an earlier call."""
+    """Checks that the source can be quantized into the target, and opens the job, with files of an earlier call."""
     form = packed_formats.named(
         recipe.format, scale_rounding=recipe.scale_rounding, double_quant=recipe.double_quant
     )
@@ -277,12 +280,12 @@ def _quantized_layer(
     probe: sensitivity.Sensitivities | None,
     move: Callable[[float], None],
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The packed tensors of a layer, and the errors of its weights and, with calibration, outputs."""
+    """Returns the packed tensors of a layer, and the errors of its weights and, with calibration, of its outputs."""
     prefix, form, tensors = f"model.layers.{index}.", job.form, _stored(job, index)
     type_of = lambda linear: tensors[f"{job.arch.linear_names(linear, index)[0]}.weight"].dtype
     types = {linear: type_of(linear) for linear in job.arch.linears()}
     for name, values in tensors.items():
-        # A value that is not finite would spoil its whole block, or with a global scale its whole tensor.
+        # A NaN or infinity would make its whole block useless, or with a global scale its whole tensor.
         if bad := int(_number_not_finite(values)):
             rule = f"all weights must be finite; {bad} of {values.size} are not"
             require(False, f"{job.source}: {name}", float(np.float32(values).sum()), rule)
@@ -341,7 +344,7 @@ def _quantized_layer(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _weight_error(form: packed_formats.Format, weights: list[jax.Array], packed: list[Any]):
-    """The relative error of weights that read one input."""
+    """Computes the relative error of packed weights that read the same input."""
     off = whole = 0.0
     for weight, part in zip(weights, packed, strict=True):
         weight = weight.astype(jnp.float32)
@@ -351,7 +354,7 @@ def _weight_error(form: packed_formats.Format, weights: list[jax.Array], packed:
 
 
 def _finish(job: _Job, divergences: dict[tuple[int, str], float]) -> dict[str, Any]:
-    """Adds the files besides the weights, and moves the folder to its place; returns the report."""
+    """Writes all files except the weights, moves the folder to its target, and returns the report."""
     hf_folder.copy_companions(job.source, job.folder)
     files, settings = job.progress.values, job.progress.identity
     weight_map = {
@@ -407,34 +410,34 @@ def _layer(
     prefix: str,
     weight: Callable[[str], jax.Array],
 ) -> dict[str, Any]:
-    """A layer as calibration runs it, from its tensors and a function from a linear's name to its weight."""
+    """Makes the dense tree of a layer for calibration; `weight` maps a linear's name to its weight."""
     read = lambda _, names: jnp.concatenate([weight(name) for name in names]).astype(model.dtype)
     return base_model.read_layer(model.arch, tensors, prefix, model.dtype, read)
 
 
 def _stored(job: _Job, index: int) -> dict[str, np.ndarray]:
-    """The tensors of a layer of the source; the file is opened again, so that the mapped memory of the last layer
-    is released."""
+    """Returns the tensors of a layer of the source; opening the file again releases the mapped memory of the last
+    layer."""
     tensors, prefix = hf_folder.open_weights(job.source), f"model.layers.{index}."
     return {name: tensors[name] for name in tensors if name.startswith(prefix)}
 
 
 def _dense_layer(job: _Job, index: int, model: transformer.Transformer) -> dict[str, Any]:
-    """A layer of the source, as calibration runs it."""
+    """Makes the dense tree of a layer of the source, for calibration."""
     tensors = _stored(job, index)
     weight = lambda name: jnp.asarray(tensors[f"{name}.weight"])
     return _layer(model, tensors, f"model.layers.{index}.", weight)
 
 
 def _ends(job: _Job) -> tuple[jax.Array, jax.Array]:
-    """The scale of the last norm, and the output matrix."""
+    """Returns the scale [D] of the last norm, and the matrix [V, D] of the LM head."""
     tensors, tied = hf_folder.open_weights(job.source), job.arch.tie_word_embeddings
     head = tensors["model.embed_tokens.weight" if tied else "lm_head.weight"]
     return jnp.asarray(tensors["model.norm.weight"]), jnp.asarray(head)
 
 
 def _dequantized_layer(job: _Job, index: int, model: transformer.Transformer) -> dict[str, Any]:
-    """A layer that was written, as calibration runs it."""
+    """Makes the dense tree of a layer from its written, packed file, for calibration."""
     tensors = safetensors.Tensors(job.folder, job.file(index + 1))
     weight = lambda name: base_model.read_dense(tensors, job.form, name, model.dtype)
     return _layer(model, tensors, f"model.layers.{index}.", weight)

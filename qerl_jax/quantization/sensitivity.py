@@ -1,9 +1,9 @@
-"""How much packing each linear changes a model: KL(16 bit || only this linear packed), for all linears in one pass.
+"""Measures how much packing each linear changes a model: KL(16 bit || only this linear packed), in a single pass.
 
 A few rows pass through the 16-bit model layer by layer. At each layer they also pass through it once for each of
-its linears, with only that linear packed. These outputs continue through the 16-bit layers above, beside the
-outputs that began at layers below. So the device holds one layer, and hidden states of a few hundred tokens for
-each linear.
+its linears, with only that linear packed. These outputs then continue through the 16-bit layers that follow, together
+with the outputs from earlier layers. So the device holds one layer, and for each linear the hidden states of a few
+hundred tokens.
 """
 
 import functools
@@ -19,7 +19,7 @@ from qerl_jax.model.architecture import Architecture
 from qerl_jax.model.transformer import Transformer
 from qerl_jax.quantization.calibration import advance
 
-# How much of the calibration rows is used; a ranking needs no more.
+# Number of calibration rows, and of tokens of each, that are used; a ranking needs no more.
 _ROWS, _TOKENS = 4, 128
 
 
@@ -30,10 +30,10 @@ class Sensitivities:
         """Starts before the first layer.
 
         Args:
-            model: A dense model that computes the layers.
-            x: Embeddings [S, T, D] of right-padded rows; only a few rows are used.
+            model: A dense model, which runs the layers.
+            x: Embeddings [S, T, D] of right-padded rows; only the first 4 rows and 128 slots are used.
             live: bool [S, T], which slots are tokens.
-            folder: For the results of each layer, so that a stopped job can continue.
+            folder: Folder for the results of each layer, so that an interrupted job can continue.
         """
         self._model, self._folder = model, folder
         self._x, self._live = x[:_ROWS, :_TOKENS], live[:_ROWS, :_TOKENS]
@@ -47,43 +47,46 @@ class Sensitivities:
 
     @property
     def dtype(self) -> Any:
-        """Type of a layer's weights."""
+        """Dtype of a layer's weights."""
         return self._model.dtype
 
     def add(self, linear: str, layer: dict[str, Any], weight: jax.Array) -> None:
         """Runs the layer with another weight in one of its linears.
 
         Args:
-            linear: Its name within the layer.
-            layer: The layer in 16 bits, dense. It may contain scales that cancel between linears.
-            weight: [N, K], the values of the packed weight.
+            linear: Name of the fused linear within the layer.
+            layer: The dense tree of the layer before packing. It may contain scales that cancel between linears.
+            weight: [N, K], the dequantized packed weight.
         """
         changed = layer | {linear: layer[linear] | {"weight": weight}}
         self._fresh[linear] = advance(self._model, changed, self._x)
 
     def save(self, index: int) -> None:
-        """Writes the results of `add` for a layer to a file called `sensitivity-...`."""
+        """Writes the results of `add` for a layer to the file `sensitivity-<index>.safetensors`."""
         if self._fresh:
             safetensors.write(self._file(index), jax.device_get(self._fresh))
 
     def restore(self, index: int) -> None:
-        """Reads the saved results of a layer, as if they had been added."""
+        """Reads the saved results of a layer, in place of calls of `add`; does nothing if there are none."""
         if self._file(index).is_file():
             kept = safetensors.Tensors(self._folder, self._file(index).stem)
             self._fresh = {linear: jnp.array(x) for linear, x in kept.items()}
 
     def advance(self, index: int, layer: dict[str, Any]) -> None:
-        """Runs a layer in 16 bits, dense. States that `add` made for this layer have already passed it."""
+        """Runs a dense layer of the source on all states, except those that `add` made for this layer."""
         self._packed = {at: advance(self._model, layer, x) for at, x in self._packed.items()}
         self._packed |= {(index, linear): x for linear, x in self._fresh.items()}
         self._x, self._fresh = advance(self._model, layer, self._x), {}
 
     def divergences(self, norm: jax.Array, head: jax.Array) -> dict[tuple[int, str], float]:
-        """KL(16 bit || this linear packed), the mean per token in nats, by layer and linear; after the last layer.
+        """Computes KL(16 bit || this linear packed), the mean per token in nats; call it after the last layer.
 
         Args:
             norm: The scale [D] of the last norm.
-            head: The output matrix [V, D].
+            head: The matrix [V, D] of the LM head.
+
+        Returns:
+            The divergences by (layer, fused linear).
         """
         arch = self._model.arch
         found = {
@@ -116,7 +119,7 @@ def _divergence(
 
 
 def table(arch: Architecture, found: dict[tuple[int, str], float], tokens: int) -> list[str]:
-    """The linears whose packing changes the model most, as lines of a table; no lines where nothing was
+    """Returns the ten linears whose packing changes the model most, as lines of a table; no lines if none was
     measured."""
     if not found:
         return []

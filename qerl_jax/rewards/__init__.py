@@ -1,4 +1,4 @@
-"""Rewards of completions: the calling convention, stock rewards, judges in processes, the sandbox.
+"""Reward functions: calling convention, stock rewards, math judges, the sandbox, and tools and environments.
 
 May import `data`, `config` and `files`.
 """

@@ -1,6 +1,6 @@
-"""Tools and one environment, called by name, as they run in a worker process of `environments`.
+"""Runs tools and one environment by name, in a worker process of `environments`.
 
-Only the standard library is imported here, so that a process starts quickly.
+Only the standard library and small modules of this package are imported, so that a process starts quickly.
 """
 
 import asyncio
@@ -18,13 +18,13 @@ _OWN = ("reset", "get_reward")
 
 
 def tool_names(environment: type) -> list[str]:
-    """Methods of an environment's class that the policy may call: those whose names begin with a letter."""
+    """Returns the methods of an environment's class that are tools: public ones, without `reset` and `get_reward`."""
     methods = inspect.getmembers(environment, predicate=inspect.isfunction)
     return [name for name, _ in methods if not name.startswith("_") and name not in _OWN]
 
 
 class Host:
-    """Tool functions, and an environment that is made once and reset for each row."""
+    """Tool functions, and at most one environment, which is made once and reset for each row."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Host:
         environment: Callable | None = None,
         options: Mapping[str, Any] | None = None,
     ):
-        """Makes the environment."""
+        """Makes the environment with its options."""
         self._tools = {function.__name__: function for function in functions}
         self._environment = None if environment is None else environment(**(options or {}))
         if self._environment is not None:
@@ -40,7 +40,11 @@ class Host:
             self._tools |= {name: getattr(self._environment, name) for name in names}
 
     def reset(self, columns: Mapping[str, Any]) -> str | None:
-        """Begins a row; returns the environment's first message as text, or None."""
+        """Resets the environment with a row's columns; returns its first message as text, or None.
+
+        Raises:
+            TypeError: If `reset` returns something else.
+        """
         if self._environment is None:
             return None
         said = self._awaited(self._environment.reset(**columns))
@@ -49,13 +53,17 @@ class Host:
         return said
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """The result of a tool as text."""
+        """Calls a tool and returns its result as text.
+
+        Raises:
+            LookupError: If there is no tool of that name.
+        """
         if name not in self._tools:
             raise LookupError(f"there is no tool {name!r}; there are {', '.join(self._tools)}")
         return str(self._awaited(self._tools[name](**arguments)))
 
     def finish(self) -> tuple[float | None, dict[str, Any]]:
-        """The environment's own reward, or None, and its public attributes that are plain values."""
+        """Returns the environment's own reward, or None, and its public attributes that can be written as JSON."""
         environment = self._environment
         if environment is None:
             return None, {}
@@ -65,7 +73,8 @@ class Host:
             reward = None if reward is None else float(reward)
         public = {k: v for k, v in vars(environment).items() if not k.startswith("_")}
         public = {name: value for name, value in public.items() if _is_plain(value)}
-        # The values are the same with and without a process of their own, and later rows cannot change them.
+        # Copied through JSON, so that values are the same in a thread as from a process, and later rows cannot change
+        # them.
         return reward, json.loads(json.dumps(public))
 
     def _awaited(self, value: Any) -> Any:
@@ -73,14 +82,14 @@ class Host:
 
     @functools.cached_property
     def _loop(self) -> asyncio.AbstractEventLoop:
-        """One loop for all calls: clients and tasks that an environment keeps belong to that of their first use."""
+        """The event loop for all calls: clients and tasks of an environment stay bound to their first loop."""
         loop = asyncio.new_event_loop()
         weakref.finalize(self, _close, loop)
         return loop
 
 
 def _close(loop: asyncio.AbstractEventLoop) -> None:
-    # A call that hangs runs in it still.
+    # A call that hangs may still run in the loop.
     if not loop.is_running():
         loop.close()
 
@@ -106,15 +115,15 @@ def load(functions: Sequence[str], environment: str | None, options: Mapping[str
 
 
 def reset(columns: Mapping[str, Any]) -> str | None:
-    """See `Host.reset`."""
+    """Calls `Host.reset`."""
     return _host.reset(columns)
 
 
 def call(name: str, arguments: Mapping[str, Any]) -> str:
-    """See `Host.call`."""
+    """Calls `Host.call`."""
     return _host.call(name, arguments)
 
 
 def finish() -> tuple[float | None, dict[str, Any]]:
-    """See `Host.finish`."""
+    """Calls `Host.finish`."""
     return _host.finish()

@@ -1,9 +1,9 @@
-"""Tools and environments for rows, in processes that can be killed.
+"""Runs tools and environments for rows, in processes that can be killed.
 
-A `Toolbox` knows what the policy may call; `Toolboxes` are the toolboxes of a run, one for each of its
-environments. A `Session` belongs to one row. With an environment it has its own process, which keeps that row's
-state; if a call exceeds its time limit the process is killed without harm to other rows. Plain functions have no
-state and share processes. A process that survives its row is reset for another one.
+A `Toolbox` holds the functions that the policy may call; `Toolboxes` are the toolboxes of a run, one for each of its
+environments. A `Session` belongs to one row. With an environment, it has its own process, which keeps that row's
+state; if a call exceeds its time limit, the process is killed without harm to other rows. Plain functions have no
+state and share processes. A process that is not killed is used for another row, with the environment reset.
 """
 
 import concurrent.futures
@@ -30,10 +30,10 @@ type Tool = str | Callable
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-    """The result of a call.
+    """The result of a tool call.
 
     Attributes:
-        text: The text for the policy.
+        text: The text that the policy sees.
         failed: Whether the text is an error.
     """
 
@@ -42,17 +42,17 @@ class Reply:
 
 
 class Snapshot(types.SimpleNamespace):
-    """An environment after its row, as reward functions see it: its public attributes that are plain values."""
+    """An environment after its row, as reward functions see it: its public attributes that can be written as JSON."""
 
     _reward: float | None = None
     _class: str | None = None
 
     def get_reward(self) -> float | None:
-        """The reward that the environment gave its row; None where it gave none, or was killed."""
+        """Returns the reward that the environment gave its row; None if it gave none or was killed."""
         return self._reward
 
     def of_class(self, name: str) -> bool:
-        """Whether the environment's class has that name."""
+        """Whether the environment's class has this name."""
         return self._class == name
 
 
@@ -65,7 +65,7 @@ class _Runner(Protocol):
 
 
 class _Process:
-    """A host in its own process, which can be killed."""
+    """Runs a host in its own process, which can be killed."""
 
     def __init__(self, load: Sequence[Any], seconds: float):
         self._worker, self._load = Worker(environment_host.__name__, seconds, is_trusted=True), load
@@ -87,7 +87,10 @@ class _Process:
 
 
 class _Thread:
-    """A host in this process, for objects that no other process can import; a hanging call is abandoned."""
+    """Runs a host in a thread of this process, for objects that no other process can import.
+
+    A call that hangs is abandoned, and its thread keeps running.
+    """
 
     def __init__(self, make: Callable[[], environment_host.Host], seconds: float):
         self._make, self._seconds = make, seconds
@@ -108,7 +111,7 @@ class _Thread:
         if not concurrent.futures.wait([future], self._seconds).done:
             self._host = None
             return Failure("timeout")
-        # What a call raises does not end the run, be it a TimeoutError of its own or SystemExit.
+        # Nothing that a call raises ends the run, not even SystemExit or a TimeoutError of its own.
         error = future.exception()
         return Failure("raised", f"{type(error).__name__}: {error}") if error else future.result()
 
@@ -117,14 +120,14 @@ class _Thread:
 
 
 class Toolbox:
-    """Tools, and the class of an environment.
+    """Tools, and at most one environment, whose methods are tools too.
 
     Attributes:
-        schemas: What the chat template shows of each tool.
+        schemas: The JSON schema of each tool, which the chat template shows.
         environment: The environment's class; None without one.
-        owns_reward: Whether the environment judges its rows itself.
-        unimportable: Names of the objects that run in this process, because no other can import them; they cannot
-            be killed.
+        owns_reward: Whether the environment has a method `get_reward`.
+        unimportable: Names of the objects that no other process can import. If there are any, all of this toolbox
+            runs in this process and cannot be killed.
     """
 
     def __init__(
@@ -138,12 +141,13 @@ class Toolbox:
 
         Args:
             cfg: Limits, and names of tools and environment.
-            tools: Tools instead of those that `cfg` names.
-            environment: A class, instead of the one that `cfg` names.
+            tools: Tools, as functions or names, instead of those that `cfg` names.
+            environment: A class, a factory or a name, instead of the one that `cfg` names.
             options: Arguments of the environment, instead of those in `cfg`.
 
         Raises:
-            ValueError: For a tool that cannot be found or cannot be shown to the policy, or for a duplicate name.
+            ValueError: For a tool or environment that cannot be found, a tool without a valid schema, a duplicate
+                name, or no tool at all.
         """
         self._cfg = cfg
         environment = cfg.environment if environment is None else environment
@@ -162,7 +166,7 @@ class Toolbox:
                 "must have a method reset",
             )
             names = environment_host.tool_names(kind)
-            # Bound to some object, so that `self` is not an argument for the policy.
+            # Bound to a dummy object, so that `self` is not an argument in the schema.
             methods = [types.MethodType(getattr(kind, name), object()) for name in names]
             self.owns_reward = hasattr(kind, "get_reward")
             self.environment = kind
@@ -193,14 +197,14 @@ class Toolbox:
         return None if self.environment is None else self.environment.__name__
 
     def session(self, columns: Mapping[str, Any]) -> "Session":
-        """The session of a row with those columns; no process starts before its first call."""
+        """Makes the session of a row with these columns; no process starts before its first call."""
         return Session(self, columns)
 
     def observation(self, columns: Mapping[str, Any]) -> str | None:
-        """The environment's first message to a row.
+        """Resets an environment with a row's columns, and returns its first message, or None.
 
         Raises:
-            ValueError: When the environment cannot begin the row.
+            ValueError: If `reset` fails or exceeds the time limit.
         """
         if self.environment is None:
             return None
@@ -213,13 +217,13 @@ class Toolbox:
         return said
 
     def take(self) -> _Runner:
-        """A runner that no session holds."""
+        """Returns an idle runner, or makes a new one."""
         try:
             return self._idle.get_nowait()
         except queue.Empty:
             made = self._make()
             self._all.append(made)
-            if not self.close.alive:  # which may have passed over this one
+            if not self.close.alive:  # `close` may have run before this one was added
                 made.stop()
             return made
 
@@ -232,8 +236,8 @@ class Toolboxes:
     """The tools of a run: one toolbox, or one for each environment, which rows name in their column "environment".
 
     Attributes:
-        executor: Runs calls, as many at a time as the config allows.
-        unimportable: See `Toolbox`.
+        executor: Threads that run calls; at most `cfg.workers` at a time, by default one per processor.
+        unimportable: Those of all toolboxes; see `Toolbox`.
     """
 
     def __init__(
@@ -250,7 +254,7 @@ class Toolboxes:
             environment: A class, or several by name, instead of those that `cfg` names.
 
         Raises:
-            ValueError: See `Toolbox`; and for two classes of one name.
+            ValueError: As for `Toolbox`, and for two classes with the same name.
         """
         given = cfg.environments or cfg.environment if environment is None else environment
         self._is_one, options = not isinstance(given, Mapping), cfg.environment_options or {}
@@ -274,10 +278,10 @@ class Toolboxes:
         return iter(self._boxes.values())
 
     def of(self, columns: Mapping[str, Any]) -> Toolbox:
-        """The toolbox of a row with those columns.
+        """Returns the toolbox of a row with these columns.
 
         Raises:
-            ValueError: When the row names no environment of the run.
+            ValueError: If there are several environments and the row's column "environment" names none of them.
         """
         if self._is_one:
             return self._boxes[None]
@@ -288,24 +292,24 @@ class Toolboxes:
         return self._boxes[name]
 
     def session(self, columns: Mapping[str, Any]) -> "Session":
-        """See `Toolbox`. As in TRL, one of several environments is not told its name."""
+        """Makes the session of a row. As in TRL, if there are several, none gets the column "environment"."""
         return self.of(columns).session(self._told(columns))
 
     def observation(self, columns: Mapping[str, Any]) -> str | None:
-        """See `Toolbox`."""
+        """Returns the environment's first message to a row; see `Toolbox.observation`."""
         return self.of(columns).observation(self._told(columns))
 
     def observations(self, rows: Sequence[Mapping[str, Any]]) -> list[str | None]:
-        """The first message to each of several rows; see `Toolbox.observation`."""
+        """Returns the first message to each of several rows; see `Toolbox.observation`."""
         return list(self.executor.map(self.observation, rows))
 
     def own_rewards(self) -> list[scoring.Named]:
-        """The rewards of environments that judge their own rows, under the names of their classes."""
+        """Returns reward functions for environments with `get_reward`, under the names of their classes."""
         owners = (box.environment_name for box in self if box.owns_reward)
         return [(name, scoring.environments_own(name)) for name in dict.fromkeys(owners)]
 
     def extras(self, rows: int) -> dict[str, Any]:
-        """The arguments of reward functions besides columns, for rows that were not sampled."""
+        """Returns the further arguments of reward functions for rows that were not sampled: empty `environments`."""
         has_some = any(box.environment is not None for box in self)
         return {"environments": [Snapshot() for _ in range(rows)]} if has_some else {}
 
@@ -313,17 +317,17 @@ class Toolboxes:
         return {k: v for k, v in columns.items() if self._is_one or k != "environment"}
 
     def close(self) -> None:
-        """Ends all processes."""
+        """Stops all worker processes."""
         self._shut()
         for box in self:
             box.close()
 
 
 class Session:
-    """One row's tools. A method may take as long as a call may, and only one thread calls at a time.
+    """The tools of one row. Methods block until a call ends or exceeds its limit; one thread at a time may call them.
 
     Attributes:
-        toolbox: The toolbox that the tools come from.
+        toolbox: The toolbox that the tools belong to.
     """
 
     def __init__(self, toolbox: Toolbox, columns: Mapping[str, Any]):
@@ -332,7 +336,7 @@ class Session:
         self._begun = self._lost = False
 
     def begin(self) -> Any:
-        """Resets the environment once; returns its first message, or the `Failure`."""
+        """Resets the environment on the first call; returns its first message or None, or a `Failure`."""
         if self._runner is None:
             self._runner = self.toolbox.take()
         if self._begun:
@@ -341,7 +345,7 @@ class Session:
         return self._noted(self._runner.call("reset", self._columns))
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Reply:
-        """The result of a tool, or the error, as the policy sees it."""
+        """Calls a tool, and returns its result, or the error that it raised, as the policy sees it."""
         if self._lost:
             return error("the environment has ended: an earlier call was stopped")
         if self.toolbox.environment is None:
@@ -358,7 +362,7 @@ class Session:
         return _reply(name, self._noted(self._runner.call("call", name, dict(arguments))))
 
     def finish(self) -> Snapshot:
-        """The environment after the row; without attributes where it was killed."""
+        """Returns the environment after the row; without attributes if it was killed or could not be reset."""
         if self.toolbox.environment is None:
             return Snapshot()
         lost = Snapshot(_class=self.toolbox.environment_name)
@@ -372,21 +376,21 @@ class Session:
         return Snapshot(**public, _reward=reward, _class=self.toolbox.environment_name)
 
     def close(self) -> None:
-        """Leaves its process to another row."""
+        """Makes the session's process available to another row."""
         runner, self._runner = self._runner, None
         if runner is not None:
             self.toolbox.give_back(runner)
 
     def abandon(self) -> None:
-        """Ends its process, in which a call may still be running; later calls start nothing."""
+        """Stops the session's process, in which a call may still be running; later calls start no process."""
         self._begun = self._lost = True
-        # First taken away: the call's thread must not give a stopped process to another row.
+        # The runner is removed first: the call's thread must not give a stopped process to another row.
         runner, self._runner = self._runner, None
         if runner is not None:
             runner.stop()
 
     def _noted(self, found: Any) -> Any:
-        """Returns a result, and notes whether the process was killed: then the environment's state is lost."""
+        """Returns a result, and records whether the process was killed and the environment's state lost."""
         self._lost |= isinstance(found, Failure) and found.reason != "raised"
         return found
 
@@ -430,7 +434,7 @@ def _imported(path: str, stock: Mapping[str, Callable]) -> Any:
 
 
 def _given_path(thing: Callable, cfg: ToolsConfig) -> str | None:
-    """The path "file.py:name" by which a config names an object; None where it does not name it."""
+    """Returns the path "file.py:name" by which a config names an object; None if it does not name it so."""
     for path in cfg.paths:
         file, _, name = path.rpartition(":")
         if file.endswith(".py") and name == getattr(thing, "__qualname__", None):
@@ -439,14 +443,14 @@ def _given_path(thing: Callable, cfg: ToolsConfig) -> str | None:
 
 
 def _reply(name: str, found: Any) -> Reply:
-    """The result of a tool call as the policy sees it."""
+    """Returns the result of a tool call as the policy sees it."""
     if isinstance(found, Failure):
         return error(found.detail if found.reason == "raised" else f"{name} {_told(found)}")
     return Reply(found)
 
 
 def error(text: str) -> Reply:
-    """An error as the policy sees it."""
+    """Returns an error as the policy sees it: JSON with the key "error"."""
     return Reply(json.dumps({"error": text}, ensure_ascii=False), failed=True)
 
 
@@ -459,7 +463,7 @@ def _told(failure: Failure) -> str:
 
 
 def plain(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Columns in a form that can be sent to another process."""
+    """Returns columns as plain JSON values: arrays become lists, and other objects text."""
     return json.loads(json.dumps(dict(columns), default=_listed))
 
 

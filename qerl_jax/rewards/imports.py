@@ -1,4 +1,4 @@
-"""Python objects by import path."""
+"""Imports Python objects by path, and finds the path of an object."""
 
 import functools
 import importlib
@@ -14,13 +14,17 @@ from typing import Any
 from qerl_jax import files
 from qerl_jax.checked import require
 
-# Frames in these packages are not the user's own code.
+# Folders of this package and of libraries: code elsewhere is the user's.
 _OURS = str(pathlib.Path(__file__).parents[1])
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
 
 
 def require_file(path: str, field: str, value: str) -> None:
-    """Raises the error about a field whose value names a file, "folder/file.py", that does not exist."""
+    """Checks that a path that ends in .py is an existing file.
+
+    Raises:
+        ConfigError: If it is not; the error names the field and its value.
+    """
     is_there = not path.endswith(".py") or os.path.isfile(path)
     require(is_there, field, value, f"there is no file {os.path.abspath(path)}")
 
@@ -29,11 +33,12 @@ def module(path: str) -> ModuleType:
     """Imports "package.module" or "folder/file.py".
 
     Raises:
-        Exception: What the import raises.
+        Exception: Whatever the import raises.
     """
     if not path.endswith(".py"):
         return importlib.import_module(path)
-    # Under its path, so that a file called math.py does not hide another module of that name; a dot would mean a package.
+    # The module's name is the file's path, so that a file math.py does not hide another module of that name. Dots
+    # would mean packages.
     spec = importlib.util.spec_from_file_location(os.path.abspath(path).replace(".", "_"), path)
     made = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(made)
@@ -41,7 +46,7 @@ def module(path: str) -> ModuleType:
 
 
 def attribute(path: str) -> Any:
-    """The object that "package.module:name" or "folder/file.py:name" names.
+    """Returns the object that "package.module:name" or "folder/file.py:name" names.
 
     Raises:
         ValueError: If there is no such object, or it cannot be imported.
@@ -54,9 +59,10 @@ def attribute(path: str) -> Any:
 
 
 def path_of(thing: Any) -> str | None:
-    """The path under which another process can import a function or class; None where it cannot."""
+    """Returns the path from which another process can import a function or class; None if it cannot."""
     name, place = getattr(thing, "__qualname__", "<"), getattr(thing, "__module__", "__main__")
-    # A file is run anew by each import: it is named by who imports it.
+    # The module of a file has an absolute path as name, which cannot be imported. Importing the file again would
+    # make another object.
     if "<" in name or place == "__main__" or os.path.isabs(place):
         return None
     try:
@@ -66,10 +72,10 @@ def path_of(thing: Any) -> str | None:
 
 
 def source_hash(path: str) -> str | None:
-    """SHA-256 of the user's file that "package.module:name" or "folder/file.py:name" names.
+    """Returns the SHA-256 of the user's file that defines "package.module:name" or "folder/file.py:name".
 
-    The whole file counts, because a function calls others. None for code of this package or of a library, for a
-    stock name, and for what was defined in a script or a notebook.
+    It is of the whole file, because a function may call others in it. It is None for code of this package or of a
+    library, for a stock name, and for an object defined in a script or a notebook.
     """
     place, _, _ = path.rpartition(":")
     file = place if place.endswith(".py") else getattr(sys.modules.get(place), "__file__", None)
@@ -81,7 +87,7 @@ def source_hash(path: str) -> str | None:
 
 
 def place_of(error: BaseException) -> str | None:
-    """The last line of the user's own code in an error's traceback, as "file.py:12, in name"; None without one."""
+    """Returns the last line of user code in an error's traceback, as "file.py:12, in name"; None if there is none."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith((_OURS, *_LIBRARIES, "<frozen")):
             return f"{frame.filename}:{frame.lineno}, in {frame.name}"

@@ -1,7 +1,8 @@
-r"""Whether two answers are mathematically equal, according to math-verify.
+r"""Judges with math-verify whether two answers are mathematically equal.
 
 For worker processes only (`process_pool`): the imports below take seconds, and a hostile expression can keep a call
-busy forever. math-verify's own time limits need the main thread's alarm signal; here the worker is killed instead.
+busy forever. math-verify's own time limits need the alarm signal of the main thread, so they are off, and the worker
+is killed instead.
 """
 
 import functools
@@ -14,10 +15,10 @@ from math_verify import LatexExtractionConfig, parse, verify
 from qerl_jax.data import answers
 from qerl_jax.data.latex_form import latex_form
 
-# Both packages log at every start that their time limits are off.
+# Silences the warning, in every worker, that the time limits are off.
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
-# An escaped dollar sign means the currency.
+# An escaped dollar sign is the currency, not a delimiter.
 _DELIMITER = re.compile(r"(?<!\\)\$|(?<!\\)\\\(|(?<!\\)\\\[")
 
 
@@ -39,17 +40,17 @@ _IN_TEXT, _ANYWHERE = _latex(anywhere=False), _latex(anywhere=True)
 
 
 def is_readable(gold: str) -> bool:
-    """Whether a gold answer can be parsed at all."""
+    """Whether math-verify can parse a gold answer at all."""
     return len(_gold(gold)) > 0
 
 
 def agrees(gold: str, completion: str) -> bool:
     r"""Whether a completion's answer equals the gold one.
 
-    The answer is looked for in the last `<answer>` block, or in the whole text without one. There it is the last
-    `\boxed{}` (boxes joined by "and" are one answer, see `answers.last_boxes`). Without a box it is the whole
-    block; without a block either, it is what math-verify finds as the text's answer in LaTeX ("the final answer is
-    $7$").
+    The completion's answer is in the last `<answer>` block, or anywhere in the text if there is no block. There it is
+    the last `\boxed{}` (boxes joined by "and" are one answer, see `answers.last_boxes`). In a block without a box, it
+    is the content of LaTeX delimiters, or the whole block. In a text without block and box, it is the LaTeX answer
+    that math-verify finds ("the final answer is $7$").
     """
     block = answers.last_block(completion)
     given = _boxed_or_found(completion, _IN_TEXT) if block is None else _answer(block)
@@ -76,7 +77,7 @@ def _gold(gold: str) -> list:
 
 
 def _answer(text: str) -> list:
-    """An answer parsed: its box, the content of its delimiters, or all of it."""
+    """Parses an answer: its box, else the content of its LaTeX delimiters, else all of it."""
     # The height of a matrix row (\\[...]) is not a delimiter.
     if "\\boxed" in text or _DELIMITER.search(text):
         return _boxed_or_found(text, _ANYWHERE)
@@ -84,7 +85,7 @@ def _answer(text: str) -> list:
 
 
 def _boxed_or_found(text: str, config: list[LatexExtractionConfig]) -> list:
-    """The content of the last box, or without a box what math-verify finds."""
+    """Parses the content of the last box, or without a box the answer that math-verify finds."""
     if "\\boxed" in text:
         return _parsed(answers.last_boxes(text) or "")
     found = parse(text, config, extraction_mode="first_match", parsing_timeout=None)
@@ -94,7 +95,7 @@ def _boxed_or_found(text: str, config: list[LatexExtractionConfig]) -> list:
 
 
 def _parsed(answer: str) -> list:
-    """An answer without delimiters as math-verify parses it; empty for an empty answer."""
+    """Parses an answer without delimiters; the result is empty for an empty answer."""
     form = latex_form(answer)
     if not form:
         return []

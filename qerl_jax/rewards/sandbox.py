@@ -1,14 +1,14 @@
-"""Runs programs written by a policy where they can do no harm.
+"""Runs programs written by a policy in a sandbox.
 
 A program is one process in its own namespaces (bubblewrap). It has no network, no access to other processes, and an
-empty environment. Its file system holds the Python installation, read-only, and one small folder in memory for
-writing, with a limited number of files. A seccomp filter blocks what a program that reads its input and writes its
-output does not need: further processes, sockets, other processes' memory, mounting, and kernel memory that no limit
-counts. Resource limits bound the rest, and a time limit on the clock ends the program.
+empty environment. Its file system holds the Python installation, read-only, and one small writable folder in memory,
+with a limited number of files. A seccomp filter blocks what a program that only reads its input and writes its output
+does not need: further processes, sockets, other processes' memory, mounting, and kernel memory that no limit counts.
+Resource limits bound the rest, and a limit on wall-clock time ends the program.
 
-Where any of this is not available, nothing is run: see `require`. Two things depend on the machine. Where file
-systems cannot be mounted, the folder is read-only. And root gives each program its own user, if possible, since the
-kernel does not count root's threads.
+If any of this is not available, no program is run: see `require`. Two things depend on the machine. If file systems
+cannot be mounted, the folder is read-only. And if possible, root gives each program its own user, because the kernel
+does not count root's threads.
 """
 
 import atexit
@@ -33,17 +33,21 @@ from qerl_jax.ahead import Ahead
 _FOLDER_BYTES = 16 << 20  # also the largest file, output included
 _FOLDER_FILES = 256
 _THREADS = 64
-# User ids that machines do not give to other users.
+# Range of user ids that other users do not have.
 _FIRST_USER, _USERS = 1 << 30, 1 << 29
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What one program may use.
+    """Resource limits of one program.
 
     Attributes:
-        seconds: Processor time; on the clock it may take twice as long.
-        memory_mb: Address space, MiB. Generous, since solutions start threads with large stacks.
+        seconds: CPU time in seconds; the wall-clock limit is twice as long.
+        memory_mb: Address space in MiB, at least 64. The default is generous, because solutions start threads with
+            large stacks.
+
+    Raises:
+        ValueError: If a limit is too small.
     """
 
     seconds: float = 5.0
@@ -56,12 +60,12 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a program ended.
+    """The end status and the output of a program.
 
     Attributes:
-        status: "ok" for exit status 0, "timeout" when a time limit ended it, else "failed".
-        output: What it wrote to its standard output, at most 16 MiB.
-        errors: What it wrote to its standard error, at most 16 MiB.
+        status: "ok" for exit status 0, "timeout" if a time limit ended it, else "failed".
+        output: Its standard output, at most 16 MiB.
+        errors: Its standard error, at most 16 MiB.
     """
 
     status: Literal["ok", "failed", "timeout"]
@@ -70,14 +74,14 @@ class Outcome:
 
 
 def runner(limits: Limits, workers: int | None = None) -> Ahead[tuple[str, str], Outcome]:
-    """Runs (program, input) pairs in parallel, ahead of time if asked to.
+    """Makes a runner of (program, input) pairs, which runs them in parallel, and ahead of time with `begin`.
 
     Args:
         limits: Limits of each program.
-        workers: Number of programs at a time; None means as many as there are processors.
+        workers: Number of programs at a time; None means one per processor.
 
     Returns:
-        A runner whose `map` raises NotImplementedError where programs cannot be isolated; then none has run.
+        The runner. Its `map` raises NotImplementedError if programs cannot be isolated; then none has run.
     """
 
     def isolated(job: tuple[str, str]) -> Outcome:
@@ -101,7 +105,7 @@ def require() -> None:
 
 @functools.cache
 def unavailable() -> str | None:
-    """Why programs cannot be isolated on this machine; None if they can. This is tried, not guessed."""
+    """Returns why programs cannot be isolated on this machine, or None if they can; runs trial programs once."""
     if sys.platform != "linux" or platform.machine() not in _MACHINES:
         return f"needs Linux on {' or '.join(_MACHINES)}, not {sys.platform} {platform.machine()}"
     if not shutil.which("bwrap"):
@@ -111,7 +115,7 @@ def unavailable() -> str | None:
 
 @functools.cache
 def _found() -> tuple["_Isolation", str | None]:
-    """The first kind of isolation that a trial program finds complete, and the reason where none is."""
+    """Returns the first kind of isolation that a trial program finds complete, and None; or the reason if none is."""
     for isolation in _KINDS:
         lacks_root = isolation.own_user and os.geteuid() != 0
         if lacks_root or not all(map(shutil.which, _TOOLS if isolation.folder else ())):
@@ -126,26 +130,25 @@ def _found() -> tuple["_Isolation", str | None]:
 
 @dataclasses.dataclass(frozen=True)
 class _Isolation:
-    """How programs are isolated.
+    """A way to isolate programs.
 
     Attributes:
-        own_user: Whether root gives each program its own user. Otherwise the program is nobody inside a user
-            namespace, and the caller outside of it.
-        folder: Whether there is a writable folder with a limited number of files: bwrap alone can limit only its
-            bytes.
+        own_user: Whether root gives each program its own user. Otherwise the program runs as nobody in a user
+            namespace, which is the caller's user outside of it.
+        folder: Whether there is a writable folder. The number of its files is limited, which bwrap alone cannot do.
     """
 
     own_user: bool
     folder: bool
 
 
-# Of util-linux, and a shell.
+# Programs needed for a writable folder: those of util-linux, and a shell.
 _TOOLS = ("unshare", "mount", "setpriv", "sh")
-# Best first.
+# The kinds of isolation, best first.
 _KINDS = (_Isolation(True, True), _Isolation(False, True), _Isolation(False, False))
 
 
-# Looks for what must not be there. The reason names the assertion that fails.
+# The trial program: checks that everything forbidden fails. The reason names the assertion that fails.
 _PROBE = """
 import os, socket
 def denied(call, *arguments):
@@ -175,8 +178,8 @@ def _probe(isolation: _Isolation) -> str:
     return _PROBE.format(folder=isolation.folder, files=_FOLDER_FILES)
 
 
-# Sets the limits, then runs the program in this same module: a thread that outlives the main program still finds
-# its globals.
+# Sets the limits, then runs the program in the same module, so that a thread that outlives the main program still
+# finds its globals.
 _LAUNCHER = """
 import resource
 for name, soft, hard in {limits}:
@@ -187,7 +190,7 @@ exec(compile(open("/program.py", encoding="utf-8").read(), "/program.py", "exec"
 
 
 def run(program: str, stdin: str, limits: Limits) -> Outcome:
-    """Runs a Python program on an input. Call `require` once before."""
+    """Runs a Python program with `stdin` as its standard input. Call `require` once before."""
     return _run(program, stdin, limits, _found()[0])
 
 
@@ -215,7 +218,7 @@ def _run(program: str, stdin: str, limits: Limits, isolation: _Isolation) -> Out
 
 
 def _file(content: bytes) -> IO[bytes]:
-    """A file without a name, positioned at its start. The limit on file size bounds what a program writes to it."""
+    """Makes a file without a name, positioned at its start. The limit on file size bounds what a program writes."""
     file = tempfile.TemporaryFile()
     file.write(content)
     file.seek(0)
@@ -242,7 +245,7 @@ def _command(code: int, rules: int, limits: Limits, isolation: _Isolation) -> li
     )
     python = f"{sys.base_prefix}/bin/python{sys.version_info.major}.{sys.version_info.minor}"
     folders = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", sys.base_prefix)
-    # Folders above the installation, which may be private to one user.
+    # Parent folders of the installation are made anew, because the real ones may be private to one user.
     above = [str(path) for path in reversed(pathlib.Path(sys.base_prefix).parents)][1:]
     devices = ("/dev/null", "/dev/zero", "/dev/urandom")
     box = ("--bind", _mount_point(), "/box") if isolation.folder else ("--dir", "/box")
@@ -260,17 +263,17 @@ def _command(code: int, rules: int, limits: Limits, isolation: _Isolation) -> li
         *(part for device in devices for part in ("--dev-bind", device, device)),
         *("--perms", "0444", "--ro-bind-data", str(code), "/program.py"),
         *(*box, "--chdir", "/box"),
-        # After the last mount point has been made.
+        # This must come after the last mount point has been made.
         *("--remount-ro", "/", "--seccomp", str(rules), "--"),
         *_as_own_user(isolation),
-        # -S: the packages installed beside this one are not mounted.
+        # -S, because installed packages are not mounted.
         *(python, "-I", "-S", "-B", "-X", "utf8"),
         *("-c", _LAUNCHER.format(limits=rlimits)),
     ]
 
 
 def _before(isolation: _Isolation) -> list[str]:
-    """A command that mounts the folder, visible to this program only, and then runs the command after it."""
+    """Returns a command that mounts the folder, visible only to this program, and then runs the command after it."""
     if not isolation.folder:
         return []
     unshare, shell, mount = map(shutil.which, ("unshare", "sh", "mount"))
@@ -281,7 +284,7 @@ def _before(isolation: _Isolation) -> list[str]:
 
 
 def _as_own_user(isolation: _Isolation) -> list[str]:
-    """A command that changes root to a user that no other program has: threads are counted per user."""
+    """Returns a command that switches from root to a user for this program only: threads are counted per user."""
     if not isolation.own_user:
         return []
     user = str(_FIRST_USER + secrets.randbelow(_USERS))
@@ -290,13 +293,13 @@ def _as_own_user(isolation: _Isolation) -> list[str]:
 
 @functools.cache
 def _mount_point() -> str:
-    """An empty folder, over which each program's own folder is mounted."""
+    """Makes an empty folder, once per process, over which each program's own folder is mounted."""
     folder = tempfile.TemporaryDirectory(prefix="qerl-box-")
     atexit.register(folder.cleanup)
     return folder.name
 
 
-# System calls that are refused: name, number on x86_64 and on aarch64 (None where there is none).
+# System calls that are refused: name, number on x86_64, number on aarch64 (None if it does not exist there).
 _REFUSED = (
     ("fork", 57, None),
     ("vfork", 58, None),
@@ -355,10 +358,10 @@ _CLONE_THREAD = 0x10000
 
 @functools.cache
 def _seccomp() -> bytes:
-    """The filter as classic BPF, which bwrap loads right before the program starts.
+    """Returns the filter as classic BPF, which bwrap loads right before the program starts.
 
-    `clone` is allowed for threads only. `clone3` hides its flags behind a pointer, so the filter answers that it
-    does not exist, and the C library falls back to `clone`.
+    `clone` is allowed for threads only. `clone3` passes its flags by a pointer, which a filter cannot read, so the
+    filter answers that it does not exist, and the C library falls back to `clone`.
     """
     architecture, column, clone, fcntl = _MACHINES[platform.machine()]
     load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -378,7 +381,7 @@ def _seccomp() -> bytes:
     program = [
         *((load, 0, 0, machine), (equal, 1, 0, architecture), (give, 0, 0, kill)),
         (load, 0, 0, number),
-        *when(at_least, 0x40000000, refuse),  # x86_64's second table of calls, x32
+        *when(at_least, 0x40000000, refuse),  # the x32 system calls of x86_64
         *when(equal, _CLONE3, missing),
         *(each for call in refused for each in when(equal, call, refuse)),
         # A clone: allowed if it is a thread. Any other call continues after these four.

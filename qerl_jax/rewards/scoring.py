@@ -1,17 +1,17 @@
-r"""Verifiable rewards: functions from completions to numbers, called by TRL's convention.
+r"""Calls reward functions, which map completions to numbers, with TRL's convention.
 
     f(prompts=..., completions=..., completion_ids=..., **columns, **extras) -> [number or None]
 
-Prompts, completions, ids and columns are lists of one entry per row; columns are the data set's own
-(`answer`, ...). A completion is text for a text prompt and `[{"role": "assistant", "content":
-text}]` for a chat. None means that the reward does not apply to the row. Functions may be `async`.
-Extras are `log_extra(column, values)`, `log_metric(name, value)` and what the caller adds
-(`trainer_state`): a function takes `**_` for those that it does not use.
+Prompts, completions, ids and columns are lists with one entry per row; columns are those of the data set
+(`answer`, ...). A completion is text for a text prompt and `[{"role": "assistant", "content": text}]` for a chat.
+None means that the reward does not apply to the row. Functions may be `async`. Extras are
+`log_extra(column, values)`, `log_metric(name, value)` and arguments that the caller adds (`trainer_state`): a
+function takes `**_` for those that it does not use.
 
 A function may have an attribute `votes`: a function from [problems][N] answers to [problems][N] texts, which are
-equal where two answers count as the same; maj@k uses it. It may have an attribute `begin`, which is called with the
-same arguments for a few rows, as soon as these end. It starts work in the background; the function uses the results
-when it is called with all rows.
+equal if two answers count as the same; maj@k uses it. It may have an attribute `begin`, which is called with the
+completions and columns of a row as soon as the row ends. `begin` starts work in the background; the function uses the
+results when it is called with all rows.
 """
 
 import asyncio
@@ -40,9 +40,9 @@ type Named = tuple[str, RewardFunction]
 
 # Columns of the completions log that every completion has.
 COMPLETION_COLUMNS = ("prompt", "completion", "reward", "advantage", "length", "stopped")
-# Time limit of the search for the row that a function fails on.
+# Time limit in seconds of the search for the row that a function fails on.
 _SEARCH_SECONDS = 5.0
-# The largest reward: squares of as many as a rollout has are added up in float32.
+# Largest absolute value of a reward, so that the sum of squares over a rollout does not overflow in float32.
 _LARGEST = 1e15
 _RESERVED = ("prompts", "completions", "completion_ids", "log_extra", "log_metric")
 
@@ -53,13 +53,13 @@ class RewardError(ValueError):
 
 @dataclasses.dataclass
 class Record:
-    """What reward functions log beside their values, in one call of `evaluate`.
+    """Columns and metrics that reward functions log in one call of `evaluate`.
 
     Attributes:
         rows: B, the number of entries in a column.
         columns: Columns by name, of B entries each (`log_extra`); a later column replaces an earlier one of the
             same name.
-        values: Metrics by name, each with every number logged (`log_metric`).
+        values: Metrics by name, each with all numbers logged for it (`log_metric`).
     """
 
     rows: int
@@ -69,29 +69,33 @@ class Record:
     def log_extra(self, column: str, values: Sequence) -> None:
         """Adds a column to the log of completions.
 
+        Args:
+            column: Name of the column.
+            values: One entry per row.
+
         Raises:
-            ValueError: If it does not have one entry per row, has the name of an existing column, or holds what
-                cannot be written as JSON.
+            ValueError: If the number of entries is wrong, the name is one of `COMPLETION_COLUMNS`, or an entry cannot
+                be written as JSON.
         """
         where, count = f"log_extra({column!r})", len(values)
         require(column not in COMPLETION_COLUMNS, where, column, "is a column already")
         require(count == self.rows, where, count, f"must be {self.rows} values, one for each row")
         try:
             json.dumps(list(values), default=str)
-        # Keys of a table that are no text, or a table within itself.
+        # Raised for keys of a dict that are not text, and for a dict that contains itself.
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{where}: cannot be written as JSON: {error}") from error
         self.columns[column] = list(values)
 
     def log_metric(self, name: str, value: float) -> None:
-        """Adds a number to a metric. A metric with the name of one of the run's own, or under eval/, is not shown."""
+        """Adds a number to a metric. A metric under eval/, or with the name of a metric of the run, is not shown."""
         self.values.setdefault(name, []).append(float(value))
 
 
 def as_completion(
     prompt: str | Sequence[Mapping[str, str]], text: str
 ) -> str | list[tokenizer.Message]:
-    """Puts a generated text into the form that belongs to its prompt: text, or an assistant's message."""
+    """Returns a generated text in the form of its prompt: as text, or as a list with one assistant message."""
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 
 
@@ -100,18 +104,21 @@ def resolve(
     options: Mapping[str, Mapping[str, Any]] | None = None,
     field: str = "reward function",
 ) -> list[Named]:
-    """Finds reward functions, each with the name that its metrics carry.
+    """Finds reward functions, each with the name that its metrics get.
 
     Args:
         names: Stock names (the keys of `STOCK` and `FACTORIES`), import paths
             "package.module:function" or "folder/file.py:function", or functions themselves.
-        options: Arguments of factories (functions that make reward functions), by name. Stock factories need none;
-            an imported name is a factory if it has options here. Options of other names are ignored.
-        field: What errors call the names: where they were given.
+        options: Arguments of factories (functions that make reward functions), by name. An imported name is a factory
+            if it has options here. Options of other names are ignored.
+        field: Name of the field that holds `names`, for errors.
+
+    Returns:
+        (name, function) pairs in the order of `names`.
 
     Raises:
         ValueError: For an unknown name, a module that cannot be imported, an object that cannot be called, options
-            that a factory refuses, or two functions with the same name.
+            that a factory rejects or needs, or two functions with the same name.
     """
     functions = [_resolve_one(name, options or {}, field) for name in names]
     resolved = [(getattr(f, "__name__", type(f).__name__), f) for f in functions]
@@ -137,15 +144,15 @@ def evaluate(
         completions: Completions of the B rows, as texts or lists of messages; see `as_completion`.
         completion_ids: Token ids of each completion.
         columns: Columns of the data set, of B entries each.
-        extras: Further arguments, passed as they are (`trainer_state`).
-        record: Collects what functions log by `log_extra` and `log_metric`; made with B rows.
+        extras: Further arguments, passed unchanged (`trainer_state`).
+        record: Collects the arguments of `log_extra` and `log_metric`; made with B rows.
 
     Returns:
         float32 [B, number of functions]; NaN where a function returned None.
 
     Raises:
-        RewardError: If a function raises, returns another number of values than B, or
-            returns something that is not a finite number; the error names it.
+        RewardError: If a function raises, does not return B values, or returns a value that is neither None nor a
+            finite number of at most 1e15; the error names the function.
         ValueError: If a column or an extra has the name of another argument.
     """
     extras = extras or {}
@@ -192,9 +199,9 @@ def evaluate(
 
 
 def _first_row(function: RewardFunction, arguments: Mapping[str, Any], rows: int) -> str:
-    """The first row on which a function fails by itself, with the row's values; empty if the search takes long.
+    """Describes the first row on which alone a function fails; "" if there is none or the search takes too long.
 
-    If that is row 0, it also says whether the last row fails, too: then no single row is the cause.
+    If it is row 0, the text also says if the last row fails: then no single row is the cause.
     """
     until = time.monotonic() + _SEARCH_SECONDS
     tried = itertools.takewhile(lambda row: time.monotonic() < until, range(rows))
@@ -212,7 +219,7 @@ def _first_row(function: RewardFunction, arguments: Mapping[str, Any], rows: int
 
 
 def _cut(arguments: Mapping[str, Any], rows: int, row: int) -> dict[str, Any]:
-    """The arguments for one row, whose logging is dropped."""
+    """Returns the arguments for one row; what the function logs for it is dropped."""
     record = Record(1)
     own = {
         name: [value[row]]
@@ -234,9 +241,9 @@ def _fails(function: RewardFunction, arguments: Mapping[str, Any]) -> bool:
 
 
 def environments_own(name: str) -> RewardFunction:
-    """The rewards that environments of the class `name` gave their rows (`get_reward`).
+    """Makes a reward function that returns the rewards of environments of class `name` (`get_reward`).
 
-    The value is None where an environment gave none, and for rows of other classes.
+    It returns None for rows of other classes, and if an environment gave no reward.
     """
 
     def own(environments: Sequence[Any], **_) -> list[float | None]:
@@ -248,15 +255,16 @@ def environments_own(name: str) -> RewardFunction:
 def beginner(
     functions: Sequence[Named], problems: Sequence[datasets.Problem], group: int
 ) -> Callable[[int, str], None] | None:
-    """A function that tells reward functions about each row as it ends; None where no function has `begin`.
+    """Returns a function to call when a row ends, which calls `begin` of the reward functions that have one.
 
     Args:
-        functions: From `resolve`.
+        functions: The result of `resolve`.
         problems: The problems of a rollout.
-        group: Completions of each problem.
+        group: Completions per problem.
 
     Returns:
-        begin(row, text), which never raises: an error in a row appears when all rows are scored.
+        begin(row, text), or None if no function has `begin`. It never raises: an error in a row appears when all rows
+        are scored.
     """
     begins = [function.begin for _, function in functions if hasattr(function, "begin")]
 
@@ -275,11 +283,10 @@ def check(
     problems: Sequence[datasets.Problem],
     extras: Mapping[str, Any] | None = None,
 ) -> None:
-    """Calls every function once on placeholder completions, so that mistakes show before training.
+    """Calls every function once on placeholder completions, to find errors before training.
 
     Raises:
-        RewardError: As `evaluate` does.
-        ValueError: As `evaluate` does.
+        RewardError, ValueError: As for `evaluate`.
     """
     prompts, columns = datasets.collate(problems)
     completions = [
@@ -343,7 +350,7 @@ def is_async(function: RewardFunction) -> bool:
 
 
 def _run(calls: Sequence[Coroutine]) -> list:
-    """The results of the coroutines, which run concurrently."""
+    """Runs coroutines concurrently and returns their results."""
     if not calls:
         return []
 
@@ -357,7 +364,7 @@ def _run(calls: Sequence[Coroutine]) -> list:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def run() -> list:
-        # The search for the row that a function fails on runs beside the call that failed.
+        # The search for the row that a function fails on may call this while the failed call still runs.
         if not _is_running.acquire(blocking=False):
             return asyncio.run(gather())
         try:
@@ -379,8 +386,7 @@ _is_running = threading.Lock()
 
 @functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """One event loop for all steps: clients, locks and semaphores that functions keep stay with that of their first
-    use."""
+    """Returns the event loop for all steps, since clients, locks and semaphores stay bound to their first loop."""
     loop = asyncio.new_event_loop()
     atexit.register(loop.close)
     return loop

@@ -1,7 +1,7 @@
-"""Tools of a run on several hosts: the first process runs them, and sends the replies to the others.
+"""Tools of a run on several hosts: the first process runs them and sends the replies to the others.
 
-So tools run where rewards are computed, and a tool that keeps something between calls keeps it once. A process that
-samples a row reads the row's calls itself; only the calls and the replies are sent.
+So tools run where rewards are computed, and the state of a tool exists only once. The process that samples a row
+parses the row's calls itself; only calls and replies are sent.
 """
 
 import contextlib
@@ -17,12 +17,12 @@ from qerl_jax.rewards.environments import Reply, Session, Snapshot, Tool, Toolbo
 
 messages.sent(Reply)
 
-# All processes make the same objects in the same order, so equal numbers name the same one.
+# All processes make these objects in the same order, so the same number refers to the same object.
 _numbers = itertools.count()
 
 
 class SharedToolboxes(Toolboxes):
-    """The tools of a run whose processes are `hosts`; with one process, `Toolboxes`."""
+    """The tools of a run on the processes `hosts`; with one process it behaves like `Toolboxes`."""
 
     def __init__(
         self,
@@ -31,16 +31,16 @@ class SharedToolboxes(Toolboxes):
         environment: Tool | Mapping[str, Tool] | None = None,
         hosts: Hosts = Hosts(),
     ):
-        """Finds tools and environments, and lets the first process wait for calls of the others.
+        """Finds tools and environments, and starts threads in the first process that serve the others.
 
         Args:
-            cfg: See `Toolboxes`, as for the following.
-            tools: See there.
-            environment: See there.
+            cfg: As for `Toolboxes`.
+            tools: As for `Toolboxes`.
+            environment: As for `Toolboxes`.
             hosts: The processes of the run; all of them must make this object.
 
         Raises:
-            ValueError: See `Toolboxes`.
+            ValueError: As for `Toolboxes`.
         """
         super().__init__(cfg, tools, environment)
         self._hosts, self._requests, self._rows = hosts, itertools.count(), itertools.count()
@@ -54,46 +54,52 @@ class SharedToolboxes(Toolboxes):
             each.start()
 
     def session(self, columns: Mapping[str, Any]) -> "Session | FarSession":
-        """See `Toolboxes`; outside of the first process a session that the first process holds."""
+        """Returns the session of a row, as `Toolboxes.session`; its tools always run in the first process."""
         if self._hosts.leads:
             return super().session(columns)
         return FarSession(self, columns, next(self._rows))
 
     def observations(self, rows: Sequence[Mapping[str, Any]]) -> list[str | None]:
-        """See `Toolboxes`. All processes must call this; only the first one resets environments."""
+        """Returns the first message to each row, as `Toolboxes.observations`.
+
+        All processes must call this; only the first one resets environments.
+        """
         return self._hosts.told(lambda: super(SharedToolboxes, self).observations(rows))
 
     def close(self) -> None:
-        """Ends all processes of tools; calls of other processes are no longer answered."""
+        """Stops the worker processes of tools, and stops serving the other processes."""
         self._closed.set()
         for each in self._servers:
             each.join()
         super().close()
 
     def ask(self, row: int, columns: Mapping[str, Any], method: str, *arguments: Any) -> str:
-        """Asks the first process to call a method of a row's session.
+        """Asks the first process to call a method of a row's session; does not wait.
 
         Args:
-            row: Number of the row, which this process chose.
-            columns: What an environment is reset with.
+            row: Number that this process gave the row.
+            columns: Columns of the row, with which an environment is reset.
             method: "call", "finish" or "abandon".
             *arguments: Arguments of the method.
 
         Returns:
-            The name by which `reply` finds the result; "abandon" has none.
+            The name to pass to `reply` for the result; "abandon" has no result.
 
         Raises:
-            HostLost: When the first process cannot be reached.
+            HostLost: If the first process cannot be reached.
         """
         name = f"{self._name}/{self._hosts.index}/{next(self._requests)}"
         self._hosts.send(name, [row, dict(columns), method, list(arguments)])
         return f"{name}/reply"
 
     def reply(self, name: str) -> Any:
-        """The result of what `ask` asked; waits for it.
+        """Waits for the result of a call of `ask`, and returns it.
+
+        Args:
+            name: The name that `ask` returned.
 
         Raises:
-            HostLost: When the first process has ended or failed, and after `close`.
+            HostLost: If the first process has ended or failed, or after `close`.
         """
         found = self._hosts.received(name, self._closed.is_set)
         if found is None:
@@ -101,9 +107,9 @@ class SharedToolboxes(Toolboxes):
         return found[0]
 
     def _serve(self, other: int) -> None:
-        """Takes the requests of another process in their order, and starts each in a thread of the executor."""
+        """Receives the requests of another process in order, and runs each in a thread of the executor."""
         sessions: dict[int, Session] = {}
-        # The main thread finds by itself that a process is lost.
+        # If a process is lost, the main thread notices it by itself.
         with contextlib.suppress(HostLost), self._hosts.farewell():
             for number in itertools.count():
                 name = f"{self._name}/{other}/{number}"
@@ -120,8 +126,8 @@ class SharedToolboxes(Toolboxes):
                 self.executor.submit(self._answer, f"{name}/reply", session, method, arguments)
 
     def _answer(self, name: str, session: Session, method: str, arguments: Sequence[Any]) -> None:
-        """Calls a method of a session, and sends the result."""
-        # Errors of a tool are replies. Any other error ends the run, and all processes say why.
+        """Calls a method of a session and sends the result."""
+        # Errors of a tool are replies. Any other error ends the run, and all processes report it.
         with self._hosts.farewell():
             if method == "call":
                 found: Any = session.call(*arguments)
@@ -132,10 +138,10 @@ class SharedToolboxes(Toolboxes):
 
 
 class FarSession:
-    """One row's tools, which run in the first process; it has the methods of `Session` that a row needs.
+    """The session of a row whose tools run in the first process; it has the methods of `Session` that a row needs.
 
     Attributes:
-        toolbox: The toolbox that the tools come from, as this process knows it.
+        toolbox: This process's own copy of the toolbox that the tools belong to.
     """
 
     def __init__(self, boxes: SharedToolboxes, columns: Mapping[str, Any], row: int):
@@ -144,27 +150,27 @@ class FarSession:
         self._has_state = False
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Reply:
-        """See `Session`."""
+        """Calls a tool, as `Session.call`."""
         self._has_state = self.toolbox.environment is not None
         return self._asked("call", name, dict(arguments))
 
     def finish(self) -> Snapshot:
-        """See `Session`; the first process then leaves the environment to another row."""
+        """Returns the environment after the row, as `Session.finish`; the first process then closes the session."""
         if self.toolbox.environment is None:
             return Snapshot()
         self._has_state = False
         return Snapshot(**self._asked("finish"))
 
     def close(self) -> None:
-        """Does nothing: see `finish`."""
+        """Does nothing: `finish` has already closed the session."""
 
     def abandon(self) -> None:
-        """See `Session`; does not wait."""
+        """Ends the session, as `Session.abandon`; does not wait."""
         if self._has_state:
             self._has_state = False
             with contextlib.suppress(HostLost):
                 self._boxes.ask(self._row, self._columns, "abandon")
 
     def _asked(self, method: str, *arguments: Any) -> Any:
-        """What the first process gives for a method."""
+        """Returns the result of a method of the session in the first process."""
         return self._boxes.reply(self._boxes.ask(self._row, self._columns, method, *arguments))

@@ -1,12 +1,12 @@
-r"""The stock rewards, all verifiable, with the signature that `scoring` describes.
+r"""The stock reward functions, all verifiable, with the signature that `scoring` describes.
 
-Correctness: these compare the answers that `data.answers` finds, or those that verl would find
-(`data.verl_answers`); `math_verify_reward` asks a computer algebra system, and `code_reward` runs the program.
-Form: think/answer tags. Length and repetition: factories under TRL's names, configured by
-`[rewards.options.NAME]`. DAPO's overlong punishment is in `rl.grpo`.
+Rewards of correctness compare the answer that `data.answers` extracts, or that verl would extract
+(`data.verl_answers`). `math_verify_reward` uses a computer algebra system, and `code_reward` runs the program.
+Rewards of format check think/answer tags. Rewards of length and repetition come from factories with TRL's names,
+configured by `[rewards.options.NAME]`. DAPO's overlong punishment is in `rl.grpo`.
 
-Most judge one text; `_by_text` and `_by_answer` give them that signature. A reward that compares
-mathematics has an attribute `votes`, which says which answers count as one vote (`votes.mathematical`).
+Most functions judge one text; `_by_text` and `_by_answer` give them the common signature. A reward that compares
+mathematically has an attribute `votes`, which groups answers that count as the same vote (`votes.mathematical`).
 """
 
 import collections
@@ -34,12 +34,12 @@ _WELL_FORMED = re.compile(
 _ONE_LINE_EACH = re.compile(r"<think>\n.*\n</think>\n<answer>\n.*\n</answer>\n")
 _BETWEEN_BLOCKS = re.compile(r"</think>\s*<answer>")
 _XML_LINES = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
-# DAPO's strict scorer reads no more than this of the end (verl's math_dapo).
+# Number of characters at the end that DAPO's strict scorer reads (verl's math_dapo).
 _DAPO_BOXED_TAIL = 100
 
 
 def completion_text(completion: str | Sequence[Mapping[str, str]]) -> str:
-    """The text of a completion in either form: a string, or the last message of a chat."""
+    """Returns the text of a completion: the string itself, or the content of the last message of a chat."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
@@ -68,30 +68,30 @@ def _by_answer(judge: Callable[[str, str], float]) -> RewardFunction:
 
 @_by_answer
 def accuracy_reward(text: str, answer: str) -> float:
-    """1 where the last `<answer>` block holds the row's answer, else 0; None without an answer.
+    """Returns 1 if the last `<answer>` block holds the row's answer, else 0; None for a row without an answer.
 
-    Numbers are compared by value ("$1,234.00" is "1234"), anything else as stripped text.
+    Numbers are compared by value ("$1,234.00" equals "1234"), anything else as stripped text.
     """
     return answers.same(answers.last_block(text), answer)
 
 
 @_by_answer
 def gsm8k_hash_reward(text: str, answer: str) -> float:
-    """1 where the number after the last `####` is the row's answer, else 0 (GSM8K's own form)."""
+    """Returns 1 if the number after the last `####` (GSM8K's format) is the row's answer, else 0."""
     return answers.same(answers.after_hashes(text), answer)
 
 
 @_by_answer
 def gsm8k_flexible_reward(text: str, answer: str) -> float:
-    """1 where the last number of the text is the row's answer, whatever its form, else 0."""
+    """Returns 1 if the last number of the text is the row's answer, else 0; the text may have any format."""
     return answers.same(answers.last_number(text), answer)
 
 
 @_by_answer
 def boxed_reward(text: str, answer: str) -> float:
-    r"""1 where the last `\boxed{}` holds the row's answer by value or in Minerva's form, else 0.
+    r"""Returns 1 if the last `\boxed{}` holds the row's answer, by value or in Minerva's form, else 0.
 
-    A list of numbers is not the number of its digits: "1,2" is not "12".
+    Unlike in Minerva's form, "1,2" is not "12".
     """
     given = answers.last_boxed(text)
     return float(given is not None and answers.canonical(given) == answers.canonical(answer))
@@ -99,44 +99,44 @@ def boxed_reward(text: str, answer: str) -> float:
 
 @_by_answer
 def dapo_reward(text: str, answer: str) -> float:
-    """1 where the last "Answer: ..." is the row's answer in Minerva's form, else 0.
+    """Returns 1 if the last "Answer: ..." is the row's answer in Minerva's form, else 0.
 
-    Only the last 300 characters are read. DAPO itself gives -1 for a wrong answer
-    (arXiv:2503.14476, equation 7); QeRL replaced it by 0.
+    Only the last 300 characters are read. DAPO gives -1 for a wrong answer (arXiv:2503.14476, equation 7), QeRL gives
+    0.
     """
     return float(_equal_in_minerva_form(verl_answers.answer_line(text), answer))
 
 
 @_by_answer
 def dapo_boxed_reward(text: str, answer: str) -> float:
-    r"""1 where the last `\boxed{}` of the last 100 characters holds exactly the row's answer.
+    r"""Returns 1 if the last `\boxed{}` in the last 100 characters holds exactly the row's answer, else 0.
 
-    DAPO's strict variant; 0 elsewhere.
+    This is DAPO's strict variant.
     """
     return float(answers.last_boxed(text[-_DAPO_BOXED_TAIL:]) == answer)
 
 
 @_by_answer
 def verl_gsm8k_reward(text: str, answer: str) -> float:
-    """1 where the number after the last `#### ` of the last 300 characters is the row's answer, else 0.
+    """Returns 1 if the number after the last `#### ` in the last 300 characters is the row's answer, else 0.
 
-    This is verl's default ("strict") score for GSM8K: compared digit by digit, ignoring commas.
+    This is verl's default ("strict") score for GSM8K. Numbers are compared as text without commas.
     """
     return float(verl_answers.strict_number(text) == answer.replace(",", ""))
 
 
 @_by_answer
 def verl_gsm8k_flexible_reward(text: str, answer: str) -> float:
-    """1 where the last number of the last 300 characters is the row's answer, else 0.
+    """Returns 1 if the last number in the last 300 characters is the row's answer, else 0.
 
-    This is verl's "flexible" score for GSM8K: compared digit by digit, so "1,234" and "18." are wrong.
+    This is verl's "flexible" score for GSM8K. Numbers are compared as text, so "1,234" and "18." are wrong.
     """
     return float(verl_answers.flexible_number(text) == answer.replace(",", ""))
 
 
 @_by_answer
 def verl_math_reward(text: str, answer: str) -> float:
-    r"""1 where the last `\boxed{}` holds the row's answer in Hendrycks' normal form, else 0.
+    r"""Returns 1 if the last `\boxed{}` holds the row's answer in Hendrycks' normal form, else 0.
 
     This is verl's score for MATH and MATH-500.
     """
@@ -146,40 +146,40 @@ def verl_math_reward(text: str, answer: str) -> float:
 
 @_by_answer
 def verl_aime_reward(text: str, answer: str) -> float:
-    """`dapo_reward` with the row's answer as in verl's own AIME rows: 25 for "025" or "25.0"."""
+    """Returns `dapo_reward` after writing the row's answer as verl's AIME rows do: 25 for "025" or "25.0"."""
     gold = answer if answers.number(answer) is None else answers.canonical(answer)
     return float(_equal_in_minerva_form(verl_answers.answer_line(text), gold))
 
 
 @_by_answer
 def xml_answer_reward(text: str, answer: str) -> float:
-    """2 where the tagged answer equals the row's exactly, else 0; see `answers.tagged`.
+    """Returns 2 if the tagged answer (`answers.tagged`) is exactly the row's answer, else 0.
 
-    QeRL's GSM8K reward (its published code).
+    Source: QeRL's published code for GSM8K.
     """
     return 2.0 * (answers.tagged(text) == answer)
 
 
 @_by_text
 def int_reward(text: str) -> float:
-    """0.2 where the tagged answer has digits only, else 0 (QeRL's)."""
+    """Returns 0.2 if the tagged answer has only digits, else 0 (QeRL's published code)."""
     return 0.2 * answers.tagged(text).isdigit()
 
 
 @_by_text
 def format_reward(text: str) -> float:
-    """1 for one `<think>` block, then one `<answer>` block, with only whitespace around them; else 0."""
+    """Returns 1 for one `<think>` block, then one `<answer>` block, with only whitespace around them; else 0."""
     return float(_WELL_FORMED.fullmatch(text) is not None)
 
 
 @_by_text
 def soft_format_reward(text: str) -> float:
-    """0.2 where a `<think>` block followed by an `<answer>` block occurs anywhere, else 0.
+    """Returns 0.2 if a `<think>` block followed by an `<answer>` block occurs anywhere, else 0.
 
-    QeRL adds it to accuracy (arXiv:2510.11696, its published code).
+    QeRL adds it to the reward for accuracy (arXiv:2510.11696, its published code).
     """
-    # Each tag is searched from the place of the one before, which is linear in the text. One pattern with three
-    # wildcards would take seconds on text that repeats its tags.
+    # Each tag is searched after the one before, which takes linear time. A pattern with three wildcards would take
+    # seconds on a text that repeats its tags.
     _, think, rest = text.partition("<think>")
     between = _BETWEEN_BLOCKS.search(rest)
     return 0.2 * bool(think and between and "</answer>" in rest[between.end() :])
@@ -187,31 +187,31 @@ def soft_format_reward(text: str) -> float:
 
 @_by_text
 def strict_format_reward(text: str) -> float:
-    """0.2 where every tag has a line of its own, with one line of text in each block, else 0.
+    """Returns 0.2 if every tag is on its own line, with one line of text in each block, else 0.
 
-    As QeRL's published pattern has it: reasoning of several lines does not match.
+    Source: the pattern in QeRL's published code; reasoning of several lines does not match.
     """
     return 0.2 * bool(_ONE_LINE_EACH.fullmatch(text))
 
 
 @_by_text
 def think_reward(text: str) -> float:
-    """0.2 where a `<think>` block occurs anywhere, else 0 (QeRL's)."""
+    """Returns 0.2 if a `<think>` block occurs anywhere, else 0 (QeRL's published code)."""
     return 0.2 * ("</think>" in text.partition("<think>")[2])
 
 
 @_by_text
 def think_format_reward(text: str) -> float:
-    """1 where the text begins with its only `<think>` and closes it, else 0 (TRL's reward)."""
+    """Returns 1 if the text begins with its only `<think>` and closes it, else 0 (TRL's reward)."""
     return float(text.startswith("<think>") and text.count("<think>") == 1 and "</think>" in text)
 
 
 @_by_text
 def xmlcount_reward(text: str) -> float:
-    r"""0.125 for each of the four tags that occurs once, at its line; -0.001 per character after the end.
+    r"""Returns 0.125 for each of the four tags that occurs exactly once on its own line, less a penalty.
 
-    The end is the line of the last `</answer>`. The widely copied original counts the characters after it twice,
-    and counts the whole text where that line does not end; here they count once.
+    The penalty is 0.001 per character after the last `\n</answer>` and its newline. The widely copied original counts
+    these characters twice, and counts the whole text if no newline follows the tag; here they count once.
     """
     _, closed, rest = text.rpartition(_XML_LINES[-1])
     trailing = len(rest.removeprefix("\n")) if closed else 0
@@ -221,16 +221,16 @@ def xmlcount_reward(text: str) -> float:
 def correct_and_well_formed_reward(
     completions: Sequence, answer: Sequence, **_
 ) -> list[float | None]:
-    """1 where `accuracy_reward` and `format_reward` both give 1, else 0; None without an answer."""
+    """Returns 1 if `accuracy_reward` and `format_reward` both give 1, else 0; None for a row without an answer."""
     scores = zip(accuracy_reward(completions, answer), format_reward(completions), strict=True)
     return [None if correct is None else correct * formed for correct, formed in scores]
 
 
 def token_hash_reward(completion_ids: Sequence, **_) -> list[float]:
-    """A pseudo-random number in [0, 1) that depends on the row's token ids alone.
+    """Returns a pseudo-random number in [0, 1) that depends only on the row's token ids.
 
-    For benchmarks with random weights: unequal completions get unequal rewards, so every group has
-    a gradient, and the same tokens score the same in every process.
+    It is for benchmarks with random weights: different completions get different rewards, so every group has a
+    gradient, and the same tokens get the same reward in every process.
     """
     digests = [
         hashlib.blake2b(np.asarray(ids, dtype="<i8").tobytes(), digest_size=4).digest()
@@ -240,18 +240,17 @@ def token_hash_reward(completion_ids: Sequence, **_) -> list[float]:
 
 
 def get_math_verify_reward(seconds: float = 5.0, workers: int | None = None) -> RewardFunction:
-    r"""Makes `math_verify_reward`: 1 where the completion's answer equals the row's, else 0.
+    r"""Makes `math_verify_reward`: 1 if the completion's answer equals the row's, else 0.
 
-    math-verify compares them as mathematics, in worker processes; `math_judge.agrees` says which part of a
-    completion is its answer. None where the row has no answer, or a gold answer that cannot be read (or one that
-    the judge cannot read in time). If a judge is killed or fails because of the completion, the reward is 0, not
-    None: a completion that cannot be judged has not answered, and must stay in the comparison with its group. Such
-    rows are logged as
+    math-verify compares the two mathematically, in worker processes; `math_judge.agrees` says which part of a
+    completion is its answer. The reward is None if the row has no answer, or a gold answer that the judge cannot
+    parse, or not in time. If a judge is killed or fails because of the completion, the reward is 0, not None: such a
+    completion has no valid answer, and must stay in the comparison with its group. These cases are logged as
     `rewards/math_verify_reward/timeouts` (killed at the limit) and `.../failures` (anything else).
 
     Args:
-        seconds: Longest judgement of one answer, in seconds of the processor; on the clock five times as long.
-        workers: Number of processes; absent means half of the processors, at most 8.
+        seconds: CPU seconds per judgement; the wall-clock limit is five times as long.
+        workers: Number of processes; None means half of the processors, at most 8.
     """
     return _math_reward("math_verify_reward", lambda text: text, workers, seconds)
 
@@ -259,13 +258,13 @@ def get_math_verify_reward(seconds: float = 5.0, workers: int | None = None) -> 
 def get_reasoning_accuracy_reward(
     seconds: float = 5.0, workers: int | None = None
 ) -> RewardFunction:
-    """Makes `reasoning_accuracy_reward`: `math_verify_reward` of what follows the last `</think>`.
+    """Makes `reasoning_accuracy_reward`: `math_verify_reward` of the text after the last `</think>`.
 
-    0 where the reasoning is never closed, as TRL's function of that name has it.
+    The reward is 0 if there is no `</think>`, as in TRL's function of that name.
 
     Args:
-        seconds: Longest judgement of one answer, in seconds of the processor; on the clock five times as long.
-        workers: Number of processes; absent means half of the processors, at most 8.
+        seconds: CPU seconds per judgement; the wall-clock limit is five times as long.
+        workers: Number of processes; None means half of the processors, at most 8.
     """
     return _math_reward("reasoning_accuracy_reward", answers.after_reasoning, workers, seconds)
 
@@ -282,13 +281,13 @@ def get_cosine_scaled_reward(
         v_long + (v_short - v_long) (1 + cos(pi min(tokens / max_len, 1))) / 2
 
     with (v_short, v_long) = (max_value_correct, min_value_correct) for a correct answer and
-    (min_value_wrong, max_value_wrong) for a wrong one. Correct is what `math_verify_reward` says,
-    None where it abstains.
+    (min_value_wrong, max_value_wrong) for a wrong one. `math_verify_reward` judges correctness; if it gives None, so
+    does this.
 
     Source: Yeo et al. 2025 (arXiv:2502.03373), appendix C.1; names and defaults are TRL's.
 
     Args:
-        max_len: Length in tokens at which the long end is reached.
+        max_len: Length in tokens from which on the reward is v_long.
         min_value_wrong: Reward of the shortest wrong answer.
         max_value_wrong: Reward of the longest wrong answer.
         min_value_correct: Reward of the longest correct answer.
@@ -319,15 +318,15 @@ def get_cosine_scaled_reward(
 
 
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> RewardFunction:
-    """Makes `repetition_penalty_reward`: max_penalty (1 - unique / all), of the row's n-grams.
+    """Makes `repetition_penalty_reward`: max_penalty * (1 - unique n-grams / all n-grams) of a completion.
 
-    N-grams are of token ids; 0 for a completion shorter than an n-gram.
+    N-grams are of token ids. The reward is 0 for a completion shorter than an n-gram.
 
     Source: Yeo et al. 2025 (arXiv:2502.03373), appendix C.2; names and defaults are TRL's.
 
     Args:
         ngram_size: Number of tokens in an n-gram.
-        max_penalty: Reward that endless repetition approaches; not positive.
+        max_penalty: Limit of the reward for endless repetition; not positive.
 
     Raises:
         ValueError: If `ngram_size` is not positive or `max_penalty` is.
@@ -348,22 +347,22 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
 def get_code_reward(
     seconds: float = 5.0, memory_mb: int = 1024, workers: int | None = None
 ) -> RewardFunction:
-    """Makes `code_reward`: the share of a row's tests that the last Python block passes.
+    """Makes `code_reward`: the fraction of a row's tests that the last Python block of the completion passes.
 
     The column `verification_info` holds `{"language": "python", "test_cases": [{"input": text,
-    "output": text}, ...]}`, as open-r1's verifiable coding problems have it. A program passes a test if it ends in
-    time with status 0 and writes the expected lines, ignoring trailing whitespace.
-    None for a row without such tests (another language, or tests that call a function); 0 without
-    a block of code. Programs run in `sandbox`; those that a time limit ended are logged as
-    `rewards/code_reward/timeouts`.
+    "output": text}, ...]}`, as in open-r1's verifiable coding problems. A program passes a test if it ends in time
+    with status 0 and writes the expected lines, ignoring trailing whitespace. The reward is None for a row without
+    such tests (another language, or tests that call a function), and 0 without a code block. Programs run in
+    `sandbox`; the number that a time limit ended is logged as `rewards/code_reward/timeouts`.
 
     Args:
-        seconds: Processor time of one test; on the clock it may take twice as long.
-        memory_mb: Address space of one program, MiB.
-        workers: Number of programs at a time; absent means as many as there are processors.
+        seconds: CPU seconds per test; the wall-clock limit is twice as long.
+        memory_mb: Address space of one program in MiB.
+        workers: Number of programs at a time; None means one per processor.
 
     Raises:
-        NotImplementedError: At the call, where programs cannot be isolated.
+        NotImplementedError: When the reward is called, if programs cannot be isolated.
+        ValueError: If `seconds` is not positive or `memory_mb` is less than 64.
     """
     programs = sandbox.runner(sandbox.Limits(seconds, memory_mb), workers)
 
@@ -407,7 +406,7 @@ def _equal_in_minerva_form(given: str | None, answer: str) -> bool:
     return given is not None and answers.minerva_form(given) == answers.minerva_form(answer)
 
 
-# One set of processes for all rewards with the same settings.
+# All rewards with the same settings share one pool of processes.
 @functools.cache
 def _math_judges(workers: int | None, seconds: float) -> process_pool.Pool:
     half = min(8, max(1, (os.cpu_count() or 1) // 2))
@@ -455,7 +454,7 @@ def _math_reward(
 
 
 def _stdin_tests(info: Mapping[str, Any] | None) -> list[Mapping[str, str]] | None:
-    """A row's tests if each is an input text and an output text of a Python program, else None."""
+    """Returns a row's tests if each is an input text and an output text of a Python program, else None."""
     if not info or info.get("language") != "python":
         return None
     tests = info.get("test_cases") or []
@@ -472,7 +471,7 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
-# Ready to use.
+# Reward functions by name, ready to use.
 STOCK: dict[str, RewardFunction] = {
     function.__name__: function
     for function in (
@@ -501,7 +500,7 @@ STOCK: dict[str, RewardFunction] = {
         xmlcount_reward,
     )
 }
-# The rewards that judge form, length or repetition, not whether the answer is right.
+# Rewards that judge format, length or repetition, not whether the answer is right.
 SHAPING = frozenset(
     (
         "format_reward",
@@ -515,7 +514,7 @@ SHAPING = frozenset(
         "xmlcount_reward",
     )
 )
-# Called with the entries of `[rewards.options.NAME]`.
+# Factories by name, called with the entries of `[rewards.options.NAME]`.
 FACTORIES: dict[str, Callable[..., RewardFunction]] = {
     factory.__name__: factory
     for factory in (

@@ -20,9 +20,9 @@ _OPERATIONS: dict[type, Callable] = {
     ast.USub: operator.neg,
     ast.UAdd: operator.pos,
 }
-# Most digits of a calculator's result.
+# Maximum characters of a calculator's result.
 _MOST_DIGITS = 100
-# Most characters of a program's result, which is then also cut by tokens.
+# Maximum characters of a program's output, which is later also truncated by tokens.
 _MOST_CHARACTERS = 4000
 
 
@@ -77,10 +77,10 @@ _LIMITS = sandbox.Limits(seconds=4.0)
 
 
 class GuessNumber:
-    """A game of several turns: a number is to be found by guesses that are answered "higher" or "lower".
+    """A game of several turns: the policy guesses a number, and each guess is answered "higher" or "lower".
 
-    The number comes with the row, in its column `secret` (or `answer`); the reward falls with each guess
-    that is not needed.
+    The number is in the row's column `secret` (or `answer`). The reward falls with each guess beyond the number that
+    bisection needs.
     """
 
     def __init__(self, high: int = 100, most_guesses: int = 8):
@@ -116,7 +116,7 @@ class GuessNumber:
         return "higher" if self._secret > int(number) else "lower"
 
     def get_reward(self) -> float:
-        """1 for the number at once, less by a share for each guess more than it takes by halving; 0 if not found."""
+        """Returns 0 if the number was not found, 1 if within the guesses that bisection needs, and less for more."""
         if not self.found:
             return 0.0
         needed = max(1, (self.high).bit_length())

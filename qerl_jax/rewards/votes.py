@@ -1,4 +1,4 @@
-"""Which answers to a problem count as one vote: those that a judge finds mathematically equal."""
+"""Groups answers that a judge finds mathematically equal, so that they count as the same vote in maj@k."""
 
 import itertools
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ from qerl_jax.data import answers
 def mathematical(
     judges: process_pool.Pool, given: Sequence[Sequence[str | None]]
 ) -> list[list[str | None]]:
-    r"""Replaces all mathematically equal answers to a problem by one text.
+    r"""Replaces mathematically equal answers to a problem by the same text.
 
-    The judge compares two answers at a time and sees no reference answer. Two numbers are compared without it. An
-    answer that cannot be read, or takes the judge too long, is compared as text.
+    The judge compares two answers at a time, without the reference answer. Two numbers are compared without the
+    judge. An answer that the judge cannot parse, or not in time, is compared as text.
 
     Args:
         judges: Processes that run `math_judge`'s functions.
@@ -43,7 +43,7 @@ def mathematical(
 
 
 def _spellings(row: Sequence[str | None]) -> dict[str, str]:
-    """The first spelling of each answer by its canonical text, in the order given."""
+    """Returns the first spelling of each answer, by its canonical text, in the order given."""
     spellings: dict[str, str] = {}
     for text in row:
         if text is not None:
@@ -52,7 +52,7 @@ def _spellings(row: Sequence[str | None]) -> dict[str, str]:
 
 
 def _leaders(names: Sequence[str], problem: int, same: set[tuple[int, str, str]]) -> dict[str, str]:
-    """For each name, the first equal one among the leading names."""
+    """Maps each name to the first earlier name that leads a group and equals it, else to itself."""
     leaders: dict[str, str] = {}
     for name in names:
         leading = dict.fromkeys(leaders.values())
