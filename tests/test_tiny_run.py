@@ -22,7 +22,7 @@ from qerl_jax.config import LoraConfig
 from qerl_jax.data.datasets import Problem
 from qerl_jax.model import architecture
 from qerl_jax.model.transformer import init_params
-from qerl_jax.rewards import stock
+from qerl_jax.rewards import scoring, stock
 from qerl_jax.rl import optimizer, rollouts
 from qerl_jax.tracking import logger
 from qerl_jax.training.setup import check_folder
@@ -536,8 +536,28 @@ def test_completions_are_logged_with_their_rewards_and_what_rewards_log(tmp_path
     assert metrics["steps_to_go"] == 1
     card = (tmp_path / "run" / "report.md").read_text()
     assert "| rewards | accuracy_reward, tests.reward_controls:talkative |" in card
-    assert "of 1 steps taught" in card and "| evaluations | " in card and "1 x cpu" in card
+    assert (
+        "of 1 steps had rewards that differ" in card
+        and "| evaluations | " in card
+        and "1 x cpu" in card
+    )
     assert "accuracy_reward" in (tmp_path / "run" / "report" / "index.html").read_text()
+
+
+def test_a_reward_that_raises_costs_no_whole_step(tmp_path):
+    cfg, broken = small(tmp_path / "run", max_steps=3, save_steps=50), [True]
+
+    def fragile(completion_ids, trainer_state, **_):
+        if broken[0] and trainer_state.global_step == 2:
+            raise OSError("the judge is away")
+        return [-float(len(ids)) for ids in completion_ids]
+
+    with pytest.raises(scoring.RewardError, match="the judge is away") as raised:
+        train(cfg, reward_functions=[fragile], quiet=True)
+    assert any("step 2 is saved" in note for note in raised.value.__notes__)
+    broken[0] = False
+    assert int(train(cfg, reward_functions=[fragile], quiet=True).step) == 3
+    assert [row["step"] for row in logger.read_metrics(tmp_path / "run")] == [1, 2, 3]
 
 
 @pytest.mark.slow

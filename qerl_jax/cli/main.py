@@ -37,9 +37,12 @@ def completion(argv: list[str]) -> None:
 
     Examples:
       source <(qerl completion bash)
+      mkdir -p ~/.local/share/bash-completion/completions
       qerl completion bash > ~/.local/share/bash-completion/completions/qerl
       qerl completion zsh > "${fpath[1]}/_qerl"
     """
+    if not argv:
+        raise ValueError(f"missing the shell: qerl completion {' or '.join(completions.SHELLS)}")
     if len(argv) != 1 or argv[0] not in completions.SHELLS:
         given = " ".join(argv)
         raise ValueError(f"shell: got {given!r}; must be {' or '.join(completions.SHELLS)}")

@@ -211,7 +211,10 @@ def _rule(kind: Any, values: Sequence[str]) -> str | None:
         return "must be given in a config file or from Python: its values may have any type"
     if origin is dict:
         wrong = len(values) % 2 or any(_rule(args[1], [each]) for each in values[1::2])
-        return f"must be pairs of a name and {_WORDS.get(args[1], 'a value')}" if wrong else None
+        rule = f"must be pairs of a name and {_WORDS.get(args[1], 'a value')}"
+        if wrong and any("=" in each for each in values):
+            rule += f", with a space between them: {' '.join(values).replace('=', ' ')}"
+        return rule if wrong else None
     if origin is Literal:
         shown = f"must be one of {', '.join(map(repr, args))}"
         return None if values and values[0] in map(str, args) else shown

@@ -372,11 +372,16 @@ def is_file(place: str) -> bool:
 def _as_written(rows: Any, path: pathlib.Path) -> Any:
     """Replaces timestamps in the rows of a JSON file by the texts in that file.
 
-    `datasets` turns a column of dates into timestamps, and no answer would equal one.
+    `datasets` turns a column of dates into timestamps, and no answer would equal one. A column of several
+    types it reads as JSON, so a text of digits would become a number.
+
+    Raises:
+        ValueError: A column holds texts in some rows and other values in others.
     """
-    fields = rows.features.arrow_schema
-    names = [field.name for field in fields if "timestamp[" in str(field.type)]
-    if not names:
+    kinds = {field.name: str(field.type) for field in rows.features.arrow_schema}
+    names = [name for name, kind in kinds.items() if "timestamp[" in kind]
+    mixed = [name for name, kind in kinds.items() if "arrow.json" in kind]
+    if not names and not mixed:
         return rows
     text = path.read_text("utf-8-sig")
     try:
@@ -384,6 +389,14 @@ def _as_written(rows: Any, path: pathlib.Path) -> Any:
         found = whole if isinstance(whole, list) else [whole]
     except ValueError:  # one row per line
         found = [parse_json(line) for line in text.split("\n") if line.strip()]
+    for name in mixed:
+        texts = [isinstance(row.get(name), str) for row in found]
+        if any(texts):
+            index = texts.index(True)
+            raise ValueError(
+                f"row {index}, column {name!r}: got the text {found[index][name]!r}; other rows have numbers or "
+                "other values there: write all as texts, or none"
+            )
     for name in names:
         rows = rows.remove_columns(name).add_column(name, [row.get(name) for row in found])
     return rows

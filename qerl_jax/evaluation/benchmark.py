@@ -162,7 +162,7 @@ def run(
                 _identity(source, data, protocol, seed),
                 settings=pathlib.Path(folder) / name / "settings.json",
                 refusal="{folder} holds an evaluation with other settings ({changed}): choose another "
-                "folder, or remove that one",
+                "folder (--output-dir), or remove that one",
             ),
             boxes,
         )

@@ -23,6 +23,7 @@ import functools
 import inspect
 import itertools
 import json
+import re
 import reprlib
 import threading
 import time
@@ -180,6 +181,7 @@ def evaluate(
                 f"reward function {name!r} raised {type(error).__name__} on {len(prompts)} rows "
                 f"with the columns {sorted(columns)}: {error}"
                 + (f" ({place})" if place else "")
+                + _remedy(error)
                 + _first_row(function, arguments, len(prompts))
             ) from error
 
@@ -196,6 +198,19 @@ def evaluate(
     results |= zip(waiting, _run(list(waiting.values())), strict=True)
     scores = [_checked_values(name, results[name], len(prompts)) for name, _ in functions]
     return np.stack(scores, axis=1, dtype=np.float32)
+
+
+def _remedy(error: Exception) -> str:
+    """Returns what to change where a function does not accept the arguments, or needs one that there is not."""
+    if not isinstance(error, TypeError):
+        return ""
+    if re.search(r"got an unexpected keyword argument", str(error)):
+        return "; a reward gets all columns by name: name those that it needs, and end its arguments with **_"
+    if found := re.search(
+        r"missing \d+ required (?:positional|keyword-only) arguments?: (.+)$", str(error)
+    ):
+        return f"; the rows have no column {found[1]}: rename one by data.columns, or change the function"
+    return ""
 
 
 def _first_row(function: RewardFunction, arguments: Mapping[str, Any], rows: int) -> str:
@@ -292,7 +307,11 @@ def check(
     completions = [
         as_completion(prompt, "<think>0</think><answer>0</answer>") for prompt in prompts
     ]
-    evaluate(functions, prompts, completions, [[0] for _ in problems], columns, extras)
+    try:
+        evaluate(functions, prompts, completions, [[0] for _ in problems], columns, extras)
+    except RewardError as error:
+        text = f"{error} (tried before training, on {len(prompts)} rows with a made-up completion)"
+        raise RewardError(text) from error.__cause__
 
 
 def _resolve_one(

@@ -108,7 +108,9 @@ def _outcome(run: report.Run, health: Health) -> str:
         found.append(f"Held-out accuracy went from {accuracy[0]:.3f} to {accuracy[-1]:.3f}.")
     if reward:
         found.append(f"Reward went from {reward[0]:.3f} to {reward[-1]:.3f}.")
-    found.append(f"{health.taught} of {health.steps} steps taught the policy something.")
+    found.append(
+        f"{health.taught} of {health.steps} steps had rewards that differ, and made an update."
+    )
     return " ".join(found)
 
 

@@ -74,9 +74,9 @@ class Health:
         return self.taught > 0 or self.steps == 0
 
     def closing(self) -> str | None:
-        """Returns the warning at the end of a run that learned from no step, or hardly any; else None."""
+        """Returns the warning at the end of a run that hardly learned, or whose reward did not rise; else None."""
         if self.taught >= _FEW * self.steps:
-            return None
+            return _flat(self)
         if self.has_learned:
             return (
                 f"warning: only {self.taught} of {self.steps} steps taught something: in the others no two completions "
@@ -172,6 +172,19 @@ def _nothing(health: Health) -> str | None:
     return f"nothing was learned in the first {_EARLY} steps. {_cause(health)}"
 
 
+def _flat(health: Health) -> str | None:
+    """Returns the warning about a reward that did not rise from the first steps to the last; None if it did."""
+    reward = health.course("reward")
+    if not reward.is_known or reward.last > reward.first:
+        return None
+    return (
+        f"warning: the reward has not risen: its mean is {reward.first:.3g} over the first {_WINDOW} steps, and "
+        f"{reward.last:.3g} over the last {_WINDOW}. Read some completions in completions/. Likely cause: "
+        "optim.learning_rate is too low or too high, the run is too short, or the reward does not depend on what "
+        "the policy writes"
+    )
+
+
 def _reward(health: Health) -> str | None:
     shares = health.last("frac_reward_zero_std")
     if not health.taught or shares is None or min(shares) < 1:
@@ -211,7 +224,8 @@ def _cause(health: Health) -> str:
     if health._are_equal:
         return (
             f"{same}: all rewards are {found['reward']:.3g}. Likely cause: a reward that cannot read the completions' "
-            "form, rows without answers, or problems that are all too hard or too easy. Read some completions in "
+            "form (texts, or chats of one message), or compares their text with an answer that is a number; rows without "
+            "answers; or problems that are all too hard or too easy. Read some completions in "
             "completions/, and see what the reward makes of them; `qerl filter` finds problems that are solved sometimes"
         )
     if health._are_graded:

@@ -11,6 +11,7 @@ from qerl_jax import memory
 from qerl_jax.checkpoint import hf_folder, peft
 from qerl_jax.files import write_whole, writing
 from qerl_jax.model.transformer import as_computed
+from qerl_jax.rewards.scoring import RewardError
 from qerl_jax.rl import dynamic_sampling, update
 from qerl_jax.tracking import health
 from qerl_jax.tracking.logger import Logger, plain, read_metrics
@@ -112,7 +113,7 @@ class Recorder:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Saves the state if a signal has stopped the run, and adds a note about the current phase to an error.
+        """Saves the state if a signal or a reward's error has ended the run, and adds notes to an error.
 
         Raises:
             Stopped: If a signal has stopped the run, with a line about its progress.
@@ -120,6 +121,10 @@ class Recorder:
         """
         if isinstance(error, Exception):
             error.add_note(self._doing())
+            step = int(self._state.step)
+            # The state is still that of the last step. On several hosts the others have not stopped at the same place.
+            if isinstance(error, RewardError) and self._run.hosts.count == 1 and step > self._saved:
+                self._save()
             if self._saved:
                 error.add_note(f"step {self._saved} is saved: the same command goes on from there")
             is_exhausted, asked = memory.exhausted(error)

@@ -415,7 +415,7 @@ def check_folder(cfg: config.RunConfig) -> config.RunConfig | None:
         "output_dir",
         cfg.output_dir,
         f"it holds a run with another {', '.join(fields)}: choose another folder, or remove that one "
-        "(a run can be made longer, but nothing else of it changes)",
+        "(of this, only max_steps or num_train_epochs can be raised in the same folder)",
     )
     return found
 

@@ -291,7 +291,8 @@ def _logger(run: PreparedRun, quiet: bool) -> Logger | Unheard:
         logger.note(text)
     if run.place(step, run.supply) >= run.total_steps:
         logger.note(
-            f"nothing left to do: the run in {cfg.output_dir} has ended after all of its {step} steps"
+            f"nothing left to do: the run in {cfg.output_dir} has ended after all of its {step} steps. Raise max_steps to "
+            "continue it, or choose another output_dir"
         )
     return logger
 

@@ -174,7 +174,9 @@ def test_bad_input_is_named(x, w, implementation, message):
 
 
 def test_an_unpacked_weight_is_refused():
-    with pytest.raises(ValueError, match="must be an NVFP4Tensor, or what prepare returned; got ArrayImpl"):
+    with pytest.raises(
+        ValueError, match="must be an NVFP4Tensor, or what prepare returned; got ArrayImpl"
+    ):
         nvfp4_matmul(jnp.ones((2, 32)), jnp.ones((16, 32)))
 
 

@@ -197,6 +197,10 @@ def test_a_library_that_writes_its_messages_itself_leaves_them_from_the_root_log
             "eval gsm8k --columns prompt",
             "--columns: got 'prompt'; must be pairs of a name and a value",
         ),
+        (
+            "eval gsm8k --columns answer=big",
+            "--columns: got 'answer=big'; must be pairs of a name and a value, with a space between them: answer big",
+        ),
         ("eval gsm8k --base=true", "--base: got 'true'; this option has no value"),
         ("eval gsm8k --num-problems 0", "num_problems: got 0; must be at least 1"),
         (

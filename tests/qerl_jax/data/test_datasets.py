@@ -326,6 +326,15 @@ def test_answers_that_are_dates_stay_as_they_are_written(form, tmp_path):
     assert [columns["reward_model"] for columns in found] == [row["reward_model"] for row in table]
 
 
+@pytest.mark.parametrize("answers", [("23", 13), (23, "13"), ("23", True), ("[1]", [1])])
+def test_a_column_of_texts_and_other_values_is_refused(answers, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    rows = [{"question": "?", "answer": answer} for answer in answers]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError, match=r"row \d, column 'answer': got the text '.*write all as"):
+        load(str(path))
+
+
 def test_two_system_messages_are_refused(rows):
     path = rows({"prompt": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]})
     with pytest.raises(ValueError, match="row 0: .* has a system message already"):

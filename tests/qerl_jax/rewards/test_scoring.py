@@ -310,6 +310,22 @@ def test_check_finds_a_missing_column_before_training():
         scoring.check(needs_level, problems[:2])
 
 
+@pytest.mark.parametrize(
+    ("function", "remedy"),
+    [
+        (lambda answer: answer, r"name those that it needs, and end its arguments with \*\*_"),
+        (lambda level, **_: level, "the rows have no column 'level': rename one by data.columns"),
+    ],
+)
+def test_an_error_about_arguments_says_what_to_change(function, remedy):
+    problems = datasets.from_config(DataConfig("arithmetic"), split="train", seed=0)[:2]
+    with pytest.raises(scoring.RewardError, match=remedy) as raised:
+        scoring.check([("mine", function)], problems)
+    assert str(raised.value).endswith(
+        "(tried before training, on 2 rows with a made-up completion)"
+    )
+
+
 def test_completions_take_the_form_of_their_prompts():
     assert scoring.as_completion("1+1=", "2") == "2"
     chat = scoring.as_completion([{"role": "user", "content": "1+1="}], "2")

@@ -22,7 +22,7 @@ def test_a_card_says_what_ran_and_what_came_of_it(tmp_path):
     assert found[""].startswith(
         "# mine\n\nHeld-out accuracy went from 0.300 to 0.600. Reward went "
     )
-    assert "12 of 12 steps taught the policy something." in found[""]
+    assert "12 of 12 steps had rewards that differ, and made an update." in found[""]
     assert "| base | qerl-tiny, held in nvfp4 |" in found["What ran"]
     assert "| a rollout | 32 prompts x 8 completions of at most 44 tokens |" in found["What ran"]
     assert "| reward | `▁▂▂▃▄▄▅▅▆▇▇█` | 0.05 | 0.6 | 0.05 | 0.6 |" in found["Curves"]

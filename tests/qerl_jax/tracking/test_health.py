@@ -173,3 +173,24 @@ def test_a_difference_beyond_rounding_is_told_at_the_first_step_that_has_it():
     (line,) = health.see({"step": 2} | WELL | found)
     assert "is 0.2 nats, where 0.05 is usual at most" in line and "Likely cause: " in line
     assert health.see({"step": 3} | WELL | found) == []
+
+
+@pytest.mark.parametrize(("last", "is_flat"), [(0.44, True), (0.5, True), (0.6, False)])
+def test_a_run_whose_reward_did_not_rise_says_so_at_its_end(last, is_flat):
+    health = Health()
+    for step in range(1, 31):
+        health.see({"step": step} | WELL | {"reward": 0.5 if step <= 15 else last})
+    line = health.closing()
+    assert (line is not None) == is_flat
+    if is_flat:
+        assert line.startswith(
+            "warning: the reward has not risen: its mean is 0.5 over the first 10"
+        )
+        assert health.has_learned
+
+
+def test_a_run_of_few_steps_says_nothing_about_its_reward():
+    health = Health()
+    for step in range(1, 20):
+        health.see({"step": step} | WELL)
+    assert health.closing() is None
