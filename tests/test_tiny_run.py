@@ -443,7 +443,9 @@ def test_a_finished_run_can_be_made_longer_and_follows_the_longer_schedules(tmp_
     assert [row["aqn/stage"] for row in rows] == [0, 5, 5, 7]  # of ten
     shown = capsys.readouterr().out
     assert shown.count(f"resumed: the run in {folder} goes on after step 2 of 4") == 1
-    assert "this run had 2 optimizer steps and has 4 now: learning rate and noise go on" in shown
+    assert (
+        "planned for 2 optimizer steps, and now for 4: learning rate and noise now follow" in shown
+    )
     assert f"the next rate is {rates[2]:.3g}, the last one was {rates[1]:.3g}" in shown
     assert config.load(folder / "config.toml") == longer
     adapter = (folder / "adapter" / "adapter_model.safetensors").read_bytes()

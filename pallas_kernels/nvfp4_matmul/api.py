@@ -239,7 +239,9 @@ def nvfp4_matmul(
       NotImplementedError: the named implementation cannot run this problem.
     """
     if not isinstance(w, PackedWeight):
-        raise ValueError(f"w must be an NVFP4Tensor, or what prepare returned; got {type(w).__name__}")
+        raise ValueError(
+            f"w must be an NVFP4Tensor, or what prepare returned; got {type(w).__name__}"
+        )
     if isinstance(w, NVFP4Tensor) and w.codes.ndim != 2:
         raise ValueError(f"w must be one [N, K] matrix; its codes have shape {w.codes.shape}")
     if isinstance(w, HopperNVFP4) and w.words.ndim != 4:

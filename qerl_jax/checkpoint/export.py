@@ -164,7 +164,8 @@ def lines(report: dict[str, Any]) -> list[str]:
     if not kl:
         return said
     said.append(
-        "KL(trained policy || it) per token: " + ", ".join(f"{way} {kl[way]:.3g}" for way in kl)
+        "difference from the trained policy, KL in nats per token: "
+        + ", ".join(f"{way} {kl[way]:.3g}" for way in kl)
     )
     alone, merged = kl.get(_ALONE), kl.get(_MERGED_4)
     if alone is None or merged is None or merged - kl[_BESIDE] <= MOST_LOST * alone:

@@ -158,8 +158,8 @@ def filter_problems(
     Args:
         config: A TOML file, or the name of a config in the package. Its model, devices, data and
             sampling settings are used.
-        out: A .jsonl file for the problems that are kept. Rates go to `<out>.measured`; a later call goes on
-            from there.
+        out: A .jsonl file for the problems that are kept. The pass rate of each problem is stored in
+            `<out>.measured`, from which a later call continues.
         *fields: Fields of the config that take another value.
         low: Lowest pass rate that is kept.
         high: Highest pass rate that is kept.

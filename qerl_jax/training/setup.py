@@ -464,10 +464,12 @@ def _about_resuming(run: PreparedRun, step: int, earlier: Mapping[str, Any]) -> 
         return lines
     last = float(optimizer.learning_rate(cfg.optim, before)(max(0, place - 1)))
     rate = float(optimizer.learning_rate(cfg.optim, run.total_steps)(place))
-    goes = "learning rate and noise go on" if cfg.noise else "its learning rate goes on"
+    schedules = (
+        "learning rate and noise now follow" if cfg.noise else "the learning rate now follows"
+    )
     lines.append(
-        f"this run had {before} optimizer steps and has {run.total_steps} now: {goes} as in a "
-        f"run of {run.total_steps} steps (the next rate is {rate:.3g}, the last one was {last:.3g})"
+        f"this run was planned for {before} optimizer steps, and now for {run.total_steps}: {schedules} the schedule "
+        f"of {run.total_steps} steps (the next rate is {rate:.3g}, the last one was {last:.3g})"
     )
     return lines
 

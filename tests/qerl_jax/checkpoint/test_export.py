@@ -329,7 +329,7 @@ def test_a_packed_export_says_what_merging_loses_and_offers_the_other_way(tmp_pa
     ]
     assert kl["4-bit base with the adapter beside it"] == 0
     assert kl["merged in 16 bits"] < 0.1 * kl["merged in 4 bits"]
-    assert "KL(trained policy || it) per token: 4-bit base alone" in said
+    assert "KL in nats per token: 4-bit base alone" in said
     assert "WARNING: merging into 4-bit weights loses" in said and "--to pair" in said
     kept = dict(report, kl=dict(kl, **{"merged in 4 bits": 0.09 * kl["4-bit base alone"]}))
     assert not any("WARNING" in line for line in export.lines(kept))
