@@ -338,6 +338,8 @@ def _find(name: str, field: str) -> Any:
     known = STOCK | FACTORIES
     if name in known:
         return known[name]
+    rule = f"must also name the function in the file: '{name}:FUNCTION'"
+    require(not name.endswith(".py"), field, name, rule)
     require(
         ":" in name,
         field,

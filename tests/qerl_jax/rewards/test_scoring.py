@@ -310,6 +310,12 @@ def test_check_finds_a_missing_column_before_training():
         scoring.check(needs_level, problems[:2])
 
 
+def test_a_file_without_a_function_is_refused_with_the_form_of_a_name():
+    rule = r"must also name the function in the file: 'mine\.py:FUNCTION'"
+    with pytest.raises(ValueError, match=rule):
+        scoring.resolve(["mine.py"])
+
+
 @pytest.mark.parametrize(
     ("function", "remedy"),
     [
