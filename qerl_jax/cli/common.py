@@ -88,7 +88,9 @@ def call(function: Callable, argv: list[str], prog: str) -> None:
         # tyro only parses here. The command runs later, when stderr is no longer captured.
         return functools.partial(function, *arguments, *fields, **given)
 
-    shown = [each.replace(annotation=_shown(each.annotation, each.default)) for each in own]
+    shown = [
+        each.replace(annotation=_shown(each.annotation, each.default, each.name)) for each in own
+    ]
     made.__signature__ = signature.replace(parameters=shown)
     made.__annotations__ = {each.name: each.annotation for each in shown}
     # A parameter's description is shown with its line breaks.
@@ -110,10 +112,14 @@ def texts(function: Callable) -> tuple[str, str]:
     return text.partition("\n\nArgs:")[0].strip(), examples.rstrip()
 
 
-def _shown(hint: Any, default: Any) -> Any:
+def _shown(hint: Any, default: Any, name: str) -> Any:
     """The type of a parameter, changed so that the help does not show None or () as a default."""
     if typing.get_origin(hint) is tuple and default is inspect.Parameter.empty:
-        default = ()  # as many as are given
+        # At least one, which the command checks: its error has an example.
+        return Annotated[
+            hint,
+            tyro.conf.arg(metavar=f"{name.upper().removesuffix('S')} ...", help_behavior_hint=""),
+        ]
     if default not in (None, ()) or typing.get_origin(hint) is Annotated:
         return hint
     words = {int: "INT", float: "FLOAT", str: "TEXT", pathlib.Path: "PATH"}
