@@ -248,5 +248,5 @@ def _on_texts(name: str, function: RewardFunction) -> RewardFunction:
             **columns,
         )
 
-    scored.__name__ = name
+    scored.__name__, scored.__wrapped__ = name, function
     return inspect.markcoroutinefunction(scored) if scoring.is_async(function) else scored

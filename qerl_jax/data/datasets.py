@@ -390,13 +390,14 @@ def _as_written(rows: Any, path: pathlib.Path) -> Any:
     except ValueError:  # one row per line
         found = [parse_json(line) for line in text.split("\n") if line.strip()]
     for name in mixed:
-        texts = [isinstance(row.get(name), str) for row in found]
-        if any(texts):
-            index = texts.index(True)
-            raise ValueError(
-                f"row {index}, column {name!r}: got the text {found[index][name]!r}; other rows have numbers or "
-                "other values there: write all as texts, or none"
-            )
+        texts = {
+            isinstance(row[name], str): i
+            for i, row in enumerate(found)
+            if row.get(name) is not None
+        }
+        if True in texts:
+            shown = (f"row {i} has {found[i][name]!r}" for i in sorted(texts.values()))
+            raise ValueError(f"column {name!r}: {' and '.join(shown)}: write all as texts, or none")
     for name in names:
         rows = rows.remove_columns(name).add_column(name, [row.get(name) for row in found])
     return rows

@@ -1,8 +1,10 @@
 """Imports Python objects by path, and finds the path of an object."""
 
 import functools
+import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import pathlib
 import sys
@@ -84,6 +86,17 @@ def source_hash(path: str) -> str | None:
     found = pathlib.Path(file).absolute()
     is_users = not any(map(found.is_relative_to, (_OURS, *_LIBRARIES)))
     return files.digest(found) if is_users else None
+
+
+def code_hash(thing: Any) -> str | None:
+    """Returns the SHA-256 of the source of a function that a script or a notebook defines; None if it cannot be read.
+
+    Other functions that it calls are not part of it.
+    """
+    try:
+        return hashlib.sha256(inspect.getsource(thing).encode()).hexdigest()
+    except (OSError, TypeError):  # a built-in, or typed into a shell
+        return None
 
 
 def place_of(error: BaseException) -> str | None:

@@ -213,7 +213,10 @@ def setup(
             del state  # with full training the device cannot hold two states
             state = files.restore(like, resumed)
         state = replicas.of_first(state)
-    progress, sources = stored.get("progress", {}), hosts.told(lambda: _sources(cfg))
+    progress, sources = (
+        stored.get("progress", {}),
+        hosts.told(lambda: _sources(cfg, reward_functions)),
+    )
     began_with = progress.get("sources", sources)
     notes += _about_sources(cfg, began_with, sources)
     run = PreparedRun(
@@ -431,10 +434,18 @@ def _differences(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -
     ]
 
 
-def _sources(cfg: config.RunConfig) -> dict[str, str]:
-    """Returns hashes of the user's files with rewards and tools, by the paths that the config names."""
+def _sources(
+    cfg: config.RunConfig, reward_functions: Sequence[stock.RewardFunction] | None
+) -> dict[str, str]:
+    """Returns hashes of the user's code of rewards and tools, by the paths that the config names.
+
+    The code of a function in a file is the whole file; that of a function of a script or notebook is its own source.
+    """
     paths = [*cfg.rewards.functions, *(cfg.tools.paths if cfg.tools else ())]
     found = {path: imports.source_hash(path) for path in paths}
+    for path, function in zip(cfg.rewards.functions, reward_functions or (), strict=False):
+        if path.startswith("__main__") or "<" in path:
+            found[path] = imports.code_hash(function)
     return {path: each for path, each in found.items() if each is not None}
 
 

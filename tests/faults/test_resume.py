@@ -120,6 +120,30 @@ def test_a_checkpoint_holds_what_the_run_remembers(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_says_that_the_code_of_a_scripts_reward_has_changed(tmp_path, capsys):
+    def zeros(completions, **_):
+        return [0.0] * len(completions)
+
+    def ones(completions, **_):
+        return [1.0] * len(completions)
+
+    rows = [{"prompt": f"What is 1+{b}?", "answer": b + 1} for b in range(9)]
+    settings = config.to_table(harness.tiny(tmp_path / "run", max_steps=1)) | {"eval": None}
+
+    def shown(function):
+        # Both are what a script calls "mine", before and after a change.
+        function.__module__, function.__qualname__ = "__main__", "mine"
+        qerl_jax.train(settings, rows, function)
+        return " ".join(capsys.readouterr().out.split())
+
+    warning = "warning: the code of __main__:mine has changed since the run in"
+    assert warning not in shown(zeros)
+    again = shown(zeros)
+    assert "nothing left to do" in again and warning not in again
+    assert warning in shown(ones)
+
+
+@pytest.mark.slow
 def test_a_warning_about_a_run_is_given_once_and_not_again_when_it_is_resumed(tmp_path, capsys):
     def zero(completions, **_):
         return [0.0] * len(completions)

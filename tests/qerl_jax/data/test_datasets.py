@@ -331,7 +331,9 @@ def test_a_column_of_texts_and_other_values_is_refused(answers, tmp_path):
     path = tmp_path / "rows.jsonl"
     rows = [{"question": "?", "answer": answer} for answer in answers]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(ValueError, match=r"row \d, column 'answer': got the text '.*write all as"):
+    with pytest.raises(
+        ValueError, match=r"column 'answer': row 0 has .* and row 1 has .*: write all as texts"
+    ):
         load(str(path))
 
 

@@ -155,7 +155,7 @@ def test_a_row_may_lack_what_other_rows_have_and_errors_name_the_row_of_the_file
         path.write_text(
             "".join(json.dumps({"text": 5 if i == bad else "A"}) + "\n" for i in range(3))
         )
-        with pytest.raises(ValueError, match=f"rows.jsonl, row {bad}: text: got 5"):
+        with pytest.raises(ValueError, match=f"rows.jsonl.*column 'text': .*row {bad} has 5"):
             calibration.texts(Calibration(str(path)), TOKENS)
 
 
