@@ -17,8 +17,8 @@ if a kernel hangs.
 
 `--kernels portable` times the Triton kernels instead, which need the packages of `.[triton]`: up to M = 128 the
 fused kernel, above that the product with an unpacked copy. `--kernels reference` times the fallback that uses no
-kernel. (`scripts.bench_wide` times the Hopper kernels for more rows.) `--dx` times the derivative with respect to x. `--rank` times each product as a layer has it, with LoRA added, and
-bf16 with the same LoRA.
+kernel. (`scripts.bench_wide` times the Hopper kernels for more rows.) `--dx` times the derivative with respect to x.
+`--rank` times each product as a layer has it, with LoRA added, and bf16 with the same LoRA.
 
     python -m scripts.bench_kernels --kernels portable --m 1 8 16 32 64
     python -m scripts.bench_kernels --kernels portable --m 2048 8192 --layers gate_up down
@@ -186,7 +186,7 @@ def measure(
     weights: Any,
     *,
     repeats: int = 7,
-    name: str = KERNEL,
+    name: str | None = KERNEL,
     bookkeeping: re.Pattern = _BOOKKEEPING,
 ) -> Timing:
     """Times a function made by `rounds_of`. `loop` is the median of several runs; `kernel` is the kernel of that
@@ -205,7 +205,7 @@ def measure(
     loop = statistics.median(long - short for short, long in walls) / ((many - few) * copies)
 
     _, kernels = profiler.measure(run, aggregate=False)(x, weights, jnp.int32(few))
-    named = [ms for kernel, ms in kernels if name in kernel]
+    named = [ms for kernel, ms in kernels if name and name in kernel]
     per_call = sum(ms for kernel, ms in kernels if not bookkeeping.search(kernel))
     per_call /= few * copies
     kernel = statistics.median(named) if named else per_call
@@ -412,7 +412,7 @@ def check_values(
 
     def lowered(m):
         if kernels != "hopper":
-            return jax.jit(lambda x, w, **_: nvfp4_matmul(x, w)).lower(x[:m], w)
+            return jax.jit(nvfp4_matmul).lower(x[:m], w)
         if rank:
             return jax.jit(fused.linear).lower(x[:m], w, branch=branch)
         config = configs.pick_config(m, n, k)
@@ -488,8 +488,7 @@ def bench(
         )
         inputs = other_inputs(kernels, m, n, k, config=config, is_dx=is_dx)
         bookkeeping = _WITHOUT_SUMS if rank else _BOOKKEEPING
-        # With LoRA the time is that of all kernels of a call.
-        name = "product" if is_fused else "no kernel has this name"
+        name = "product" if is_fused else None
         timing = measure(run, *inputs, name=name, bookkeeping=bookkeeping)
     row |= {"us": dataclasses.asdict(timing), "floor": floor_us(m, n, k)}
     if with_bf16:
@@ -583,14 +582,11 @@ def main() -> None:
     args = parser.parse_args()
     known = dict.fromkeys(problem.model for problem in shapes.PROBLEMS)
     args.models = args.models or (list(known) if args.values else ["qwen2.5-7b"])
-    if args.kernels == "hopper" and not args.values:
-        if args.dx or args.rank or max(args.m) > configs.MAX_M:
-            parser.error(
-                f"scripts.bench_wide times the Hopper kernels for dx and M > {configs.MAX_M}"
-            )
-    elif args.values and args.rank:
-        if args.kernels != "hopper":
-            parser.error("--values --rank needs --kernels hopper")
+    is_hopper = args.kernels == "hopper"
+    if is_hopper and not args.values and (args.dx or args.rank or max(args.m) > configs.MAX_M):
+        parser.error("scripts.bench_wide times the Hopper kernels of many rows, and for dx")
+    if args.values and args.rank and not is_hopper:
+        parser.error("--values --rank needs --kernels hopper")
 
     runtime.use_kernels(args.kernels)
     print(versions(), args.kernels)

@@ -228,7 +228,7 @@ def _rows(function: typing.Callable) -> tuple[list[str], list[tuple[str, ...]]]:
                 "needed" if each.default is inspect.Parameter.empty else "",
             )
             many = typing.get_origin(each.annotation) is tuple
-            places.append(shown + (" ..." if many else ""))
+            places.append(f"{shown.removesuffix('S')} ..." if many else shown)
         elif each.kind is inspect.Parameter.VAR_POSITIONAL:
             rows.append(("`--section.field`", "", "", cell(texts[name])))
             continue

@@ -107,10 +107,10 @@ BATCHES = {
         *(
             Command(
                 170,
-                f"scripts.bench_kernels --kernels portable --out {{out}}/lora{dx[2:]}_portable.json "
-                f"--m 2048 8192 --rank 32 {dx}",
+                f"scripts.bench_kernels --kernels portable --out {{out}}/{name}_portable.json "
+                f"--m 2048 8192 --rank 32 {option}",
             )
-            for dx in ("", "--dx")
+            for name, option in (("many_lora", ""), ("dx_lora", "--dx"))
         ),
         Command(
             170,

@@ -180,8 +180,7 @@ def evaluate(
             raise RewardError(
                 f"reward function {name!r} raised {type(error).__name__} on {len(prompts)} rows "
                 f"with the columns {sorted(columns)}: {error}"
-                + (f" ({place})" if place else "")
-                + _remedy(error)
+                + (f" ({place})" if place else _remedy(error))
                 + _first_row(function, arguments, len(prompts))
             ) from error
 
@@ -201,7 +200,10 @@ def evaluate(
 
 
 def _remedy(error: Exception) -> str:
-    """Returns what to change where a function does not accept the arguments, or needs one that there is not."""
+    """Returns what to change if a function does not accept its arguments, or needs one that the rows do not have.
+
+    The error must be of the call itself, and not of one inside the function.
+    """
     if not isinstance(error, TypeError):
         return ""
     if re.search(r"got an unexpected keyword argument", str(error)):

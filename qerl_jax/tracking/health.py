@@ -180,8 +180,8 @@ def _flat(health: Health) -> str | None:
     return (
         f"warning: the reward has not risen: its mean is {reward.first:.3g} over the first {_WINDOW} steps, and "
         f"{reward.last:.3g} over the last {_WINDOW}. Read some completions in completions/. Likely cause: "
-        "optim.learning_rate is too low or too high, the run is too short, or the reward does not depend on what "
-        "the policy writes"
+        "optim.learning_rate is too low or too high, the run is too short, the reward does not depend on what the "
+        "policy writes, or it was near its best from the start"
     )
 
 

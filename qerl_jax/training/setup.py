@@ -418,7 +418,8 @@ def check_folder(cfg: config.RunConfig) -> config.RunConfig | None:
         "output_dir",
         cfg.output_dir,
         f"it holds a run with another {', '.join(fields)}: choose another folder, or remove that one "
-        "(of this, only max_steps or num_train_epochs can be raised in the same folder)",
+        "(in the same folder max_steps or num_train_epochs may only be raised; mesh, memory settings and report_to may "
+        "change)",
     )
     return found
 

@@ -332,6 +332,16 @@ def test_an_error_about_arguments_says_what_to_change(function, remedy):
     )
 
 
+def test_an_error_about_arguments_inside_a_reward_gets_no_such_advice():
+    def calls_wrongly(completions, **_):
+        return sorted(completions, reversed=True)
+
+    problems = datasets.from_config(DataConfig("arithmetic"), split="train", seed=0)[:2]
+    with pytest.raises(scoring.RewardError, match="in calls_wrongly") as raised:
+        scoring.check([("mine", calls_wrongly)], problems)
+    assert "end its arguments" not in str(raised.value)
+
+
 def test_completions_take_the_form_of_their_prompts():
     assert scoring.as_completion("1+1=", "2") == "2"
     chat = scoring.as_completion([{"role": "user", "content": "1+1="}], "2")
