@@ -4,7 +4,8 @@ Weights are random in a known shape, prompts have 256 random tokens, end tokens 
 time is the time to generate 512 tokens minus the time for 32, so prefill and the fixed cost of a call are left out. The
 bound is the time to read what a step must read: packed or 16-bit linears, head, adapters, live keys and values. It
 assumes nine tenths of the card's nominal bandwidth, 4.3 TB/s on an H200. Every row of the table runs in its own process,
-which is killed at its time limit. A row can be run alone:
+which is killed at its time limit. `--together N` lets N processes compile at the same time; each is measured while the
+others wait. A row can be run alone:
 
     python -m scripts.bench_rollouts --model 7b                   # both bases at 1, 8, 32, 64, 128
     python -m scripts.bench_rollouts --model 32b --arms nvfp4 --batch 64
@@ -15,6 +16,7 @@ which is killed at its time limit. A row can be run alone:
                                                                   # gate_up finished by a kernel after its product
     python -m scripts.bench_rollouts --arms nvfp4 nvfp4-unshared --batch 128 --siblings 8 --prompt 1024
                                                                   # 16 prompts x 8; a prompt's pages read for each
+    python -m scripts.bench_rollouts --model 3b 7b --rank 16 64 --arms nvfp4 --batch 1 --together 4
     python -m scripts.bench_rollouts --arms nvfp4 nvfp4-unrolled --batch 64 128
                                                                   # all layers written out
     python -m scripts.bench_rollouts --kernels portable --arms nvfp4 --batch 8 64
@@ -29,19 +31,25 @@ from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
+import itertools
 import json
 import os
 import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from scripts import limits
 
 PROMPT, SHORT, LONG = 256, 32, 512
 KNOWN_IDS = 151_665
+# What a child process prints when it has compiled all and waits for its turn.
+READY = "READY"
 # Bytes per weight of a packed linear; 16-bit ones have two.
 BYTES = {"nvfp4": 0.5625, "mxfp4": 0.53125, "nf4": 0.516}
 # Decode tokens per second of 7B, 14B and 32B on an H200, by batch size: our target, and what vLLM 0.26 reaches with
@@ -69,6 +77,23 @@ def bound(
     tokens = batch * (prompt / siblings + (SHORT + LONG) / 2)
     live = tokens * 4 * arch.num_layers * arch.kv_width
     return (matrices + 2 * arch.vocab_size * arch.width + live) / limits.bandwidth()
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One row of the table.
+
+    Attributes:
+        model: A name of `--model`.
+        rank: LoRA rank.
+        arm: A name of `--arms`.
+        what: A batch size, "mixed" or "prefill".
+    """
+
+    model: str
+    rank: int
+    arm: str
+    what: str
 
 
 class Bench:
@@ -257,18 +282,28 @@ def by_kernel(
     return [*rows, ("all kernels", spent.total(), launches.total() / steps)]
 
 
-def child(args: argparse.Namespace, arm: str, what: str) -> None:
-    """Measures one row and prints it as JSON."""
-    bench = Bench(args, arm)
+def child(args: argparse.Namespace, case: Case) -> None:
+    """Compiles what a row needs, waits for a line of input, measures the row and prints it as JSON."""
+    bench = Bench(args, case.arm)
     measures = {"mixed": mixed, "prefill": prefill}
-    row = measures[what](bench) if what in measures else decode(bench, int(what))
+    first = 0.0
+    if case.what not in measures:
+        rows = bench.prompts(int(case.what) // bench.siblings, bench.siblings, LONG)
+        _, first = bench.time(rows, int(case.what), repeats=0)
+    print(READY, flush=True)
+    sys.stdin.readline()
+    if case.what in measures:
+        row = measures[case.what](bench)
+    else:
+        row = decode(bench, int(case.what)) | {"first_call": first}
     from scripts.bench_kernels import versions
 
-    origin = {"model": args.model, "rank": bench.rank, "arm": arm, "kernels": args.kernels}
+    origin = {"model": case.model, "rank": bench.rank, "arm": case.arm, "kernels": args.kernels}
+    origin |= {"together": args.together} if args.together > 1 else {}
     origin |= versions()
     print("ROW " + json.dumps(origin | row), flush=True)
     if args.profile and "step" in row:
-        rows = profile(bench, int(what))
+        rows = profile(bench, int(case.what))
         rows.append(
             ("between kernels: the rest of the time of a step", 1e6 * row["step"] - rows[-1][1], 0)
         )
@@ -276,37 +311,95 @@ def child(args: argparse.Namespace, arm: str, what: str) -> None:
             print(f"{us:9.1f} us x{launches:6.1f}  {name}", flush=True)
 
 
-def rows_of(args: argparse.Namespace, arm: str, what: str) -> tuple[list[dict], int]:
-    """The rows that a child process printed before it ended, and its status, which is not 0 if it failed or was
-    killed.
+class Child:
+    """A process that measures a row.
+
+    Args:
+        case: The row.
+        timeout: Seconds for compiling and seconds for measuring; the process is killed after either.
+        shares: Whether other processes have bases on the card, so that none may take all of its memory.
     """
-    command = [sys.executable, "-m", "scripts.bench_rollouts", *sys.argv[1:], "--child", arm, what]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+
+    def __init__(self, case: Case, timeout: int, *, shares: bool):
+        self.case, self._timeout = case, timeout
+        what = map(str, dataclasses.astuple(case))
+        command = [sys.executable, "-m", "scripts.bench_rollouts", *sys.argv[1:], "--child", *what]
+        environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if shares else {}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._process = subprocess.Popen(
+            command, env=os.environ | environment, start_new_session=True, **pipes
+        )
+        self._watch()
+
+    def wait_until_ready(self) -> None:
+        """Waits until the process has compiled all, or has ended."""
+        for line in self._process.stdout:
+            if line.strip() == READY:
+                break
+        self._timer.cancel()
+
+    def measure(self) -> tuple[list[dict], int]:
+        """Lets the process measure. Returns its rows and its status, which is not 0 if it failed or was killed."""
+        self._watch()
+        try:
+            output, _ = self._process.communicate("\n")
+        finally:
+            self._timer.cancel()
+        rows = [json.loads(line[4:]) for line in output.splitlines() if line.startswith("ROW ")]
+        notes = [line for line in output.splitlines() if " us x" in line]
+        return [
+            row | ({"longest": notes} if notes else {}) for row in rows
+        ], self._process.returncode
+
+    def kill(self) -> None:
+        """Ends the process, which is not in this one's group and would go on."""
+        self._timer.cancel()
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _watch(self) -> None:
+        self._timer = threading.Timer(self._timeout, self.kill)
+        self._timer.daemon = True
+        self._timer.start()
+
+
+def measured(cases: list[Case], timeout: int) -> Iterator[tuple[Case, list[dict], int]]:
+    """Starts a process for each row, waits until all have compiled, and measures one after the other.
+
+    Yields:
+        Each row, what it measured, and the status of its process.
+    """
+    children = [Child(case, timeout, shares=len(cases) > 1) for case in cases]
     try:
-        output, _ = process.communicate(timeout=args.timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-    except KeyboardInterrupt:  # it is not in this process's group, and would go on
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    rows = [json.loads(line[4:]) for line in output.splitlines() if line.startswith("ROW ")]
-    notes = [line for line in output.splitlines() if " us x" in line]
-    if process.returncode:
-        print(f"{arm} {what}: failed, or was killed after {args.timeout} s", flush=True)
-    return [row | ({"longest": notes} if notes else {}) for row in rows], process.returncode
+        for child in children:
+            child.wait_until_ready()
+        for child in children:
+            yield child.case, *child.measure()
+    finally:
+        for child in children:
+            child.kill()
 
 
 def main() -> int:
     """Runs the rows one after the other and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--model", default="7b", help="7b, 14b, 32b or a name of architecture.KNOWN"
+        "--model",
+        nargs="+",
+        default=["7b"],
+        help="7b, 14b, 32b or names of architecture.KNOWN",
     )
     parser.add_argument(
         "--batch", type=int, nargs="+", help="batch sizes; default: those with a target"
     )
-    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--rank", type=int, nargs="+", default=[32])
+    parser.add_argument(
+        "--together",
+        type=int,
+        default=1,
+        metavar="N",
+        help="rows that compile at the same time; the card must hold all their bases",
+    )
     parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of a prompt")
     parser.add_argument(
         "--siblings",
@@ -341,59 +434,76 @@ def main() -> int:
     parser.add_argument(
         "--prefill", action="store_true", help="measure prefill instead of the table"
     )
-    parser.add_argument("--timeout", type=int, default=240, help="time limit of a row, in seconds")
+    parser.add_argument(
+        "--timeout", type=int, default=240, help="seconds for compiling a row, and for measuring it"
+    )
     parser.add_argument("--profile", action="store_true", help="print the time of a step by kernel")
     parser.add_argument("--out", type=pathlib.Path, help="append each row to this JSONL file")
-    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        child(args, *args.child)
+        model, rank, arm, what = args.child
+        args.model, args.rank = model, int(rank)
+        child(args, Case(model, int(rank), arm, what))
         return 0
 
     if args.out:
         args.out.open("a").close()  # Fail now, not after minutes of measuring.
-    targets, vllm = TARGETS.get(args.model, {}), VLLM.get(args.model, {})
     others = [name for name in ("mixed", "prefill") if getattr(args, name)]
-    wanted = others or [str(batch) for batch in args.batch or targets or (1, 8, 32, 64)]
+    cases = [
+        Case(model, rank, arm, str(what))
+        for model, rank in itertools.product(args.model, args.rank)
+        for what in others or args.batch or TARGETS.get(model, (1, 8, 32, 64))
+        for arm in args.arms
+    ]
     rows, failed = [], False
-    print(
-        f"{args.model}, prompts of {args.prompt} x {args.siblings}, {LONG} new tokens, LoRA rank {args.rank}"
-    )
+    print(f"prompts of {args.prompt} x {args.siblings}, {LONG} new tokens")
     if not others:
         print(
-            "| base | batch | tok/s | target | vLLM | step ms | of bound | prefill s | first call s |"
+            "| model | rank | base | batch | tok/s | target | vLLM | step ms | of bound | prefill s | first call s |"
         )
-        print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
-    for what in wanted:
-        for arm in args.arms:
-            found, status = rows_of(args, arm, what)
+        print("|" + " --- |" * 11)
+    for wave in itertools.batched(cases, args.together):
+        for case, found, status in measured(list(wave), args.timeout):
+            if status:
+                print(
+                    f"{case.model}, rank {case.rank}, {case.arm} {case.what}: failed, "
+                    f"or was killed after {args.timeout} s",
+                    flush=True,
+                )
             failed |= status != 0
             rows += found
             if args.out:
                 with args.out.open("a") as file:
                     file.writelines(json.dumps(row) + "\n" for row in found)
             for row in found:
-                print(_line(row, targets, vllm), *row.get("longest", ()), sep="\n", flush=True)
-    steps = {(row["arm"], row["batch"]): row["step"] for row in rows if "step" in row}
-    for (arm, batch), step in steps.items():
-        for other, verb in (
-            ("bfloat16", "as fast as bfloat16"),
-            (f"{arm}-no-lora", "as fast as without LoRA"),
+                print(_line(row), *row.get("longest", ()), sep="\n", flush=True)
+    steps = {
+        (row["model"], row["rank"], row["batch"], row["arm"]): row["step"]
+        for row in rows
+        if "step" in row
+    }
+    for (model, rank, batch, arm), step in steps.items():
+        for other, other_rank, verb in (
+            ("bfloat16", rank, "as fast as bfloat16"),
+            (f"{arm}-no-lora", 0, "as fast as without LoRA"),
         ):
-            if other != arm and (other, batch) in steps:
-                print(f"{arm} at {batch}: {steps[other, batch] / step:.2f} times {verb}")
+            beside = steps.get((model, other_rank, batch, other))
+            if other != arm and beside:
+                print(f"{model}, rank {rank}, {arm} at {batch}: {beside / step:.2f} times {verb}")
     return int(failed)
 
 
-def _line(row: dict, targets: dict[int, int], vllm: dict[int, int]) -> str:
+def _line(row: dict) -> str:
     if "step" not in row:
         return row["arm"] + "".join(
             f", {name} {value:,.3f}" for name, value in row.items() if isinstance(value, float)
         )
     batch = row["batch"]
+    target, vllm = (of.get(row["model"], {}).get(batch, "") for of in (TARGETS, VLLM))
     return (
-        f"| {row['arm']} | {batch} | {batch / row['step']:,.0f} | {targets.get(batch, '')} "
-        f"| {vllm.get(batch, '')} | {row['step'] * 1e3:.2f} | {row['bound'] / row['step']:.2f} "
+        f"| {row['model']} | {row['rank']} | {row['arm']} | {batch} | {batch / row['step']:,.0f} "
+        f"| {target} | {vllm} | {row['step'] * 1e3:.2f} | {row['bound'] / row['step']:.2f} "
         f"| {row['prefill']:.3f} | {row['first_call']:.1f} |"
     )
 

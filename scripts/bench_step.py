@@ -42,8 +42,10 @@ BANDWIDTH = 4.3e12
 PHASES = ("rollout", "reward", "update")
 
 
-# GiB of an H200 as XLA counts them: a fraction of 0.5723 gave a pool of 80.01 GiB.
-DEVICE_GIB = 80.01 / 0.5723
+# XLA counts .9957 of the memory that nvidia-smi prints for an H200: a fraction of 0.5723 gave a pool of 80.01 GiB.
+XLA_SHARE = 0.9957
+# The largest share of a card that a pool can have; the driver and cuBLAS need the rest.
+MOST_SHARE = 0.95
 
 
 @dataclasses.dataclass(frozen=True)
@@ -328,6 +330,13 @@ def linear_parameters(arch: architecture.Architecture) -> int:
     )
 
 
+def pool_share(pool_gib: float) -> float:
+    """The share of this card's memory that is a pool of this size, at most `MOST_SHARE`."""
+    ask = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    said = subprocess.run(ask, check=True, capture_output=True, text=True).stdout
+    return min(MOST_SHARE, pool_gib / (XLA_SHARE * float(said.split()[0]) / 1024))
+
+
 def bench_rows(
     names: list[str],
     tokenizer: str | None,
@@ -342,7 +351,7 @@ def bench_rows(
     for name in names:
         row, environment = ROWS[name], dict(os.environ)
         if row.pooled:
-            environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{pool_gib / DEVICE_GIB:.4f}"
+            environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{pool_share(pool_gib):.4f}"
         command = [sys.executable, "-m", "scripts.bench_step", "--row", name]
         command += ["--kernels", kernels]
         command += ["--profile"] if profile else []

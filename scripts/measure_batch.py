@@ -71,29 +71,27 @@ _ON_RUN = "--model {smollm2} --adapter {out}/worked --limit 512 --out {out}/draf
 def _of_kernels(kernels: str) -> list[Command]:
     """Products of few and of many rows, rollouts and an update of 7B by some kernels."""
     name = f"--kernels {kernels} --out {{out}}"
-    many = [Command(150, "scripts.bench_wide --m 2048 8192 --out {out}/many_hopper.json")]
+    many = [Command(280, "scripts.bench_wide --m 2048 8192 --out {out}/many_hopper.json")]
     if kernels != "hopper":
         many = [
             Command(120, f"scripts.bench_kernels {name}/many_{kernels}.json --m 2048 8192"),
             Command(120, f"scripts.bench_kernels {name}/dx_{kernels}.json --m 2048 8192 --dx"),
         ]
     return [
-        Command(75, f"scripts.bench_kernels {name}/few_{kernels}.json --m 1 8 16 32 64 --no-bf16"),
+        Command(170, f"scripts.bench_kernels {name}/few_{kernels}.json --m 1 8 16 32 64 --no-bf16"),
         *many,
         Command(
             110,
-            f"scripts.bench_rollouts {name}/rollouts_{kernels}.jsonl --model 7b --arms nvfp4 --batch 8 64",
+            f"scripts.bench_rollouts {name}/rollouts_{kernels}.jsonl --model 7b --arms nvfp4 --batch 8 64 "
+            "--together 2",
         ),
         Command(75, f"scripts.bench_step {name}/update_{kernels}.json {_SEVEN}"),
     ]
 
 
-def _decoding(model: str, rows: str, name: str) -> Command:
-    """Decoding of a model at some numbers of rows."""
-    return Command(
-        130,
-        f"scripts.bench_rollouts --model {model} --arms nvfp4 --batch {rows} --out {{out}}/{name}_{model}.jsonl",
-    )
+def _decoding(seconds: int, options: str, name: str = "rollouts") -> Command:
+    """Decoding by some bases."""
+    return Command(seconds, f"scripts.bench_rollouts {options} --out {{out}}/{name}.jsonl")
 
 
 BATCHES = {
@@ -113,12 +111,12 @@ BATCHES = {
             for name, option in (("many_lora", ""), ("dx_lora", "--dx"))
         ),
         Command(
-            170,
+            300,
             "scripts.bench_kernels --values --kernels portable --m 1 8 16 33 64 128 2048",
         ),
         Command(
             150,
-            "scripts.bench_rollouts --model 7b --arms nf4 mxfp4 --batch 8 64 --out {out}/rollouts.jsonl",
+            "scripts.bench_rollouts --model 7b --arms nf4 mxfp4 --batch 8 64 --together 4 --out {out}/rollouts.jsonl",
         ),
         *_of_kernels("hopper"),
         *_of_kernels("reference"),
@@ -176,17 +174,9 @@ BATCHES = {
         Command(290, "scripts.sanitize_kernels --every 3 --seconds 280 --out {out}/sanitized.jsonl")
     ],
     "table": [
-        *(
-            Command(
-                seconds,
-                f"scripts.bench_rollouts --model {model} --arms nvfp4 --batch {rows} --out {{out}}/rollouts.jsonl",
-            )
-            for seconds, model, rows in (
-                (230, "7b", "1 8 32 64 128 256"),
-                (200, "14b", "1 8 32 64"),
-                (330, "32b", "1 8 32 64 128"),
-            )
-        ),
+        _decoding(150, "--model 7b --arms nvfp4 --batch 1 8 32 64 128 256 --together 3"),
+        _decoding(120, "--model 14b --arms nvfp4 --batch 1 8 32 64 --together 4"),
+        _decoding(200, "--model 32b --arms nvfp4 --batch 1 8 32 64 128 --together 3"),
         Command(90, "scripts.bench_layer --arms nvfp4 --m 8 64 128"),
         Command(
             150,
@@ -198,51 +188,41 @@ BATCHES = {
             command
             for model, rows, ms in (("7b", "8 64 128", "16 64 128"), ("32b", "32 64", "32 64"))
             for command in (
-                _decoding(model, rows, "before"),
+                _decoding(
+                    130, f"--model {model} --arms nvfp4 --batch {rows} --together 3", "before"
+                ),
                 Command(
                     290,
                     f"scripts.tune_kernels --models qwen2.5-{model} --layers qkv o down --m {ms} --seconds 275",
                 ),
-                _decoding(model, rows, "after"),
+                _decoding(
+                    130, f"--model {model} --arms nvfp4 --batch {rows} --together 3", "after"
+                ),
             )
         ),
         Command(
             200,
             "scripts.bench_step --rows 72b-step --tokenizer qerl_jax/assets/tiny --out {out}/step.json",
         ),
-        Command(
+        _decoding(
             200,
-            "scripts.bench_rollouts --model 72b --arms nvfp4 nvfp4-unpaired --rank 16 --batch 4 --profile "
-            "--out {out}/rollouts_72b.jsonl",
+            "--model 72b --arms nvfp4 nvfp4-unpaired --rank 16 --batch 4 --profile",
+            "rollouts_72b",
         ),
         Command(
             150,
             "scripts.bench_step --rows 32b-step-auto 7b-update --tokenizer qerl_jax/assets/tiny --out {out}/steps.json",
         ),
     ],
-    # What the paper's tables 3 and 5 to 9 have, for docs/paper-tables.md.
+    # What the paper's tables 3 and 5 to 9 have, for docs/paper-tables.md. The bases of a command fit 80 GB together.
     "paper": [
-        *(
-            Command(
-                seconds,
-                f"scripts.bench_rollouts --model {model} --arms {arms} --rank {rank} --batch {rows} "
-                "--out {out}/rollouts.jsonl",
-            )
-            for seconds, model, arms, rank, rows in (
-                (110, "3b", "nvfp4 bfloat16", 32, "1 8"),
-                (130, "7b", "nvfp4 bfloat16 nf4", 16, "1"),
-                (130, "7b", "nvfp4 bfloat16 nf4", 64, "1"),
-                (130, "14b", "nvfp4 bfloat16", 32, "1 8"),
-                (130, "14b", "nvfp4 bfloat16 nf4", 16, "1"),
-                (130, "14b", "nvfp4 bfloat16 nf4", 64, "1"),
-                (150, "32b", "nvfp4 bfloat16", 16, "1"),
-                (150, "32b", "nvfp4 bfloat16", 64, "1"),
-                (90, "3b", "nvfp4 bfloat16", 16, "1"),
-                (90, "3b", "nvfp4 bfloat16", 64, "1"),
-                (130, "7b", "nvfp4 bfloat16", 32, "1 8"),
-                (130, "32b", "nvfp4", 32, "1 8"),
-            )
-        ),
+        _decoding(170, "--model 3b 7b --arms nvfp4 bfloat16 --batch 1 8 --together 8"),
+        _decoding(150, "--model 14b --arms nvfp4 bfloat16 --batch 1 8 --together 2"),
+        _decoding(110, "--model 32b --arms nvfp4 --batch 1 8 --together 2"),
+        _decoding(200, "--model 3b 7b 14b 32b --arms nvfp4 --rank 16 64 --batch 1 --together 4"),
+        _decoding(200, "--model 3b 7b 14b --arms bfloat16 --rank 16 64 --batch 1 --together 2"),
+        _decoding(130, "--model 7b 14b --arms nf4 --rank 16 64 --batch 1 --together 4"),
+        _decoding(200, "--model 32b --arms bfloat16 --rank 16 32 64 --batch 1"),
         Command(
             290,
             "scripts.bench_step --rows 7b-16 7b-16-bf16 7b-64 7b-64-bf16 --tokenizer qerl_jax/assets/tiny --out {out}/step.json",

@@ -31,6 +31,11 @@ echo "========= ERROR SUMMARY: 0 errors"
         ),
         (-11, "", "the test did not pass: status -11"),
         (None, PASSED, "ended: no time left"),
+        (
+            9,
+            "========= Internal Sanitizer Error: it failed.\n========= RACECHECK SUMMARY: 1 hazard",
+            "the tool failed: Internal Sanitizer Error: it failed.",
+        ),
     ],
 )
 def test_a_test_is_clean_only_if_it_passed_and_the_tool_has_looked(status, text, expected):

@@ -74,8 +74,16 @@ def rank_split(k: int) -> int:
 
 
 def pick_config(m: int, n: int, k: int) -> Config:
-    """Picks the configuration for x [M, K] and W [N, K]: from the device's table, otherwise by `heuristic`."""
-    found = table_of(runtime.device_kind()).get((_bucket(m), n, k))
+    """Picks the configuration for x [M, K] and W [N, K]: from the device's table, otherwise by `heuristic`.
+
+    If the device's table has no row for the problem, but the device is a Hopper with as many multiprocessors as an
+    H200, then the H200's row is used.
+    """
+    card, problem = runtime.device(), (_bucket(m), n, k)
+    found = table_of(runtime.device_kind()).get(problem)
+    alike = lambda other: (other.compute_capability, other.processors)
+    if found is None and alike(card) == alike(runtime.H200):
+        found = table_of(runtime.H200.name).get(problem)
     return found or heuristic(m, n, k)
 
 
