@@ -75,7 +75,7 @@ TABLES = (
     Table(
         "bfloat16",
         "NVFP4 beside a 16-bit base",
-        "Our own BF16 base with the same LoRA, on the same card, measured right before or after.",
+        "Our own BF16 base with the same LoRA, on the same card, measured right before or after, unless the note says more.",
         True,
     ),
     Table(
@@ -351,7 +351,7 @@ def table(spec: Table, lines: list[dict], devices: list[str], runs: dict[tuple, 
                 shown(first["ratio"]),
                 targets(measured, spec.higher_is_better),
                 *(shown(first["more"].get(heading)) for heading in further),
-                first["note"],
+                "; ".join(dict.fromkeys(line["note"] for line in measured if line["note"])),
                 ", ".join(str(runs[run(line)]) for line in measured),
             ]
         )

@@ -245,6 +245,17 @@ def test_every_row_of_a_table_can_be_run():
             assert matmul.supports(m, n, k, config) is None
 
 
+def test_a_hopper_without_rows_takes_the_h200s_and_no_other_card_does():
+    (m, n, k), row = next(iter(tuning.table_of("NVIDIA H200").items()))
+    for card in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"):
+        with runtime.on(runtime.CARDS[card]):
+            assert tuning.pick_config(m, n, k) == row
+    a100 = dataclasses.replace(runtime.H200, name="NVIDIA A100", compute_capability="8.0")
+    for card in (runtime.CARDS["NVIDIA H100 PCIe"], a100):
+        with runtime.on(card):
+            assert tuning.pick_config(m, n, k) == tuning.heuristic(m, n, k)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [1, 8, 16, 64, 128])
 def test_on_its_device_every_problem_meets_the_reference(assume, m):  # noqa: F811
