@@ -96,6 +96,7 @@ _MANY = dataclasses.replace(
     target=">= 1.1x of bf16",
     prompts=8,
 )
+_TWO = {"": "nvfp4", "-bf16": "bfloat16"}
 ROWS = {
     "7b-update": _UPDATE,
     "7b-update-bf16": dataclasses.replace(_UPDATE, target="baseline", weights="bfloat16"),
@@ -152,6 +153,19 @@ ROWS = {
     "7b-16-bf16": dataclasses.replace(_ROLLOUT, target="baseline", weights="bfloat16"),
     "7b-64": _MANY,
     "7b-64-bf16": dataclasses.replace(_MANY, target="baseline", weights="bfloat16"),
+    # The other steps of the paper's tables 3 and 5 to 7.
+    **{
+        f"{size}-{count}{suffix}": dataclasses.replace(
+            row, model=f"qwen2.5-{size}", target="the paper's", weights=weights
+        )
+        for size, formats in (
+            ("3b", _TWO),
+            ("7b", {"-nf4": "nf4"}),
+            ("14b", _TWO | {"-nf4": "nf4"}),
+        )
+        for count, row in ((16, _ROLLOUT), (64, _MANY))
+        for suffix, weights in formats.items()
+    },
 }
 
 

@@ -223,9 +223,18 @@ BATCHES = {
         _decoding(200, "--model 3b 7b 14b --arms bfloat16 --rank 16 64 --batch 1 --together 2"),
         _decoding(130, "--model 7b 14b --arms nf4 --rank 16 64 --batch 1 --together 4"),
         _decoding(200, "--model 32b --arms bfloat16 --rank 16 32 64 --batch 1"),
-        Command(
-            290,
-            "scripts.bench_step --rows 7b-16 7b-16-bf16 7b-64 7b-64-bf16 --tokenizer qerl_jax/assets/tiny --out {out}/step.json",
+        *(
+            Command(
+                seconds,
+                f"scripts.bench_step --rows {rows} --tokenizer qerl_jax/assets/tiny --out {{out}}/step.json",
+            )
+            for seconds, rows in (
+                (360, "7b-16 7b-16-bf16 7b-64 7b-64-bf16"),
+                (360, "3b-16 3b-16-bf16 3b-64 3b-64-bf16"),
+                (200, "7b-16-nf4 7b-64-nf4"),
+                (360, "14b-16 14b-16-bf16 14b-16-nf4"),
+                (360, "14b-64 14b-64-bf16 14b-64-nf4"),
+            )
         ),
     ],
     "gates": [

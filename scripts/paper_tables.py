@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import math
 import pathlib
 import sys
@@ -115,7 +116,11 @@ _OURS = {
 
 def rollouts(lines: Lines) -> str:
     """Tokens per second by number of rows that decode at once."""
-    columns = [("nvfp4", H200), ("nvfp4", H100), ("bfloat16", H200), ("nf4", H200), ("mxfp4", H200)]
+    columns = [
+        *itertools.product(("nvfp4", "bfloat16"), (H200, H100)),
+        ("nf4", H200),
+        ("mxfp4", H200),
+    ]
     heads = [f"{FORMATS[weights]}, {device.split()[-1]}" for weights, device in columns]
     rows = [["model", "rows", *heads, "the paper, H100"]]
     for model, theirs in PAPER_ROLLOUT.items():
@@ -146,7 +151,7 @@ def cell(lines: Lines, weights: str, model: str, count: int, device: str, rank: 
 
 def ranks(lines: Lines) -> str:
     """Tokens per second of one row by the rank of the adapter."""
-    columns = [("nvfp4", H200), ("nvfp4", H100), ("bfloat16", H200), ("nf4", H200)]
+    columns = list(itertools.product(("nvfp4", "bfloat16", "nf4"), (H200, H100)))
     heads = [f"{FORMATS[weights]}, {device.split()[-1]}" for weights, device in columns]
     rows = [["model", "rank", *heads, "the paper, H100"]]
     for model, theirs in PAPER_RANKS.items():
@@ -167,16 +172,14 @@ def ends(lines: Lines) -> str:
             "tables 5 to 8, activations kept",
             "recomputed",
             "ours, H200",
+            "ours, H100",
         ]
     ]
     for model, formats in PAPER_ENDS.items():
         for weights, cells in formats.items():
-            ours = (
-                ", ".join(ratio(lines, count)[0] for count in (16, 64))
-                if (model, weights) == ("7B", "nvfp4")
-                else ""
-            )
-            rows.append([model, FORMATS[weights], *cells, ours])
+            counts = [ratio(lines, model, weights, count) for count in (16, 64)]
+            ours = (", ".join(filter(None, device)) for device in zip(*counts, strict=True))
+            rows.append([model, FORMATS[weights], *cells, *ours])
     return table(rows)
 
 
@@ -205,16 +208,13 @@ def steps(lines: Lines) -> str:
     return table(rows)
 
 
-def ratio(lines: Lines, count: int) -> list[str]:
+def ratio(lines: Lines, model: str, weights: str, count: int) -> list[str]:
     """How many times longer a step takes with a BF16 base, on both cards."""
-    cells = []
+    name = f"{model} step, {count} completions of 512"
+    name += "" if weights == "nvfp4" else f", {FORMATS[weights]}"
+    cells, number = [], make_benchmarks.number
     for device in (H200, H100):
-        found = [
-            line
-            for line in lines.lines
-            if line["name"] == f"7B step, {count} completions of 512" and line["device"] == device
-        ]
-        number = make_benchmarks.number
+        found = [line for line in lines.lines if (line["name"], line["device"]) == (name, device)]
         cells += [
             f"{number(line['baseline_value']) / number(line['value']):.2f}" for line in found
         ] or [MISSING]
@@ -267,7 +267,7 @@ NF4 and MXFP4 are slow in ours because the Hopper kernels do not read them: the 
 {ranks}
 
 Here NF4 was decoded by the portable kernels (jax-triton), which were tuned for NVFP4 only. Other cards of the machine were busy in most
-of these runs, so a difference of 3 % may be chance, such as that of 3B with rank 16 and with rank 32.
+of these runs, so a difference of 3 % may be chance, and one of 8 % for 3B, whose step of 2 ms depends most on the host.
 
 To measure what is empty: `python -m scripts.measure_batch paper`.
 
