@@ -14,6 +14,8 @@ others wait. A row can be run alone:
                                                                   # beside the layers of training
     python -m scripts.bench_rollouts --arms nvfp4 nvfp4-unpaired --batch 8 64 128
                                                                   # gate_up finished by a kernel after its product
+    python -m scripts.bench_rollouts --arms nvfp4 nvfp4-low --batch 8 64
+                                                                  # LoRA's A in tiles of 32 ranks
     python -m scripts.bench_rollouts --arms nvfp4 nvfp4-unshared --batch 128 --siblings 8 --prompt 1024
                                                                   # 16 prompts x 8; a prompt's pages read for each
     python -m scripts.bench_rollouts --model 3b 7b --rank 16 64 --arms nvfp4 --batch 1 --together 4
@@ -123,6 +125,9 @@ class Bench:
         if trait == "unpaired":
             # gate_up is finished by a kernel after its product.
             os.environ["PALLAS_PAIRED_GATES"] = "0"
+        if trait == "low":
+            # LoRA's A in tiles of 32 ranks.
+            os.environ["PALLAS_LOW_TILES"] = "1"
         if trait == "unshared":
             # Attention reads the pages of a prompt for each of its completions.
             decode_attention.LEAST_SHARED = 1 << 30
@@ -420,6 +425,7 @@ def main() -> int:
                 "-plain",
                 "-wide",
                 "-unpaired",
+                "-low",
                 "-unshared",
                 "-unrolled",
             )

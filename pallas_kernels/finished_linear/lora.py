@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import runtime
 from pallas_kernels.nvfp4_matmul import dense_tile, layout
 from pallas_kernels.nvfp4_matmul.layout import TILE
 
@@ -17,11 +18,11 @@ class Branch:
 
     They are arrays, so new values need no recompilation. The ranks of part i are rows rank * i ... rank * (i + 1) - 1
     of A^T. Each part is padded with zeros to `rank`, which divides 64 or is a multiple of it. A row of the base
-    weight reads only the ranks of its own part, or the group of 64 ranks that contains them.
+    weight reads only the ranks of its own part, or the tile of A that contains them.
 
     Attributes:
-      a: for a packed base, int32 [..., tiles, K / 64, 4, 3, 192] from `dense_tile.pack`; for a dense one, bfloat16
-        [..., 64 * tiles, K].
+      a: for a packed base, int32 [..., tiles, K / 64, 4 or 2, 3, 192] from `dense_tile.pack`; for a dense one,
+        bfloat16 [..., 64 * tiles, K].
       b: bfloat16 [..., N, max(rank, 64)], scaled; zero in the columns of other parts. Each part of N is padded with
         zeros to whole tiles of 64 rows. If `is_paired`: int32 [..., N / 64, max(1, R / 16), 3, 192] from
         `pack_pairs`.
@@ -37,9 +38,14 @@ class Branch:
     is_paired: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
+    def height(self) -> int:
+        """Ranks in a tile of A: 64, or 32 if its tiles are low."""
+        return 16 * self.a.shape[-3] if self.a.dtype == jnp.int32 else TILE
+
+    @property
     def firsts(self) -> tuple[int, ...]:
-        """For each part, the row of (x A)^T that column 0 of `b` is multiplied by."""
-        return tuple(self.rank * part // TILE * TILE for part in range(len(self.sizes)))
+        """For each part, the row of (x A)^T that column 0 of `b` is multiplied by; each tile of A has 64 of them."""
+        return tuple(self.rank * part // self.height * TILE for part in range(len(self.sizes)))
 
     def first(self, row: jax.Array) -> jax.Array | int:
         """Returns the value of `firsts` for a row of the base weight; `row` counts the padding of the parts."""
@@ -73,15 +79,17 @@ def pack_branch(
     rank = parts[0][0].shape[-1]
     filled = filled_rank(rank)
     width = max(filled, TILE)
+    is_low = is_packed and not is_paired and runtime.has_low_tiles()
+    height = dense_tile.height(parts[0][0].shape[-2], filled * len(parts)) if is_low else TILE
     pad_last = lambda x, low, high: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(low, high)])
     pad_rows = lambda x: jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, -x.shape[-2] % TILE), (0, 0)])
     a = jnp.concatenate([pad_last(a, 0, filled - rank) for a, _ in parts], axis=-1)
     b = []
     for part, (_, matrix) in enumerate(parts):
-        start = filled * part % TILE
+        start = filled * part % height
         b.append(pad_rows(pad_last(scaling * matrix.mT, start, width - rank - start)))
     return Branch(
-        a=dense_tile.pack(a)
+        a=dense_tile.pack(a, height)
         if is_packed
         else pad_last(a, 0, -a.shape[-1] % TILE).astype(jnp.bfloat16).mT,
         b=pack_pairs(*(pad_last(scaling * matrix.mT, 0, filled - rank) for _, matrix in parts))

@@ -102,7 +102,8 @@ class Beside:
       units: number of units along K in each tile; a unit fills a slot.
       shares: number of blocks that share a tile.
       width: columns of a unit.
-      pieces: quarters of A's tiles in a slot for each warpgroup; see `dense_tile`.
+      pieces: pieces of A in a slot for each warpgroup; see `dense_tile`.
+      each: pieces of one tile of A, 4 or 2.
     """
 
     tiles: int
@@ -110,6 +111,7 @@ class Beside:
     shares: int
     width: int
     pieces: int
+    each: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,10 +294,11 @@ def _launch(
 
     a = None
     if a_words is not None:
+        each = a_words.shape[2]
         a_words = dense_tile.in_units(a_words, config.warpgroups, config.step)
         tiles, units, _, pieces = a_words.shape[:4]
         width = dense_tile.width(w.shape[1], config.warpgroups, config.step)
-        a = Beside(tiles, units, shares, width, pieces)
+        a = Beside(tiles, units, shares, width, pieces, each)
     partials, adapter = decode_kernel.launch(
         x,
         w.words,

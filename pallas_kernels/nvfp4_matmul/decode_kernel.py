@@ -49,7 +49,7 @@ class Problem:
 
     @property
     def depth(self) -> int:
-        """Tiles of words that a slot holds for each warpgroup: tiles of W, or quarters of A's tiles."""
+        """Tiles of words that a slot holds for each warpgroup: tiles of W, or pieces of A."""
         return max(self.chunks, self.a.pieces) if self.a else self.chunks
 
 
@@ -230,7 +230,7 @@ class _Block:
         # If a unit has fewer tiles of A than there are warpgroups, some warpgroups compute the same tile. Only the
         # first ones store it.
         mine = lax.rem(self.group, a.width // TILE)
-        places = [4 * mine + i for i in range(4)]
+        places = [a.each * mine + i for i in range(a.each)]
         copy = functools.partial(self._copy_unit_of_a, tile)
         empty = self.refs.empty
         ring = Ring(self.problem.config.stages, copy, self.refs.full, empty, start, stop)
@@ -270,7 +270,7 @@ class _Block:
           ring: the ring buffer of slots.
           unit: index of the unit.
           tile: index of the tile of 64 columns in the unit.
-          places: indices of that tile's four quarters among all quarters of the unit.
+          places: indices of that tile's pieces among all pieces of the unit.
           acc: the accumulator, float32 [64, M].
         """
         slot, each = ring.slot(unit), self.problem.a.pieces

@@ -1,9 +1,13 @@
 """The layout of LoRA's A, in bfloat16. It lets A use the kernel's shared memory slots for packed tiles.
 
-A tile of 64 x 64 values is stored as four quarters of 16 columns. A quarter has as many 32-bit words as a packed tile
-of 64 x 64 weights: 512 words of two values each, and 64 unused words in place of the scales. In a warpgroup, thread
-32 w + 4 g + t reads words 4 thread ... 4 thread + 3 of a quarter: rows 16 w + g and 16 w + g + 8 of columns 2 t and
+A tile of 64 x 64 values is stored as four pieces of 16 columns. A piece has as many 32-bit words as a packed tile of
+64 x 64 weights: 512 words of two values each, and 64 unused words in place of the scales. In a warpgroup, thread
+32 w + 4 g + t reads words 4 thread ... 4 thread + 3 of a piece: rows 16 w + g and 16 w + g + 8 of columns 2 t and
 2 t + 1, then the same rows of columns 2 t + 8 and 2 t + 9.
+
+`wgmma` always multiplies 64 rows. A low tile stores only 32 of them, in two pieces of 32 columns: 256 words of columns
+0 to 15, then 256 of columns 16 to 31. The threads of rows 32 to 63 read the same words as those of rows 0 to 31, so the
+product has each of its 32 rows twice.
 """
 
 import jax
@@ -11,6 +15,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.nvfp4_matmul import layout
 from pallas_kernels.nvfp4_matmul.layout import TILE
+
+# Rows that a low tile stores.
+LOW = 32
 
 # Bytes of A that one block can load in the time of the smallest products, those of SmolLM2.
 _LEAST_BYTES = 24 * 1024
@@ -31,55 +38,76 @@ def is_as_wide(warpgroups: int, step: int) -> bool:
 def width(k: int, warpgroups: int, step: int) -> int | None:
     """Returns how many columns of A's tiles (64 ranks high) a slot holds, or None if no number fits.
 
-    The number divides K (padded to whole tiles) and gives each warpgroup the same number of quarters. It is the
-    largest that fits into a slot with `step` columns of W, but at least one tile (three with three warpgroups). A
-    slot that is too small for that is made larger.
+    The number divides K (padded to whole tiles) and gives each warpgroup the same number of pieces, also of low tiles
+    if K allows them (`height`). It is the largest that fits into a slot with `step` columns of W, but at least one
+    tile (three with three warpgroups, two with four if tiles may be low). A slot that is too small for that is made
+    larger.
     """
     least = 3 * TILE if warpgroups == 3 else TILE
+    if warpgroups == 4 and _may_be_low(k):
+        least = 2 * TILE
     most = max(least, warpgroups * step // 4)
     return next(
         (w for w in range(most // least * least, 0, -least) if layout.whole(k) % w == 0), None
     )
 
 
-def pieces(k: int, warpgroups: int, step: int) -> int:
-    """Returns the quarters of A's tiles in one slot for each warpgroup, in the place of step / 64 tiles of W."""
-    return width(k, warpgroups, step) // (TILE // 4) // warpgroups
+def pieces(k: int, warpgroups: int, step: int, height: int = TILE) -> int:
+    """Returns the pieces of A in one slot for each warpgroup, in the place of step / 64 tiles of W."""
+    return width(k, warpgroups, step) * height // TILE // (TILE // 4) // warpgroups
 
 
-def pack(a: jax.Array) -> jax.Array:
+def height(k: int, ranks: int) -> int:
+    """Returns how many rows the tiles of an A with K columns store: 32 if that takes fewer bytes, otherwise 64.
+
+    Args:
+      k: columns.
+      ranks: rows, of all adapters together.
+    """
+    return LOW if 0 < ranks % TILE <= LOW and _may_be_low(k) else TILE
+
+
+def _may_be_low(k: int) -> bool:
+    # Four warpgroups share the four pieces of two low tiles.
+    return layout.tiles(k) % 2 == 0
+
+
+def pack(a: jax.Array, height: int = TILE) -> jax.Array:
     """Converts A, or a stack of As, to the kernel's layout.
 
     Args:
       a: [..., K, R] of any float dtype; the R columns may belong to several adapters side by side.
+      height: rows that a tile stores, 64 or 32.
 
     Returns:
-      int32 [..., ceil(R / 64), ceil(K / 64), 4, 3, 192], pairs of bfloat16, padded with zeros.
+      int32 [..., ceil(R / height), ceil(K / 64), height / 16, 3, 192], pairs of bfloat16, padded with zeros.
     """
     *stack, k, rank = a.shape
-    widths = [(0, 0)] * len(stack) + [(0, -k % TILE), (0, -rank % TILE)]
+    widths = [(0, 0)] * len(stack) + [(0, -k % TILE), (0, -rank % height)]
     a = jnp.pad(a.astype(jnp.bfloat16), widths)
-    a = a.reshape(*stack, -1, 4, 2, 4, 2, layout.tiles(rank), 4, 2, 8)
+    a = a.reshape(*stack, -1, 4, 2, 4, 2, -(-rank // height), height // 16, 2, 8)
     # Axes of one matrix: k, i, b, t, a (columns of A^T), n, w, h, g (its rows).
     order = [5, 0, 1, 6, 8, 3, 2, 7, 4]
     a = a.transpose(*range(len(stack)), *(len(stack) + axis for axis in order))
     words = jax.lax.bitcast_convert_type(a, jnp.int32)
-    words = words.reshape(*words.shape[: len(stack) + 3], layout.CODE_WORDS)
+    words = words.reshape(*words.shape[: len(stack) + 2], height // 16, layout.CODE_WORDS)
     words = jnp.pad(words, [(0, 0)] * (words.ndim - 1) + [(0, layout.SCALE_WORDS)])
     return words.reshape(*words.shape[:-1], *layout.TILE_SHAPE)
 
 
 def unpack_tile(pieces: list[jax.Array]) -> jax.Array:
-    """Inverts `pack` for one tile: four int32 [3, 192] -> bfloat16 [64 (R), 64 (K)]."""
-    words = jnp.stack(pieces).reshape(4, -1)[:, : layout.CODE_WORDS]
-    values = jax.lax.bitcast_convert_type(words, jnp.bfloat16).reshape(4, 4, 8, 4, 2, 2, 2)
+    """Returns a tile as `wgmma` reads it: four int32 [3, 192], or two of a low tile -> bfloat16 [64 (R), 64 (K)]."""
+    words = jnp.stack(pieces).reshape(len(pieces), -1)[:, : layout.CODE_WORDS]
+    values = jax.lax.bitcast_convert_type(words, jnp.bfloat16)
+    values = values.reshape(4, len(pieces), 8, 4, 2, 2, 2)
     # Axes: i, w, g, t, b, h, a -> w, h, g, i, b, t, a.
-    return values.transpose(1, 5, 2, 0, 4, 3, 6).reshape(TILE, TILE)
+    rows = values.transpose(1, 5, 2, 0, 4, 3, 6).reshape(-1, TILE)
+    return jnp.tile(rows, (TILE // len(rows), 1))
 
 
 def in_units(words: jax.Array, warpgroups: int, step: int) -> jax.Array:
-    """Groups quarters by slot: [tiles, K / 64, 4, 3, 192] -> [tiles, units, warpgroups, quarters, 3, 192]."""
-    each = pieces(words.shape[1] * TILE, warpgroups, step)
+    """Groups pieces by slot: [tiles, K / 64, 4 or 2, 3, 192] -> [tiles, units, warpgroups, pieces, 3, 192]."""
+    each = pieces(words.shape[1] * TILE, warpgroups, step, words.shape[2] * 16)
     return words.reshape(len(words), -1, warpgroups, each, *layout.TILE_SHAPE)
 
 

@@ -89,8 +89,8 @@ def convert(codes: jax.Array, scales: jax.Array) -> jax.Array:
 
 
 def load_plain(*pieces: jax.Ref) -> jax.Array:
-    """Loads a tile of `dense_tile` to registers: four int32 refs [3, 192] -> bfloat16 [64, 64]."""
-    arg_types = (plgpu.RefType(),) * 4
+    """Loads a tile of `dense_tile` to registers: four int32 refs [3, 192], or two -> bfloat16 [64, 64]."""
+    arg_types = (plgpu.RefType(),) * len(pieces)
     return plgpu.inline_mgpu(arg_types=arg_types, return_type=_DECODED)(_emit_load_plain)(*pieces)
 
 
@@ -140,10 +140,15 @@ def _emit_convert(_, codes, scales):
 
 
 def _emit_load_plain(_, *pieces: ir.Value):
-    first = arith.muli(registers.thread(), i32(4))
+    thread, of_columns = registers.thread(), layout.CODE_WORDS * len(pieces) // 4
+    if len(pieces) < 4:
+        # The threads of the rows that a low tile does not store read those that it stores.
+        thread = arith.remui(thread, i32(of_columns // 4))
     words = []
-    for piece in pieces:
-        words += elements(registers.load_words(registers.pointer(piece), first, 4))
+    for columns in range(4):
+        piece, at = divmod(columns * of_columns, layout.CODE_WORDS)
+        first = _affine(thread, 4, at)
+        words += elements(registers.load_words(registers.pointer(pieces[piece]), first, 4))
     return fragment(_DECODED, [registers.as_pair(word) for word in words])
 
 

@@ -100,6 +100,27 @@ def test_a_tile_of_a_comes_back_as_it_was(k, rank):
     np.testing.assert_array_equal(jnp.concatenate(rows)[:rank], a.T)
 
 
+@pytest.mark.parametrize(("k", "rank"), [(128, 16), (256, 96), (128, 40)])
+def test_a_low_tile_of_a_has_each_rank_twice(k, rank):
+    a = normal(0, (k, rank))
+    words = dense_tile.pack(a, dense_tile.LOW)
+    assert words.shape == (-(-rank // 32), k // 64, 2, *layout.TILE_SHAPE)
+    rows = [
+        jnp.concatenate([dense_tile.unpack_tile(list(tile)) for tile in row], axis=1)
+        for row in words
+    ]
+    for row in rows:
+        np.testing.assert_array_equal(row[:32], row[32:])
+    np.testing.assert_array_equal(jnp.concatenate([row[:32] for row in rows])[:rank], a.T)
+
+
+def test_tiles_of_a_are_low_where_that_is_fewer_bytes():
+    height = functools.partial(dense_tile.height, 3584)
+    assert [height(ranks) for ranks in (8, 32, 96, 160)] == [32] * 4
+    assert [height(ranks) for ranks in (48, 64, 128, 128 + 48)] == [64] * 4
+    assert dense_tile.height(576, 32) == 64  # nine tiles, which four warpgroups could not share
+
+
 def test_a_piece_is_in_the_order_of_a_warpgroups_registers():
     values = jnp.arange(128 * 24.0).reshape(128, 24)
     pieces = fragments.from_rows(values)
@@ -212,6 +233,34 @@ def test_a_linear_of_any_size_meets_plain_arithmetic(
         assert_rounded(y, product + (np.concatenate(added, 1) if added else 0) + f32(bias))
     else:
         assert_rounded(y, expected(f32(x), t, parts, bias))
+    assert "RACE" not in capfd.readouterr().out
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("m", "n", "k", "rank", "sizes", "config"),
+    [
+        (8, 192, 256, 32, (64, 64, 64), Config(1, 64, 2, 4)),
+        pytest.param(
+            *(8, 192, 512, 32, (64, 64, 64), Config(1, 256, 2, 5)), marks=pytest.mark.slow
+        ),
+        pytest.param(*(8, 192, 256, 8, (64, 128), Config(1, 256, 2, 3)), marks=pytest.mark.slow),
+        pytest.param(*(16, 128, 512, 32, (128,), Config(2, 256, 2, 2)), marks=pytest.mark.slow),
+        pytest.param(*(8, 192, 384, 32, (192,), Config(3, 64, 2, 2)), marks=pytest.mark.slow),
+        pytest.param(*(64, 256, 512, 16, (256,), Config(4, 128, 2, 2)), marks=pytest.mark.slow),
+        # Four warpgroups have two pieces of one tile, so a slot takes two tiles.
+        pytest.param(*(8, 256, 384, 16, (256,), Config(4, 64, 2, 2)), marks=pytest.mark.slow),
+    ],
+)
+def test_with_low_tiles_of_a_a_linear_meets_plain_arithmetic(
+    capfd, monkeypatch, m, n, k, rank, sizes, config
+):
+    monkeypatch.setenv("PALLAS_LOW_TILES", "1")
+    parts = branches(k, rank, sizes)
+    branch = pack_branch(parts, 0.5, is_packed=True)
+    assert branch.height == 32
+    x, t, parts, y = run(m, n, k, config, rank=rank, sizes=sizes)
+    assert_rounded(y, expected(f32(x), t, parts, None))
     assert "RACE" not in capfd.readouterr().out
 
 
