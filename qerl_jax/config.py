@@ -1122,8 +1122,29 @@ def _find(path: str | pathlib.Path) -> pathlib.Path:
     raise ConfigError(f"config file: got {str(path)!r}; {rule}")
 
 
-def dump(cfg: RunConfig) -> str:
-    """The config as TOML text, every default written out."""
+# The comment at the top of a run's config.toml if its rows are not those of [data].
+_GIVEN = "# Trained on {} rows from Python, not on [data].\n"
+
+
+def dump(cfg: RunConfig, given_rows: int | None = None) -> str:
+    """Returns the config as TOML text, every default written out.
+
+    Args:
+        cfg: The config.
+        given_rows: Number of rows that were passed in Python instead of `cfg.data`; a comment says so.
+    """
     import tomli_w
 
-    return tomli_w.dumps(to_table(cfg))
+    return (_GIVEN.format(given_rows) if given_rows is not None else "") + tomli_w.dumps(
+        to_table(cfg)
+    )
+
+
+def data_of_run(folder: str | pathlib.Path) -> str:
+    """Returns what a run was trained on: a path, a data set, or "N rows from Python"."""
+    with (pathlib.Path(folder) / "config.toml").open() as file:
+        given = re.fullmatch(re.escape(_GIVEN).replace(r"\{\}", r"(\d+)"), file.readline())
+    if given:
+        return f"{int(given[1]):,} rows from Python"
+    data = load_run(folder).data
+    return str(data.path or data.dataset)

@@ -276,7 +276,7 @@ def _logger(run: PreparedRun, quiet: bool) -> Logger | Unheard:
     cfg, step = run.cfg, int(run.state.step)
     folder = pathlib.Path(cfg.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / "config.toml", config.dump(cfg))
+    write_whole(folder / "config.toml", config.dump(cfg, run.given_rows))
     logger = Logger(
         folder,
         total_steps=run.total_steps,

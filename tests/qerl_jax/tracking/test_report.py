@@ -167,6 +167,14 @@ def test_the_page_says_what_the_runs_came_to(compared):
     assert {"reward.png", "time-per-phase-rollout.png", "a.png", "aqn-sigma.png"} <= pictures
 
 
+def test_a_run_on_rows_from_python_names_no_data_set(tmp_path):
+    run = make_run(tmp_path / "run")
+    (run / "config.toml").write_text(config.dump(config.load_run(run), given_rows=1400))
+    text = report.write([run], tmp_path / "page").read_text()
+    assert ">1,400 rows from Python<" in text and ">arithmetic<" not in text
+    assert config.load_run(run) == config.load(run / "config.toml")
+
+
 def test_the_page_needs_nothing_but_itself(compared):
     text = compared.read_text()
     # A drawing may refer to what it defines, by "#" and an id.
