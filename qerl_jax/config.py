@@ -1140,11 +1140,15 @@ def dump(cfg: RunConfig, given_rows: int | None = None) -> str:
     )
 
 
-def data_of_run(folder: str | pathlib.Path) -> str:
-    """Returns what a run was trained on: a path, a data set, or "N rows from Python"."""
-    with (pathlib.Path(folder) / "config.toml").open() as file:
+def given_rows(run_folder: str | pathlib.Path) -> int | None:
+    """Returns how many rows were passed to a run in Python; None if it was trained on its config's data."""
+    with (pathlib.Path(run_folder) / "config.toml").open() as file:
         given = re.fullmatch(re.escape(_GIVEN).replace(r"\{\}", r"(\d+)"), file.readline())
-    if given:
-        return f"{int(given[1]):,} rows from Python"
-    data = load_run(folder).data
-    return str(data.path or data.dataset)
+    return int(given[1]) if given else None
+
+
+def data_name(cfg: RunConfig, given_rows: int | None) -> str:
+    """Returns what a run is trained on: a path, a data set, or "N rows from Python"."""
+    if given_rows is not None:
+        return f"{given_rows:,} rows from Python"
+    return str(cfg.data.path or cfg.data.dataset)

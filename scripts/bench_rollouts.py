@@ -19,6 +19,7 @@ others wait. A row can be run alone:
     python -m scripts.bench_rollouts --arms nvfp4 nvfp4-unshared --batch 128 --siblings 8 --prompt 1024
                                                                   # 16 prompts x 8; a prompt's pages read for each
     python -m scripts.bench_rollouts --model 3b 7b --rank 16 64 --arms nvfp4 --batch 1 --together 4
+                                                                  # four processes compile at a time
     python -m scripts.bench_rollouts --arms nvfp4 nvfp4-unrolled --batch 64 128
                                                                   # all layers written out
     python -m scripts.bench_rollouts --kernels portable --arms nvfp4 --batch 8 64

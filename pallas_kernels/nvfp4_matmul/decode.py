@@ -103,7 +103,6 @@ class Beside:
       shares: number of blocks that share a tile.
       width: columns of a unit.
       pieces: pieces of A in a slot for each warpgroup; see `dense_tile`.
-      each: pieces of one tile of A, 4 or 2.
     """
 
     tiles: int
@@ -111,7 +110,6 @@ class Beside:
     shares: int
     width: int
     pieces: int
-    each: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,11 +292,10 @@ def _launch(
 
     a = None
     if a_words is not None:
-        each = a_words.shape[2]
         a_words = dense_tile.in_units(a_words, config.warpgroups, config.step)
         tiles, units, _, pieces = a_words.shape[:4]
         width = dense_tile.width(w.shape[1], config.warpgroups, config.step)
-        a = Beside(tiles, units, shares, width, pieces, each)
+        a = Beside(tiles, units, shares, width, pieces)
     partials, adapter = decode_kernel.launch(
         x,
         w.words,

@@ -230,7 +230,8 @@ class _Block:
         # If a unit has fewer tiles of A than there are warpgroups, some warpgroups compute the same tile. Only the
         # first ones store it.
         mine = lax.rem(self.group, a.width // TILE)
-        places = [a.each * mine + i for i in range(a.each)]
+        of_tile = a.pieces * self.problem.config.warpgroups * TILE // a.width
+        places = [of_tile * mine + i for i in range(of_tile)]
         copy = functools.partial(self._copy_unit_of_a, tile)
         empty = self.refs.empty
         ring = Ring(self.problem.config.stages, copy, self.refs.full, empty, start, stop)

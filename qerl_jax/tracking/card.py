@@ -8,7 +8,7 @@ import shlex
 import statistics
 from collections.abc import Iterable, Mapping
 
-from qerl_jax.config import RunConfig
+from qerl_jax.config import RunConfig, data_name
 from qerl_jax.files import write_whole
 from qerl_jax.tracking import report, terminal
 from qerl_jax.tracking.health import Health
@@ -124,9 +124,7 @@ def _settings(cfg: RunConfig, given_rows: int | None) -> dict[str, str]:
     return {
         "base": f"{cfg.model.model_name_or_path}, held in {cfg.model.weights}",
         "what trains": f"{shape}, learning rate {cfg.optim.learning_rate:g}",
-        "data": cfg.data.path or cfg.data.dataset
-        if given_rows is None
-        else f"{given_rows:,} rows from Python",
+        "data": data_name(cfg, given_rows),
         "rewards": ", ".join(cfg.rewards.functions) or "of the environment",
         "loss": cfg.grpo.loss_type,
         "a rollout": f"{cfg.prompts_per_rollout} prompts x {cfg.rollout.num_generations} completions of at most "

@@ -449,7 +449,7 @@ def _run_row(run: Run) -> tuple[str, ...]:
     cfg, settings = run.cfg, ("–", "–", "–")
     if cfg is not None:
         base = f"{cfg.model.model_name_or_path} ({cfg.model.weights})"
-        settings = (base, config.data_of_run(run.folder), str(cfg.seed))
+        settings = (base, config.data_name(cfg, config.given_rows(run.folder)), str(cfg.seed))
     return (
         run.folder.resolve().name,
         *settings,
