@@ -259,6 +259,7 @@ def has_low_tiles() -> bool:
     """Returns whether LoRA's A may be stored in tiles of 32 ranks in decoding: only if PALLAS_LOW_TILES=1 is set.
 
     They hold fewer zeros (`nvfp4_matmul.dense_tile`). They were compiled and interpreted, and not yet timed on a GPU.
+    The variable is read while LoRA's matrices are packed; a program that was traced before keeps its layout.
     """
     return os.environ.get("PALLAS_LOW_TILES", "0") not in ("", "0")
 

@@ -236,6 +236,15 @@ def test_a_linear_of_any_size_meets_plain_arithmetic(
     assert "RACE" not in capfd.readouterr().out
 
 
+@pytest.fixture
+def low_tiles(monkeypatch):
+    """Packs A in low tiles. The variable is read while `pack_branch` is traced, so no trace may be kept."""
+    monkeypatch.setenv("PALLAS_LOW_TILES", "1")
+    pack_branch.clear_cache()
+    yield
+    pack_branch.clear_cache()
+
+
 @on_cpu
 @pytest.mark.parametrize(
     ("m", "n", "k", "rank", "sizes", "config"),
@@ -253,9 +262,8 @@ def test_a_linear_of_any_size_meets_plain_arithmetic(
     ],
 )
 def test_with_low_tiles_of_a_a_linear_meets_plain_arithmetic(
-    capfd, monkeypatch, m, n, k, rank, sizes, config
+    capfd, low_tiles, m, n, k, rank, sizes, config
 ):
-    monkeypatch.setenv("PALLAS_LOW_TILES", "1")
     parts = branches(k, rank, sizes)
     branch = pack_branch(parts, 0.5, is_packed=True)
     assert branch.height == 32
