@@ -23,7 +23,7 @@ from pallas_kernels import runtime
 from qerl_jax import sharding
 from qerl_jax.checked import require
 from qerl_jax.checkpoint import base_model, hf_folder
-from qerl_jax.config import DENSE, ConfigError, MeshConfig, Remat, RunConfig
+from qerl_jax.config import DENSE, ConfigError, MeshConfig, OptimConfig, Remat, RunConfig
 from qerl_jax.generation import kv_capacity
 from qerl_jax.generation.draft_control import Drafting
 from qerl_jax.mesh import places
@@ -51,6 +51,8 @@ _SCORE = 8
 # "products" was 2 % above the memory that an H200 used, that of "none" 5 %.
 _CHOSEN_SHARE = 0.8
 _CHUNK_ROWS = 1024
+# Bytes of a weight in NVFP4: four bits, and the eight bits of a scale that 16 weights share.
+_PACKED = 0.5 + 1 / 16
 _UNITS = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
@@ -65,6 +67,8 @@ class Item:
         field: The config field to change, with a better value, to make it smaller; "" if there is none.
         shortage: Text of an error if the KV cache cannot hold one row; "" otherwise.
         estimated: Whether the size is an estimate, because the compiler decides it; other sizes follow from shapes.
+        least: Size in bytes with the best value of `field`. What `lora.rank` decides is not made smaller: a lower rank
+            trains another adapter.
     """
 
     name: str
@@ -73,6 +77,17 @@ class Item:
     field: str = ""
     shortage: str = ""
     estimated: bool = False
+    least: int = 0
+
+    @property
+    def kept(self) -> int:
+        """The bytes that no setting saves."""
+        return self.least if self.field else self.size
+
+    @property
+    def saved(self) -> int:
+        """The bytes that `field` can save."""
+        return self.size - self.kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,26 +119,41 @@ class MemoryPlan:
         """Checks that the plan needs at most `limit` bytes, and that its cache can hold a row.
 
         Raises:
-            ConfigError: If not; it names the largest item of the fullest phase that a field can make smaller.
+            ConfigError: If not; it names the fields to change, or what would fit if no field is enough.
         """
         if self.peak <= limit:
             for item in self.items:
                 if item.shortage:
                     raise ConfigError(item.shortage)
             return
-        fullest = max(_TURNS, key=self.size)
-        movable = [item for item in self.items if item.field and item.phase in ("always", fullest)]
-        fixed = self.size("always", fullest) - sum(item.size for item in movable)
-        advice = (
-            f"{_gb(fixed)} of it no field makes smaller on one device: take a smaller model, or "
-            f"{'more ' * (self.mesh.group > 1)}devices that share it (mesh.fsdp, mesh.tensor)"
-        )
-        if movable and fixed < limit:
-            largest = max(movable, key=lambda item: item.size)
-            advice = f"{largest.name} take {_gb(largest.size)}: change {largest.field}"
+        kept = lambda turn: sum(item.kept for item in self._within(turn))
+        fullest, tightest = max(_TURNS, key=self.size), max(_TURNS, key=kept)
+        if kept(tightest) > limit:
+            advice = self._instead(self._within(tightest), limit)
+        else:
+            advice = f"change {_changes(self._within(fullest), self.peak - limit)}"
         raise ConfigError(
             f"memory: this run needs {_gb(self.peak)} in its {fullest}; {self._offers} "
             f"{_gb(limit)}: {advice}"
+        )
+
+    def _within(self, turn: Phase) -> list[Item]:
+        return [item for item in self.items if item.phase in ("always", turn)]
+
+    def _instead(self, items: Sequence[Item], limit: int) -> str:
+        """Says what needs more than `limit` with any settings, and what would fit instead."""
+        kept = sum(item.kept for item in items)
+        by_rank = sum(item.kept for item in items if item.field == "lora.rank")
+        would = ["a lower lora.rank"] * (kept - by_rank < limit)
+        would += ["a smaller model", "a larger card"]
+        if kept - self.items[0].kept < limit:
+            several = "more" if self.mesh.group > 1 else "several"
+            would.append(f"{several} cards that share the base (mesh.fsdp, mesh.tensor)")
+        large = [item for item in items if item.kept > limit // 100]
+        needed = "; ".join(f"{item.name} {_gb(item.kept)}" for item in large)
+        return (
+            f"no setting saves enough, because at least {_gb(kept)} are needed ({needed}). "
+            f"What would help: {', '.join(would[:-1])}, or {would[-1]}"
         )
 
     @property
@@ -463,18 +493,22 @@ def sampled_policy(cfg: RunConfig) -> Transformer:
 def _always(cfg: RunConfig, arch: architecture.Architecture) -> tuple[list[Item], int]:
     """Returns the items that are always in memory, and the bytes of the trained parameters."""
     model, params, frozen = abstract_policy(cfg, arch)
-    state = jax.eval_shape(lambda p: optimizer.transformation(cfg.optim).init(p), params)
-    adapter = _bytes(params)
+    adapter, state = _bytes(params), _state_bytes(cfg.optim, params)
+    eight_bit = dataclasses.replace(cfg.optim, optimizer="adamw_8bit")
+    # What the optimizer needs also depends on the rank, but that is another adapter.
+    smaller = _rank(cfg) if cfg.optim == eight_bit else 'optim.optimizer to "adamw_8bit"'
     stacked = _bytes([frozen.get(name, {}) for name in ("layers", "kept")])
     held = abstract_base(model.clone(tensor=cfg.mesh.tensor)) if cfg.mesh.tensor > 1 else frozen
     own = sharding.part(held, cfg.mesh.group)
-    to_pack = 'model.weights to "nvfp4"' if cfg.model.weights in DENSE else ""
-    eight_bit = "" if cfg.optim.optimizer == "adamw_8bit" else 'optim.optimizer to "adamw_8bit"'
+    linears, to_pack, packed = own - _bytes(frozen) + stacked, "", 0
+    if cfg.model.weights in DENSE and cfg.model.trainable == "lora":
+        to_pack = 'model.weights to "nvfp4"'
+        packed = round(linears * _PACKED / jnp.dtype(cfg.model.weights).itemsize)
     items = [
-        Item("base: linears, norms, biases", own - _bytes(frozen) + stacked, "always", to_pack),
+        Item("base: linears, norms, biases", linears, "always", to_pack, least=packed),
         Item("base: embedding, head", _bytes(frozen) - stacked, "always"),
-        Item("what trains", adapter, "always", _rank(cfg)),
-        Item("optimizer", _bytes(state), "always", eight_bit),
+        Item("what trains", adapter, "always", _rank(cfg), least=adapter),
+        Item("optimizer", state, "always", smaller, least=_state_bytes(eight_bit, params)),
     ]
     if cfg.keeps_reference:
         synced = cfg.grpo.sync_ref_model
@@ -640,7 +674,7 @@ def _update(cfg: RunConfig, arch: architecture.Architecture, adapter: int) -> li
     workspace = max(mlp * width, attention * width, head + states)
     less = 'model.gradient_checkpointing to "layer"'
     return [
-        Item("gradients, summed and new", 2 * adapter, "update", _rank(cfg)),
+        Item("gradients, summed and new", 2 * adapter, "update", _rank(cfg), least=2 * adapter),
         Item(
             "inputs of the layers", arch.num_layers * tokens * arch.width * width, "update", fewer
         ),
@@ -704,6 +738,21 @@ def _rank(cfg: RunConfig) -> str:
 
 def _width(cfg: RunConfig) -> int:
     return jnp.dtype(cfg.model.dtype).itemsize
+
+
+def _changes(items: Sequence[Item], excess: int) -> str:
+    """Returns the fields that save the most, so many that they can save `excess` bytes, with what they save on."""
+    fields: dict[str, list[str]] = {}
+    for item in sorted(items, key=lambda item: -item.saved):
+        if excess > 0:
+            fields.setdefault(item.field, []).append(f"{item.name} {_gb(item.size)}")
+            excess -= item.saved
+    return " and ".join(f"{field} ({'; '.join(held)})" for field, held in fields.items())
+
+
+def _state_bytes(cfg: OptimConfig, params: Any) -> int:
+    """Returns the bytes of an optimizer's state."""
+    return _bytes(jax.eval_shape(optimizer.transformation(cfg).init, params))
 
 
 def _bytes(tree: Any) -> int:

@@ -94,7 +94,7 @@ one line that names the field, the value and the rule, before anything is loaded
 | no noise, or stronger noise | `--noise None`, `noise.sigma_start` |
 | to measure accuracy during the run | `eval.eval_steps`, `eval.num_problems`, `eval.reward` |
 | a longer run | `max_steps` or `num_train_epochs` |
-| a run that fits into less memory | `qerl plan` names the field that helps most ([memory](performance.md#memory)) |
+| a run that fits into less memory | `qerl plan` names the fields that save enough ([memory](performance.md#memory)) |
 """
 CLI_HEAD = """\
 # Command line

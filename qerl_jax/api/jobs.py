@@ -325,7 +325,7 @@ class Plan:
         """Refuses a run that does not fit, as `train` does.
 
         Raises:
-            ConfigError: Names the field that would save the most.
+            ConfigError: Names the fields to change, or what would fit if no field is enough.
         """
         if self.limit is not None:
             self.memory.require(self.limit)
