@@ -72,7 +72,8 @@ notebooks: $(VENV)/.notebooks  ## run the notebooks from top to bottom on the CP
 	JAX_PLATFORMS=cpu $(BIN)/python -m scripts.run_notebooks
 
 $(VENV)/.docs $(VENV)/.notebooks $(VENV)/.cuda: $(VENV)/.%: pyproject.toml constraints.txt | $(STAMP)
-	$(BIN)/python -m pip install --quiet --editable '.[$*]' --constraint constraints.txt
+	@echo "Installing the packages of .[$*]$(if $(filter cuda,$*),: CUDA has several gigabytes)"
+	$(BIN)/python -m pip install --editable '.[$*]' --constraint constraints.txt
 	@touch $@
 
 lint: env  ## check style and format
