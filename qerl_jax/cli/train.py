@@ -37,7 +37,8 @@ def train(argv: list[str]) -> int:
         run = qerl_jax.train(cfg)
         if not Hosts.all().leads:
             return 0
-        log(f"page in {run.report()}", run.summary())
+        run.report()  # the page, which the run has named already, now with pictures
+        log(run.summary())
     if run.has_learned:
         return 0
     sys.stderr.write(f"qerl train: this run has learned nothing (exit status {NOTHING_LEARNED})\n")
