@@ -14,6 +14,9 @@ import traceback
 # Without PyTorch, transformers prints a notice about it, which would be the first line that a
 # newcomer sees.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+# In a file or a pipe each state of a bar would be a line.
+if not sys.stderr.isatty():
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
 from qerl_jax.checked import meant
 from qerl_jax.cli import common, completions, crashes, evaluate, generate, models, train
@@ -169,6 +172,8 @@ def main(argv: list[str] | None = None) -> int:
     # write each a second time.
     for library in ("datasets", "huggingface_hub"):
         logging.getLogger(library).propagate = False
+    # The readers of files log an error and raise it, so it is said twice, first in Arrow's words.
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
     argv = sys.argv[1:] if argv is None else argv
     debug = "--debug" in argv
     argv = [word for word in argv if word != "--debug"]

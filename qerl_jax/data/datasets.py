@@ -415,7 +415,8 @@ def _json_fault(path: pathlib.Path) -> str | None:
             if not text.strip():
                 continue
             try:
-                found = parse_json(text)
+                # With its end of line, a row that is cut off would be wrong on the next line.
+                found = parse_json(text.rstrip())
             except json.JSONDecodeError as error:
                 line = number + error.lineno - 1
                 return f"line {line}, column {error.colno}: not JSON: {error.msg}"

@@ -421,6 +421,21 @@ def test_filter_takes_fields_of_its_config_as_plan_does(monkeypatch, tmp_path):
 
 
 @pytest.mark.process
+def test_a_broken_data_set_is_one_line_in_a_pipe(tmp_path):
+    """Without the bars of `datasets` and what its reader logs."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "a", "answer": "1"}\n{"question":\n')
+    command = ["train", str(QUICKSTART), "--data.dataset", str(path), "--eval", "None"]
+    command += ["--output-dir", str(tmp_path / "run")]
+    done = subprocess.run(
+        [sys.executable, "-m", "qerl_jax", *command], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("qerl train: ") and done.stderr.count("\n") == 1
+    assert "line 2, column 13: not JSON" in done.stderr
+
+
+@pytest.mark.process
 @pytest.mark.parametrize("command", ["--help", "train --help", "train quickstart --help"])
 def test_an_output_that_nobody_reads_ends_the_command_quietly(command):
     reader, writer = os.pipe()

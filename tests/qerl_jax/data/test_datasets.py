@@ -351,6 +351,7 @@ def test_two_system_messages_are_refused(rows):
             '{"question": "a"}\n\n{"question": "b" "answer": 1}\n',
             "line 3, column 18: not JSON: Expecting ',' delimiter$",
         ),
+        ("rows.jsonl", '{"question": "a"}\n{"question":\n', "line 2, column 13: not JSON"),
         ("rows.json", '[{"question": "a"},\n {"question": }]\n', "line 2, column 15: not JSON"),
         ("rows.jsonl", '{"question": "a"}\n[1, 2]\n', r"line 2: got \[1, 2\]; must be an object"),
         ("rows.json", '[{"question": "a"}, 3]', "row 1: got 3; must be an object"),
