@@ -1,4 +1,4 @@
-"""Shell completion of commands and options: tyro makes the script from the functions that it calls."""
+"""Shell completion of commands, recipes and options: tyro makes the script from the functions that it calls."""
 
 import contextlib
 import dataclasses
@@ -14,13 +14,24 @@ import tyro
 from qerl_jax import config
 from qerl_jax.config import RunConfig, ToolsConfig
 
+# Not fish: there tyro runs its program as one argument, which Linux limits to 128 KiB. Ours is longer.
 SHELLS = ("bash", "zsh")
-# Added to what tyro writes: where no option fits, complete file names.
-_FILES = ("complete -F ", "complete -o default -F ")
+# Changes of what tyro writes: where nothing else fits, complete file names.
+_FILES = {
+    "bash": ("complete -F ", "complete -o default -F "),
+    "zsh": ('if [[ "$completions" == ', 'if [[ -z "$completions" || "$completions" == '),
+}
+# Commands whose config may be named without its folder. tyro completes no arguments, so these names are added as
+# sub-commands with the same options.
+_BY_NAME = """
+for _command in ('train', 'plan', 'filter'):
+    _spec = COMPLETION_SPEC['subcommands'][_command]
+    _named = {**_spec, 'description': 'a config of the package'}
+    _spec['subcommands'] = dict.fromkeys({names}, _named)"""
 
 
 def script(shell: str, commands: Mapping[str, Callable]) -> str:
-    """The script of a shell that completes commands, their options and values, and paths.
+    """The script of a shell that completes commands, their options and values, configs by name, and paths.
 
     Args:
         shell: One of `SHELLS`.
@@ -47,10 +58,12 @@ def script(shell: str, commands: Mapping[str, Callable]) -> str:
             args=["--tyro-print-completion", shell],
             config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff),
         )
-    text = written.getvalue()
+    names = [file.stem for file in sorted(config.PACKAGED.glob("*.toml"))]
+    by_name = _BY_NAME.replace("{names}", str(names))
     # Descriptions of several lines would be taken for several words.
-    text = re.sub(r"(?m)^COMPLETION_SPEC = .*$", lambda line: line[0].replace(r"\n", " "), text)
-    return text.replace(*_FILES)
+    extended = lambda spec: spec[0].replace(r"\n", " ") + by_name
+    text = re.sub(r"(?m)^COMPLETION_SPEC = .*$", extended, written.getvalue())
+    return text.replace(*_FILES[shell])
 
 
 type _Fields = Annotated[RunConfig, tyro.conf.arg(name="")]

@@ -36,7 +36,7 @@ def env(argv: list[str]) -> None:
 def completion(argv: list[str]) -> None:
     """usage: qerl completion SHELL
 
-    Prints a script that completes commands, options and their values in bash or zsh.
+    Prints a script that completes commands, names of recipes, options and their values in bash or zsh.
 
     Examples:
       source <(qerl completion bash)
@@ -129,7 +129,7 @@ Models and data
 
 This installation
   env                                             versions, devices and kernels, for bug reports
-  completion SHELL                                a script that completes commands and options: bash, zsh
+  completion SHELL                                completes commands, recipes and options: bash, zsh
   --version                                       the version of the package
 
 Examples

@@ -395,8 +395,32 @@ def test_a_shell_completes_commands_options_and_values(tmp_path, capsys):
     assert completed(script, "plan", "--dev") == {"--device", "--device-memory"}
     assert completed(script, "export", "--to", "") == {"peft", "merged", "nvfp4", "pair"}
     assert completed(script, "eval", "gsm8k", "--prot") == {"--protocol"}
-    assert main.main(["completion", "zsh"]) == 0 and "#compdef qerl" in capsys.readouterr().out
     assert main.main(["completion", "fish"]) == 2
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "filter"])
+def test_a_shell_completes_a_config_by_its_name_and_then_its_options(command, tmp_path, capsys):
+    assert main.main(["completion", "bash"]) == 0
+    script = tmp_path / "completion.bash"
+    script.write_text(capsys.readouterr().out)
+    assert completed(script, command, "gsm8k_qwen3") == {"gsm8k_qwen3_4b", "gsm8k_qwen3_8b"}
+    assert completed(script, command, "quickstart", "--noise.num") == {"--noise.num-stages"}
+    assert completed(script, command, "quickstart", "q") == set()
+    assert completed(script, command, "my") == set()  # bash then completes files
+
+
+def test_zsh_completes_as_bash_does_and_files_where_nothing_else_fits(capsys):
+    assert main.main(["completion", "zsh"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("#compdef qerl")
+    condition = 'if [[ -z "$completions" || "$completions" == "__TYRO_COMPLETE_FILES__" ]]; then\n'
+    assert f"  {condition}    _files\n" in shown
+    _, program, _ = re.split(r"<< 'PYTHON_EOF'\n|\nPYTHON_EOF\n", shown)
+    words = ["qerl", "train", "gsm8k_llama", "2"]
+    done = subprocess.run(
+        [sys.executable, "-", *words], input=program, capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr) == ("gsm8k_llama3.1_8b\ta config of the package\n", "")
 
 
 def test_filter_takes_a_config_by_its_name_and_as_many_problems_as_asked_for(monkeypatch, tmp_path):
