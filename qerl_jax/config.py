@@ -251,6 +251,10 @@ class DataConfig(Checked, section="data."):
             "" for none, or absent for the named set's own.
         prompt_template: Text around the last message of a prompt: "{prompt}" and "{COLUMN}" are filled in
             from the row, other braces stay.
+        apply_chat_template: Whether a prompt that is a text becomes a message of the user, in the chat
+            template. False gives texts to the policy as they are, for policies that continue texts. Prompts
+            that are messages always pass the chat template, and so does a text after a named set's own system
+            prompt.
         max_prompt_characters: Longest text of a prompt's row, before any template; longer ones are left out.
             Absent means the named set's own limit, if it has one.
         max_prompt_length: Longest prompt in tokens, chat template included.
@@ -274,6 +278,7 @@ class DataConfig(Checked, section="data."):
     ) = None
     system_prompt: str | None = None
     prompt_template: PromptTemplate | None = None
+    apply_chat_template: bool = True
     max_prompt_characters: Count | None = None
     max_prompt_length: Count = 512
     overlong_prompts: Literal["error", "drop"] = "error"

@@ -50,6 +50,11 @@ def across_sections(cfg: Any) -> list[tuple[bool, str, str]]:
             'must be false with noise.per = "sequence" and noise.scope = "both": under noise of its own '
             "each completion has another prompt before it",
         ),
+        (
+            cfg.data.apply_chat_template or not cfg.data.system_prompt,
+            "data.apply_chat_template",
+            "must be true with data.system_prompt: only a chat has a system message",
+        ),
         *_across_tables(cfg),
         *_across_lengths(cfg),
         *_across_batches(cfg),

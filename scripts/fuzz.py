@@ -498,7 +498,7 @@ def _make_rows(rng: random.Random) -> dict[str, bytes]:
 
 
 def _feed_rows(path: pathlib.Path) -> None:
-    generate.chats_of(generate.read_rows((), path, None), None)
+    generate.prompts_of(generate.read_rows((), path, None), None)
 
 
 # Parsers of answers

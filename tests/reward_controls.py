@@ -24,6 +24,6 @@ def one_short(completions, **_):
 
 def talkative(completions, trainer_state, log_extra, log_metric, **_):
     """Logs a column and a number beside its rewards."""
-    log_extra("letters", [len(completion[-1]["content"]) for completion in completions])
+    log_extra("letters", [len(stock.completion_text(each)) for each in completions])
     log_metric("steps_to_go", trainer_state.max_steps - trainer_state.global_step)
     return [0.0] * len(completions)

@@ -124,8 +124,8 @@ def test_the_files_of_getting_started_make_a_run(own):
     problems = datasets.from_config(cfg.data, split="train", seed=0)
     named = scoring.resolve(cfg.rewards.functions)
     assert len(problems) == 49 * 49
-    chats = [[{"role": "assistant", "content": f"<answer>{n}</answer>"}] for n in (2, 3)]
-    assert named[0][1](completions=chats, answer=["2", "2"]) == [1.0, 0.0]
+    texts = [f"<answer>{n}</answer>" for n in (2, 3)]
+    assert named[0][1](completions=texts, answer=["2", "2"]) == [1.0, 0.0]
     scoring.check(named, problems[:2])
 
 
@@ -170,10 +170,8 @@ def test_the_rows_and_sections_of_the_page_on_data_are_read():
     for block in blocks("data.md", "python"):
         exec(block, names)
     for rows, is_text in (("rows", True), ("chats", False)):
-        problems, are_texts = datasets.from_rows(
-            qerl_jax.DataConfig("rows"), names[rows], "dataset"
-        )
-        assert are_texts == is_text and problems[0].columns["answer"] == "42"
+        first = datasets.from_rows(qerl_jax.DataConfig("rows"), names[rows], "dataset")[0]
+        assert first.is_from_text == is_text and first.columns["answer"] == "42"
     for block in blocks("data.md", "toml"):
         table = tomllib.loads(block)
         for name, cls in (("data", qerl_jax.DataConfig), ("eval", qerl_jax.EvalConfig)):

@@ -336,7 +336,9 @@ def test_a_reward_that_expects_a_chat_and_gets_a_text_is_told_why(tmp_path):
     def reward(completions, **_):
         return [float(len(completion[0]["content"])) for completion in completions]
 
-    with pytest.raises(ValueError, match="TypeError.*note: prompts are texts.*column 'question'"):
+    with pytest.raises(
+        ValueError, match="TypeError.*completions are texts, because.*completion_text"
+    ):
         train(cfg, reward_functions=[reward], quiet=True)
 
 

@@ -36,6 +36,7 @@ def evaluate(
     max_tokens: int | None = None,
     system_prompt: str | None = None,
     prompt_template: str | None = None,
+    apply_chat_template: bool | None = None,
     reward: str | None = None,
     path: str | None = None,
     split: str | None = None,
@@ -63,7 +64,7 @@ def evaluate(
         policy: A loaded policy, a run, or the name of a model, run folder or PEFT folder. The protocol "run" has
             the tools of the run; a policy `with_tools` has its own, whatever the protocol.
         *sets: "gsm8k", "math500", "aime24", "aime25", "amc23", "arithmetic", any data set of the hub,
-            or a .jsonl, .json or .parquet file of {"question": ..., "answer": ...}.
+            or a .jsonl, .json or .parquet file of {"prompt": ..., "answer": ...}.
         protocol: How sets are asked and judged: "paper", "verl" or "run". Absent means the run's where
             there is one, else the paper's.
         samples: N, completions per problem. It replaces what the protocol says, as do `temperature`, `top_p`,
@@ -74,6 +75,8 @@ def evaluate(
         system_prompt: A system message, or the name of one: "think-answer", "answer-line" or
             "think-code"; "" for none.
         prompt_template: Text around the problem: "{prompt}" is filled in.
+        apply_chat_template: Whether a prompt that is a text passes the chat template; absent means as it was in
+            training, if there is a run, else true.
         reward: The name of the function that is at least 1 where a completion is right.
         path: Where the set lies if not on the hub; only with one set.
         split: Split of the sets, instead of the usual one.
@@ -109,7 +112,13 @@ def evaluate(
     runtime.use_compilation_cache()
     source = _source(policy)
     # The results are JSON, which has no numbers of numpy.
-    where = {"path": path, "split": split, "columns": columns, "num_problems": num_problems}
+    where = {
+        "path": path,
+        "split": split,
+        "columns": columns,
+        "num_problems": num_problems,
+        "apply_chat_template": apply_chat_template,
+    }
     where, seed, max_concurrent = pythons((where, seed, max_concurrent))
     how = {
         "num_generations": samples,

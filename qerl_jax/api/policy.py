@@ -88,7 +88,8 @@ class Policy:
     """A policy on the device, from `load` or from the `policy()` of a run.
 
     A prompt is a text, which is a user's message and passes the chat template, or a list of chat
-    messages, each a dict with "role" and "content".
+    messages, each a dict with "role" and "content". If the policy is that of a run with
+    `data.apply_chat_template = false`, it continues a text as it is.
 
     Attributes:
         generator: Samples from the model.
@@ -263,7 +264,7 @@ class Policy:
         if len(completions) != len(prompts):
             rule = f"must be one for each of {len(prompts)} prompts"
             raise ConfigError(f"completions: got {len(completions)}; {rule}")
-        encoded = self.tokenizer.encode([_chat(prompt) for prompt in prompts])
+        encoded = self.tokenizer.encode(list(map(self.generator.as_asked, prompts)))
         prompt_ids = [np.array(ids, np.int32) for ids in encoded]
         ids = [self._token_ids(i, completion) for i, completion in enumerate(completions)]
         require(temperature >= 0, "temperature", temperature, "must not be negative")
@@ -430,10 +431,6 @@ def _prompts(prompts: Any) -> list[Prompt]:
         is_prompt = isinstance(prompt, str) or datasets.is_chat(prompt)
         require(is_prompt, f"prompts[{index}]", prompt, rule)
     return list(prompts)
-
-
-def _chat(prompt: Prompt) -> Prompt:
-    return ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
 
 
 def _sampling_params(given: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:

@@ -1,7 +1,6 @@
 """Training on data and rewards that are Python objects, and the run that it makes."""
 
 import dataclasses
-import inspect
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -17,9 +16,8 @@ from qerl_jax.checked import require
 from qerl_jax.config import RunConfig, ToolsConfig
 from qerl_jax.data import datasets
 from qerl_jax.data.datasets import Problem
-from qerl_jax.rewards import scoring
 from qerl_jax.rewards.environments import Tool
-from qerl_jax.rewards.stock import RewardFunction, completion_text
+from qerl_jax.rewards.stock import RewardFunction
 from qerl_jax.tracking import logger
 from qerl_jax.tracking.health import Health
 from qerl_jax.training import trainer
@@ -146,13 +144,13 @@ def train(
     Rows: a row's column "prompt" (else "question" or "problem") is a chat, a list of messages, or a
     text. A text is a message of the user and passes the chat template, after the system prompt and
     inside the template of `data`, if there are such. (TRL gives a text to the model without a chat
-    template. For a policy that continues texts give `Problem(prompt=text, columns={...})`: a
-    problem is taken as it is.) The column "answer" and all others go to the rewards by their names.
+    template. For a policy that continues texts set `data.apply_chat_template` to False, or give
+    `Problem(prompt=text, columns={...})`: a problem is taken as it is.) The column "answer" and all
+    others go to the rewards by their names.
 
     Rewards have TRL's signature, `f(prompts, completions, completion_ids, **columns)`, and return a
-    number or None per completion. Completions have the form of the prompts in your rows, as in TRL:
-    texts for texts, and `[{"role": "assistant", "content": text}]` for chats. With rows that `config` names (no
-    `dataset`) they are chats, except for text in a column "prompt" without a system prompt.
+    number or None per completion. Completions have the form of the prompts in the rows, as in TRL:
+    texts for texts, and `[{"role": "assistant", "content": text}]` for chats.
 
     Args:
         config: A `RunConfig`, a table of its fields and sections, or the path of a TOML file. It need
@@ -209,12 +207,13 @@ def train(
         tools=given,
         environment=environment_factory,
     )
-    problems, are_texts = dataset, False
+    problems = dataset
     if dataset is not None and not _are_problems(dataset):
-        problems, are_texts = datasets.from_rows(cfg.data, dataset, "dataset")
-    if are_texts:
-        named = scoring.resolve(functions or cfg.rewards.functions, cfg.rewards.options)
-        functions = [_on_texts(name, function) for name, function in named]
+        problems = datasets.from_rows(cfg.data, dataset, "dataset")
+    elif dataset is not None and isinstance(dataset[0].prompt, str):
+        # Noted in the run's config, so that the policy is asked in the same way later.
+        data = dataclasses.replace(cfg.data, system_prompt="", apply_chat_template=False)
+        cfg = dataclasses.replace(cfg, data=data)
 
     def on_step(step: int, metrics: dict[str, Any]) -> bool:
         answers = [callback(step, metrics) for callback in callbacks]
@@ -236,17 +235,3 @@ def train(
 def _are_problems(dataset: Any) -> bool:
     is_list = isinstance(dataset, list | tuple) and len(dataset) > 0
     return is_list and all(isinstance(each, Problem) for each in dataset)
-
-
-def _on_texts(name: str, function: RewardFunction) -> RewardFunction:
-    """The reward as it is called for rows of texts: prompts and completions are texts, too."""
-
-    def scored(*, prompts, completions, **columns):
-        return function(
-            prompts=[completion_text(prompt) for prompt in prompts],
-            completions=[completion_text(completion) for completion in completions],
-            **columns,
-        )
-
-    scored.__name__, scored.__wrapped__ = name, function
-    return inspect.markcoroutinefunction(scored) if scoring.is_async(function) else scored

@@ -36,6 +36,11 @@ class PolicySource:
     folder: pathlib.Path | None = None
 
     @property
+    def apply_chat_template(self) -> bool:
+        """Whether a text is a message of the user, as it was when the policy was trained."""
+        return self.run is None or self.run.data.apply_chat_template
+
+    @property
     def name(self) -> str:
         """A short name that can name a folder: the last part of the path of adapter or model.
 

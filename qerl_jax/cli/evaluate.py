@@ -25,6 +25,7 @@ def evaluate(
     max_tokens: int | None = None,
     system_prompt: str | None = None,
     prompt_template: str | None = None,
+    apply_chat_template: bool | None = None,
     reward: str | None = None,
     path: str | None = None,
     split: str | None = None,
@@ -44,8 +45,7 @@ def evaluate(
 
     Args:
         sets: "gsm8k", "math500", "aime24", "aime25", "amc23", "arithmetic", any data set of the hub, or
-            a .jsonl, .json or .parquet file of {"question": ..., "answer": ...}. A text under "prompt" is
-            given to the model as it is, without its chat template.
+            a .jsonl, .json or .parquet file of {"prompt": ..., "answer": ...}.
         model: Local folder or hub name; absent means the adapter's base, or the one in the package.
         adapter: A PEFT folder, or a run folder, whose adapter and settings are taken.
         base: Leave out the adapter: measures the policy before training, asked and judged in the same way.
@@ -60,6 +60,8 @@ def evaluate(
         system_prompt: A system message, or the name of one: "think-answer", "answer-line" or
             "think-code"; "" for none.
         prompt_template: Text around the problem: "{prompt}" is filled in.
+        apply_chat_template: Whether a prompt that is a text passes the chat template; absent means as it was in
+            training, if there is a run, else true.
         reward: The function that is at least 1 where a completion is right.
         path: Where the set lies if not on the hub: a folder or a file. Only with one set.
         split: Split of the set, instead of the usual one.
@@ -103,6 +105,7 @@ def evaluate(
         max_tokens=max_tokens,
         system_prompt=system_prompt,
         prompt_template=prompt_template,
+        apply_chat_template=apply_chat_template,
         reward=reward,
         path=path,
         split=split,

@@ -48,7 +48,8 @@ def generate(
     """Prints completions of prompts. A single one is printed as it is sampled; with tools, all turns are shown.
 
     Args:
-        prompt: User messages.
+        prompt: User messages. The policy of a run with `data.apply_chat_template = false` continues them
+            as they are.
         sampling: How completions are sampled.
         input: A file of prompts, instead of PROMPT: .jsonl with a "prompt" in each row, a text or chat
             messages (and a "seed", if each is to have its own); or any other text file with one prompt per
@@ -78,7 +79,7 @@ def generate(
     require_unicode(sampling.stop, "stop")
     seeds = {"seed": [row["seed"] for row in rows]} if "seed" in rows[0] else {}
     params = SamplingParams(**vars(sampling) | seeds)
-    prompts = chats_of(rows, system_prompt)
+    prompts = prompts_of(rows, system_prompt)
     called = None if tools is None else _tools_of(tools)
     limits = {
         "max_concurrent": max_concurrent,
@@ -137,12 +138,14 @@ def _tools_of(place: pathlib.Path) -> ToolsConfig:
     return cfg.tools
 
 
-def chats_of(rows: list[dict[str, Any]], system_prompt: str | None) -> list[tuple]:
-    """The chat of each row, after a system message if one is asked for."""
+def prompts_of(rows: list[dict[str, Any]], system_prompt: str | None) -> list[Any]:
+    """The prompt of each row, as a chat after a system message if one is asked for."""
     from qerl_jax.data import datasets
 
+    if system_prompt is None:
+        return [row["prompt"] for row in rows]
     system = datasets.SYSTEM_PROMPTS.get(system_prompt, system_prompt)
-    opening = () if system is None else ({"role": "system", "content": system},)
+    opening = {"role": "system", "content": system}
     chats = [
         ({"role": "user", "content": row["prompt"]},)
         if isinstance(row["prompt"], str)
@@ -150,11 +153,11 @@ def chats_of(rows: list[dict[str, Any]], system_prompt: str | None) -> list[tupl
         for row in rows
     ]
     for number, chat in enumerate(chats, 1):
-        if opening and chat[0]["role"] == "system":
+        if chat[0]["role"] == "system":
             raise ValueError(
                 f"row {number}: has a system message already; leave out --system-prompt"
             )
-    return [(*opening, *chat) for chat in chats]
+    return [(opening, *chat) for chat in chats]
 
 
 def read_rows(

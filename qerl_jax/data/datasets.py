@@ -105,10 +105,26 @@ _FIELD = re.compile(r"\{(\w+)\}")
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A prompt, as text or as chat messages with role and content, and the other columns of its row."""
+    """A prompt, and the other columns of its row.
+
+    Attributes:
+        prompt: What the policy gets: a text as it is, or messages with role and content.
+        columns: The other columns.
+        is_from_text: Whether the row gave a text of which `prompt` was made. Rewards then get texts.
+    """
 
     prompt: tokenizer.Prompt
     columns: dict[str, Any]
+    is_from_text: bool = False
+
+    @property
+    def as_given(self) -> tokenizer.Prompt:
+        """The prompt in the form of its row, for rewards; messages are copied."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        if self.is_from_text:
+            return self.prompt[-1]["content"]
+        return [dict(message) for message in self.prompt]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,9 +150,8 @@ def from_config(
     The prompt and the answer of a problem come from the first of these columns that a row has:
 
         prompt   the column that `columns` names; that of the named set; `prompt`, `question` or
-                 `problem`. Chat messages stay as they are, and a text becomes one user message. But
-                 the text of a column `prompt`, of a set without a short name, stays text that the
-                 policy continues, unless there is a system prompt
+                 `problem`. Chat messages stay as they are, and a text becomes one user message,
+                 unless `apply_chat_template` is false
         answer   the column that `columns` names; that of the named set; `answer`; `ground_truth`,
                  or `reward_model["ground_truth"]` as in verl's rows; `solution`. If an answer has a
                  line that starts with `####` (GSM8K), the rest of that line without commas becomes
@@ -170,24 +185,17 @@ def from_config(
         SETS.get(cfg.dataset), "max_prompt_characters", None
     )
     kept = _short_enough(dataset[prompt], limit, where) if limit else range(len(dataset))
-    of_row = functools.partial(_problem, cfg, prompt, answer, cfg.dataset in SETS)
+    of_row = functools.partial(_problem, cfg, prompt, answer)
     return _problems(dataset, of_row, kept[:wanted], where)
 
 
-def from_rows(
-    cfg: DataConfig, rows: Sequence[Mapping[str, Any]], where: str
-) -> tuple[Problems, bool]:
-    """Makes problems from rows in memory, by the same columns as `from_config`.
-
-    There is one difference: a text in a column `prompt` becomes a user message, too.
+def from_rows(cfg: DataConfig, rows: Sequence[Mapping[str, Any]], where: str) -> Problems:
+    """Makes problems from rows in memory, as `from_config` does from a file.
 
     Args:
-        cfg: Only its columns, system prompt, template and limits are used.
+        cfg: Its data set and split are not used.
         rows: A `datasets.Dataset`, or a list of dicts, each with the prompt column.
         where: Name of the rows in errors.
-
-    Returns:
-        The problems, and whether the prompts of the rows are texts.
 
     Raises:
         ConfigError: If `rows` is something else or empty.
@@ -212,9 +220,8 @@ def from_rows(
         raise ValueError(f"{where}, row {index}, column {prompt!r}: {rule}; got {each!r}")
     limit = cfg.max_prompt_characters
     kept = _short_enough(prompts, limit, where) if limit else range(len(rows))
-    of_row = functools.partial(_problem, cfg, prompt, answer, True)
-    problems = _problems(rows, of_row, kept[: cfg.num_problems], where)
-    return problems, isinstance(prompts[0], str)
+    of_row = functools.partial(_problem, cfg, prompt, answer)
+    return _problems(rows, of_row, kept[: cfg.num_problems], where)
 
 
 def _is_row(row: Any) -> bool:
@@ -279,16 +286,12 @@ def batch(problems: Sequence[Problem], index: int, *, batch_size: int, seed: int
 def collate(
     problems: Sequence[Problem],
 ) -> tuple[list[str | list[tokenizer.Message]], dict[str, list]]:
-    """Returns the prompts of problems as a list, and their columns as lists, with None for a missing column.
+    """Returns the prompts and the columns of problems as lists, for rewards.
 
-    Messages are copied, so that a reward function that changes them does not change the problems.
+    Prompts have the form of their rows. A missing column is None. Messages are copied, so that a reward function that
+    changes them does not change the problems.
     """
-    prompts = [
-        problem.prompt
-        if isinstance(problem.prompt, str)
-        else [dict(message) for message in problem.prompt]
-        for problem in problems
-    ]
+    prompts = [problem.as_given for problem in problems]
     names = dict.fromkeys(name for problem in problems for name in problem.columns)
     columns = {name: [problem.columns.get(name) for problem in problems] for name in names}
     return prompts, columns
@@ -310,7 +313,7 @@ def _arithmetic(cfg: DataConfig, split: str, seed: int, count: int) -> Problems:
     def read(index: int) -> Problem:
         found = _ARITHMETIC[cfg.name](split, seed, index)
         row = {"question": found.question, "answer": str(found.answer)}
-        return _problem(cfg, "question", "answer", True, row, f"{cfg.dataset}, row {index}")
+        return _problem(cfg, "question", "answer", row, f"{cfg.dataset}, row {index}")
 
     read(0)  # finds an unknown split now
     return Problems(count, read)
@@ -457,17 +460,16 @@ def _problem(
     cfg: DataConfig,
     prompt_column: str,
     answer_column: str | None,
-    is_message: bool,
     row: Mapping[str, Any],
     where: str,
 ) -> Problem:
-    """Makes a problem from a row, see `from_config`; with `is_message` any text becomes a user message."""
+    """Makes a problem from a row, see `from_config`."""
     columns = dict(row)
     prompt = columns.pop(prompt_column)
+    is_text = isinstance(prompt, str)
     named = system_prompt(cfg)
     instruction = SYSTEM_PROMPTS.get(named, named)
-    is_message |= prompt_column != "prompt" or bool(instruction)
-    if is_message or not isinstance(prompt, str):
+    if cfg.apply_chat_template or instruction or not is_text:
         prompt = _messages(prompt, f"{where}, column {prompt_column!r}")
     if instruction:
         require(
@@ -479,7 +481,7 @@ def _problem(
         prompt = ({"role": "system", "content": instruction}, *prompt)
     if cfg.prompt_template is not None:
         prompt = _fill(cfg.prompt_template, prompt, row)
-    return Problem(prompt, _with_answer(columns, answer_column))
+    return Problem(prompt, _with_answer(columns, answer_column), is_text)
 
 
 def is_chat(prompt: Any) -> bool:

@@ -76,6 +76,8 @@ def protocol_for(dataset: str, name: str | None, policy: PolicySource, **changed
 def source_of(dataset: str, policy: PolicySource, **given: Any) -> DataConfig:
     """Returns the data config of a set: the run's held-out split if it is the run's set, else the usual split.
 
+    A text passes the chat template if it did when the policy was trained.
+
     Args:
         dataset: A data set, as in `DataConfig.dataset`.
         policy: The policy, which gives the run.
@@ -95,6 +97,7 @@ def source_of(dataset: str, policy: PolicySource, **given: Any) -> DataConfig:
         # A copy on disk is expected to have a split "test", even if the hub's data set has another name for it.
         split = "test" if "path" in given else protocols.SPLITS.get(dataset, "test")
         fields = {"dataset": dataset, "split": split}
+        fields["apply_chat_template"] = policy.apply_chat_template
     return from_table(DataConfig, _given(fields | given), "data.")
 
 
@@ -145,7 +148,14 @@ def run(
     require(is_seed(seed), "seed", seed, "must be in [0, 2**32)")
     names = [_set_name(data) for data, _ in sets]
     require(len(set(names)) == len(names), "sets", names, "must differ in name")
-    for name, (_, protocol) in zip(names, sets, strict=True):
+    for name, (data, protocol) in zip(names, sets, strict=True):
+        applies = data.apply_chat_template or bool(protocol.system_prompt)
+        if source.run is not None and applies != source.apply_chat_template:
+            how = "in" if applies else "without"
+            log(
+                f"warning: {name}: texts are asked {how} the chat template, unlike in training. To ask as in training, "
+                'choose the protocol "run", and give no system prompt and no apply_chat_template'
+            )
         if protocol.tools is None and source.run is not None and source.run.tools is not None:
             log(
                 f'{name}: asked without the tools of the run; to use them, choose the protocol "run"'
@@ -220,8 +230,6 @@ def _measure(
 ) -> None:
     """Samples and judges the problems that have no record yet, and adds their records."""
     arch, problems, values = policy.model.arch, each.problems, each.progress.values
-    if isinstance(problems[0].prompt, str):
-        log(f"{each.name}: prompts are texts, given to the model without its chat template")
     tools = None
     if each.toolboxes is not None:
         tools = Tools.of(each.protocol.tools, policy.tokenizer, each.toolboxes, log)

@@ -72,7 +72,7 @@ class Completion:
 class Generator:
     """Samples texts from a policy.
 
-    A prompt is a user message, or a list of chat messages. Options are the fields of `SamplingParams`.
+    A prompt is a text or a list of chat messages. Options are the fields of `SamplingParams`.
 
     Attributes:
         model: The policy.
@@ -84,6 +84,7 @@ class Generator:
         kv_cache_fraction: That capacity as a fraction of the free device memory; give at most one of the two.
         tools: Tools that the policy may call; None for single-turn completions.
         replicas: The devices that hold the variables.
+        apply_chat_template: Whether a text is a message of the user; else the policy continues it as it is.
     """
 
     model: Transformer
@@ -94,6 +95,7 @@ class Generator:
     kv_cache_fraction: float | None = None
     tools: Tools | None = None
     replicas: Replicas = Replicas()
+    apply_chat_template: bool = True
 
     @classmethod
     def load(
@@ -147,7 +149,7 @@ class Generator:
         boxes = None if tools is None else Toolboxes(tools)
         runtime.use_compilation_cache()
         policy = load_policy(source, mesh=mesh, rows=rows, quiet=quiet)
-        held = {"replicas": policy.replicas}
+        held = {"replicas": policy.replicas, "apply_chat_template": source.apply_chat_template}
         made = cls(policy.model, policy.variables, policy.tokenizer, **limits, **held)
         if slow := made.slow_because:
             log(slow)
@@ -159,6 +161,11 @@ class Generator:
     def slow_because(self) -> str | None:
         """The reason why this GPU samples more slowly than it could, and the remedy; None if there is none."""
         return fused_decode.slow_because(self.model.own_part, int(self.max_concurrent))
+
+    def as_asked(self, prompt: Prompt) -> Prompt:
+        """Returns a prompt as the policy gets it: a text as a message of the user, if these pass the chat template."""
+        is_message = self.apply_chat_template and isinstance(prompt, str)
+        return ({"role": "user", "content": prompt},) if is_message else prompt
 
     def __call__(self, prompts: Sequence[Prompt], **options: Any) -> list[str]:
         """Returns the texts of `completions`; see there for arguments and errors."""
@@ -279,7 +286,7 @@ class Generator:
             kv_cache_fraction=self.kv_cache_fraction,
         )
         problems = [
-            Problem(({"role": "user", "content": each},) if isinstance(each, str) else each, row)
+            Problem(self.as_asked(each), row)
             for each, row in zip(prompts, columns or [{}] * len(prompts), strict=True)
         ]
         talk = None

@@ -3,7 +3,8 @@ r"""Calls reward functions, which map completions to numbers, with TRL's convent
     f(prompts=..., completions=..., completion_ids=..., **columns, **extras) -> [number or None]
 
 Prompts, completions, ids and columns are lists with one entry per row; columns are those of the data set
-(`answer`, ...). A completion is text for a text prompt and `[{"role": "assistant", "content": text}]` for a chat.
+(`answer`, ...). Prompts have the form of the rows, texts or chats. A completion is text for a text and
+`[{"role": "assistant", "content": text}]` for a chat.
 None means that the reward does not apply to the row. Functions may be `async`. Extras are
 `log_extra(column, values)`, `log_metric(name, value)` and arguments that the caller adds (`trainer_state`): a
 function takes `**_` for those that it does not use.
@@ -290,7 +291,7 @@ def beginner(
         columns = {name: [value] for name, value in problem.columns.items()}
         for each in begins:
             with contextlib.suppress(Exception):
-                each(completions=[as_completion(problem.prompt, text)], **columns)
+                each(completions=[as_completion(problem.as_given, text)], **columns)
 
     return begin if begins else None
 

@@ -433,7 +433,10 @@ def score(
     if talks is None:
         completions = list(map(scoring.as_completion, prompts, rollout.texts))
     else:
-        completions = [list(talk.messages) for talk in talks]
+        completions = [
+            talk.text if isinstance(prompt, str) else list(talk.messages)
+            for prompt, talk in zip(prompts, talks, strict=True)
+        ]
         if talks[0].public is not None:
             columns["environments"] = [talk.snapshot for talk in talks]
     per_function = hosts.told(

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from pallas_kernels import runtime
-from qerl_jax.data import datasets
 from qerl_jax.generation.draft_control import Record
 from qerl_jax.rewards import scoring
 from qerl_jax.rl import grpo, rollouts
@@ -212,14 +211,13 @@ def completion_rows(
         columns: Columns that reward functions added, one entry per completion.
     """
     rollout, group = sampled.rollout, sampled.rollout.num_generations
-    prompts, _ = datasets.collate(rollout.problems)
     texts = rollout.texts
     if (talks := rollout.conversations) is not None:
         texts = [talk.transcript() for talk in talks]
         columns = columns | {"turns": [list(talk.messages) for talk in talks]}
     known = dict(zip(learned.positions.tolist(), np.asarray(advantages).tolist(), strict=True))
     own = zip(
-        [prompt for prompt in prompts for _ in range(group)],
+        [problem.prompt for problem in rollout.problems for _ in range(group)],
         texts,
         [None if np.isnan(reward) else float(reward) for reward in sampled.rewards.reshape(-1)],
         [a for p in sampled.positions.tolist() for a in known.get(p, [None] * group)],

@@ -71,8 +71,7 @@ def make_task(
         ValueError: For data, a reward or an environment that cannot be used.
     """
     functions, weights = _rewards(cfg, reward_functions)
-    is_named = problems is None
-    if is_named:
+    if problems is None:
         _require_held_out(cfg)
         problems = datasets.from_config(cfg.data, split=cfg.data.split, seed=cfg.seed)
     model, tokenizer = _described(cfg)
@@ -83,7 +82,7 @@ def make_task(
         talks = Tools.of(cfg.tools, tokenizer, boxes, notes.append)
         _add_own_rewards(boxes, functions, weights)
     informative = informative_by(cfg, functions, weights, notes.append)
-    notes += about_data(cfg, problems, is_named=is_named)
+    notes += about_data(cfg, problems)
     problems = rollouts.admit(
         problems,
         tokenizer,
@@ -100,9 +99,9 @@ def make_task(
     try:
         _try(task, hosts, cfg.data.max_prompt_length)
     except scoring.RewardError as error:
-        # The hint explains the failure of a reward that expects chats; notes are not shown if setup fails.
-        hint = _about_texts(problems) if is_named else []
-        raise scoring.RewardError("; ".join([str(error), *hint])) from error.__cause__
+        raise scoring.RewardError(
+            f"{error}{_about_form(problems, error.__cause__)}"
+        ) from error.__cause__
     return task
 
 
@@ -138,16 +137,8 @@ def _try(task: Task, hosts: Hosts, max_prompt_length: int) -> None:
         scoring.check(task.functions, first, extras)
 
 
-def about_data(
-    cfg: config.RunConfig, problems: Sequence[datasets.Problem], *, is_named: bool
-) -> list[str]:
-    """Returns warnings about data that is probably a mistake, or that cannot be learned from.
-
-    Args:
-        cfg: The run.
-        problems: Its problems.
-        is_named: Whether the problems come from `cfg.data`.
-    """
+def about_data(cfg: config.RunConfig, problems: Sequence[datasets.Problem]) -> list[str]:
+    """Returns warnings about data that is probably a mistake, or that cannot be learned from."""
     if not problems:
         return []
     count, asked, notes = len(problems), cfg.prompts_per_rollout, []
@@ -157,7 +148,6 @@ def about_data(
             "some are asked more than once in every step. Give more of them in data"
         )
     first = problems[0]
-    notes += _about_texts(problems) if is_named else []
     # Generated problems always have answers.
     if "answer" not in first.columns or cfg.data.dataset == "arithmetic":
         return notes
@@ -171,14 +161,15 @@ def about_data(
     return notes
 
 
-def _about_texts(problems: Sequence[datasets.Problem]) -> list[str]:
-    """Returns a line about prompts that are texts and not chats, if they are."""
-    if not problems or not isinstance(problems[0].prompt, str):
-        return []
-    return [
-        "note: prompts are texts (column 'prompt'), which the policy is given as they are, without its chat template; "
-        "completions are texts, too. If the base is a chat model, call the column 'question', or set data.system_prompt"
-    ]
+def _about_form(problems: Sequence[datasets.Problem], cause: BaseException | None) -> str:
+    """Returns a remedy for a reward that fails as one does that expects chats and gets texts, or the reverse."""
+    if not isinstance(cause, TypeError | AttributeError):
+        return ""
+    form = "texts" if isinstance(problems[0].as_given, str) else "chats"
+    return (
+        f"; note: completions are {form}, because the prompts of the rows are {form}; "
+        "qerl_jax.rewards.stock.completion_text reads both"
+    )
 
 
 def _about_epochs(cfg: config.RunConfig, total_steps: int) -> list[str]:

@@ -153,7 +153,7 @@ def test_a_config_need_not_say_what_the_arguments_say(tmp_path):
         ({"reward_funcs": 3}, "reward_funcs: got 3; must be a function, or a list"),
         ({"reward_funcs": [3]}, "reward_funcs[0]: got 3; must be a function, a name"),
         ({"reward_funcs": []}, "reward_funcs: got []; must be at least one"),
-        ({"reward_funcs": ["no_such"]}, "reward function: got 'no_such'; must be one of"),
+        ({"reward_funcs": ["no_such"]}, "reward_funcs: got 'no_such'; must be one of"),
         ({"callbacks": [3]}, "callbacks[0]: got 3; must be a function"),
         ({"eval": {}}, "eval.dataset: got None; must name the set to evaluate on"),
     ],
@@ -231,6 +231,10 @@ def test_a_problem_is_taken_as_it_is(tmp_path):
     trained = qerl_jax.train(small(tmp_path / "run"), problems, reward, quiet=True)
     assert set(seen) <= {problem.prompt for problem in problems}
     assert '"prompt": "' in next((trained.folder / "completions").iterdir()).read_text()
+    # The policy is asked in the same way after training.
+    held = trained.policy(max_concurrent=1)
+    (output,) = held.generate("3+1=", max_tokens=1)
+    assert output.prompt_token_ids.tolist() == held.tokenizer.encode(["3+1="])[0]
 
 
 @pytest.mark.slow

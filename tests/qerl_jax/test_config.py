@@ -176,6 +176,7 @@ OTHER = dataclasses.replace(
 # And what excludes a field of both.
 THIRD = dataclasses.replace(
     FULL,
+    data=dataclasses.replace(FULL.data, system_prompt=None, apply_chat_template=False),
     grpo=dataclasses.replace(FULL.grpo, sync_ref_model=False, reference="adapter"),
     mesh=MeshConfig(2, tensor=2),
 )

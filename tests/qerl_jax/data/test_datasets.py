@@ -54,12 +54,27 @@ def test_system_prompt_comes_first_and_the_template_takes_the_last_message():
     assert problem.prompt[1]["content"].endswith("farmers' market? Go.")
 
 
-def test_text_prompts_stay_text_until_a_system_prompt_makes_a_chat(rows):
-    path = rows({"prompt": "1+1=", "answer": "2", "level": 3})
-    assert load(path)[0] == data.Problem("1+1=", {"answer": "2", "level": 3})
-    assert load(path, prompt_template="{prompt}?")[0].prompt == "1+1=?"
-    chat = ({"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="})
+@pytest.mark.parametrize("column", ["prompt", "question", "problem"])
+def test_a_text_is_a_message_in_every_column_and_from_every_place(rows, column):
+    row = {column: "1+1=", "answer": "2", "level": 3}
+    path, columns = rows(row), {"answer": "2", "level": 3}
+    user = {"role": "user", "content": "1+1="}
+    expected = data.Problem((user,), columns, is_from_text=True)
+    assert load(path)[0] == expected
+    assert data.from_rows(config.DataConfig("rows"), [row], "dataset")[0] == expected
+    chat = ({"role": "system", "content": "Add."}, user)
     assert load(path, system_prompt="Add.")[0].prompt == chat
+    # Rewards get the text.
+    assert load(path, system_prompt="Add.")[0].as_given == "1+1="
+
+
+@pytest.mark.parametrize("column", ["prompt", "question"])
+def test_without_the_chat_template_texts_stay_as_they_are(rows, column):
+    row, chat = {column: "1+1="}, {column: [{"role": "user", "content": "1+1="}]}
+    cfg = config.DataConfig("rows", apply_chat_template=False)
+    assert load(rows(row), apply_chat_template=False)[0].prompt == "1+1="
+    assert data.from_rows(cfg, [row], "dataset")[0].prompt == "1+1="
+    assert data.from_rows(cfg, [chat], "dataset")[0].prompt == tuple(chat[column])
 
 
 def test_verl_rows_keep_messages_and_give_the_ground_truth_as_answer(rows):
@@ -87,7 +102,7 @@ def test_verl_rows_keep_messages_and_give_the_ground_truth_as_answer(rows):
 )
 def test_templates_fill_in_columns_and_leave_other_braces(rows, template, prompt):
     path = rows({"prompt": "Is {x} in [0, 1)?", "level": 3, "x": "kept as it is"})
-    assert load(path, prompt_template=template)[0].prompt == prompt
+    assert load(path, prompt_template=template)[0].as_given == prompt
 
 
 SET_ROWS = {

@@ -5,6 +5,7 @@ import itertools
 import json
 import pathlib
 import shutil
+import types
 
 import jax
 import numpy as np
@@ -277,6 +278,37 @@ def test_a_run_folder_brings_its_model_prompt_problems_and_sampling(run_folder):
     # Another set, asked as the run asks; and under the paper's protocol instead.
     assert benchmark.protocol_for("math500", "run", policy).system_prompt == "Add."
     assert benchmark.protocol_for("math500", "paper", policy) == protocols.paper("math500")
+
+
+@pytest.mark.parametrize("applies", [True, False])
+def test_a_set_is_asked_in_the_form_of_training_or_a_warning_names_the_cure(
+    applies, run_folder, tmp_path, monkeypatch
+):
+    rows, path = tmp_path / "rows.jsonl", run_folder / "config.toml"
+    rows.write_text('{"prompt": "What is 1+2?", "answer": "3"}\n')
+    text = path.read_text().replace('system_prompt = "Add."\n', "")
+    path.write_text(
+        text.replace("apply_chat_template = true", f"apply_chat_template = {applies}".lower())
+    )
+    policy, asked, said = find_policy(None, run_folder), [], []
+    loaded = types.SimpleNamespace(model=types.SimpleNamespace(own_part=None))
+    monkeypatch.setattr(benchmark, "_measure", lambda _, each, *__: asked.append(each.problems[0]))
+    monkeypatch.setattr(benchmark, "summarize", lambda values: {})
+    monkeypatch.setattr(fused_decode, "slow_because", lambda *_: None)
+
+    def ask(folder, **given):
+        source = benchmark.source_of(str(rows), policy, **given)
+        protocol = benchmark.protocol_for(str(rows), None, policy)
+        benchmark.run(
+            policy, [(source, protocol)], tmp_path / folder, policy=loaded, log=said.append
+        )
+
+    ask("same")
+    assert isinstance(asked[-1].prompt, str) == (not applies) and said == []
+    ask("other", apply_chat_template=not applies)
+    assert isinstance(asked[-1].prompt, str) == applies
+    (line,) = said
+    assert line.startswith("warning: rows: texts are asked ") and 'the protocol "run"' in line
 
 
 def test_a_run_of_a_whole_model_brings_that_model(run_folder):
