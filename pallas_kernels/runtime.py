@@ -255,15 +255,6 @@ def pairs_gates() -> bool:
     return os.environ.get("PALLAS_PAIRED_GATES", "1") not in ("", "0")
 
 
-def has_low_tiles() -> bool:
-    """Returns whether LoRA's A may be stored in tiles of 32 ranks in decoding: only if PALLAS_LOW_TILES=1 is set.
-
-    They hold fewer zeros (`nvfp4_matmul.dense_tile`). They were compiled and interpreted, and not yet timed on a GPU.
-    The variable is read while LoRA's matrices are packed; a program that was traced before keeps its layout.
-    """
-    return os.environ.get("PALLAS_LOW_TILES", "0") not in ("", "0")
-
-
 def memory_stats() -> dict[str, int] | None:
     """Returns memory statistics of the local devices in bytes (`bytes_limit`, `bytes_in_use`, ...), or None.
 

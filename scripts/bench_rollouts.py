@@ -14,8 +14,8 @@ others wait. A row can be run alone:
                                                                   # beside the layers of training
     python -m scripts.bench_rollouts --arms nvfp4 nvfp4-unpaired --batch 8 64 128
                                                                   # gate_up finished by a kernel after its product
-    python -m scripts.bench_rollouts --arms nvfp4 nvfp4-low --batch 8 64
-                                                                  # LoRA's A in tiles of 32 ranks
+    python -m scripts.bench_rollouts --arms nvfp4 nvfp4-tall --batch 8 64
+                                                                  # LoRA's A in tiles of 64 ranks
     python -m scripts.bench_rollouts --arms nvfp4 nvfp4-unshared --batch 128 --siblings 8 --prompt 1024
                                                                   # 16 prompts x 8; a prompt's pages read for each
     python -m scripts.bench_rollouts --model 3b 7b --rank 16 64 --arms nvfp4 --batch 1 --together 4
@@ -107,7 +107,7 @@ class Bench:
         import jax.numpy as jnp
 
         from pallas_kernels import decode_attention, runtime
-        from pallas_kernels.nvfp4_matmul import config
+        from pallas_kernels.nvfp4_matmul import config, dense_tile
         from qerl_jax.config import LoraConfig, MeshConfig
         from qerl_jax.mesh import Replicas
         from qerl_jax.model import architecture, fused_decode
@@ -126,9 +126,9 @@ class Bench:
         if trait == "unpaired":
             # gate_up is finished by a kernel after its product.
             os.environ["PALLAS_PAIRED_GATES"] = "0"
-        if trait == "low":
-            # LoRA's A in tiles of 32 ranks.
-            os.environ["PALLAS_LOW_TILES"] = "1"
+        if trait == "tall":
+            # LoRA's A in tiles of 64 ranks, whatever the rank.
+            dense_tile.height = lambda *_: dense_tile.TILE
         if trait == "unshared":
             # Attention reads the pages of a prompt for each of its completions.
             decode_attention.LEAST_SHARED = 1 << 30
@@ -426,7 +426,7 @@ def main() -> int:
                 "-plain",
                 "-wide",
                 "-unpaired",
-                "-low",
+                "-tall",
                 "-unshared",
                 "-unrolled",
             )

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import runtime
 from pallas_kernels.nvfp4_matmul import dense_tile, layout
 from pallas_kernels.nvfp4_matmul.layout import TILE
 
@@ -40,7 +39,7 @@ class Branch:
     @property
     def height(self) -> int:
         """Ranks in a tile of A: 64, or 32 if its tiles are low."""
-        return 16 * self.a.shape[-3] if self.a.dtype == jnp.int32 else TILE
+        return dense_tile.height_of(self.a) if self.a.dtype == jnp.int32 else TILE
 
     @property
     def firsts(self) -> tuple[int, ...]:
@@ -79,8 +78,8 @@ def pack_branch(
     rank = parts[0][0].shape[-1]
     filled = filled_rank(rank)
     width = max(filled, TILE)
-    is_low = is_packed and not is_paired and runtime.has_low_tiles()
-    height = dense_tile.height(parts[0][0].shape[-2], filled * len(parts)) if is_low else TILE
+    may_be_low = is_packed and not is_paired
+    height = dense_tile.height(parts[0][0].shape[-2], filled * len(parts)) if may_be_low else TILE
     pad_last = lambda x, low, high: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(low, high)])
     pad_rows = lambda x: jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, -x.shape[-2] % TILE), (0, 0)])
     a = jnp.concatenate([pad_last(a, 0, filled - rank) for a, _ in parts], axis=-1)

@@ -156,6 +156,7 @@ def _cut(
         a_units = dense_tile.in_units(a_words, config.warpgroups, config.step)
         shares = dense_tile.shares(
             a_units,
+            height=dense_tile.height_of(a_words),
             m=m,
             base_bytes=w.words.nbytes,
             most=blocks // 2,

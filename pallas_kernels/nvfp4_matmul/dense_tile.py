@@ -67,6 +67,11 @@ def height(k: int, ranks: int) -> int:
     return LOW if 0 < ranks % TILE <= LOW and _may_be_low(k) else TILE
 
 
+def height_of(words: jax.Array) -> int:
+    """Returns how many rows the tiles of `pack`'s result store."""
+    return words.shape[-3] * (TILE // 4)
+
+
 def _may_be_low(k: int) -> bool:
     # Four warpgroups share the four pieces of two low tiles.
     return layout.tiles(k) % 2 == 0
@@ -107,24 +112,29 @@ def unpack_tile(pieces: list[jax.Array]) -> jax.Array:
 
 def in_units(words: jax.Array, warpgroups: int, step: int) -> jax.Array:
     """Groups pieces by slot: [tiles, K / 64, 4 or 2, 3, 192] -> [tiles, units, warpgroups, pieces, 3, 192]."""
-    each = pieces(words.shape[1] * TILE, warpgroups, step, words.shape[2] * 16)
+    each = pieces(words.shape[1] * TILE, warpgroups, step, height_of(words))
     return words.reshape(len(words), -1, warpgroups, each, *layout.TILE_SHAPE)
 
 
-def shares(units: jax.Array, *, m: int, base_bytes: int, most: int, processors: int) -> int:
+def shares(
+    units: jax.Array, *, height: int, m: int, base_bytes: int, most: int, processors: int
+) -> int:
     """Returns the number of blocks that share each tile of A. All tiles together take at most `most` blocks.
 
     A block loads about as many bytes of A as each multiprocessor loads of the base weight. With more blocks A would
-    be finished sooner, but there would be more partial sums. For a small M, twice as many blocks are fastest
-    (measured on an H200 with a 7B layer).
+    be finished sooner, but there would be more partial sums. For a small M the time of a block is that of its loads,
+    one after the other, so twice as many blocks are fastest up to 32 rows (measured on an H200 with a 7B layer). A
+    load of a low tile brings half the bytes: up to 16 rows, three times as many blocks (on an H100).
 
     Args:
       units: A, as returned by `in_units`.
+      height: rows that a tile of A stores.
       m: rows of x.
       base_bytes: bytes of the packed base.
       most: most blocks for all tiles together; each tile gets at least one block even if that exceeds it.
       processors: multiprocessors of the device.
     """
     tiles, steps = units.shape[:2]
-    a_block = max(_LEAST_BYTES, base_bytes // processors) // (2 if m <= 32 else 1)
+    more = 1 if m > 32 else 3 if height == LOW and m <= 16 else 2
+    a_block = max(_LEAST_BYTES, base_bytes // processors) // more
     return max(1, min(-(-units.nbytes // (tiles * a_block)), steps, most // tiles))

@@ -121,6 +121,16 @@ def test_tiles_of_a_are_low_where_that_is_fewer_bytes():
     assert dense_tile.height(576, 32) == 64  # nine tiles, which four warpgroups could not share
 
 
+def test_low_tiles_are_shared_by_more_blocks_if_rows_are_few():
+    def shares(m, height):
+        units = jnp.zeros((1, 56, 1, height // 16, *layout.TILE_SHAPE), jnp.int32)
+        of = functools.partial(dense_tile.shares, units, height=height, m=m, base_bytes=7 << 20)
+        return of(most=99, processors=132)
+
+    assert [shares(m, 64) for m in (8, 16, 32, 64)] == [19, 19, 19, 10]
+    assert [shares(m, 32) for m in (8, 16, 32, 64)] == [14, 14, 10, 5]
+
+
 def test_a_piece_is_in_the_order_of_a_warpgroups_registers():
     values = jnp.arange(128 * 24.0).reshape(128, 24)
     pieces = fragments.from_rows(values)
@@ -236,15 +246,6 @@ def test_a_linear_of_any_size_meets_plain_arithmetic(
     assert "RACE" not in capfd.readouterr().out
 
 
-@pytest.fixture
-def low_tiles(monkeypatch):
-    """Packs A in low tiles. The variable is read while `pack_branch` is traced, so no trace may be kept."""
-    monkeypatch.setenv("PALLAS_LOW_TILES", "1")
-    pack_branch.clear_cache()
-    yield
-    pack_branch.clear_cache()
-
-
 @on_cpu
 @pytest.mark.parametrize(
     ("m", "n", "k", "rank", "sizes", "config"),
@@ -261,9 +262,7 @@ def low_tiles(monkeypatch):
         pytest.param(*(8, 256, 384, 16, (256,), Config(4, 64, 2, 2)), marks=pytest.mark.slow),
     ],
 )
-def test_with_low_tiles_of_a_a_linear_meets_plain_arithmetic(
-    capfd, low_tiles, m, n, k, rank, sizes, config
-):
+def test_with_low_tiles_of_a_a_linear_meets_plain_arithmetic(capfd, m, n, k, rank, sizes, config):
     parts = branches(k, rank, sizes)
     branch = pack_branch(parts, 0.5, is_packed=True)
     assert branch.height == 32

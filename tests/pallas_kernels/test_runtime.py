@@ -169,7 +169,9 @@ def test_plans_and_grids_fit_the_processors_that_a_card_has(grids):
     assert configs.pick_config(64, 4, 128, device=card).blocks == 114
     # A's share of the blocks.
     units = jnp.zeros((1, 56, 1, 4, *layout.TILE_SHAPE), jnp.int32)
-    shares = functools.partial(dense_tile.shares, units, m=64, base_bytes=114 << 17, most=99)
+    shares = functools.partial(
+        dense_tile.shares, units, height=64, m=64, base_bytes=114 << 17, most=99
+    )
     assert shares(processors=132) > shares(processors=114)
 
     words = jax.ShapeDtypeStruct((592, 56, *layout.TILE_SHAPE), jnp.int32)
