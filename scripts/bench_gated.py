@@ -18,6 +18,9 @@ import concurrent.futures
 import dataclasses
 import faulthandler
 import functools
+import json
+import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,8 +51,11 @@ def stream_of(values: jax.Array) -> epilogue.Stream:
     return epilogue.stream(values, jnp.ones(values.shape[1]))
 
 
-def check(problem: shapes.Problem, ms: list[int], rank: int) -> None:
+def check(problem: shapes.Problem, ms: list[int], rank: int) -> list[dict[str, Any]]:
     """Compares one weight's results for all M with plain arithmetic, and rows with themselves.
+
+    Returns:
+      A row for each M with its largest error, in bfloat16 ulps of the largest result.
 
     Raises:
       AssertionError: an error of more than 2 bfloat16 ulps of the largest result, or of more than half an ulp
@@ -88,6 +94,7 @@ def check(problem: shapes.Problem, ms: list[int], rank: int) -> None:
     )
     call = jax.jit(functools.partial(gated.linear, eps=EPS))
     programs = compiled([call.lower(of(stream, m), w, branch=branch) for m in ms])
+    rows = []
     for m, program in zip(ms, programs, strict=True):
         bench.watch()
         run = lambda stream, m=m, program=program: np.asarray(
@@ -106,6 +113,9 @@ def check(problem: shapes.Problem, ms: list[int], rank: int) -> None:
             f"| {problem.model} | {m} | {rank} | {name_of(config)} | {errors.max():.3f} |",
             flush=True,
         )
+        row = {"model": problem.model, "layer": "gate_up", "m": m, "n": n, "k": k, "rank": rank}
+        rows.append(row | {"is_paired": config is not None, "ulp": float(errors.max())})
+    return rows
 
 
 def compiled(programs: list[jax.stages.Lowered]) -> list[jax.stages.Compiled]:
@@ -165,6 +175,9 @@ def main() -> None:
         "--candidates", type=int, default=3, help="number of configurations to time"
     )
     parser.add_argument("--values", action="store_true", help="check values without timing")
+    parser.add_argument(
+        "--out", type=pathlib.Path, help="append the errors to this file, one JSON object a line"
+    )
     args = parser.parse_args()
     ms = sorted({fused.padded(m) for m in args.m})
     print(bench.versions())
@@ -174,7 +187,10 @@ def main() -> None:
     )
     for problem in problems:
         for rank in dict.fromkeys((args.rank, 0)):
-            check(problem, ms, rank)
+            rows = check(problem, ms, rank)
+            if args.out:
+                with args.out.open("a") as file:
+                    file.writelines(json.dumps(bench.versions() | row) + "\n" for row in rows)
     if not args.values:
         print("\n| model | M | groups/step/stages/blocks/shared | call us | loop us | of floor |")
         print("| --- | --- | --- | --- | --- | --- |")

@@ -428,7 +428,7 @@ def check_values(
             f"{problem.model} {problem.layer}, M = {m}: {error} ulp"
         )
         row = {"model": problem.model, "layer": problem.layer, "m": m, "n": n, "k": k}
-        rows.append(row | {"rank": rank, "ulp": error})
+        rows.append(row | {"kernels": kernels, "rank": rank, "ulp": error})
     return rows
 
 

@@ -18,6 +18,7 @@ numpy, and ends itself if a kernel hangs.
 import argparse
 import dataclasses
 import faulthandler
+import functools
 import json
 import pathlib
 import re
@@ -130,14 +131,23 @@ def time_arm(arm: Arm, m: int, n: int, k: int) -> Timing:
     return measure(run, x, weights)
 
 
-def check(m: int, n: int, k: int, names: Sequence[str]) -> dict[str, float]:
+def check(
+    m: int, n: int, k: int, names: Sequence[str], *, is_paired: bool = False
+) -> dict[str, float]:
     """Largest errors of the packed arms, in bfloat16 ulps of the largest output.
+
+    Args:
+      m: rows of x.
+      n: rows of W.
+      k: columns of W.
+      names: arms.
+      is_paired: whether the rows of W, gate and up, are stored in pairs, as a model holds them.
 
     Raises:
       AssertionError: an error is too large, or the unpacked copy is not exact.
     """
     t = jax.jit(nvfp4.random, static_argnums=1)(jax.random.key(5), (n, k))
-    w = jax.jit(layout.prepare)(t)
+    w = jax.jit(functools.partial(layout.prepare, is_paired=is_paired))(t)
     unpacked = jax.jit(dequantize.dequantize)(w)
     # Compared as bits: at 72B there is no memory for a float32 copy of gate_up.
     equal = jax.jit(lambda a, t: jnp.all(a == nvfp4.scaled_codes(t)))(unpacked, t)
@@ -268,16 +278,22 @@ def main() -> None:
         arms = [name for name in args.arms if ARMS[name].packed]
         print("| linear | M | largest error, ulp: " + ", ".join(arms) + " |\n| --- | --- | --- |")
         rows = []
-        for problem in problems(args.models, args.layers):
-            for m in args.m:
-                watch()
-                errors = check(m, problem.n, problem.k, arms)
-                found = ", ".join(f"{error:.2f}" for error in errors.values())
-                print(f"| {problem.model} {problem.layer} | {m} | {found} |", flush=True)
-                row = {"model": problem.model, "layer": problem.layer, "m": m, "ulps": errors}
-                rows.append(row | {"n": problem.n, "k": problem.k})
-                if args.out:
-                    args.out.write_text(json.dumps(versions() | {"rows": rows}))
+        cases = [
+            (problem, m, is_paired)
+            for problem in problems(args.models, args.layers)
+            for is_paired in ((False, True) if problem.layer == "gate_up" else (False,))
+            for m in args.m
+        ]
+        for problem, m, is_paired in cases:
+            watch()
+            errors = check(m, problem.n, problem.k, arms, is_paired=is_paired)
+            found = ", ".join(f"{error:.2f}" for error in errors.values())
+            name = f"{problem.model} {problem.layer}" + (" in pairs" if is_paired else "")
+            print(f"| {name} | {m} | {found} |", flush=True)
+            row = {"model": problem.model, "layer": problem.layer, "m": m, "ulps": errors}
+            rows.append(row | {"n": problem.n, "k": problem.k, "is_paired": is_paired})
+            if args.out:
+                args.out.write_text(json.dumps(versions() | {"rows": rows}))
         faulthandler.cancel_dump_traceback_later()
         return
 
