@@ -130,13 +130,13 @@ def _shown(hint: Any, default: Any, name: str) -> Any:
     return Annotated[hint, tyro.conf.arg(metavar=metavar, help_behavior_hint="")]
 
 
-_FIELDS = """The fields of a run: each option changes what the config file says.
-
---noise None, --eval None and --tools None switch a section off; an option of an absent section switches it on.
---max-steps takes the place of --num-train-epochs, and the other way round."""
+_FIELDS = """The fields of a run follow: each option changes what the config file says.
+If one of --max-steps and --num-train-epochs is given, it takes the place of the other."""
 
 
-def run_config(command: str, argv: list[str], own: Sequence[str] = ()) -> RunConfig:
+def run_config(
+    command: str, argv: list[str], own: Sequence[str] = (), about: Callable | None = None
+) -> RunConfig:
     """The config file that comes first, changed by the options after it.
 
     Each field has an option. `--noise None`, `--eval None` and `--tools None` switch a section off. An option of an
@@ -146,6 +146,7 @@ def run_config(command: str, argv: list[str], own: Sequence[str] = ()) -> RunCon
         command: Name of the command, for errors.
         argv: Its arguments.
         own: Options of the command that the caller has read already. A misspelt option may mean one of them.
+        about: The function whose docstring the help shows before the fields, without the usage in its first paragraph.
 
     Raises:
         ConfigError: For a missing file or an impossible config.
@@ -188,7 +189,9 @@ def run_config(command: str, argv: list[str], own: Sequence[str] = ()) -> RunCon
         options.Options(kinds),
         default=cfg,
         prog=f"qerl {command} {argv[0]}",
-        description=_FIELDS,
+        description=f"{inspect.getdoc(about).partition('\n\n')[2]}\n\n{_FIELDS}"
+        if about
+        else _FIELDS,
         config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff),
     )
 

@@ -177,6 +177,8 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     debug = "--debug" in argv
     argv = [word for word in argv if word != "--debug"]
+    if argv[:1] == ["help"]:
+        argv = [*argv[1:2], "--help"]
     name, *rest = argv or [""]
     # A command that reads its own arguments has its help in its docstring. The options of the others are
     # their parameters.
@@ -186,7 +188,7 @@ def main(argv: list[str] | None = None) -> int:
         if argv[:1] in _HELP or not argv or reads_itself and rest[:1] in _HELP:
             log(text if reads_itself else _USAGE)
             return 0 if argv else 2
-        if argv == ["--version"]:
+        if argv == ["--version"] or (name in COMMANDS and rest == ["--version"]):
             log(_version("qerl-jax"))
             return 0
         if name not in COMMANDS:

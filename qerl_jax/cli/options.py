@@ -117,6 +117,7 @@ def parse(target: Any, argv: Sequence[str], options: Options, *, prog: str, **se
         ConfigError: For an option that there is not, a value that it cannot have, or something that is missing.
         SystemExit: After the help, with status 0.
     """
+    _join_lines(target)
     argv = _with_pythons_truth(argv, options)
     said = io.StringIO()
     try:
@@ -128,6 +129,19 @@ def parse(target: Any, argv: Sequence[str], options: Options, *, prog: str, **se
             raise
         rule = _broken_rule(ended)
         raise ConfigError(rule or _fault(argv, options, prog) or _plain(said.getvalue())) from None
+
+
+def _join_lines(target: Any) -> None:
+    """Joins the lines of each description in the docstrings of dataclasses, for the help.
+
+    tyro joins them too, but not where the second begins with a quotation mark or a bracket.
+    """
+    if inspect.isclass(target):
+        for cls in filter(dataclasses.is_dataclass, target.__mro__):
+            cls.__doc__ = re.sub(r"\n {8,}", " ", inspect.cleandoc(cls.__doc__))
+    for hint in typing.get_type_hints(target).values():
+        for kind in filter(dataclasses.is_dataclass, _members(hint)):
+            _join_lines(kind)
 
 
 def _with_pythons_truth(argv: Sequence[str], options: Options) -> list[str]:

@@ -32,7 +32,7 @@ def train(argv: list[str]) -> int:
       qerl train my.toml --output-dir runs/other --optim.learning-rate 2e-5 --noise None
     """
     with stopping.ending_at_once("qerl train"):
-        cfg = run_config("train", argv)
+        cfg = run_config("train", argv, about=train)
         join()
         run = qerl_jax.train(cfg)
         if not Hosts.all().leads:
@@ -73,7 +73,8 @@ def plan(argv: list[str]) -> None:
         if not rest:
             log(*cards.describe(card))
             return
-    cfg = run_config("plan", rest, own=("--device", "--device-memory", "--compile"))
+    own = ("--device", "--device-memory", "--compile")
+    cfg = run_config("plan", rest, own, about=plan)
     made = qerl_jax.plan(cfg, options.device_memory, options.device)
     log(str(made))
     if card is not None:

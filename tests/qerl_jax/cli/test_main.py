@@ -93,8 +93,34 @@ def test_help_after_a_config_shows_every_field_with_its_value(capsys):
     assert "Rank R of A and B. (default: 16)" in shown
 
 
-def test_the_version_is_that_of_the_package(capsys):
-    assert main.main(["--version"]) == 0
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_help_after_a_config_begins_with_that_of_the_command(command, capsys):
+    with pytest.raises(SystemExit):
+        main.main([command, str(QUICKSTART), "--help"])
+    shown = capsys.readouterr().out
+    text = inspect.getdoc(main.COMMANDS[command])
+    own = {"train": [], "plan": ["--device", "--device-memory", "--compile"]}[command]
+    assert all(f"\n{option} " in shown for option in own)
+    assert shown.count(text[text.index("\nExamples:") :]) == 1
+    # Lines are filled, also before a quotation mark or a bracket, and no two are empty.
+    assert "drafts then (`rollout.drafts`). (default: False)" in shown
+    assert "\n\n\n" not in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "same"), [("help", "--help"), ("help train", "train --help"), ("help xx", "xx")]
+)
+def test_help_is_also_a_command(words, same, capsys):
+    codes, shown = [], []
+    for each in (words, same):
+        codes.append(main.main(each.split()))
+        shown.append(capsys.readouterr())
+    assert codes[0] == codes[1] and shown[0] == shown[1] and any(shown[0])
+
+
+@pytest.mark.parametrize("command", [["--version"], ["train", "--version"], ["eval", "--version"]])
+def test_the_version_is_that_of_the_package(command, capsys):
+    assert main.main(command) == 0
     assert capsys.readouterr().out == f"qerl-jax {importlib.metadata.version('qerl-jax')}\n"
 
 
