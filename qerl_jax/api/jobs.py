@@ -224,9 +224,11 @@ def export(
         require(value in values, name, value, f"must be one of {', '.join(map(repr, values))}")
     if isinstance(run, Policy):
         rule = "must come from a run as it was trained; its adapter is written by save_pretrained"
-        of_run = run.source.folder is not None and not run.unsaved
-        require(of_run and run.source.adapter == run.source.folder / "adapter", "run", run, rule)
-        run = run.source.folder
+        source = run.source
+        of_run = source.folder is not None and not run.unsaved
+        is_newest = of_run and (source.step or source.adapter == source.folder / "adapter")
+        require(is_newest, "run", run, rule)
+        run, step = source.folder, source.step if step is None else step
     require(isinstance(run, str | os.PathLike), "run", run, "must be a run, or its folder")
     runtime.use_compilation_cache()
     return exports.export(

@@ -367,7 +367,8 @@ def load(
     Args:
         name: A folder or hub name of a model, or a run folder; absent means the base of the adapter,
             or "qerl-tiny", which ships with the package.
-        adapter: A PEFT folder, or a run folder, whose adapter is taken.
+        adapter: A PEFT folder, or a run folder, whose adapter is taken. Of a run that has not ended it is the
+            newest checkpoint.
         lora: Gives the base a fresh adapter of that shape, which changes nothing yet: for your own training
             loop. Not with `adapter`.
         weights: Storage format of the linears; absent means that of the adapter's run, else "nvfp4".

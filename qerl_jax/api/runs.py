@@ -76,14 +76,14 @@ class Run:
         return "\n".join(report.lines(self.folder))
 
     def policy(self, *, best: bool = False, **options: Any) -> Policy:
-        """Loads the trained policy: the base with the adapter of the run.
+        """Loads the trained policy: the base with the adapter of the run, or of its newest checkpoint until it ends.
 
         Args:
             best: Whether to take the adapter of the best evaluation (`best/`) instead of the last.
             **options: See `qerl_jax.load`.
 
         Raises:
-            FileNotFoundError: Where the run has written no adapter yet.
+            FileNotFoundError: Where the run has saved nothing yet.
         """
         return load(adapter=self.folder / "best" if best else self.folder, **options)
 

@@ -2,12 +2,14 @@
 
 import dataclasses
 import pathlib
+import sys
 from typing import Any
 
 from pallas_kernels import runtime
 from qerl_jax import config
 from qerl_jax.checked import require
 from qerl_jax.checkpoint import base_model, peft
+from qerl_jax.checkpoint.run_state import StateFiles
 from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.files import read_json
 from qerl_jax.hosts import Hosts
@@ -25,7 +27,8 @@ class PolicySource:
 
     Attributes:
         model: Config of the base.
-        adapter: A PEFT folder; None for the bare base.
+        adapter: A PEFT folder, or the checkpoint of a run that has not ended; None for the bare base.
+        step: The step of that checkpoint; None for a PEFT folder.
         run: The config of the run that trained the policy, or None.
         folder: The run folder, or None.
     """
@@ -34,6 +37,7 @@ class PolicySource:
     adapter: pathlib.Path | None = None
     run: config.RunConfig | None = None
     folder: pathlib.Path | None = None
+    step: int | None = None
 
     @property
     def apply_chat_template(self) -> bool:
@@ -44,8 +48,10 @@ class PolicySource:
     def name(self) -> str:
         """A short name that can name a folder: the last part of the path of adapter or model.
 
-        It is "base" for the policy of a run before training.
+        It is "checkpoint-<step>" for a run that has not ended, and "base" for the policy of a run before training.
         """
+        if self.step is not None:
+            return f"checkpoint-{self.step}"
         if self.adapter is not None:
             return self.adapter.resolve().name
         model = pathlib.PurePath(self.model.model_name_or_path)
@@ -94,12 +100,23 @@ def load_policy(
         FileNotFoundError, SafetensorsError, ValueError, NotImplementedError: See `base_model.load_base`,
             `peft.read_lora` and `peft.import_adapter`.
     """
-    lora = None if source.adapter is None else peft.read_lora(source.adapter)
+    lora = None
+    if source.step is not None:
+        lora = source.run.lora
+        if not quiet:
+            sys.stderr.write(
+                f"{source.folder} has not ended: its checkpoint of step {source.step} is taken\n"
+            )
+    elif source.adapter is not None:
+        lora = peft.read_lora(source.adapter)
     model, frozen, tokenizer, replicas = load_base(
         source.model, lora, seed, mesh=mesh, rows=rows, quiet=quiet
     )
     variables = {"frozen": frozen}
-    if source.adapter is not None:
+    if source.step is not None:
+        _, params = StateFiles(source.folder, keep=None).params(source.step)
+        variables["params"] = replicas.hold(params)
+    elif source.adapter is not None:
         variables["params"] = replicas.hold(peft.import_adapter(source.adapter, model))
     return LoadedPolicy(model, variables, tokenizer, source, replicas)
 
@@ -140,15 +157,17 @@ def find_policy(
 
     Args:
         model: A folder or hub name; None means the adapter's base, or without an adapter "qerl-tiny".
-        adapter: A PEFT folder, or a run folder, whose exported adapter (or model) and config are used.
+        adapter: A PEFT folder, or a run folder, whose exported adapter (or model) and config are used. Of a run that
+            has not ended it is the newest undamaged checkpoint.
         base: Whether to leave out the adapter, which gives the policy before training.
         **held: `weights` and `dtype`, to replace those of the run; None keeps the run's.
 
     Raises:
-        FileNotFoundError: If `adapter` is neither a PEFT folder nor a run folder.
+        FileNotFoundError: If `adapter` is neither a PEFT folder nor a run folder, or the run has saved nothing.
+        ValueError: If all checkpoints of the run are damaged.
         ConfigError: If the adapter does not name its base and `model` is None.
     """
-    run = folder = None
+    run = folder = step = None
     if adapter is not None:
         adapter = pathlib.Path(adapter)
         # An adapter may be inside its run folder.
@@ -158,9 +177,9 @@ def find_policy(
         if adapter == folder and run.model.trainable == "full":
             model, adapter = model or (None if base else str(folder / "model")), None
         elif adapter == folder:
-            adapter = folder / "adapter"
+            adapter, step = _saved(folder)
     require(
-        adapter is None or (adapter / "adapter_config.json").is_file(),
+        adapter is None or step is not None or (adapter / "adapter_config.json").is_file(),
         "adapter",
         str(adapter),
         "has no adapter_config.json, nor is it a run folder",
@@ -177,4 +196,16 @@ def find_policy(
     if model is not None:  # a named model has weights, even if the run's base was random
         table["random_base"] = False
     cfg = config.from_table(config.ModelConfig, table, "model.")
-    return PolicySource(cfg, None if base else adapter, run, folder)
+    if base:
+        adapter = step = None
+    return PolicySource(cfg, adapter, run, folder, step)
+
+
+def _saved(folder: pathlib.Path) -> tuple[pathlib.Path, int | None]:
+    """Returns the adapter of a run, or its newest undamaged checkpoint and the step of it."""
+    if (folder / "adapter").is_dir():
+        return folder / "adapter", None
+    step = StateFiles(folder, keep=None).newest()
+    rule = "this run has saved nothing yet, neither an adapter nor a checkpoint"
+    require(step is not None, "adapter", str(folder), rule, FileNotFoundError)
+    return folder / "checkpoints" / str(step), step

@@ -47,7 +47,8 @@ def evaluate(
         sets: "gsm8k", "math500", "aime24", "aime25", "amc23", "arithmetic", any data set of the hub, or
             a .jsonl, .json or .parquet file of {"prompt": ..., "answer": ...}.
         model: Local folder or hub name; absent means the adapter's base, or the one in the package.
-        adapter: A PEFT folder, or a run folder, whose adapter and settings are taken.
+        adapter: A PEFT folder, or a run folder, whose adapter and settings are taken. Of a run that has not
+            ended it is the newest checkpoint.
         base: Leave out the adapter: measures the policy before training, asked and judged in the same way.
         protocol: "paper" (temperature 0.6, top-p 0.95), "verl" (verl's own words, sampling and scorers), or
             "run" (prompt and sampling of the run, judged by its `eval.reward`). Absent means the run's where

@@ -59,7 +59,8 @@ def generate(
             training). Until all are there, they are in `<output>.partial`, from which a later call goes on.
             With tools `completion` is the last turn, and `turns` has all messages.
         model: Local folder or hub name; absent means the adapter's base, or the one in the package.
-        adapter: A PEFT folder, or a run folder, whose adapter is taken.
+        adapter: A PEFT folder, or a run folder, whose adapter is taken. Of a run that has not ended it is the
+            newest checkpoint.
         system_prompt: A system message, or the name of one: "think-answer", "answer-line" or "think-code".
         tools: A config (.toml) or a run folder, whose section [tools] names the tools that the policy may
             call. An environment begins with the columns of `input`.

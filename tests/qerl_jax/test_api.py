@@ -6,6 +6,7 @@ import importlib
 import pathlib
 import pkgutil
 import re
+import shutil
 import subprocess
 import sys
 
@@ -19,6 +20,7 @@ from qerl_jax import rl
 from qerl_jax.api import jobs, runs, settings
 from qerl_jax.checked import ConfigError
 from qerl_jax.checkpoint import peft
+from qerl_jax.cli import main
 from qerl_jax.data.datasets import Problem
 from qerl_jax.generation.engine import Engine
 from qerl_jax.rewards.scoring import RewardError
@@ -300,6 +302,27 @@ def test_the_policy_of_a_run_holds_its_adapter_under_every_name(run):
     assert len(set(texts)) == 1
     assert str(run.folder / "adapter") in repr(named[0])
     assert np.abs(named[0].variables["params"]["layers"]["qkv"]["q_proj"]["b"]).max() > 0
+
+
+@pytest.mark.slow
+def test_a_run_that_has_not_ended_is_asked_by_its_newest_checkpoint(run, tmp_path, capsys):
+    stopped = tmp_path / "stopped"
+    shutil.copytree(run.folder, stopped)
+    shutil.rmtree(stopped / "adapter")
+    held = qerl_jax.load_run(stopped).policy()
+    assert "has not ended: its checkpoint of step 2 is taken" in capsys.readouterr().err
+    ask = {"temperature": 0.0, "max_tokens": 20}
+    assert held.generate("3+4", **ask)[0].text == run.policy().generate("3+4", **ask)[0].text
+    params = held.variables["params"]
+    jax.tree.map(np.testing.assert_array_equal, params, run.policy().variables["params"])
+    assert main.main(["generate", "3+4", "--adapter", str(stopped), "--max-tokens", "1"]) == 0
+    sets = ["arithmetic", "--num-problems", "2", "--samples", "1", "--max-tokens", "1"]
+    assert main.main(["eval", *sets, "--adapter", str(stopped)]) == 0
+    assert (stopped / "eval" / "checkpoint-2" / "arithmetic" / "summary.json").is_file()
+
+    shutil.rmtree(stopped / "checkpoints")
+    with pytest.raises(FileNotFoundError, match="this run has saved nothing yet"):
+        qerl_jax.load(stopped)
 
 
 # A policy
