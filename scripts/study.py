@@ -413,22 +413,29 @@ def run_piece(args: argparse.Namespace) -> None:
     train(from_table(config.RunConfig, table), quiet=True)
     rows = logger.read_metrics(folder)
     made = timed(rows) if args.timing else kept(rows)
-    about = {"arm": piece.arm, "rate": piece.rate, "seed": piece.seed} | surroundings(args)
+    about = {"arm": piece.arm, "rate": piece.rate, "seed": piece.seed}
+    about |= surroundings(args, ARMS[piece.arm])
     about |= {"wall_seconds": round(time.monotonic() - began, 1)}
     write_whole(args.out / f"{name}.json", json.dumps(about | made) + "\n")
     shutil.rmtree(folder)
 
 
-def surroundings(args: argparse.Namespace) -> dict[str, Any]:
-    """The base and the device of a run, and how many runs shared the device."""
+def surroundings(args: argparse.Namespace, arm: Arm) -> dict[str, Any]:
+    """The base and the device of a run, and how many runs shared the device.
+
+    `base` is the hash of the 16-bit base, for all arms. An arm whose base is quantized beforehand also has the hash of
+    that, as `quantized`.
+    """
     import jax
 
     from pallas_kernels import runtime
     from qerl_jax.checkpoint import hf_folder
     from scripts.warm_up import sha256
 
+    quantized = {"quantized": sha256(gptq_folder(args))} if arm.quantized else {}
     return {
         "base": sha256(hf_folder.local_folder(args.base)),
+        **quantized,
         "device": runtime.device_kind(),
         "jax": jax.__version__,
         "jobs": args.jobs,

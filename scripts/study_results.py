@@ -1,9 +1,10 @@
 """Writes the results of the study to docs/results.md, with figures: `python -m scripts.study_results`.
 
 It reads docs/measured/study, with a file for each run of `scripts/study.py`. Where runs are missing, the page says that
-they were not measured. All numbers in its tables come from these files; the sentences that sum them up are in
-`study_page.md`, with their date. Intervals are Student's 95 % intervals over seeds. Two
-arms are compared by the differences between runs with the same seed, which had the same problems in the same order.
+they were not measured. All numbers in its tables come from these files. The sentences that sum them up are in
+`study_page.md`, with their date; their {{names}} are filled with numbers from the files. Intervals are Student's 95 %
+intervals over seeds. Two arms are compared by the differences between runs with the same seed, which had the same
+problems in the same order.
 """
 
 from __future__ import annotations
@@ -48,8 +49,14 @@ def entropy_at_start(run: Mapping[str, Any]) -> float:
 
 
 def mean_reward(run: Mapping[str, Any]) -> float:
-    """Mean training reward over all steps. It is higher if the reward grows faster."""
+    """Mean training reward over all steps: its level, whether it grows or not."""
     return float(np.mean(run["steps"]["reward"]))
+
+
+def reward_growth(run: Mapping[str, Any]) -> float:
+    """Mean training reward of the last fifth of the steps minus that of the first tenth."""
+    rewards = run["steps"]["reward"]
+    return study.last_reward(run) - float(np.mean(rewards[: max(1, len(rewards) // 10)]))
 
 
 def accuracy(run: Mapping[str, Any]) -> float:
@@ -60,6 +67,12 @@ def accuracy(run: Mapping[str, Any]) -> float:
 def gain(run: Mapping[str, Any]) -> float:
     """Held-out accuracy at the end minus that at the start."""
     return run["end"]["accuracy"] - run["start"]["accuracy"]
+
+
+def late_kl(run: Mapping[str, Any]) -> float:
+    """Median divergence from the base in the last fifth of the steps: that of one batch may be ten times as much."""
+    values = run["steps"]["kl"]
+    return float(np.median(values[-max(1, len(values) // 5) :]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +87,7 @@ class Claim:
         measure: The compared quantity of a run.
         equal: Whether the claim is that they do not differ.
         rate: Index of the learning rate of both arms; None means the best rate of each.
+        added: Whether it was added when the results were known, and not planned before.
     """
 
     text: str
@@ -83,31 +97,44 @@ class Claim:
     measure: Measure
     equal: bool = False
     rate: int | None = None
+    added: bool = False
 
 
-_HIGHER = "entropy is higher at the start"
+_ENTROPY = "entropy is higher at the start"
 _FASTER = "reward grows faster"
+_HIGHER = "mean reward is higher"
 _BETTER = "final accuracy is higher"
-# The paper's GSM8K table for 3B and 7B.
+# The paper's numbers are from its GSM8K table for 3B and 7B. Every comparison that the text of the page draws a
+# conclusion from is here, so that it is counted.
 CLAIMS = (
-    Claim(_HIGHER, "a figure, 7B", "nvfp4", "bf16", entropy_at_start),
-    Claim(_HIGHER, "a figure, 7B", "mxfp4", "bf16", entropy_at_start),
-    Claim(_HIGHER, "a figure, 7B", "nf4", "bf16", entropy_at_start),
-    Claim("(ours) less quantization noise, less entropy", "-", "nvfp4", "nvfp4-gptq", entropy_at_start),
-    Claim(_FASTER, "figures", "nvfp4", "bf16", mean_reward),
-    Claim(_FASTER, "figures", "nvfp4-aqn", "bf16", mean_reward),
-    Claim("(ours) less quantization noise, slower reward", "-", "nvfp4", "nvfp4-gptq", mean_reward),
+    Claim(_ENTROPY, "a figure, 7B", "nvfp4", "bf16", entropy_at_start),
+    Claim(_ENTROPY, "a figure, 7B", "mxfp4", "bf16", entropy_at_start),
+    Claim(_ENTROPY, "a figure, 7B", "nf4", "bf16", entropy_at_start),
+    Claim("(ours) rounding to nearest has more entropy than GPTQ", "-", "nvfp4", "nvfp4-gptq", entropy_at_start),
+    Claim("(ours) GPTQ has more entropy than 16 bits", "-", "nvfp4-gptq", "bf16", entropy_at_start, added=True),
+    Claim(_FASTER, "figures", "nvfp4", "bf16", reward_growth, added=True),
+    Claim(_FASTER, "figures", "nvfp4-aqn", "bf16", reward_growth, added=True),
+    Claim(_HIGHER, "figures", "nvfp4", "bf16", mean_reward),
+    Claim(_HIGHER, "figures", "nvfp4-aqn", "bf16", mean_reward),
+    Claim("(ours) GPTQ has more reward", "-", "nvfp4-gptq", "nvfp4", mean_reward),
+    Claim("AQN has more reward", "figures", "nvfp4-aqn", "nvfp4", mean_reward, added=True),
+    Claim("(the missing control) AQN has more reward in 16 bits", "-", "bf16-aqn", "bf16", mean_reward, added=True),
     Claim(_BETTER, "83.3 - 76.1, 88.5 - 88.1", "nvfp4", "bf16", accuracy),
     Claim(_BETTER, "83.7 - 76.1, 90.8 - 88.1", "nvfp4-aqn", "bf16", accuracy),
     Claim(_BETTER, "83.3 - 76.1, 88.5 - 85.0", "nvfp4", "nf4", accuracy),
+    Claim("QeRL is better than QLoRA", "83.7 - 76.1, 90.8 - 85.0", "nvfp4-aqn", "nf4", accuracy, added=True),
     Claim(_BETTER, "83.3 - 73.4, 88.5 - 86.4", "nvfp4", "mxfp4", accuracy),
-    Claim("(ours) less quantization noise, lower accuracy", "-", "nvfp4", "nvfp4-gptq", accuracy),
+    Claim("(ours) GPTQ ends higher", "-", "nvfp4-gptq", "nvfp4", accuracy),
+    Claim("(ours) 16 bits end above GPTQ", "-", "bf16", "nvfp4-gptq", accuracy, added=True),
     Claim("AQN adds to it", "83.7 - 83.3, 90.8 - 88.5", "nvfp4-aqn", "nvfp4", accuracy),
     Claim("(the missing control) AQN adds to 16 bits", "-", "bf16-aqn", "bf16", accuracy),
     Claim("(the missing control) 4 bits and AQN beat 16 bits and AQN", "-", "nvfp4-aqn", "bf16-aqn", accuracy),
     Claim("equal to full fine-tuning", "83.7 - 84.4, 90.8 - 91.2", "nvfp4-aqn", "full", accuracy, True),
-    Claim("the highest rate is tolerated", "a figure, 3e-5", "nvfp4", "bf16", gain, rate=2),
+    Claim("full fine-tuning is better than 16-bit LoRA", "84.4 - 76.1, 91.2 - 88.1", "full", "bf16", accuracy, added=True),
+    Claim("the highest rate is tolerated", "a figure, 3e-5", "nvfp4", "bf16", accuracy, rate=2),
 )  # fmt: skip
+# Claims of the paper that no run tests: not among the comparisons.
+UNTESTED = (("the exponential schedule is the best of several", "a figure"),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,19 +209,49 @@ def claims_table(results: Results) -> str:
         unit = (claim.measure.__name__).replace("_", " ")
         rows.append(
             [
-                claim.text,
+                claim.text + " (added)" * claim.added,
                 claim.paper,
                 f"{unit}: {ARMS[claim.ours].title} - {ARMS[claim.theirs].title}{at}",
-                MISSING if found is None else found.shown(sign="+"),
+                MISSING if found is None else found.shown(sign="+") + few(found),
                 verdict(claim, found),
                 "" if found is None else strict,
             ]
         )
+    rows += [[text, paper, "no runs", MISSING, MISSING, ""] for text, paper in UNTESTED]
     return table(rows)
+
+
+def few(found: Interval) -> str:
+    """Says over how many seeds a difference was taken, if over some but not over all."""
+    whole = len(FIRST_SEEDS) + len(MORE_SEEDS)
+    return f" ({found.count} seeds)" if 1 < found.count < whole else ""
+
+
+def numbers(results: Results) -> dict[str, str]:
+    """The numbers that the text of the page names.
+
+    `accuracy_nvfp4_bf16` is the size of a claim's difference in hundredths, which are points of an accuracy or a reward,
+    and `accuracy_nvfp4_bf16_shown` the same with sign and interval. `start_nvfp4` and `end_nvfp4` are accuracies.
+    """
+    made = {}
+    for claim in CLAIMS:
+        found = compared(results, claim)
+        at = "" if claim.rate is None else f"_{claim.rate}"
+        name = f"{claim.measure.__name__}_{claim.ours}_{claim.theirs}{at}".replace("-", "_")
+        made[name] = MISSING if found is None else f"{abs(100 * found.mean):.1f}"
+        made[f"{name}_shown"] = MISSING if found is None else found.shown(sign="+")
+    for arm in ARMS:
+        runs = runs_of(results, arm, study.best_rate(results, arm)).values()
+        for when in ("start", "end"):
+            mean = np.mean([run[when]["accuracy"] for run in runs]) if runs else None
+            shown = MISSING if mean is None else f"{mean:.3f}".lstrip("0")
+            made[f"{when}_{arm}".replace("-", "_")] = shown
+    return made
 
 
 def arms_table(results: Results, timings: Results) -> str:
     """The table of arms, each at its best rate: means over seeds."""
+    kl = "KL to the base, last fifth of the steps"
     measures: dict[str, Measure] = {
         "accuracy before": lambda run: run["start"]["accuracy"],
         "accuracy after": accuracy,
@@ -203,21 +260,27 @@ def arms_table(results: Results, timings: Results) -> str:
         "mean reward": mean_reward,
         "entropy, first step": entropy_at_start,
         "entropy, last step": lambda run: run["steps"]["entropy"][-1],
-        "KL to the base, last step": lambda run: run["steps"]["kl"][-1],
+        kl: late_kl,
         "sampler - trainer, nats": lambda run: float(np.mean(run["steps"]["mismatch"])),
     }
     rows = [["arm", "best rate", "seeds", *measures, "s per step, alone"]]
     for arm, about in ARMS.items():
         best = study.best_rate(results, arm)
         found = runs_of(results, arm, best)
-        cells = [
-            interval([f(run) for run in found.values()]).shown() for f in measures.values() if found
-        ]
+        cells = []
+        for name, measure in measures.items() if found else ():
+            values = [measure(run) for run in found.values()]
+            cells.append(middle(values) if name == kl else interval(values).shown())
         cells = cells or [MISSING] + [""] * (len(measures) - 1)
         seconds = timings.get(f"timing_{arm}", {}).get("step", "")
         rate = "" if best is None else f"{best:g}"
         rows.append([about.title, rate, str(len(found) or ""), *cells, str(seconds)])
     return table(rows)
+
+
+def middle(values: Sequence[float], form: str = ".3f") -> str:
+    """The median of some values with the lowest and the highest."""
+    return f"{np.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
 def rates_table(results: Results) -> str:
@@ -247,13 +310,69 @@ def base_text(found: Mapping[str, Any] | None) -> str:
     errors = found["rounding error"]
     rounded = [["relative error of rounding a linear to nearest", *map(str.upper, errors["after"])]]
     rounded += [[when, *map(str, each.values())] for when, each in errors.items()]
+    change, share = (
+        found["relative change of the linears"],
+        found["share of their weights that changed"],
+    )
     return (
         f"{found['steps']} steps of {found['batch']} answers at a rate of {found['rate']:g}, on the device "
         f"{found['device']}, in {found['seconds']:.0f} s, gave the base {found['sha256']}. On held-out problems, one sample each at "
-        f"temperature 1:\n\n{table(rows)}\n\nThe linears changed by {found['relative change of the linears']:.2%} "
-        "(root of the mean square), less than a step of the packaged 4 bits. If the packaged 4-bit grid favoured a format, that format's "
-        "error would be below its error for normal random numbers:\n\n"
-        f"{table(rounded)}"
+        f"temperature 1:\n\n{table(rows)}\n\n**A deviation from the plan.** The plan wanted a base whose weights have left the 4-bit grid of the "
+        f"package. Ours has not left it: {share:.0%} of the weights of the linears changed, but only by {change:.2%} in all (root of the mean "
+        "square), which is less than a step of that grid. So the grid may favour a format. If it does, that format's error is below its error "
+        f"for normal random numbers. This was measured for one linear, `down_proj` of layer 1:\n\n{table(rounded)}\n\n{favoured(errors)}"
+    )
+
+
+def favoured(errors: Mapping[str, Mapping[str, float]]) -> str:
+    """Says which formats the base's grid favours, by errors of rounding the base and of rounding normal numbers."""
+    ratios = {form: each / errors["normal"][form] - 1 for form, each in errors["after"].items()}
+    low = {form.upper(): -ratio for form, ratio in ratios.items() if ratio < 0}
+    others = [form.upper() for form in ratios if form.upper() not in low]
+    if not low:
+        return "By this rule the grid favours no format."
+    said = " and ".join(f"{form} by {ratio:.1%}" for form, ratio in low.items())
+    return f"By this rule the grid favours {said}" + (
+        f", and not {' or '.join(others)}." if others else "."
+    )
+
+
+def quantized_text(results: Results) -> str:
+    """Says on which days the runs on quantized bases were made, and whether their files name these bases."""
+    said = []
+    for arm, about in ARMS.items():
+        runs = {name: run for name, run in results.items() if Piece.named(name).arm == arm}
+        if not about.quantized or not runs:
+            continue
+        days = sorted({run["date"] for run in runs.values()})
+        late: dict[float, list[str]] = {}
+        for piece in (Piece.named(name) for name, run in runs.items() if run["date"] == days[-1]):
+            late.setdefault(piece.rate, []).append(str(piece.seed))
+        known = {run.get("quantized") for run in runs.values()}
+        if len(days) > 1:
+            which = "; ".join(
+                f"rate {rate:g}, seed {', '.join(seeds)}" for rate, seeds in late.items()
+            )
+            said.append(f"It was quantized again for the runs of {days[-1]} ({which}).")
+        if None in known:
+            said.append(
+                "The files of this arm name only the 16-bit base that was quantized. So they do not show whether all its runs had the same "
+                "quantized weights. Later runs also record the hash of the quantized folder."
+            )
+        elif len(known) > 1:
+            said.append(f"**Its runs are of {len(known)} different quantized bases.**")
+    return " ".join(said)
+
+
+def one_card(results: Results) -> str:
+    """Estimates the time of all runs on one card, four at a time, from how long they took with more on a card."""
+    if not results:
+        return MISSING
+    took = [run.get("wall_seconds", 0) for run in results.values()]
+    jobs = max(run.get("jobs", 1) for run in results.values())
+    return (
+        f"The {len(took)} runs took {sum(took) / 3600:.1f} hours added up, with up to {jobs} at a time on a card. If a run takes as long beside "
+        f"three others, they take {sum(took) / 4 / 60:.0f} minutes with `--jobs 4`"
     )
 
 
@@ -275,17 +394,21 @@ def start_table(lines: Sequence[Mapping[str, Any]]) -> str:
     rows = [["policy", "KL(BF16, it)", "entropy", "change of entropy"]]
     for name, found in groups.items():
         kl, entropy, change = (
-            np.mean([line[field] for line in found], axis=0)
+            np.array([line[field] for line in found])
             for field in ("kl", "entropy", "entropy_change")
         )
-        draws = f", mean of {len(found)} draws" if len(found) > 1 else ""
-        ends = f"{change[0]:+.4f} [{change[1]:+.4f}, {change[2]:+.4f}]"
-        rows.append([name + draws, f"{kl[0]:.4f}", f"{entropy[0]:.4f}", ends])
+        if len(found) > 1:
+            name += f", {len(found)} draws"
+            ends = f" ({change[:, 0].min():+.4f} to {change[:, 0].max():+.4f})"
+        else:
+            name += ", one draw" if ", draw" in found[0]["policy"] else ""
+            ends = f" [{change[0, 1]:+.4f}, {change[0, 2]:+.4f}]"
+        means = (f"{each[:, 0].mean():.4f}" for each in (kl, entropy))
+        rows.append([name, *means, f"{change[:, 0].mean():+.4f}{ends}"])
     one = lines[0]
     return (
         f"Of the base {one['base']}: {one['tokens']} tokens of {one['rows']} answers to held-out problems, on the "
-        f"device {one['device']}, in float32 activations. Nats per token; intervals from resampled rows.\n\n"
-        f"{table(rows)}"
+        f"device {one['device']}, in float32 activations. Nats per token.\n\n{table(rows)}"
     )
 
 
@@ -345,8 +468,14 @@ def page(
     figures = "Figures follow with the first runs."
     if results:
         shown = {k: v for k, v in FIGURE_TEXTS.items() if timings or k != _OVER_SECONDS}
-        figures = "\n\n".join(f"![{alt}](figures/{name}.svg)" for name, alt in shown.items())
-    filled = {
+        length = max(len(run["steps"]["reward"]) for run in results.values())
+        figures = "\n\n".join(
+            f"![{alt}](figures/{name}.svg)\n\n*{caption.format(window=window(length))}*"
+            for name, (alt, caption) in shown.items()
+        )
+    filled = numbers(results) | {
+        "quantized": quantized_text(results),
+        "one_card": one_card(results),
         "state": state(results),
         "comparisons": str(len(CLAIMS)),
         "by_chance": f"{len(CLAIMS) * 0.05:.1f}",
@@ -362,14 +491,50 @@ def page(
     return re.sub(r"\{\{(\w+)\}\}", lambda match: filled[match[1]], TEMPLATE.read_text())
 
 
-# File names of figures, and what they show.
+_CURVES = (
+    "Left: the formats. Right: BF16 and NVFP4, with and without AQN. Each arm has its best rate. A line is the mean over the "
+    "arm's seeds; the shade goes from the lowest to the highest of them. Both are smoothed: a point is the mean of {window} steps, of fewer "
+    "at the ends."
+)
+# File names of figures: what they show in short, and the line below them.
 _OVER_SECONDS = "study-reward-seconds"  # needs timings
 FIGURE_TEXTS = {
-    "study-reward": "Training reward over steps, each arm at its best rate, mean over seeds",
-    _OVER_SECONDS: "The same over seconds, from the time of a step of each arm alone on the card",
-    "study-entropy": "Entropy of the sampler over steps, nats per token, mean over seeds",
-    "study-accuracy": "Held-out accuracy after training, a point per seed",
+    "study-reward": ("Training reward over steps", f"Training reward over steps. {_CURVES}"),
+    _OVER_SECONDS: (
+        "Training reward over seconds",
+        "The same lines over seconds: steps times the seconds of a step of this arm, alone on the card. No comparison above judges them.",
+    ),
+    "study-entropy": (
+        "Entropy of the sampler over steps",
+        "Entropy of the sampler over steps, in nats per token, on a logarithmic axis. Panels, lines and shades as above.",
+    ),
+    "study-accuracy": (
+        "Held-out accuracy after training",
+        "Held-out accuracy after training, each arm at its best rate. A point is a seed; the black tick is their mean.",
+    ),
 }
+# Okabe and Ito's colours, distinct for colour-blind readers, with a brown for their yellow, which is too pale for a
+# line; and dashes. Arms with AQN have a lighter shade of the colour of the same arm without it.
+STYLES: dict[str, tuple[str, tuple[float, ...]]] = {
+    "bf16": ("#0072b2", ()),
+    "bf16-aqn": ("#56b4e9", (5, 2)),
+    "nf4": ("#7a5c00", (6, 2, 1, 2)),
+    "mxfp4": ("#cc79a7", (3, 1.5)),
+    "nvfp4": ("#d55e00", ()),
+    "nvfp4-aqn": ("#e69f00", (5, 2)),
+    "nvfp4-gptq": ("#009e73", (8, 2)),
+    "full": ("#000000", (1, 1.5)),
+}
+# The arms of the two panels of a figure.
+PANELS = (
+    ("bf16", "nf4", "mxfp4", "nvfp4", "nvfp4-gptq", "full"),
+    ("bf16", "bf16-aqn", "nvfp4", "nvfp4-aqn"),
+)
+
+
+def window(length: int) -> int:
+    """The number of steps that `smooth` takes the mean of, where it does not meet an end."""
+    return 2 * max(2, length // 20) + 1
 
 
 def draw(results: Results, timings: Results, folder: pathlib.Path) -> None:
@@ -377,46 +542,62 @@ def draw(results: Results, timings: Results, folder: pathlib.Path) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
-    from qerl_jax.tracking.charts import COLOURS, DASHES, smooth
+    from qerl_jax.tracking.charts import smooth
 
     best = {arm: runs_of(results, arm, study.best_rate(results, arm)) for arm in ARMS}
     folder.mkdir(parents=True, exist_ok=True)
 
-    def figure(name: str, xlabel: str, ylabel: str, fill: Callable[[Any], None]) -> None:
+    def save(name: str, fill: Callable[[Figure], None], width: float) -> None:
         with matplotlib.rc_context(
-            {"svg.hashsalt": "qerl", "svg.fonttype": "none", "axes.grid": True}
+            {"svg.hashsalt": "qerl", "svg.fonttype": "none", "axes.grid": True, "grid.alpha": 0.4}
         ):
-            made = Figure(figsize=(7, 4), layout="constrained")
-            axes = made.add_subplot(xlabel=xlabel, ylabel=ylabel)
-            fill(axes)
+            made = Figure(figsize=(width, 4), layout="constrained")
+            fill(made)
             made.savefig(folder / f"{name}.svg", metadata={"Date": None})
 
-    def curves(axes: Any, name: str, seconds: bool = False) -> None:
-        for number, (arm, runs) in enumerate(best.items()):
-            pace = timings.get(f"timing_{arm}", {}).get("step") if seconds else 1.0
-            if not runs or pace is None:
-                continue
-            mean = smooth(np.mean([run["steps"][name] for run in runs.values()], axis=0).tolist())
-            style = {"color": COLOURS[number % 6], "dashes": DASHES[number % 6] or (None, None)}
-            width = 1.2 + number // 6
-            steps = pace * np.arange(1, len(mean) + 1)
-            axes.plot(steps, mean, label=ARMS[arm].title, linewidth=width, **style)
-        if axes.lines:
-            axes.legend(fontsize=7)
+    def curves(name: str, label: str, seconds: bool = False) -> Callable[[Figure], None]:
+        def fill(made: Figure) -> None:
+            panels = made.subplots(1, len(PANELS), sharex=True, sharey=True)
+            for axes, arms in zip(panels, PANELS, strict=True):
+                for arm in arms:
+                    pace = timings.get(f"timing_{arm}", {}).get("step") if seconds else 1.0
+                    if not best[arm] or pace is None:
+                        continue
+                    lines = np.array([smooth(run["steps"][name]) for run in best[arm].values()])
+                    steps = pace * np.arange(1, lines.shape[1] + 1)
+                    colour, dashes = STYLES[arm]
+                    style = {"color": colour, "dashes": dashes or (None, None), "linewidth": 1.5}
+                    axes.plot(steps, lines.mean(axis=0), label=ARMS[arm].title, **style)
+                    ends = lines.min(axis=0), lines.max(axis=0)
+                    axes.fill_between(steps, *ends, color=colour, alpha=0.1, linewidth=0)
+                axes.set_xlabel("seconds" if seconds else "step")
+                if name == "entropy":
+                    axes.set_yscale("log")
+                    ticks = (0.05, 0.1, 0.2, 0.4)
+                    axes.set_yticks(ticks, map(str, ticks))
+                    axes.minorticks_off()
+                if axes.lines:
+                    place = "upper right" if name == "entropy" else "lower right"
+                    axes.legend(fontsize=7, handlelength=3.5, loc=place)
+            panels[0].set_ylabel(label)
 
-    def points(axes: Any) -> None:
+        return fill
+
+    def points(made: Figure) -> None:
+        axes = made.add_subplot(xlabel="held-out accuracy")
         shown = [arm for arm, runs in best.items() if runs]
         for place, arm in enumerate(shown):
             values = [accuracy(run) for run in best[arm].values()]
-            axes.plot(values, [place] * len(values), "o", color=COLOURS[0], alpha=0.6)
-            axes.plot([np.mean(values)], [place], "|", color=COLOURS[1], markersize=18)
+            axes.plot(values, [place] * len(values), "o", color=STYLES[arm][0], alpha=0.6)
+            axes.plot([np.mean(values)], [place], "|", color="black", markersize=18)
         axes.set_yticks(range(len(shown)), [ARMS[arm].title for arm in shown])
+        axes.invert_yaxis()
 
-    figure("study-reward", "step", "reward", lambda axes: curves(axes, "reward"))
+    save("study-reward", curves("reward", "reward"), 10)
     if timings:
-        figure(_OVER_SECONDS, "seconds", "reward", lambda axes: curves(axes, "reward", True))
-    figure("study-entropy", "step", "entropy, nats per token", lambda axes: curves(axes, "entropy"))
-    figure("study-accuracy", "held-out accuracy", "", points)
+        save(_OVER_SECONDS, curves("reward", "reward", seconds=True), 10)
+    save("study-entropy", curves("entropy", "entropy, nats per token"), 10)
+    save("study-accuracy", points, 7)
 
 
 def main() -> None:

@@ -124,6 +124,19 @@ def test_a_run_leaves_its_metrics_and_nothing_else(two_steps):
     assert len(found["base"]) == 16 and found["jobs"] == 1
 
 
+def test_a_run_on_a_quantized_base_records_its_hash_too(two_steps):
+    args = two_steps
+    weights = study.gptq_folder(args) / "model.safetensors"
+    weights.parent.mkdir(parents=True)
+    seen = set()
+    for content in (b"one", b"other"):
+        weights.write_bytes(content)
+        seen.add(study.surroundings(args, ARMS["nvfp4-gptq"])["quantized"])
+    assert len(seen) == 2 and {len(digest) for digest in seen} == {16}
+    plain, gptq = (study.surroundings(args, ARMS[arm]) for arm in ("nvfp4", "nvfp4-gptq"))
+    assert "quantized" not in plain and plain["base"] == gptq["base"] not in seen
+
+
 @pytest.mark.slow
 def test_a_study_of_two_steps_is_done_in_pieces_by_several_processes(two_steps, capsys):
     args = two_steps

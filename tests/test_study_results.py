@@ -5,7 +5,17 @@ import pytest
 
 from scripts import make_benchmarks, paper_tables, study, study_results
 from scripts.study import ARMS, FIRST_SEEDS, MORE_SEEDS, Piece
-from scripts.study_results import CLAIMS, Claim, Interval, accuracy, compared, interval, verdict
+from scripts.study_results import (
+    CLAIMS,
+    MISSING,
+    UNTESTED,
+    Claim,
+    Interval,
+    accuracy,
+    compared,
+    interval,
+    verdict,
+)
 
 
 def run(reward=0.5, end=0.6, start=0.3, entropy=0.2, **more):
@@ -73,8 +83,65 @@ def test_without_runs_the_page_says_so_and_has_no_number_of_ours():
     text = study_results.page({}, {})
     assert "**Not measured yet.**" in text and "{{" not in text
     rows = study_results.claims_table({}).splitlines()[2:]
-    assert len(rows) == len(CLAIMS)
+    assert len(rows) == len(CLAIMS) + len(UNTESTED)
     assert all(row.endswith("| not measured yet | not measured yet |  |") for row in rows)
+
+
+def test_growth_is_not_level():
+    # One reward rises from 0.1 to 0.5, the other stays at 0.6.
+    rising, level = (
+        {"steps": {"reward": [x] * 80 + [y] * 20}} for x, y in ((0.1, 0.5), (0.6, 0.6))
+    )
+    assert study_results.reward_growth(rising) == pytest.approx(0.4)
+    assert study_results.reward_growth(level) == pytest.approx(0)
+    assert study_results.mean_reward(rising) < study_results.mean_reward(level)
+
+
+def test_one_batch_does_not_decide_the_divergence():
+    runs = [{"steps": {"kl": [5.0] * 80 + [value] * 19 + [9.0]}} for value in (0.1, 0.2, 0.4)]
+    assert [study_results.late_kl(run) for run in runs] == [0.1, 0.2, 0.4]
+    assert study_results.middle([0.1, 0.4, 0.2]) == "0.200 (0.100 to 0.400)"
+
+
+def test_the_text_names_numbers_of_the_runs():
+    results = whole(nvfp4=lambda seed: 0.5, bf16=lambda seed: 0.6)
+    found = study_results.numbers(results)
+    assert found["accuracy_nvfp4_bf16"] == "10.0" and found["end_nvfp4"] == ".500"
+    assert found["accuracy_nvfp4_bf16_shown"].startswith("-0.100 [")
+    assert set(study_results.numbers({})) == set(found)
+    assert set(study_results.numbers({}).values()) == {MISSING}
+
+
+def test_a_row_says_that_it_has_fewer_seeds_or_was_added():
+    (last,) = [claim for claim in CLAIMS if claim.rate is not None]
+    rows = study_results.claims_table(whole()).splitlines()
+    (row,) = [row for row in rows if row.startswith(f"| {last.text} |")]
+    assert "(2 seeds)" in row and sum("(2 seeds)" in each for each in rows) == 1
+    assert sum("(added)" in each for each in rows) == sum(claim.added for claim in CLAIMS)
+
+
+def test_the_page_says_when_a_base_was_quantized_again():
+    results = whole()
+    assert "quantized again" not in study_results.quantized_text(results)
+    assert "name only the 16-bit base" in study_results.quantized_text(results)
+    results["nvfp4-gptq_0.0003_4"]["date"] = "2026-11-26"
+    said = study_results.quantized_text(results)
+    assert said.startswith(
+        "It was quantized again for the runs of 2026-11-26 (rate 0.0003, seed 4)."
+    )
+    for number, name in enumerate(name for name in results if name.startswith("nvfp4-gptq")):
+        results[name]["quantized"] = "one" if number else "other"
+    assert study_results.quantized_text(results).endswith("2 different quantized bases.**")
+
+
+def test_the_page_says_which_formats_the_grid_favours():
+    errors = {"after": {"nvfp4": 0.099, "nf4": 0.11}, "normal": {"nvfp4": 0.1, "nf4": 0.1}}
+    assert (
+        study_results.favoured(errors)
+        == "By this rule the grid favours NVFP4 by 1.0%, and not NF4."
+    )
+    errors["after"]["nvfp4"] = 0.1
+    assert study_results.favoured(errors) == "By this rule the grid favours no format."
 
 
 def test_the_committed_pages_are_what_the_scripts_make():
@@ -92,21 +159,23 @@ def test_the_committed_pages_are_what_the_scripts_make():
 def test_tables_and_figures_of_a_whole_study(tmp_path):
     results, timings = whole(), {f"timing_{arm}": {"step": 0.5} for arm in ARMS}
     text = study_results.page(results, timings)
-    assert (
-        "72 of 72 runs, on H100" in text
-        and study_results.MISSING not in study_results.claims_table(results)
-    )
+    assert "72 of 72 runs, on H100" in text and study_results.claims_table(results).count(
+        MISSING
+    ) == 2 * len(UNTESTED)
     assert "| NVFP4 LoRA | 0.0003 | 5 | 0.300 [0.300, 0.300] | 0.600 [0.600, 0.600] |" in text
     assert "0.003: +0.300, +0.300" in text
     study_results.draw(results, timings, tmp_path)
     made = {file.stem: file.read_text() for file in tmp_path.iterdir()}
     assert set(made) == set(study_results.FIGURE_TEXTS)
     assert all(ARMS["nvfp4-aqn"].title in each for each in made.values())
+    assert all(colour in made["study-reward"] for colour, _ in study_results.STYLES.values())
+    assert len(set(study_results.STYLES.values())) == len({*study_results.STYLES}) == len(ARMS)
+    assert "a point is the mean of 5 steps" in text
     study_results.draw(results, timings, tmp_path / "again")
     assert (tmp_path / "again/study-reward.svg").read_text() == made["study-reward"]
 
 
-def test_draws_of_noise_are_averaged_before_learning():
+def test_draws_of_noise_are_averaged_and_their_range_is_shown():
     def line(policy, value):
         fields = ("kl", "entropy", "entropy_change")
         about = {"base": "b", "device": "cpu", "rows": 4, "tokens": 50}
@@ -115,7 +184,9 @@ def test_draws_of_noise_are_averaged_before_learning():
     lines = [line("NVFP4", 0.5), line("BF16, sigma 1, draw 0", 1), line("BF16, sigma 1, draw 1", 2)]
     *_, packed, noisy = study_results.start_table(lines).splitlines()
     assert packed == "| NVFP4 | 0.5000 | 0.5000 | +0.5000 [+0.5000, +0.5000] |"
-    assert noisy.startswith("| BF16, sigma 1, mean of 2 draws | 1.5000 |")
+    assert noisy == "| BF16, sigma 1, 2 draws | 1.5000 | 1.5000 | +1.5000 (+1.0000 to +2.0000) |"
+    *_, single = study_results.start_table(lines[:2]).splitlines()
+    assert single.startswith("| BF16, sigma 1, one draw | 1.0000 |") and "[+1.0000" in single
     assert study_results.start_text([]) == "Not measured yet."
     # Each base has a table of its own, the last one first.
     other = [each | {"base": "c"} for each in lines]
@@ -136,11 +207,51 @@ def test_what_the_papers_tables_say_of_ours_are_lines_of_the_benchmarks():
     lines = paper_tables.Lines(make_benchmarks.read(make_benchmarks.SOURCE))
     text = paper_tables.page(lines)
     assert (
-        "| 7B | 8 | 3,644 | 3,081 | 1,381 | 1,111 | 553 | 567 | BF16 1641.1, NVFP4 2091.8" in text
+        "| 7B | 8 | 3,644 | 3,081 | 1,381 | 1,111 | 553 (t) | 567 (t) | BF16 1641.1, NVFP4 2091.8"
+        in text
     )
+    assert "| 7B | 8 | 2.60 | 2.77 | 1.27" in text
     assert "| 7B | NVFP4 | 1.5, 1.4, 1.2 | 1.2, 1.1 | 1.2, 1.1 | 1.90, 1.37 | 2.17, 1.59 |" in text
-    assert "| 5.15 | 6.1" in text
+    assert "| 5.15 (2026-11-21) | 6.1" in text and "settings of an H200" in text
+    assert "rise 10.1 to 14.7" in text and "(except NVFP4 of 32B, 60.0 and 58.0)" in text
     # Within 1 % of the sizes that the paper reports.
     for model, weights in (("7B", "nvfp4"), ("14B", "nvfp4"), ("32B", "nvfp4"), ("7B", "bfloat16")):
         theirs = paper_tables.PAPER_SIZES[model][weights]
         assert paper_tables.size(model, weights) == pytest.approx(theirs, rel=0.01)
+
+
+def test_steps_are_found_by_name_with_their_format_and_card():
+    def line(name, device, value, beside):
+        return {
+            "table": "training",
+            "name": name,
+            "device": device,
+            "value": value,
+            "baseline_value": beside,
+            "date": "2026-11-26",
+            "conditions": "",
+        }
+
+    name, h100 = "14B step, 64 completions of 512", paper_tables.H100
+    lines = paper_tables.Lines(
+        [line(name, h100, "2.0", "3.0"), line(f"{name}, NF4", h100, "4.0", None)]
+    )
+    ratio = lambda *rest: paper_tables.ratio(lines, *rest)
+    assert ratio("14B", "nvfp4", 64, h100) == "1.50"
+    # The time with a 16-bit base is that beside NVFP4.
+    assert ratio("14B", "nf4", 64, h100) == "0.75"
+    assert ratio("14B", "nf4", 16, h100) == ratio("14B", "nf4", 64, paper_tables.H200) == "-"
+    assert "| 14B | NVFP4 | 1.4, 1.2, 1.2 | 1.4, out of memory | 1.4, 1.3 | - | -, 1.50 |" in (
+        paper_tables.ends(lines)
+    )
+    steps = paper_tables.steps(lines)
+    assert "| 14B, NF4: 64 completions of 512 tokens | - | 4.0 (2026-11-26) | - |" in steps
+    assert "16 completions of 512" not in steps
+
+
+def test_what_was_not_measured_is_told_from_what_does_not_fit():
+    lines = paper_tables.Lines([])
+    cell = lambda weights, count, device: paper_tables.cell(lines, weights, "32B", count, device)
+    assert cell("bfloat16", 128, paper_tables.H100) == "does not fit"
+    assert cell("bfloat16", 8, paper_tables.H100) == "-"
+    assert cell("bfloat16", 128, paper_tables.H200) == cell("nvfp4", 128, paper_tables.H100) == "-"
