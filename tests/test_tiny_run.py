@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import jax
 import numpy as np
@@ -20,6 +21,7 @@ from qerl_jax.checkpoint import base_model, hf_folder, peft
 from qerl_jax.cli import main
 from qerl_jax.config import LoraConfig
 from qerl_jax.data.datasets import Problem
+from qerl_jax.files import DiskError
 from qerl_jax.model import architecture
 from qerl_jax.model.transformer import init_params
 from qerl_jax.rewards import scoring, stock
@@ -342,6 +344,26 @@ def test_a_reward_that_expects_a_chat_and_gets_a_text_is_told_why(tmp_path):
         train(cfg, reward_functions=[reward], quiet=True)
 
 
+def test_faults_of_data_and_folder_are_told_before_the_base_is_read(tmp_path, monkeypatch, capsys):
+    class Read(Exception):
+        """The base is read."""
+
+    monkeypatch.setattr(base_model, "load_weights", mock.Mock(side_effect=Read))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", "answer": ""}\n')
+    data = {"dataset": str(rows), "name": None, "num_problems": None}
+    with pytest.raises(Read):
+        train(small(tmp_path / "run", data=data))
+    shown = capsys.readouterr().out
+    assert shown.index("1 of 2 problems have no answer (problem 1,") < shown.index(
+        "base: qerl-tiny"
+    )
+    assert not (tmp_path / "run" / "config.toml").exists()
+    # A file is where the folder should be.
+    with pytest.raises(DiskError):
+        train(small(rows / "run", data=data))
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_from_an_adapter_of_its_shape(tmp_path):
     """With a vanishing learning rate it ends where the adapter was."""
@@ -451,7 +473,9 @@ def test_a_finished_run_can_be_made_longer_and_follows_the_longer_schedules(tmp_
     assert f"the next rate is {rates[2]:.3g}, the last one was {rates[1]:.3g}" in shown
     assert config.load(folder / "config.toml") == longer
     adapter = (folder / "adapter" / "adapter_model.safetensors").read_bytes()
-    train(longer, quiet=True)  # nothing is left to do
+    train(longer)
+    said = capsys.readouterr().out
+    assert 0 <= said.index("nothing left to do: the run in") < said.index("base: qerl-tiny")
     assert (folder / "adapter" / "adapter_model.safetensors").read_bytes() == adapter
     with pytest.raises(config.ConfigError, match="run with another max_steps .4 there, 2 here.: "):
         train(short, quiet=True)

@@ -105,6 +105,13 @@ def _print(console: Console, line: str) -> None:
     console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
+def say(lines: Sequence[str], *, quiet: bool) -> None:
+    """Shows lines where there is no display yet."""
+    console = Console(quiet=quiet)
+    for line in lines:
+        _print(console, line)
+
+
 @contextlib.contextmanager
 def loading(
     base: ModelConfig, *, quiet: bool, stderr: bool = False

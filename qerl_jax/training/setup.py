@@ -67,7 +67,8 @@ class PreparedRun:
         stop: Tells whether a signal has asked the run to end.
         memory: The memory plan; None if the device does not report its memory.
         earlier_peak: Peak device memory of this process before the run, in bytes.
-        notes: Lines to show at the start of the run.
+        notes: Lines that were shown before the base was read.
+        late_notes: Lines about the base, which are not shown yet.
         given_rows: Number of problems if the caller passed them instead of `cfg.data`; else None.
         began: Start of the preparation, in seconds of the monotonic clock.
     """
@@ -95,6 +96,7 @@ class PreparedRun:
     memory: memory.MemoryPlan | None
     earlier_peak: int
     notes: list[str]
+    late_notes: list[str]
     given_rows: int | None
     began: float
 
@@ -114,9 +116,7 @@ class PreparedRun:
         With `max_steps` this is the step. With `num_train_epochs` it is the step that a run without dynamic
         sampling would have reached with the same number of problems.
         """
-        if self.cfg.num_train_epochs is None:
-            return step
-        return supply.drawn // self.cfg.prompts_per_rollout * self.cfg.updates_per_rollout
+        return _place(self.cfg, step, supply.drawn)
 
     def max_rounds(self, place: int) -> int | None:
         """Returns the most rounds of dynamic sampling for the rollout at this position; None without it."""
@@ -127,6 +127,12 @@ class PreparedRun:
             return most
         # The last epoch has only this many problems left.
         return min(most, (self.total_steps - place) // self.cfg.updates_per_rollout)
+
+
+def _place(cfg: config.RunConfig, step: int, drawn: int) -> int:
+    if cfg.num_train_epochs is None:
+        return step
+    return drawn // cfg.prompts_per_rollout * cfg.updates_per_rollout
 
 
 def stream_key(cfg: config.RunConfig, stream: int) -> jax.Array:
@@ -142,12 +148,12 @@ def setup(
     tools: Sequence[environments.Tool] | None = None,
     environment: environments.Tool | Mapping[str, environments.Tool] | None = None,
     stop: stopping.Stop | None = None,
+    checked: Callable[[list[str]], None] = lambda notes: None,
     quiet: bool = True,
 ) -> PreparedRun:
     """Loads everything that a config names, and resumes the run if its folder has a checkpoint.
 
-    All errors in the input are found before the run folder is made; errors in rewards and data are found before the
-    weights of the base are read.
+    Errors in config, rewards and data are found before the weights of the base are read, which may take minutes.
 
     Args:
         cfg: The run.
@@ -156,6 +162,7 @@ def setup(
         tools: Tools, instead of those that `cfg.tools` names.
         environment: An environment class, or several by name, instead of those that `cfg.tools` names.
         stop: Tells whether a signal has asked the run to end; sampling checks it between chunks of tokens.
+        checked: Called with the notes so far when the input is checked, before the base is read.
         quiet: Do not show progress while the base is read.
 
     Returns:
@@ -198,13 +205,26 @@ def setup(
     noise = exploration.make_exploration(
         cfg.noise, task.model, stream_key(cfg, NOISE), task.total_steps
     )
-    state, frozen = _policy(cfg, task.model, start, replicas, notes, quiet=quiet or not hosts.leads)
     files = run_state.StateFiles(cfg.output_dir, cfg.save_total_limit)
     resumed = hosts.told(files.newest)
     stored: dict[str, Any] = {"drawn": 0}
     if resumed is not None:
         stored = hosts.told(lambda: files.supply(resumed))
     notes += files.notes
+    progress, sources = (
+        stored.get("progress", {}),
+        hosts.told(lambda: _sources(cfg, reward_functions)),
+    )
+    began_with = progress.get("sources", sources)
+    notes += _about_sources(cfg, began_with, sources)
+    if resumed is not None and earlier is not None:
+        notes += _about_resuming(cfg, task, resumed, stored["drawn"], earlier)
+    checked(notes)
+
+    late_notes: list[str] = []
+    state, frozen = _policy(
+        cfg, task.model, start, replicas, late_notes, quiet=quiet or not hosts.leads
+    )
     if resumed is not None:
         like = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
@@ -213,13 +233,7 @@ def setup(
             del state  # with full training the device cannot hold two states
             state = files.restore(like, resumed)
         state = replicas.of_first(state)
-    progress, sources = (
-        stored.get("progress", {}),
-        hosts.told(lambda: _sources(cfg, reward_functions)),
-    )
-    began_with = progress.get("sources", sources)
-    notes += _about_sources(cfg, began_with, sources)
-    run = PreparedRun(
+    return PreparedRun(
         cfg,
         task.model,
         replicas,
@@ -243,12 +257,10 @@ def setup(
         memory=memory_plan,
         earlier_peak=earlier_peak,
         notes=notes,
+        late_notes=late_notes,
         given_rows=None if problems is None else len(task.problems),
         began=began,
     )
-    if earlier is not None and resumed is not None:
-        run.notes.extend(_about_resuming(run, resumed, earlier))
-    return run
 
 
 def _devices(cfg: config.RunConfig, hosts: Hosts) -> Replicas:
@@ -464,24 +476,29 @@ def _about_sources(
     ]
 
 
-def _about_resuming(run: PreparedRun, step: int, earlier: Mapping[str, Any]) -> list[str]:
+def _about_resuming(
+    cfg: config.RunConfig, task: Task, step: int, drawn: int, earlier: Mapping[str, Any]
+) -> list[str]:
     """Returns lines about the step after which a run continues, and about its schedules if it was made longer."""
-    lines, cfg, place = [], run.cfg, run.place(step, run.supply)
-    if place < run.total_steps:
-        lines.append(
-            f"resumed: the run in {cfg.output_dir} goes on after step {step} of {run.total_steps}"
-        )
-    before = config.from_table(config.RunConfig, earlier).total_steps(len(run.problems))
-    if before == run.total_steps:
+    place, total = _place(cfg, step, drawn), task.total_steps
+    if place < total:
+        lines = [f"resumed: the run in {cfg.output_dir} goes on after step {step} of {total}"]
+    else:
+        lines = [
+            f"nothing left to do: the run in {cfg.output_dir} has ended after all of its {step} steps. Raise max_steps "
+            "to continue it, or choose another output_dir"
+        ]
+    before = config.from_table(config.RunConfig, earlier).total_steps(len(task.problems))
+    if before == total:
         return lines
     last = float(optimizer.learning_rate(cfg.optim, before)(max(0, place - 1)))
-    rate = float(optimizer.learning_rate(cfg.optim, run.total_steps)(place))
+    rate = float(optimizer.learning_rate(cfg.optim, total)(place))
     schedules = (
         "learning rate and noise now follow" if cfg.noise else "the learning rate now follows"
     )
     lines.append(
-        f"this run was planned for {before} optimizer steps, and now for {run.total_steps}: {schedules} the schedule "
-        f"of {run.total_steps} steps (the next rate is {rate:.3g}, the last one was {last:.3g})"
+        f"this run was planned for {before} optimizer steps, and now for {total}: {schedules} the schedule "
+        f"of {total} steps (the next rate is {rate:.3g}, the last one was {last:.3g})"
     )
     return lines
 

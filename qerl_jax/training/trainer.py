@@ -35,8 +35,8 @@ from qerl_jax.model.noise import RowNoise
 from qerl_jax.rewards import environments, scoring, stock
 from qerl_jax.rl import dynamic_sampling, grpo, rollouts, update
 from qerl_jax.rl.experience import Experience, make_experience
+from qerl_jax.tracking import terminal
 from qerl_jax.tracking.logger import Logger, Unheard
-from qerl_jax.tracking.terminal import asked
 from qerl_jax.training import guards, metrics, recorder, stopping
 from qerl_jax.training.setup import SAMPLE, UPDATE, PreparedRun, peak_memory, setup, stream_key
 
@@ -56,8 +56,8 @@ def train(
 ) -> update.TrainState:
     """Trains a LoRA adapter on a frozen base (or a dense base itself) by GRPO, with noise during sampling.
 
-    All errors in the input are found before the run folder is made. A run that is already in the folder is resumed,
-    and continues as if it had never stopped.
+    Errors in the input are found before the run folder is made, and the folder is made before the base is read. A run
+    that is already in the folder is resumed, and continues as if it had never stopped.
 
     Args:
         cfg: The run.
@@ -93,6 +93,18 @@ def train(
         lock = owned.enter_context(locks.held(folder)) if is_there else None
         stop = stopping.Stop(hosts)
         owned.enter_context(stop.listening())
+
+        def begin(notes: list[str]) -> None:
+            nonlocal lock
+            if is_new:
+                with writing(folder):
+                    folder.mkdir(parents=True, exist_ok=True)
+                lock = owned.enter_context(locks.held(folder))
+                _require_unused(folder)
+            if lock is not None:
+                notes.append(lock)
+            terminal.say(notes, quiet=quiet or not hosts.leads)
+
         run = setup(
             cfg,
             problems=problems,
@@ -100,18 +112,12 @@ def train(
             tools=tools,
             environment=environment_factory,
             stop=stop,
+            checked=begin,
             quiet=quiet,
         )
         if run.sampler.tools is not None:
             owned.callback(run.sampler.tools.close)
         stop.saves = True
-        if is_new:
-            with writing(folder):
-                folder.mkdir(parents=True, exist_ok=True)
-            lock = owned.enter_context(locks.held(folder))
-            _require_unused(folder)
-        if lock is not None:
-            run.notes.append(lock)
         return _loop(run, on_step, quiet)
 
 
@@ -256,7 +262,9 @@ def _note_card(run: PreparedRun, state: update.TrainState, logger: Logger) -> No
     )
     # A run whose metrics were removed has nothing to report.
     with contextlib.suppress(FileNotFoundError):
-        path = card.write(run.cfg.output_dir, machine, run.notes, given_rows=run.given_rows)
+        path = card.write(
+            run.cfg.output_dir, machine, [*run.notes, *run.late_notes], given_rows=run.given_rows
+        )
         logger.note(f"report card in {path}")
         page = report.write([run.cfg.output_dir], with_pictures=False)
         logger.note(f"page in {page}")
@@ -287,13 +295,8 @@ def _logger(run: PreparedRun, quiet: bool) -> Logger | Unheard:
         run_name=cfg.run_name,
         settings=config.to_table(cfg),
     )
-    for text in run.notes:
+    for text in run.late_notes:
         logger.note(text)
-    if run.place(step, run.supply) >= run.total_steps:
-        logger.note(
-            f"nothing left to do: the run in {cfg.output_dir} has ended after all of its {step} steps. Raise max_steps to "
-            "continue it, or choose another output_dir"
-        )
     return logger
 
 
@@ -305,7 +308,7 @@ def _about_unjudged(step: int, scored: rollouts.Scored) -> str:
         f"warning: in step {step} every reward function returned None for "
         f"{np.isnan(scored.rewards).sum()} of {scored.rewards.size} completions. They are left out of "
         "baseline and loss; completions/without_reward counts them in every step. The first one "
-        f"answers {asked(scored.rollout.problems[group].prompt)[:200]!r} with {text[:200]!r}."
+        f"answers {terminal.asked(scored.rollout.problems[group].prompt)[:200]!r} with {text[:200]!r}."
     )
 
 
