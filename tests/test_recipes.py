@@ -1,4 +1,4 @@
-"""Tests that the page of recipes has every config and the memory of its plan."""
+"""Tests that the page of recipes has every config, the memory of its plan, and the times that follow from measured rates."""
 
 import pathlib
 import re
@@ -7,11 +7,13 @@ import pytest
 
 from qerl_jax import cards, config, memory
 from qerl_jax.model import architecture
+from scripts import recipe_times
 
 ROOT = pathlib.Path(__file__).parents[1]
-ROW = re.compile(r"(?m)^\| `qerl train (\S+)` \| .+ \| (\d*) ?\| .*\|$")
+PAGE = (ROOT / "docs" / "recipes.md").read_text()
+ROWS = re.findall(r"(?m)^\| `qerl train (\S+)` \| .+ \| (\d*) ?\| (.*?) ?\|$", PAGE)
 # Recipe -> GB of the page, "" where it gives none.
-LISTED = dict(ROW.findall((ROOT / "docs" / "recipes.md").read_text()))
+LISTED = {name: gigabytes for name, gigabytes, _ in ROWS}
 # The default tests plan for the largest model only: a plan takes a sixth of a second.
 PLANNED = [
     pytest.param(name, gigabytes, marks=[] if "72b" in name else pytest.mark.slow, id=name)
@@ -40,3 +42,21 @@ def test_the_page_gives_memory_for_every_recipe_of_a_published_shape():
         if architecture.known(config.load(name).model.model_name_or_path) is not None
     }
     assert shaped == {name for name, gigabytes in LISTED.items() if gigabytes}
+
+
+def test_the_page_gives_the_times_that_measured_rates_say_or_why_it_gives_none():
+    times = {name: time for name, _, time in ROWS}
+    estimates = recipe_times.estimates()
+    assert {name: times[name] for name in estimates} == estimates
+    assert times["quickstart"] == "80 s on two CPU cores"
+    others = {*times} - {*estimates, "quickstart"}
+    assert all(times[name].startswith("not ") for name in others)
+    assert "\n".join(recipe_times.parts()) in PAGE
+
+
+def test_a_model_that_was_measured_is_scaled_to_what_was_measured():
+    known = recipe_times.steps()
+    for size in ("3B", "7B", "14B", "32B"):
+        scaled = recipe_times.scaled(f"qwen2.5-{size.lower()}", known)
+        assert scaled.total == pytest.approx(known[size].total)
+    assert known["7B"].total == pytest.approx(20.8)
