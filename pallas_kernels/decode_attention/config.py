@@ -36,14 +36,14 @@ class Config:
       stages: pipeline stages of each warpgroup; a stage is a slot in shared memory for one page of keys and values.
       parts: most parts in a unit, which is one row and one key head; see `plans.Cut`.
       blocks: number of blocks. The parts are divided among the warpgroups of all blocks.
-      teams: warpgroups per block, 1 to 4.
+      warpgroups: number of warpgroups per block, 1 to 4.
     """
 
     pages: int
     stages: int
     parts: int
     blocks: int
-    teams: int = 1
+    warpgroups: int = 1
 
     def __post_init__(self):
         if self.pages < 1:
@@ -54,8 +54,8 @@ class Config:
             raise ValueError(f"parts must be 1 or more; got {self.parts}")
         if self.blocks < 1:
             raise ValueError(f"blocks must be 1 or more; got {self.blocks}")
-        if self.teams not in BATCH:
-            raise ValueError(f"teams must be 1 to {max(BATCH)}; got {self.teams}")
+        if self.warpgroups not in BATCH:
+            raise ValueError(f"warpgroups must be 1 to {max(BATCH)}; got {self.warpgroups}")
 
 
 def supports_heads(heads: int, key_heads: int, head_size: int) -> str | None:
@@ -147,12 +147,12 @@ def pick_config(
     device = device or runtime.device()
     units = rows * key_heads
     # With at most 8 units, summing parts takes most of the time. It is faster with more registers per warpgroup.
-    teams = 2 if units <= 8 else 4 if head_size <= 64 else 3
+    warpgroups = 2 if units <= 8 else 4 if head_size <= 64 else 3
     # The fastest of 2, 3, 4 and 6 on an H200 for 1, 8, 16 and 128 rows of 4 key heads. For 64 rows, 6 is 5 % faster
     # if lengths differ, and 4 is 4 % faster if they are equal; 4 is used.
     pages = 2 if units <= 32 else 3 if units <= 96 else 4 if units <= 384 else 6
-    stages, parts = max(1, 768 // head_size // teams), -(-64 // pages)
-    config = Config(pages, stages, parts, device.processors, teams)
+    stages, parts = max(1, 768 // head_size // warpgroups), -(-64 // pages)
+    config = Config(pages, stages, parts, device.processors, warpgroups)
     while config.stages > 1 and shared_bytes(group, head_size, config) > most_shared_bytes(device):
         config = dataclasses.replace(config, stages=config.stages - 1)
     return config
@@ -167,7 +167,7 @@ def shared_bytes(group: int, head_size: int, config: Config) -> int:
     """Returns the bytes of shared memory that a block needs for data: pages, inputs and flags of all warpgroups."""
     pages = config.stages * 2 * PAGE * head_size * 2
     inputs = 2 * (input_rows(group) * row_columns(head_size) * 2 + 2 * 64 * 4)
-    return config.teams * (pages + inputs + 4 * SIBLINGS)
+    return config.warpgroups * (pages + inputs + 4 * SIBLINGS)
 
 
 def row_columns(head_size: int) -> int:

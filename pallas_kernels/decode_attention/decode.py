@@ -26,7 +26,7 @@ increments it last adds up the parts, in order. The counters are in the plan, an
 so the bits of its result do not depend on other rows.
 
 **Shared pages.** A warpgroup with a part of a tile takes the queries of up to 8 rows, 8 for each. It reads them from
-device memory, because shared memory has no room for them beside the pages. The loop over pages is the same: each row
+device memory, because shared memory has no space for them beside the pages. The loop over pages is the same: each row
 of a `wgmma` operand has its own sums, whatever the others are. The part then counts as a part of each of these rows.
 
 **Sequences.** If rows are consecutive tokens of sequences (drafts to verify), up to 8 tokens of a sequence form a
@@ -99,7 +99,7 @@ def _division(
         shape[2],
         config.pages,
         config.parts,
-        config.blocks * config.teams,
+        config.blocks * config.warpgroups,
         SIBLINGS if sequences or shared is not None else 0,
         appends=sequence is None,
         sequences=sequences,

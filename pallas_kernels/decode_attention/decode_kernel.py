@@ -1,4 +1,4 @@
-"""The Hopper decode attention kernel, which `decode.py` describes. Each phase is a method of `_Team`, a warpgroup."""
+"""The Hopper decode attention kernel, which `decode.py` describes. Each phase is a method of `_Warpgroup`."""
 
 import dataclasses
 import functools
@@ -80,7 +80,7 @@ class Problem:
     @property
     def most_batch(self) -> int:
         """Number of parts that are loaded at once when the parts of a unit are summed."""
-        return configs.BATCH[self.config.teams] * 8 // self.group_rows
+        return configs.BATCH[self.config.warpgroups] * 8 // self.group_rows
 
 
 def launch(
@@ -100,14 +100,14 @@ def launch(
       and sums of parts float32 [B * J, P, 2, G], with P = `cut.most_parts` and G = `group_rows`. The others are the
       new keys and the new values.
     """
-    config, cut, teams = problem.config, problem.cut, problem.config.teams
+    config, cut, warpgroups = problem.config, problem.cut, problem.config.warpgroups
     head_size, columns = problem.head_size, problem.columns
 
     def shared(shape: tuple[int, ...], dtype: DTypeLike, transforms: tuple = ()) -> plgpu.SMEM:
-        return plgpu.SMEM((teams, *shape), dtype, transforms=transforms)
+        return plgpu.SMEM((warpgroups, *shape), dtype, transforms=transforms)
 
     def barriers(count: int, arrivals: int = 1) -> plgpu.Barrier:
-        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=(teams, count))
+        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=(warpgroups, count))
 
     units = (cut.rows * cut.key_heads, cut.most_parts)
     of_pages = shared((config.stages, PAGE, head_size), keys.dtype, mosaic.SWIZZLED)
@@ -149,26 +149,28 @@ def launch(
         options={"approx_math": True, "reduction_scratch_bytes": 0},
         grid=(config.blocks,),
         grid_names=("block",),
-        num_threads=teams,
-        thread_name="team",
+        num_threads=warpgroups,
+        thread_name="warpgroup",
     )
     keys, values = (jax.freeze(ref).reshape(problem.cache) for ref in caches)
     return tuple(results.values()), keys, values
 
 
 def _kernel(refs: types.SimpleNamespace, *, problem: Problem) -> None:
-    team, config = lax.axis_index("team"), problem.config
+    warpgroup, config = lax.axis_index("warpgroup"), problem.config
     # Consecutive warpgroups of the plan are in different blocks, so that the remainder of the work is spread over
     # blocks.
-    agenda = _Agenda(refs.plan, team * config.blocks + lax.axis_index("block"), problem.cut)
+    agenda = _Agenda(refs.plan, warpgroup * config.blocks + lax.axis_index("block"), problem.cut)
     start = agenda.piece(jnp.int32(0)), agenda.piece(jnp.int32(1))
     pages = [agenda.page(n) for n in range(config.stages + 1)]
     layers, pages_of_layer, *_ = problem.cache
     first_page = lax.clamp(0, refs.layer[0], layers - 1) * pages_of_layer
     own = ("inputs", "turns", "key_slots", "value_slots", "flags", "operand")
-    of_team = {name: ref.at[team] for name in own if (ref := getattr(refs, name)) is not None}
-    refs = types.SimpleNamespace(**vars(refs) | of_team)
-    _Team(problem, refs, agenda, team, first_page).run(*start, pages)
+    of_warpgroup = {
+        name: ref.at[warpgroup] for name in own if (ref := getattr(refs, name)) is not None
+    }
+    refs = types.SimpleNamespace(**vars(refs) | of_warpgroup)
+    _Warpgroup(problem, refs, agenda, warpgroup, first_page).run(*start, pages)
 
 
 class _Piece(NamedTuple):
@@ -251,7 +253,7 @@ class _Softmax(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Team:
+class _Warpgroup:
     """The program of one warpgroup.
 
     Attributes:

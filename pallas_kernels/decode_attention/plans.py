@@ -17,8 +17,7 @@ finish with a part of their own, so different warpgroups sum them.
 **Sequences.** Rows may instead be consecutive tokens of sequences. Then up to `siblings` tokens of a sequence form a
 tile, which holds all pages of the sequence, and no row has parts of its own.
 
-In the code, `piece` means a part, and `team` means a warpgroup. `Cut.blocks` counts the warpgroups of all blocks of
-the kernel.
+In the code, `piece` means a part. `Cut.blocks` counts the warpgroups of all blocks of the kernel.
 """
 
 import dataclasses

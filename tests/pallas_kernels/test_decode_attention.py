@@ -154,8 +154,8 @@ def test_a_plan_gives_every_live_page_to_one_block(pages, parts, blocks):
 # The kernel, interpreted ---------------------------------------------------------------------
 
 CASES = [
-    # heads, key heads, head size, ends, width, pages/stages/parts/blocks/teams
-    (4, 2, 64, [63, 64, 130], 3, Config(2, 3, 2, 2, 2)),  # ends of pages; parts; pieces; teams
+    # heads, key heads, head size, ends, width, pages/stages/parts/blocks/warpgroups
+    (4, 2, 64, [63, 64, 130], 3, Config(2, 3, 2, 2, 2)),  # ends of pages; parts; pieces; warpgroups
     (12, 1, 128, [130], 3, Config(2, 2, 2, 1)),  # more than eight queries, in parts
 ]
 MORE_CASES = [
@@ -220,7 +220,7 @@ def sharing(seed, heads, key_heads, head_size, groups, width):
 
 
 def lists_of(plan, cut):
-    """A plan's pieces (fields, pages) by team, tiles and totals."""
+    """A plan's pieces (fields, pages) by warpgroup, tiles and totals."""
     plan = np.asarray(plan)
     pieces = plan[cut.pieces_at : cut.pages_at].reshape(cut.blocks, cut.rounds, -1)
     pages = plan[cut.pages_at : cut.counts_at].reshape(cut.blocks, -1)
@@ -588,7 +588,7 @@ def test_other_heads_are_the_references_also_on_hopper(assume, head_size):  # no
         ((4, 0, 1, 1), "stages must be 1 or more; got 0"),
         ((1, 1, 0, 1), "parts must be 1 or more; got 0"),
         ((1, 1, 1, 0), "blocks must be 1 or more; got 0"),
-        ((1, 1, 1, 1, 5), "teams must be 1 to 4; got 5"),
+        ((1, 1, 1, 1, 5), "warpgroups must be 1 to 4; got 5"),
     ],
 )
 def test_impossible_configurations_cannot_be_made(values, message):
