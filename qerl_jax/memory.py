@@ -581,15 +581,15 @@ def _sampling(
         positions=positions,
     )
 
-    def room(slots: int) -> int | None:
+    def capacity(slots: int) -> int | None:
         if tokens is not None or free is None:
             return tokens
         beside = sum(demand.workspace(slots).values())
         return kv_capacity.capacity(arch, free, fraction, beside, _width(cfg))
 
-    slots = min(rows, cfg.rollout.max_concurrent or demand.best_slots(room))
+    slots = min(rows, cfg.rollout.max_concurrent or demand.best_slots(capacity))
     pages, shortage = demand.pages(slots), ""
-    if (held := room(slots)) is not None:
+    if (held := capacity(slots)) is not None:
         # Rows wait while the cache is full, so it may be as small as one row.
         least = held if tokens is not None else max(longest, held)
         pages = min(pages, kv_capacity.pages_for(least, page))
@@ -597,7 +597,7 @@ def _sampling(
         if kv_capacity.pages_for(held, page) < kv_capacity.pages_for(longest, page):
             given = "memory:" if fraction is None else f"rollout.kv_cache_fraction: got {fraction};"
             shortage = (
-                f"{given} the KV cache would have room for {held} tokens; a row "
+                f"{given} the KV cache would have space for {held} tokens; a row "
                 f"of data.max_prompt_length + rollout.max_completion_length may need {longest}"
             )
     field = "rollout.kv_cache_tokens" if fraction is None else "rollout.kv_cache_fraction"

@@ -191,8 +191,8 @@ class Auto:
         chances, rows = chances.ravel(), np.repeat(rows, MOST)
         order = np.argsort(-chances, kind="stable")
         # The step verifies the likeliest drafted tokens first, until its positions are used up.
-        room = np.clip(positions - live - (np.cumsum(rows[order]) - rows[order]), 0, rows[order])
-        return live + float(room @ chances[order])
+        space = np.clip(positions - live - (np.cumsum(rows[order]) - rows[order]), 0, rows[order])
+        return live + float(space @ chances[order])
 
 
 @dataclasses.dataclass(frozen=True)

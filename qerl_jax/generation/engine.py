@@ -448,7 +448,7 @@ class Engine:
             needed = len(prompt.tokens) - 1 + prompt.limit
             if offered < kv_capacity.pages_for(needed, size):
                 raise ValueError(
-                    f"prompt {place}: the KV cache has room for {tokens} tokens; a row may need "
+                    f"prompt {place}: the KV cache has space for {tokens} tokens; a row may need "
                     f"{needed}: raise kv_cache_tokens or kv_cache_fraction, or shorten prompts or "
                     "completions"
                 )

@@ -92,8 +92,8 @@ def best_slots(
     most = min(rows, MOST_SLOTS)
     fewer = [*range((most - 1) // 32 * 32, 32, -32), *range(32, 8, -8), *range(8, 1, -1)]
     for slots in (most, *(n for n in fewer if n < most)):
-        room = offered(slots)
-        if room is None or wanted(slots) <= room:
+        available = offered(slots)
+        if available is None or wanted(slots) <= available:
             return slots
     return 1
 

@@ -237,10 +237,10 @@ class _Cached:
         begin = self.prompt.tokens[-LONGEST_MATCH:]
         texts: list[np.ndarray] = [np.zeros(0, np.int32)]
         for text in (*reversed(self.ended), *reversed(self.prompt.earlier)):
-            room = most - sum(map(len, texts))
-            if room <= 1:
+            space = most - sum(map(len, texts))
+            if space <= 1:
                 break
-            text = np.concatenate([begin, text])[: room - 1]
+            text = np.concatenate([begin, text])[: space - 1]
             texts.insert(0, np.append(text, np.int32(-1)))
         return np.concatenate(texts)
 

@@ -124,8 +124,8 @@ def sample(
         is_given = given >= 0
         chances = jnp.where(is_given[:, :MOST], _GIVEN, drafts.chances(odds))
         # At least one token of a step is sampled after the draft, so one less can be drafted than the row may take.
-        room = jnp.minimum(chunk - loop.counts, slots.limit - steps) - 1
-        is_possible = loop.live[:, None] & (jnp.arange(MOST) < room[:, None])
+        space = jnp.minimum(chunk - loop.counts, slots.limit - steps) - 1
+        is_possible = loop.live[:, None] & (jnp.arange(MOST) < space[:, None])
         budget = positions - jnp.sum(loop.live)
         drafted = draft_search.shares(jnp.where(is_possible, chances, 0), budget)
         at = _Positions.of(jnp.where(loop.live, 1 + drafted, 0), positions)

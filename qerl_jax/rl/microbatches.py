@@ -409,18 +409,18 @@ class _Filling:
         tokens = own + int(self.rows.lengths[list(chosen)].sum())
         if self.used + tokens > self.shape.tokens:
             return False
-        places, room = (
+        places, free = (
             [],
             [n - len(a) for (n, _), a in zip(self.shape.arrays, self.arrays, strict=True)],
         )
         for i in chosen:
             # Finds the narrowest array that is wide enough and has a free row.
-            place = len(room) - 1
-            while place >= 0 and (room[place] == 0 or self.shape.arrays[place][1] < self.spans[i]):
+            place = len(free) - 1
+            while place >= 0 and (free[place] == 0 or self.shape.arrays[place][1] < self.spans[i]):
                 place -= 1
             if place < 0:
                 return False
-            room[place] -= 1
+            free[place] -= 1
             places.append(place)
         for i, place in zip(chosen, places, strict=True):
             self.arrays[place].append(i)

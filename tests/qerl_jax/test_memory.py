@@ -424,7 +424,7 @@ def test_a_cache_without_room_for_a_row_is_refused_before_anything_runs():
     limit = 80_000_000_000
     small = memory.estimate(changed(BENCH, rollout={"kv_cache_fraction": 0.0002}), limit=limit)
     with pytest.raises(
-        ConfigError, match=r"kv_cache_fraction: got 0.0002; .* room for 240 tokens; .* need 511"
+        ConfigError, match=r"kv_cache_fraction: got 0.0002; .* space for 240 tokens; .* need 511"
     ):
         small.require(limit)
     memory.estimate(changed(BENCH, rollout={"kv_cache_fraction": 0.02}), limit=limit).require(limit)

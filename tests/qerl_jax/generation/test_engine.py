@@ -490,7 +490,7 @@ def test_no_prompts_are_no_rows():
 
 
 def test_a_row_that_cannot_fit_is_an_error_before_anything_runs():
-    message = "prompt 1: the KV cache has room for 80 tokens; a row may need 90"
+    message = "prompt 1: the KV cache has space for 80 tokens; a row may need 90"
     with pytest.raises(ValueError, match=message):
         run(prompts(), kv_cache_tokens=80)
     with pytest.raises(ValueError, match="does not report its memory: give kv_cache_tokens"):

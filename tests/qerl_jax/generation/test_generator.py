@@ -92,7 +92,7 @@ def test_a_bounded_cache_makes_prompts_wait_and_changes_no_text():
     longest = max(map(len, policy().tokenizer.encode(chats)))
     fits = {"kv_cache_tokens": longest - 1 + SHORT["max_tokens"]}
     assert dataclasses.replace(policy(), **fits)(PROMPTS, seed=range(4), **SHORT) == texts()
-    with pytest.raises(ValueError, match="room for 32 tokens; a row may need"):
+    with pytest.raises(ValueError, match="space for 32 tokens; a row may need"):
         dataclasses.replace(policy(), kv_cache_tokens=32)(PROMPTS, max_tokens=60)
 
 
