@@ -689,6 +689,8 @@ def test_completions_that_no_reward_judged_are_left_out_counted_and_warned_of_on
     folder = tmp_path / "run"
     train(small(folder, max_steps=2), reward_functions=[second_abstains])
     assert capsys.readouterr().out.count("returned None for 8 of 32 completions") == 1
+    warnings = (folder / "report.md").read_text().partition("## Warnings")[2]
+    assert "returned None for 8 of 32 completions" in warnings
     for row in logger.read_metrics(folder):
         assert row["completions/without_reward"] == 8 and row["reward"] < -1
         assert np.isfinite([row["loss"], row["grad_norm"], row["reward_std"]]).all()

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from qerl_jax.config import RunConfig, data_name
 from qerl_jax.files import write_whole
 from qerl_jax.tracking import report, terminal
-from qerl_jax.tracking.health import Health
+from qerl_jax.tracking.health import Health, cause
 
 FILE = "report.md"
 _CURVES = (
@@ -103,15 +103,18 @@ def _course(run: report.Run) -> tuple[Health, list[str]]:
 
 def _outcome(run: report.Run, health: Health) -> str:
     accuracy, reward = (list(run.values(name).values()) for name in ("eval/accuracy", "reward"))
+    opening = "" if health.has_learned else f"**Learned nothing.** {cause(health)}.\n\n"
     found = []
     if len(accuracy) > 1:
         found.append(f"Held-out accuracy went from {accuracy[0]:.3f} to {accuracy[-1]:.3f}.")
     if reward:
         found.append(f"Reward went from {reward[0]:.3f} to {reward[-1]:.3f}.")
+    else:
+        found.append("Reward: none.")
     found.append(
         f"{health.taught} of {health.steps} steps had rewards that differ, and made an update."
     )
-    return " ".join(found)
+    return opening + " ".join(found)
 
 
 def _settings(cfg: RunConfig, given_rows: int | None) -> dict[str, str]:

@@ -84,7 +84,7 @@ class Health:
                 "solved sometimes"
             )
         steps = f"{self.steps} steps" if self.steps > 1 else "its only step"
-        return f"warning: this run has learned nothing in {steps}. {_cause(self)}"
+        return f"warning: this run has learned nothing in {steps}. {cause(self)}"
 
     def see(self, row: Row) -> list[str]:
         """Adds the metrics of a step.
@@ -169,7 +169,7 @@ def _length(health: Health) -> str | None:
 def _nothing(health: Health) -> str | None:
     if health.taught or health.steps < _EARLY:
         return None
-    return f"nothing was learned in the first {_EARLY} steps. {_cause(health)}"
+    return f"nothing was learned in the first {_EARLY} steps. {cause(health)}"
 
 
 def _flat(health: Health) -> str | None:
@@ -189,10 +189,10 @@ def _reward(health: Health) -> str | None:
     shares = health.last("frac_reward_zero_std")
     if not health.taught or shares is None or min(shares) < 1:
         return None
-    return f"frac_reward_zero_std has been 1 for {_WINDOW} steps: nothing more is learned. {_cause(health)}"
+    return f"frac_reward_zero_std has been 1 for {_WINDOW} steps: nothing more is learned. {cause(health)}"
 
 
-def _cause(health: Health) -> str:
+def cause(health: Health) -> str:
     """Returns why nothing was learned from the last steps, and what to change: the first cause that fits."""
     found = {name: health.latest(name) or 0.0 for name in _LOOKED_AT}
     if found["updates/non_finite"]:

@@ -144,11 +144,12 @@ class Run:
     rows: list[dict[str, Any]]
 
     def values(self, name: str) -> dict[int, float]:
-        """Returns a metric by step; steps without a finite number are left out."""
+        """Returns a metric by step; steps without a finite number, or with the mean of nothing, are left out."""
+        found = {row["step"]: terminal.measured(row, name) for row in self.rows}
         return {
-            row["step"]: float(row[name])
-            for row in self.rows
-            if isinstance(row.get(name), int | float) and math.isfinite(row[name])
+            step: float(value)
+            for step, value in found.items()
+            if isinstance(value, int | float) and math.isfinite(value)
         }
 
 
@@ -200,11 +201,12 @@ def lines(run_folder: str | pathlib.Path) -> list[str]:
         FileNotFoundError: If the folder has no metrics.
     """
     run = read(run_folder)
-    shown = [
-        f"{name:28} {values[0]:8.4g} {terminal.curve(values)} {values[-1]:.4g}"
-        for name in _LINES
-        if (values := list(run.values(name).values()))
-    ]
+    shown = []
+    for name in _LINES:
+        if values := list(run.values(name).values()):
+            shown.append(f"{name:28} {values[0]:8.4g} {terminal.curve(values)} {values[-1]:.4g}")
+        elif any(name in row for row in run.rows):
+            shown.append(f"{name:28}     none")
     if accuracy := list(run.values("eval/accuracy").values()):
         shown.append(f"held-out accuracy {accuracy[0]:.3f} -> {accuracy[-1]:.3f}")
     return shown
@@ -481,9 +483,9 @@ def _estimate(estimate: dict[str, Any]) -> str:
     return f"{estimate['value']:.3f}" + "".join(intervals)
 
 
-def _is_judged(row: Any) -> bool:
-    """Whether a line of a completions file is a completion with a reward; other lines are left out."""
-    if not isinstance(row, dict) or not isinstance(row.get("reward"), int | float):
+def _is_completion(row: Any) -> bool:
+    """Whether a line of a completions file is a completion with a reward, or with none; other lines are left out."""
+    if not isinstance(row, dict) or not isinstance(row.get("reward"), int | float | None):
         return False
     prompt = row.get("prompt")
     last = prompt[-1] if isinstance(prompt, list) and prompt else {"content": prompt}
@@ -491,8 +493,22 @@ def _is_judged(row: Any) -> bool:
     return is_asked and isinstance(row.get("completion"), str)
 
 
+def _ends(rows: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """Returns the rows of highest and lowest reward, with words about these; one if they are equal, or none is judged."""
+    judged = [row for row in rows if row["reward"] is not None]
+    if not judged:
+        return [("no reward", row) for row in rows[:1]]
+    highest, lowest = (pick(judged, key=lambda row: row["reward"]) for pick in (max, min))
+    if highest["reward"] == lowest["reward"]:
+        return [(f"every reward is {highest['reward']:.3g}", highest)]
+    named = (("highest", highest), ("lowest", lowest))
+    return [(f"{words} reward, {row['reward']:.3g}", row) for words, row in named]
+
+
 def samples(groups: Sequence[Group]) -> list[tuple[str, str]]:
-    """Returns the best and the worst completion of the first and the last logged step; one if all rewards are equal.
+    """Returns the best and the worst completion of the first and the last logged step.
+
+    It is only one if all rewards are equal, or if there are none.
 
     Returns:
         Pairs of a title and a text.
@@ -502,15 +518,9 @@ def samples(groups: Sequence[Group]) -> list[tuple[str, str]]:
         files = list(logger.completion_files(each.runs[0].folder).items())
         for step, path in dict.fromkeys((*files[:1], *files[-1:])):
             where = f"{each.label}, step {step}" if each.label else f"step {step}"
-            judged = list(filter(_is_judged, whole_lines(path)))
-            if not judged:
-                continue
-            highest, lowest = (pick(judged, key=lambda row: row["reward"]) for pick in (max, min))
-            ends = [("highest reward,", highest), ("lowest reward,", lowest)]
-            if highest["reward"] == lowest["reward"]:
-                ends = [("every reward is", highest)]
-            for words, row in ends:
-                title = f"{where}: {words} {row['reward']:.3g}"
+            found = list(filter(_is_completion, whole_lines(path)))
+            for words, row in _ends(found):
+                title = f"{where}: {words}"
                 text = f"{terminal.asked(row['prompt'])}\n\n{row['completion']}"
                 # The file may contain lone surrogates, as escapes; a page cannot.
                 passages.append((title, text.encode(errors="backslashreplace").decode()))

@@ -39,11 +39,22 @@ _TABLE = (
     ("update s", "perf/update_time", "{:.2f}"),
     ("memory GB", "perf/peak_memory_gb", "{:.1f}"),
 )
+# Means that are logged as 0 if they are of nothing, with the metric that is then 0.
+_MEANS_OF = {
+    "reward": "completions/judged_ratio",
+    "reward_std": "completions/judged_ratio",
+    "entropy": "update/rows",
+}
 _BARS = " ▁▂▃▄▅▆▇█"
 _CURVE = 24  # columns
 _EXPECTED_BY = 8  # latest steps from which the time of the next one is estimated
 _TEXT = 600  # characters of a prompt or a completion
 _BETWEEN_VIEWS = 0.5  # seconds from one view in a notebook to the next
+
+
+def measured(row: Mapping[str, Any], name: str) -> Any | None:
+    """Returns a metric of a step; None if it is absent, or the mean of nothing."""
+    return None if row.get(_MEANS_OF.get(name)) == 0 else row.get(name)
 
 
 def curve(values: Sequence[float], width: int = 60) -> str:
@@ -146,6 +157,7 @@ class Display:
         self._console = console
         self._total = total_steps
         self._history: dict[str, list[float]] = {}
+        self._row: Mapping[str, Any] = {}
         self._completion: Mapping[str, Any] | None = None
         self._bar = progress.Progress(
             progress.TextColumn("step {task.completed}/{task.total}"),
@@ -189,12 +201,16 @@ class Display:
 
     def show(self, step: int, row: Mapping[str, Any]) -> None:
         """Shows the metrics of a step."""
-        for name, value in row.items():
-            self._history.setdefault(name, []).append(value)
+        self._row = row
+        for name in row:
+            if (value := measured(row, name)) is not None:
+                self._history.setdefault(name, []).append(value)
         if self._live is not None:
             self._bar.update(self._task, completed=step)
             return
-        shown = [f"{label} {form.format(row[name])}" for label, name, form in _LINE if name in row]
+        shown = [
+            f"{label} {_formatted(row, name, form)}" for label, name, form in _LINE if name in row
+        ]
         if skipped := row.get("updates/skipped"):
             shown.append(f"skipped {skipped}")
         if step < self._total and (each := self._usual_time()) is not None:
@@ -235,7 +251,11 @@ class Display:
         for style, justify in 2 * (("bold", "left"), (None, "right"), ("cyan", "left")):
             grid.add_column(style=style, justify=justify, no_wrap=True)
         cells = [
-            (label, form.format(values[-1]), curve(values[-_CURVE:], _CURVE))
+            (
+                label,
+                _formatted({name: values[-1]} | self._row, name, form),
+                curve(values[-_CURVE:], _CURVE),
+            )
             for label, name, form in _TABLE
             if (values := self._history.get(name))
         ]
@@ -304,6 +324,11 @@ def _live(console: Console, view: Callable[[], RenderableType]) -> live.Live | _
 def asked(prompt: str | Sequence[Mapping[str, str]]) -> str:
     """Returns the question of a prompt: its text, or the last message of a chat."""
     return prompt if isinstance(prompt, str) else prompt[-1]["content"]
+
+
+def _formatted(row: Mapping[str, Any], name: str, form: str) -> str:
+    value = measured(row, name)
+    return "none" if value is None else form.format(value)
 
 
 def _duration(seconds: float) -> str:

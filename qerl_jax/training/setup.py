@@ -67,7 +67,7 @@ class PreparedRun:
         stop: Tells whether a signal has asked the run to end.
         memory: The memory plan; None if the device does not report its memory.
         earlier_peak: Peak device memory of this process before the run, in bytes.
-        notes: Lines that were shown before the base was read.
+        notes: Lines that were shown, for the report.
         late_notes: Lines about the base, which are not shown yet.
         given_rows: Number of problems if the caller passed them instead of `cfg.data`; else None.
         began: Start of the preparation, in seconds of the monotonic clock.

@@ -232,7 +232,8 @@ def _loop(
             }
             if row["completions/without_reward"] and not warned:
                 warned = True
-                logger.note(_about_unjudged(step, fresh))
+                run.notes.append(_about_unjudged(step, fresh))
+                logger.note(run.notes[-1])
             sigma = run.noise.adapted(sigma, place, row)
             logger.write_completions(
                 step, metrics.completion_rows(fresh, batch, advantages, trace.columns())

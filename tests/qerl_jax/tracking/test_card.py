@@ -4,7 +4,7 @@ import json
 import shlex
 
 from qerl_jax import config
-from qerl_jax.tracking import card
+from qerl_jax.tracking import card, report
 from qerl_jax.tracking.card import Machine
 from tests.qerl_jax.tracking.test_report import make_run
 
@@ -83,6 +83,23 @@ def test_a_warning_at_the_start_stands_with_the_warnings(tmp_path):
     assert found["Warnings"].strip() == "- warning: 1 of 49 problems have no answer"
     assert found["Said at the start"].strip() == "- update: one micro-batch"
     assert "Said at the start" not in parts(folder, ["warning: no answer"])
+
+
+def test_a_card_of_a_run_without_rewards_opens_with_that_and_shows_what_was_written(tmp_path):
+    folder = make_run(tmp_path / "run")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    idle = {"frac_reward_zero_std": 1.0, "completions/judged_ratio": 0.0, "reward": 0.0}
+    rows = [row | idle if "reward" in row else row for row in rows]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    row = {"prompt": "1+1?", "completion": "two", "reward": None}
+    for path in (folder / "completions").iterdir():
+        path.write_text(json.dumps(row) + "\n")
+    found = parts(folder)
+    opening = "# run\n\n**Learned nothing.** Likely cause: every reward function returned None"
+    assert found[""].startswith(opening) and "Reward: none. 0 of 12 steps" in found[""]
+    assert "| reward |" not in found["Curves"]
+    assert "Step 1: no reward:\n\n```text\n1+1?\n\ntwo\n```" in found["Samples"]
+    assert report.lines(folder)[0].split() == ["reward", "none"]
 
 
 def test_where_all_rewards_are_equal_one_sample_stands_for_them(tmp_path):
