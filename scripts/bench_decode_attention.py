@@ -308,10 +308,10 @@ def configurations(problem: Problem) -> list[Config]:
     """All configurations worth trying, each with as many page slots as fit into shared memory."""
     group = problem.heads // problem.key_heads
     found, processors = [], runtime.device().processors
-    for pages, teams in itertools.product((1, 2, 3, 4, 6, 8), (1, 2, 3, 4)):
-        stages = 768 // problem.head_size // teams
+    for pages, groups in itertools.product((1, 2, 3, 4, 6, 8), (1, 2, 3, 4)):
+        stages = 768 // problem.head_size // groups
         if pages <= problem.width:
-            found.append(Config(pages, stages, -(-64 // pages), processors, teams))
+            found.append(Config(pages, stages, -(-64 // pages), processors, groups))
     most = configs.most_shared_bytes()
     fits = lambda c: configs.shared_bytes(group, problem.head_size, c) <= most
     return [config for config in found if fits(config)]
@@ -343,7 +343,7 @@ def markdown(problem: Problem, row: dict[str, Any]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-HEAD = """| rows x tokens | pages/stages/parts/blocks/teams | kernel us | loop us | plan us | floor us | of floor | cuDNN us | target us | error / allowed |
+HEAD = """| rows x tokens | pages/stages/parts/blocks/warpgroups | kernel us | loop us | plan us | floor us | of floor | cuDNN us | target us | error / allowed |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
 
 

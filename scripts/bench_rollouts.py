@@ -180,8 +180,8 @@ class Bench:
         from qerl_jax.generation.fleet import engine_of
 
         num_tokens, prompts = min(KNOWN_IDS, self.arch.vocab_size), list(prompts)
-        room = slots * (self.prompt + longest)
-        engine = Engine(self.model, EngineSpec(num_tokens), kv_cache_tokens=room)
+        space = slots * (self.prompt + longest)
+        engine = Engine(self.model, EngineSpec(num_tokens), kv_cache_tokens=space)
         engine = engine_of(engine, self.replicas)
         limits = {
             "max_prompt_length": self.prompt + longest - max(prompt.limit for prompt in prompts),

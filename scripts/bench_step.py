@@ -169,13 +169,13 @@ ROWS = {
 }
 
 
-def _filler(tokenizer: str, room: int) -> str:
+def _filler(tokenizer: str, length: int) -> str:
     """A filler text that leaves 32 of `tokens` tokens for a short sum and the chat template."""
     from qerl_jax.data import tokenizer as tokenizers
 
     sentence, encode = "Take your time. ", tokenizers.load(tokenizer).hf.encode
     each = (len(encode(sentence * 9)) - len(encode(sentence))) / 8
-    return sentence * max(0, int((room - 32) / each))
+    return sentence * max(0, int((length - 32) / each))
 
 
 def row_config(row: Row, tokenizer: str, folder: str, kernels: str = "auto") -> config.RunConfig:
