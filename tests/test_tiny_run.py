@@ -303,7 +303,7 @@ BAD_RUNS = {
     "raising reward": ({"rewards": {"functions": ("tests.reward_controls:raising",)}}, "KeyError"),
     "short reward": (
         {"rewards": {"functions": ("tests.reward_controls:one_short",)}},
-        "got 1; must be one for each of 2 rows",
+        "got 1; must be one for each of 2 completions",
     ),
     "cache by a share of unknown memory": (
         {"rollout": {"num_generations": 4, "kv_cache_fraction": 0.5}},

@@ -111,11 +111,13 @@ class Problem:
         prompt: What the policy gets: a text as it is, or messages with role and content.
         columns: The other columns.
         is_from_text: Whether the row gave a text of which `prompt` was made. Rewards then get texts.
+        row: The number of the row in its data, from 0 on; None if it is not known.
     """
 
     prompt: tokenizer.Prompt
     columns: dict[str, Any]
     is_from_text: bool = False
+    row: int | None = dataclasses.field(default=None, compare=False)
 
     @property
     def as_given(self) -> tokenizer.Prompt:
@@ -236,7 +238,7 @@ def _problems(rows: Any, of_row: Callable, kept: Sequence[int], where: str) -> P
             row = rows[kept[index]]
         except UnicodeDecodeError as error:  # texts are decoded when they are read
             raise ValueError(f"{where}, row {kept[index]}: not UTF-8 text: {error}") from error
-        return of_row(row, f"{where}, row {kept[index]}")
+        return dataclasses.replace(of_row(row, f"{where}, row {kept[index]}"), row=kept[index])
 
     read(0)  # finds a row that cannot be read now, not in the middle of a run
     return Problems(len(kept), read)

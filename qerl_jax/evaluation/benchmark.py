@@ -34,6 +34,7 @@ from qerl_jax.rl import rollouts
 _ROUNDS_PER_BATCH = 4
 # Prompts are padded to multiples of this, so that sets share compiled programs.
 _WIDTH_STEP = 64
+_REMEDY = "name yours by --columns answer COLUMN, or choose another reward by --reward"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,7 +217,7 @@ def _judged(
         toolboxes = Toolboxes(protocol.tools)
     options = None if run is None else run.rewards.options
     reward = reward_of(protocol.reward, options, toolboxes, field="reward")
-    try_reward(reward, problems, toolboxes)
+    try_reward(reward, problems, toolboxes, before="evaluating", remedy=_REMEDY)
     return problems, reward, toolboxes
 
 

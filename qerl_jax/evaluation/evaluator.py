@@ -158,7 +158,8 @@ class Evaluator:
         problems = _held_out_problems(cfg, tokenizer, tools, log)
         boxes = tools and tools.toolboxes
         reward = reward_of(cfg.eval.reward, cfg.rewards.options, boxes)
-        try_reward(reward, problems, boxes)
+        remedy = "rename one by data.columns, or name another reward by eval.reward"
+        try_reward(reward, problems, boxes, remedy=remedy)
         if tools is not None:
             rollouts.begun(tools, problems[:2], tokenizer, cfg.data.max_prompt_length)
         return cls.of_protocol(
@@ -286,10 +287,12 @@ def try_reward(
     reward: scoring.Named,
     problems: Sequence[datasets.Problem],
     toolboxes: Toolboxes | None = None,
+    **named: str,
 ) -> None:
-    """Checks a reward function by calling it on the first two problems; raises what `scoring.check` raises."""
+    """Checks a reward function by calling it on the first two problems; see `scoring.check`."""
     trial = problems[:2]
-    scoring.check([reward], trial, {} if toolboxes is None else toolboxes.extras(len(trial)))
+    extras = {} if toolboxes is None else toolboxes.extras(len(trial))
+    scoring.check([reward], trial, extras, **named)
 
 
 def _votes(reward: scoring.Named, given: Sequence[Sequence[str | None]]) -> list[list[str | None]]:

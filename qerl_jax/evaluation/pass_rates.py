@@ -117,7 +117,7 @@ def _evaluator(
         overlong=cfg.data.overlong_prompts,
         tools=tools,
     )
-    try_reward(function, problems, tools and tools.toolboxes)
+    try_reward(function, problems, tools and tools.toolboxes, before="measuring")
     sampler = rollouts.make_sampler(
         policy.model,
         policy.tokenizer,

@@ -46,6 +46,7 @@ COMPLETION_COLUMNS = ("prompt", "completion", "reward", "advantage", "length", "
 _SEARCH_SECONDS = 5.0
 # Largest absolute value of a reward, so that the sum of squares over a rollout does not overflow in float32.
 _LARGEST = 1e15
+_REMEDY = "rename one by data.columns, or change the function"
 _RESERVED = ("prompts", "completions", "completion_ids", "log_extra", "log_metric")
 
 
@@ -137,6 +138,9 @@ def evaluate(
     columns: Mapping[str, Sequence],
     extras: Mapping[str, Any] | None = None,
     record: Record | None = None,
+    *,
+    rows: Sequence[int | None] | None = None,
+    remedy: str = _REMEDY,
 ) -> np.ndarray:
     """Scores B completions with every function.
 
@@ -148,6 +152,8 @@ def evaluate(
         columns: Columns of the data set, of B entries each.
         extras: Further arguments, passed unchanged (`trainer_state`).
         record: Collects the arguments of `log_extra` and `log_metric`; made with B rows.
+        rows: The row of the data of each completion, for errors; None where it is not known.
+        remedy: What to do if the rows lack a column, for errors.
 
     Returns:
         float32 [B, number of functions]; NaN where a function returned None.
@@ -158,7 +164,8 @@ def evaluate(
         ValueError: If a column or an extra has the name of another argument.
     """
     extras = extras or {}
-    record = Record(len(prompts)) if record is None else record
+    count, rows = len(prompts), rows or [None] * len(prompts)
+    record = Record(count) if record is None else record
     names = (*_RESERVED, *columns, *extras)
     clashing = [name for at, name in enumerate(names) if name in names[:at]]
     require(not clashing, "columns and extras", clashing, "must not repeat an argument's name")
@@ -179,10 +186,10 @@ def evaluate(
         except Exception as error:
             place = imports.place_of(error)
             raise RewardError(
-                f"reward function {name!r} raised {type(error).__name__} on {len(prompts)} rows "
+                f"reward function {name!r} raised {type(error).__name__} on {count} completions "
                 f"with the columns {sorted(columns)}: {error}"
-                + (f" ({place})" if place else _remedy(error))
-                + _first_row(function, arguments, len(prompts))
+                + (f" ({place})" if place else _remedy(error, remedy))
+                + _first_failure(function, arguments, rows)
             ) from error
 
     async def call_async(name: str, function: RewardFunction) -> Any:
@@ -196,14 +203,15 @@ def evaluate(
                 results[name] = function(**arguments)
     waiting = {name: call_async(name, f) for name, f in functions if is_async(f)}
     results |= zip(waiting, _run(list(waiting.values())), strict=True)
-    scores = [_checked_values(name, results[name], len(prompts)) for name, _ in functions]
+    scores = [_checked_values(name, results[name], rows) for name, _ in functions]
     return np.stack(scores, axis=1, dtype=np.float32)
 
 
-def _remedy(error: Exception) -> str:
+def _remedy(error: Exception, of_column: str) -> str:
     """Returns what to change if a function does not accept its arguments, or needs one that the rows do not have.
 
-    The error must be of the call itself, and not of one inside the function.
+    The error must be of the call itself, and not of one inside the function. `of_column` is the remedy for a missing
+    column.
     """
     if not isinstance(error, TypeError):
         return ""
@@ -212,28 +220,35 @@ def _remedy(error: Exception) -> str:
     if found := re.search(
         r"missing \d+ required (?:positional|keyword-only) arguments?: (.+)$", str(error)
     ):
-        return f"; the rows have no column {found[1]}: rename one by data.columns, or change the function"
+        return f"; the rows have no column {found[1]}: {of_column}"
     return ""
 
 
-def _first_row(function: RewardFunction, arguments: Mapping[str, Any], rows: int) -> str:
-    """Describes the first row on which alone a function fails; "" if there is none or the search takes too long.
+def _first_failure(
+    function: RewardFunction, arguments: Mapping[str, Any], rows: Sequence[int | None]
+) -> str:
+    """Describes the first completion on which alone a function fails; "" if there is none, or the search takes too long.
 
-    If it is row 0, the text also says if the last row fails: then no single row is the cause.
+    If it is the first of all, the text also says if the last one fails: then no single one is the cause.
     """
-    until = time.monotonic() + _SEARCH_SECONDS
-    tried = itertools.takewhile(lambda row: time.monotonic() < until, range(rows))
-    row = next((row for row in tried if _fails(function, _cut(arguments, rows, row))), None)
-    if row is None:
+    count, until = len(rows), time.monotonic() + _SEARCH_SECONDS
+    tried = itertools.takewhile(lambda _: time.monotonic() < until, range(count))
+    found = next((i for i in tried if _fails(function, _cut(arguments, count, i))), None)
+    if found is None:
         return ""
-    own = _cut(arguments, rows, row)
+    own = _cut(arguments, count, found)
     shown = {name: value[0] for name, value in own.items() if isinstance(value, list)}
     shown.pop("completion_ids", None)
     text = ", ".join(f"{name} {reprlib.repr(value)}" for name, value in shown.items())
-    last = rows - 1
-    if row == 0 < last and _fails(function, _cut(arguments, rows, last)):
-        return f"; it fails on rows 0 and {last}, and row 0 has {text}"
-    return f"; it fails on row {row}, which has {text}"
+    if found == 0 < count - 1 and _fails(function, _cut(arguments, count, count - 1)):
+        return f"; it fails on the first and the last completion, and {_named(0, rows)} has {text}"
+    return f"; it fails on {_named(found, rows)}, which has {text}"
+
+
+def _named(index: int, rows: Sequence[int | None]) -> str:
+    """Names a completion by its place, and by its row of the data if that is known."""
+    row = "" if rows[index] is None else f" (row {rows[index]} of the data, from 0 on)"
+    return f"completion {index + 1} of {len(rows)}{row}"
 
 
 def _cut(arguments: Mapping[str, Any], rows: int, row: int) -> dict[str, Any]:
@@ -300,8 +315,18 @@ def check(
     functions: Sequence[Named],
     problems: Sequence[datasets.Problem],
     extras: Mapping[str, Any] | None = None,
+    *,
+    before: str = "training",
+    remedy: str = _REMEDY,
 ) -> None:
-    """Calls every function once on placeholder completions, to find errors before training.
+    """Calls every function once on placeholder completions, to find errors early.
+
+    Args:
+        functions: The result of `resolve`.
+        problems: Problems to try.
+        extras: See `evaluate`.
+        before: What comes afterwards, for errors.
+        remedy: See `evaluate`.
 
     Raises:
         RewardError, ValueError: As for `evaluate`.
@@ -311,9 +336,18 @@ def check(
         as_completion(prompt, "<think>0</think><answer>0</answer>") for prompt in prompts
     ]
     try:
-        evaluate(functions, prompts, completions, [[0] for _ in problems], columns, extras)
+        evaluate(
+            functions,
+            prompts,
+            completions,
+            [[0] for _ in problems],
+            columns,
+            extras,
+            rows=[problem.row for problem in problems],
+            remedy=remedy,
+        )
     except RewardError as error:
-        text = f"{error} (tried before training, on {len(prompts)} rows with a made-up completion)"
+        text = f"{error} (tried before {before}, on {len(prompts)} rows with a made-up completion)"
         raise RewardError(text) from error.__cause__
 
 
@@ -416,24 +450,24 @@ def _loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _checked_values(name: str, values: Any, rows: int) -> list[float]:
+def _checked_values(name: str, values: Any, rows: Sequence[int | None]) -> list[float]:
     is_list = hasattr(values, "__len__") and not isinstance(values, str | bytes | Mapping)
-    where, rule = f"reward function {name!r}", f"must return a list of {rows} values"
+    where, rule = f"reward function {name!r}", f"must return a list of {len(rows)} values"
     require(is_list, where, type(values).__name__, rule, RewardError)
-    rule = f"must be one for each of {rows} rows"
-    require(len(values) == rows, f"{where}, values", len(values), rule, RewardError)
+    rule = f"must be one for each of {len(rows)} completions"
+    require(len(values) == len(rows), f"{where}, values", len(values), rule, RewardError)
     return [
-        float("nan") if value is None else _checked_value(name, row, value)
-        for row, value in enumerate(values)
+        float("nan") if value is None else _checked_value(f"{where}, {_named(index, rows)}", value)
+        for index, value in enumerate(values)
     ]
 
 
-def _checked_value(name: str, row: int, value: Any) -> float:
+def _checked_value(where: str, value: Any) -> float:
     number = float("nan")
     # float() also reads text: "1" is more likely a mistake than a reward.
     with contextlib.suppress(TypeError, ValueError, OverflowError):
         number = number if isinstance(value, str | bytes) else float(value)
     rule = f"must be a finite number within +-{_LARGEST:g}, or None where the reward does not apply"
     is_usable = abs(number) <= _LARGEST
-    require(is_usable, f"reward function {name!r}, row {row}", value, rule, RewardError)
+    require(is_usable, where, value, rule, RewardError)
     return number

@@ -448,6 +448,7 @@ def score(
             columns,
             extras,
             record,
+            rows=[problem.row for problem in rollout.problems for _ in range(group)],
         )
     )
     combined = grpo.combine_rewards(per_function, np.asarray(weights, np.float32))

@@ -357,6 +357,16 @@ def test_a_benchmark_is_read_from_a_folder_under_a_protocol(tmp_path, capsys):
     assert first["prompt"][0]["content"].endswith('output the final answer after "####".')
 
 
+def test_of_rows_without_an_answer_the_options_of_the_command_are_named(tmp_path, capsys):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "What is 1+2?", "gold": "3"}\n')
+    assert main.main(["eval", str(rows), "--output-dir", str(tmp_path / "eval")]) == 2
+    error = capsys.readouterr().err
+    assert "the rows have no column 'answer': name yours by --columns answer COLUMN" in error
+    assert "or choose another reward by --reward" in error
+    assert "(tried before evaluating, on 1 rows" in error and "training" not in error
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

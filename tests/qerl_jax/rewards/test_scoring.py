@@ -1,4 +1,5 @@
 import asyncio
+import re
 import subprocess
 import sys
 
@@ -142,12 +143,12 @@ def test_what_a_function_raises_names_file_line_and_row(keyword, tmp_path):
             *(functions, ["p"] * 4, ["c"] * 4, [[0]] * 4),
             {"answer": ["1", "2", None, 4]},
         )
-    assert "'exact' raised AttributeError on 4 rows with the columns ['answer']: " in str(
+    assert "'exact' raised AttributeError on 4 completions with the columns ['answer']: " in str(
         raised.value
     )
     assert f"({file}:3, in " in str(raised.value)
     assert str(raised.value).endswith(
-        "; it fails on row 2, which has prompts 'p', completions 'c', answer None"
+        "; it fails on completion 3 of 4, which has prompts 'p', completions 'c', answer None"
     )
     file.write_text("import math\nmath.nothing\n")
     with pytest.raises(ValueError, match=rf"'nothing' \({file}:2, in <module>\)$"):
@@ -236,23 +237,23 @@ async def raises_late(**_):
     [
         (
             lambda **_: 1 / 0,
-            r"'f' raised ZeroDivisionError on 2 rows with the columns \['level'\]: .*; it fails on rows 0 and 1, and "
-            "row 0 has prompts 'p', completions 'c', level 1$",
+            r"'f' raised ZeroDivisionError on 2 completions with the columns \['level'\]: .*; it fails on the first and the last completion, and "
+            "completion 1 of 2 has prompts 'p', completions 'c', level 1$",
         ),
-        (raises_late, "'f' raised KeyError on 2 rows"),
-        (lambda completions, answer, **_: [], "raised TypeError on 2 rows.*'answer'"),
-        (lambda **_: [1.0], "'f', values: got 1; must be one for each of 2 rows"),
+        (raises_late, "'f' raised KeyError on 2 completions"),
+        (lambda completions, answer, **_: [], "raised TypeError on 2 completions.*'answer'"),
+        (lambda **_: [1.0], "'f', values: got 1; must be one for each of 2 completions"),
         (lambda **_: 1.0, "'f': got 'float'; must return a list of 2 values"),
         (lambda **_: "10", "'f': got 'str'; must return a list of 2 values"),
-        (lambda **_: [1, "1"], "'f', row 1: got '1'"),
-        (lambda **_: [[1], 1], r"'f', row 0: got \[1\]"),
-        (lambda **_: [1, float("nan")], "'f', row 1: got nan"),
-        (lambda **_: [float("inf"), 1], "'f', row 0: got inf"),
+        (lambda **_: [1, "1"], "'f', completion 2 of 2: got '1'"),
+        (lambda **_: [[1], 1], r"'f', completion 1 of 2: got \[1\]"),
+        (lambda **_: [1, float("nan")], "'f', completion 2 of 2: got nan"),
+        (lambda **_: [float("inf"), 1], "'f', completion 1 of 2: got inf"),
         (
             lambda **_: [1, -1e30],
-            r"'f', row 1: got -1e\+30; must be a finite number within \+-1e\+15",
+            r"'f', completion 2 of 2: got -1e\+30; must be a finite number within \+-1e\+15",
         ),
-        (lambda **_: [1, 10**400], "'f', row 1: got 1000"),
+        (lambda **_: [1, 10**400], "'f', completion 2 of 2: got 1000"),
     ],
 )
 def test_faulty_functions_are_named(function, message):
@@ -330,6 +331,21 @@ def test_an_error_about_arguments_says_what_to_change(function, remedy):
     assert str(raised.value).endswith(
         "(tried before training, on 2 rows with a made-up completion)"
     )
+
+
+def test_a_completion_at_fault_is_named_by_its_row_of_the_data():
+    rows = [{"prompt": f"{n}+1=", "answer": n + 1} for n in range(22)]
+    problems = datasets.from_rows(DataConfig("rows"), rows, "dataset")[20:]
+
+    def picky(answer, **_):
+        return [1 / (each != problems[1].columns["answer"]) for each in answer]
+
+    where = re.escape("it fails on completion 2 of 2 (row 21 of the data, from 0 on), which has")
+    with pytest.raises(scoring.RewardError, match=where):
+        scoring.check([("picky", picky)], problems)
+    where = re.escape("'mute', completion 2 of 2 (row 21 of the data, from 0 on): got 'x'")
+    with pytest.raises(scoring.RewardError, match=where):
+        scoring.check([("mute", lambda **_: [0, "x"])], problems)
 
 
 def test_an_error_about_arguments_inside_a_reward_gets_no_such_advice():

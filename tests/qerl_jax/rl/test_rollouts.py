@@ -275,7 +275,7 @@ def test_a_function_that_raises_is_named():
     def broken(**_):
         raise KeyError("no such thing")
 
-    with pytest.raises(scoring.RewardError, match="'broken' raised KeyError on 4 rows"):
+    with pytest.raises(scoring.RewardError, match="'broken' raised KeyError on 4 completions"):
         rollouts.score(arithmetic_rollout(), scoring.resolve([broken]), None)
 
 
