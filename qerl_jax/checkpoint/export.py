@@ -158,8 +158,13 @@ def export(
 
 
 def lines(report: dict[str, Any]) -> list[str]:
-    """Returns a report as lines of text: the comparison, the KL of each way to serve it, and a warning if needed."""
+    """Returns a report as lines of text: the comparison, the KL of each way to serve it, and warnings if needed."""
     said = [line(report)]
+    if report["to"] == "peft" and report["base"] == "qerl-tiny":
+        said.append(
+            'note: PEFT cannot find the base "qerl-tiny", which is in this package. --to pair writes the base beside the '
+            "adapter, and --to merged writes a model that needs no base"
+        )
     kl = report.get("kl")
     if not kl:
         return said

@@ -261,6 +261,9 @@ def test_the_command_says_where_it_is_and_how_far_off(run, tmp_path, capsys):
     assert main.main(["export", str(run[0]), "--to", "merged", out, "--from", "packed"]) == 0
     said = capsys.readouterr().out
     assert f"merged in {out}\n" in said and "differ from the trained policy's by" in said
+    assert "PEFT cannot find" not in said
+    assert main.main(["export", str(run[0]), "--to", "peft", str(tmp_path / "adapter")]) == 0
+    assert 'PEFT cannot find the base "qerl-tiny"' in capsys.readouterr().out
     assert main.main(["export", str(tmp_path / "no"), "--to", "peft", out]) == 2
     assert "has no config.toml" in capsys.readouterr().err
 
