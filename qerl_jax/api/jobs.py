@@ -81,7 +81,7 @@ def evaluate(
         path: Where the set lies if not on the hub; only with one set.
         split: Split of the sets, instead of the usual one.
         columns: Which columns hold the `prompt` and the `answer`.
-        num_problems: How many problems to ask, from the front.
+        num_problems: How many problems to ask, from the front: shuffle a file that is sorted.
         output_dir: Folder of the results; a call that finds unfinished results goes on from there. Absent
             means a folder in `eval/` of the run folder, or without a run in `evals/`. Its name is that of the
             policy, and of the protocol if one is given. Results of a policy that is not saved are not kept.

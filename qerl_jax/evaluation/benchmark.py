@@ -157,6 +157,11 @@ def run(
                 f"warning: {name}: texts are asked {how} the chat template, unlike in training. To ask as in training, "
                 'choose the protocol "run", and give no system prompt and no apply_chat_template'
             )
+        if source.run is not None and _judges_by_another(source.run, protocol.reward):
+            trained = ", ".join(source.run.rewards.functions)
+            log(
+                f"{name}: judged by {protocol.reward}, and the run was trained with {trained}; --reward names another"
+            )
         if protocol.tools is None and source.run is not None and source.run.tools is not None:
             log(
                 f'{name}: asked without the tools of the run; to use them, choose the protocol "run"'
@@ -265,6 +270,12 @@ def _measure(
         each.progress.add(records)
         mean = np.mean([record["right"] for record in values])
         log(f"{each.name}: {len(values)}/{len(problems)} problems, {mean:.3f} right so far")
+
+
+def _judges_by_another(run: RunConfig, reward: str) -> bool:
+    """Whether a run has a reward of the user's own, and this is another one, which no [eval] names."""
+    own = any(":" in name for name in run.rewards.functions)
+    return own and run.eval is None and reward not in run.rewards.functions
 
 
 def _set_name(data: DataConfig) -> str:

@@ -357,6 +357,34 @@ def test_a_benchmark_is_read_from_a_folder_under_a_protocol(tmp_path, capsys):
     assert first["prompt"][0]["content"].endswith('output the final answer after "####".')
 
 
+def test_a_judge_that_the_run_was_not_trained_with_is_named(run_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmark, "_measure", lambda *_: None)
+    monkeypatch.setattr(benchmark, "summarize", lambda values: {})
+    loaded = types.SimpleNamespace(model=types.SimpleNamespace(own_part=None))
+    monkeypatch.setattr(fused_decode, "slow_because", lambda *_: None)
+    found = find_policy(None, run_folder)
+
+    def said(**changes):
+        rewards = dataclasses.replace(found.run.rewards, functions=("mine.py:right",), weights=None)
+        policy = dataclasses.replace(
+            found, run=dataclasses.replace(found.run, rewards=rewards, **changes)
+        )
+        protocol = benchmark.protocol_for("arithmetic", None, policy)
+        lines = []
+        benchmark.run(
+            *(policy, [(arithmetic(1), protocol)], tmp_path / f"{len(changes)}"),
+            policy=loaded,
+            log=lines.append,
+        )
+        return lines
+
+    (line,) = said(eval=None)
+    assert line.startswith(
+        "arithmetic: judged by accuracy_reward, and the run was trained with mine"
+    )
+    assert said() == []
+
+
 def test_of_rows_without_an_answer_the_options_of_the_command_are_named(tmp_path, capsys):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "What is 1+2?", "gold": "3"}\n')
