@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-import types
 
 import pytest
 
@@ -83,13 +82,14 @@ def test_train_refuses_a_folder_in_use_before_it_reads_or_writes_there(tmp_path,
 
 
 def test_of_two_new_runs_the_one_that_comes_second_is_refused(tmp_path, monkeypatch):
-    """The other run begins and ends while this one still reads its model."""
+    """The other run begins and ends while this one still checks its data."""
     folder = tmp_path / "run"
 
-    def meanwhile(cfg, **_):
+    def meanwhile(cfg, *, checked, **_):
         folder.mkdir()
         (folder / "config.toml").write_text(config.dump(cfg))
-        return types.SimpleNamespace(sampler=types.SimpleNamespace(tools=None))
+        checked([])
+        pytest.fail("it went on")
 
     monkeypatch.setattr(trainer, "setup", meanwhile)
     with pytest.raises(config.ConfigError, match="another run has begun there in the meantime"):

@@ -73,28 +73,25 @@ CHAT = [{"role": "user", "content": "1+1?"}]
 
 
 @pytest.mark.parametrize(
-    ("problems", "is_named", "words"),
+    ("problems", "words"),
     [
-        (40 * [Problem(CHAT, {"answer": "2"})], True, []),
-        (40 * [Problem(CHAT, {})], True, []),
-        (40 * [Problem("1+1=", {"answer": 2})], False, []),
-        ([Problem(CHAT, {"answer": "2"})], True, ["there is 1 problem, and a rollout asks 32"]),
-        (40 * [Problem("1+1=", {"answer": 2})], True, ["call the column 'question'"]),
+        (40 * [Problem(CHAT, {"answer": "2"})], []),
+        (40 * [Problem(CHAT, {})], []),
+        (40 * [Problem("1+1=", {"answer": 2})], []),
+        ([Problem(CHAT, {"answer": "2"})], ["there is 1 problem, and a rollout asks 32"]),
         (
             [*39 * [Problem(CHAT, {"answer": 0})], Problem(CHAT, {"answer": None})],
-            True,
             ["1 of 40 problems have no answer (problem 39, from 0 on)"],
         ),
         (
             40 * [Problem(CHAT, {"answer": ""})],
-            True,
             ["40 of 40 problems have no answer (problem 0, 1, 2, 3, 4, ..., from 0 on)"],
         ),
     ],
 )
-def test_data_that_may_teach_nothing_is_told(problems, is_named, words):
+def test_data_that_may_teach_nothing_is_told(problems, words):
     cfg = config.load(QUICKSTART)
     cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, dataset="mine.jsonl"))
-    said = about_data(cfg, problems, is_named=is_named)
+    said = about_data(cfg, problems)
     assert len(said) == len(words)
     assert all(word in line for word, line in zip(words, said, strict=True))
