@@ -371,8 +371,8 @@ The Hopper kernels do not read NF4 and MXFP4, so other programs decoded these, a
 which were tuned for NVFP4 only. Do not compare (t) with (p): 8 rows of 7B in NF4 with (t) are barely twice as fast as one row with
 (p) in the table of [ranks](#rank-tokens-per-second-of-one-row-table-9). Both are untuned baselines, and say nothing about the formats.
 
-How many times as many tokens per second NVFP4 samples as BF16 does. For ours, both bases were measured on one kind of card, one right after
-the other. So a number may differ a little from the quotient of two cells above, which may be newer. For the paper, it is the quotient of
+How many times as many tokens per second NVFP4 samples as BF16 does. For ours, both bases were measured on the same kind of card: in one run,
+or on two cards ([benchmarks](benchmarks.md#nvfp4-beside-a-16-bit-base) says where). So a number may differ a little from the quotient of two cells above, which may be newer. For the paper, it is the quotient of
 its two numbers above.
 
 {speedups}
