@@ -45,12 +45,13 @@ def page(files: list[list[Row]]) -> str:
         ):  # cards have a table of their own kernels, and perhaps one of others
             title += f", {first['kernels']} kernels"
         parts.append(f"## {title}\n\n{about}: {passed} of {len(rows)} passed.\n")
-        parts.append("| case | result | fused | difference | effect | seconds |")
-        parts.append("| --- | --- | --- | --- | --- | --- |")
+        parts.append("| case | result | date | fused | difference | effect | seconds |")
+        parts.append("| --- | --- | --- | --- | --- | --- | --- |")
         for row in sorted(rows, key=lambda row: row["number"]):
             cells = [
                 row["name"],
                 "passed" if row["ok"] else f"failed: {row['error']}".replace("|", "\\|"),
+                row["date"],
                 "yes" if row.get("fused") else "no",
                 *(f"{row[name]:.2g}" if name in row else "" for name in ("difference", "effect")),
                 f"{row['seconds']:.0f}",
