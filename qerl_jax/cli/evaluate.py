@@ -62,7 +62,7 @@ def evaluate(
             "think-code"; "" for none.
         prompt_template: Text around the problem: "{prompt}" is filled in.
         apply_chat_template: Whether a prompt that is a text passes the chat template; absent means as it was in
-            training, if there is a run, else true.
+            training, if there is a run, else true. With a system prompt it always does.
         reward: The function that is at least 1 where a completion is right.
         path: Where the set lies if not on the hub: a folder or a file. Only with one set.
         split: Split of the set, instead of the usual one.
@@ -162,22 +162,23 @@ def filter_problems(
     Args:
         config: A TOML file, or the name of a config in the package. Its model, devices, data and
             sampling settings are used.
-        out: A .jsonl file for the problems that are kept. The pass rate of each problem is stored in
-            `<out>.measured`, from which a later call continues.
+        out: A .jsonl file for the problems that are kept, with the prompts that the policy got: with the config's
+            system message. The pass rate of each problem is stored in `<out>.measured`, from which a later call
+            continues.
         *fields: Fields of the config that take another value.
         low: Lowest pass rate that is kept.
         high: Highest pass rate that is kept.
         samples: Completions per problem.
         reward: The function that says whether a completion passes: it gives at least 1. Absent means the
-            config's first.
-        adapter: A PEFT folder; absent means the base alone.
+            config's first, or without one the environment's own.
+        adapter: A PEFT folder, such as RUN_FOLDER/adapter; absent means the base alone.
         num_problems: How many problems to measure, from the front; absent means as many as the config says.
         batch_size: Problems sampled together.
 
     Examples:
         qerl filter gsm8k_qwen2.5_7b some.jsonl --low 0.2 --high 0.8
         qerl filter quickstart some.jsonl --data.dataset problems.jsonl --rollout.max-completion-length 64
-        qerl train gsm8k_qwen2.5_7b --data.dataset some.jsonl --eval.dataset gsm8k
+        qerl train gsm8k_qwen2.5_7b --data.dataset some.jsonl --data.system-prompt "" --eval None
     """
     # Under the name of `plan`, whose help is the one that lists the fields.
     cfg = run_config("plan", [str(config), *fields], own=options.of_function(filter_problems).kinds)
