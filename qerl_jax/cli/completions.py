@@ -17,9 +17,16 @@ from qerl_jax.config import RunConfig, ToolsConfig
 # Not fish: there tyro runs its program as one argument, which Linux limits to 128 KiB. Ours is longer.
 SHELLS = ("bash", "zsh")
 # Changes of what tyro writes: where nothing else fits, complete file names.
+_IF_NONE = ('if [[ "$completions" == ', 'if [[ -z "$completions" || "$completions" == ')
 _FILES = {
-    "bash": ("complete -F ", "complete -o default -F "),
-    "zsh": ('if [[ "$completions" == ', 'if [[ -z "$completions" || "$completions" == '),
+    # Bash completes file names by itself if there are no completions. tyro gives an empty one, and names folders
+    # without a slash.
+    "bash": (
+        ("complete -F ", "complete -o default -F "),
+        _IF_NONE,
+        ('COMPREPLY=($(compgen -f -- "$cur"))', "COMPREPLY=()"),
+    ),
+    "zsh": (_IF_NONE,),
 }
 # Commands whose config may be named without its folder. tyro completes no arguments, so these names are added as
 # sub-commands with the same options.
@@ -63,7 +70,9 @@ def script(shell: str, commands: Mapping[str, Callable]) -> str:
     # Descriptions of several lines would be taken for several words.
     extended = lambda spec: spec[0].replace(r"\n", " ") + by_name
     text = re.sub(r"(?m)^COMPLETION_SPEC = .*$", extended, written.getvalue())
-    return text.replace(*_FILES[shell])
+    for change in _FILES[shell]:
+        text = text.replace(*change)
+    return text
 
 
 type _Fields = Annotated[RunConfig, tyro.conf.arg(name="")]

@@ -400,11 +400,12 @@ def test_the_exit_code_tells_whether_a_run_has_learned_anything(
 
 def completed(script, *words):
     """Returns bash's completions of the last word."""
-    command = 'source "$1"; shift; COMP_WORDS=("$@"); COMP_CWORD=$(($#-1)); _tyro_qerl; echo "${COMPREPLY[@]}"'
+    command = 'source "$1"; shift; COMP_WORDS=("$@"); COMP_CWORD=$(($#-1)); _tyro_qerl; '
+    command += 'for each in "${COMPREPLY[@]}"; do echo "[$each]"; done'
     done = subprocess.run(
         ["bash", "-c", command, "-", script, "qerl", *words], capture_output=True, text=True
     )
-    return set(done.stdout.split())
+    return {line[1:-1] for line in done.stdout.splitlines()}
 
 
 def test_a_shell_completes_commands_options_and_values(tmp_path, capsys):
@@ -432,7 +433,9 @@ def test_a_shell_completes_a_config_by_its_name_and_then_its_options(command, tm
     assert completed(script, command, "gsm8k_qwen3") == {"gsm8k_qwen3_4b", "gsm8k_qwen3_8b"}
     assert completed(script, command, "quickstart", "--noise.num") == {"--noise.num-stages"}
     assert completed(script, command, "quickstart", "q") == set()
-    assert completed(script, command, "my") == set()  # bash then completes files
+    # Bash then completes files, and it puts a slash after a folder.
+    assert completed(script, command, "my") == set()
+    assert completed(script, "eval", "--adapter", "") == set()
 
 
 def test_zsh_completes_as_bash_does_and_files_where_nothing_else_fits(capsys):
