@@ -131,7 +131,7 @@ class MemoryPlan:
         if kept(tightest) > limit:
             advice = self._instead(self._within(tightest), limit)
         else:
-            advice = f"change {_changes(self._within(fullest), self.peak - limit)}"
+            advice = f"change {self._changes(limit)}"
         raise ConfigError(
             f"memory: this run needs {_gb(self.peak)} in its {fullest}; {self._offers} "
             f"{_gb(limit)}: {advice}"
@@ -139,6 +139,22 @@ class MemoryPlan:
 
     def _within(self, turn: Phase) -> list[Item]:
         return [item for item in self.items if item.phase in ("always", turn)]
+
+    def _changes(self, limit: int) -> str:
+        """Returns the fields that save the most, with what they save on: so many that every phase can fit."""
+        chosen: list[Item] = []
+        for turn in sorted(_TURNS, key=self.size, reverse=True):
+            items = self._within(turn)
+            excess = sum(item.size for item in items) - limit
+            excess -= sum(item.saved for item in items if item in chosen)
+            for item in sorted(items, key=lambda item: -item.saved):
+                if excess > 0 and item not in chosen:
+                    chosen.append(item)
+                    excess -= item.saved
+        fields: dict[str, list[str]] = {}
+        for item in chosen:
+            fields.setdefault(item.field, []).append(f"{item.name} {_gb(item.size)}")
+        return " and ".join(f"{field} ({'; '.join(held)})" for field, held in fields.items())
 
     def _instead(self, items: Sequence[Item], limit: int) -> str:
         """Says what needs more than `limit` with any settings, and what would fit instead."""
@@ -738,16 +754,6 @@ def _rank(cfg: RunConfig) -> str:
 
 def _width(cfg: RunConfig) -> int:
     return jnp.dtype(cfg.model.dtype).itemsize
-
-
-def _changes(items: Sequence[Item], excess: int) -> str:
-    """Returns the fields that save the most, so many that they can save `excess` bytes, with what they save on."""
-    fields: dict[str, list[str]] = {}
-    for item in sorted(items, key=lambda item: -item.saved):
-        if excess > 0:
-            fields.setdefault(item.field, []).append(f"{item.name} {_gb(item.size)}")
-            excess -= item.saved
-    return " and ".join(f"{field} ({'; '.join(held)})" for field, held in fields.items())
 
 
 def _state_bytes(cfg: OptimConfig, params: Any) -> int:

@@ -491,6 +491,23 @@ def test_a_card_that_no_setting_is_enough_for_is_told_what_needs_more_and_what_w
     memory.estimate(least, limit=24 * 10**9).require(24 * 10**9)
 
 
+def test_a_plan_that_two_phases_exceed_is_told_the_fields_of_both():
+    made = memory.MemoryPlan(
+        (
+            memory.Item("base", 10 * 10**9, "always"),
+            memory.Item("cache", 75 * 10**9, "rollout", "rollout.kv_cache_tokens"),
+            memory.Item("workspace", 80 * 10**9, "update", "optim.max_tokens_per_microbatch"),
+        )
+    )
+    advice = "change optim.max_tokens_per_microbatch (workspace 80.00 GB)"
+    with pytest.raises(ConfigError) as error:
+        made.require(87 * 10**9)
+    assert str(error.value).endswith(advice)
+    with pytest.raises(ConfigError) as error:
+        made.require(80 * 10**9)
+    assert str(error.value).endswith(f"{advice} and rollout.kv_cache_tokens (cache 75.00 GB)")
+
+
 def test_what_settings_save_is_what_they_save():
     """The sizes that a change of optimizer, or of the base's weights, is said to leave."""
     dense = memory.estimate(changed(BENCH, model={"weights": "bfloat16"}))
