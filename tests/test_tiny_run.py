@@ -343,6 +343,13 @@ def test_a_reward_that_expects_a_chat_and_gets_a_text_is_told_why(tmp_path):
     ):
         train(cfg, reward_functions=[reward], quiet=True)
 
+    def other(completions, solution, **_):
+        return [0.0] * len(completions)
+
+    with pytest.raises(ValueError, match="have no column 'solution'") as error:
+        train(cfg, reward_functions=[other], quiet=True)
+    assert "completions are texts" not in str(error.value)
+
 
 def test_faults_of_data_and_folder_are_told_before_the_base_is_read(tmp_path, monkeypatch, capsys):
     class Read(Exception):

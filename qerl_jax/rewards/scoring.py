@@ -188,7 +188,7 @@ def evaluate(
             raise RewardError(
                 f"reward function {name!r} raised {type(error).__name__} on {count} completions "
                 f"with the columns {sorted(columns)}: {error}"
-                + (f" ({place})" if place else _remedy(error, remedy))
+                + (f" ({place})" if place else about_arguments(error, remedy))
                 + _first_failure(function, arguments, rows)
             ) from error
 
@@ -207,7 +207,7 @@ def evaluate(
     return np.stack(scores, axis=1, dtype=np.float32)
 
 
-def _remedy(error: Exception, of_column: str) -> str:
+def about_arguments(error: BaseException, of_column: str = _REMEDY) -> str:
     """Returns what to change if a function does not accept its arguments, or needs one that the rows do not have.
 
     The error must be of the call itself, and not of one inside the function. `of_column` is the remedy for a missing

@@ -13,7 +13,7 @@ from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.generation.conversations import Tools
 from qerl_jax.hosts import Hosts
 from qerl_jax.model import transformer
-from qerl_jax.rewards import environments, scoring, stock
+from qerl_jax.rewards import environments, imports, scoring, stock
 from qerl_jax.rewards.shared_tools import SharedToolboxes
 from qerl_jax.rl import dynamic_sampling, grpo, rollouts
 from qerl_jax.training import metrics
@@ -165,6 +165,8 @@ def _about_form(problems: Sequence[datasets.Problem], cause: BaseException | Non
     """Returns a remedy for a reward that fails as one does that expects chats and gets texts, or the reverse."""
     if not isinstance(cause, TypeError | AttributeError):
         return ""
+    if not imports.place_of(cause) and scoring.about_arguments(cause):
+        return ""  # it was not called at all
     form = "texts" if isinstance(problems[0].as_given, str) else "chats"
     return (
         f"; note: completions are {form}, because the prompts of the rows are {form}; "
