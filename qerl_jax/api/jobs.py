@@ -226,7 +226,9 @@ def export(
         rule = "must come from a run as it was trained; its adapter is written by save_pretrained"
         source = run.source
         of_run = source.folder is not None and not run.unsaved
-        is_newest = of_run and (source.step or source.adapter == source.folder / "adapter")
+        is_newest = of_run and (
+            source.step or (source.adapter, None) == sources.saved(source.folder)
+        )
         require(is_newest, "run", run, rule)
         run, step = source.folder, source.step if step is None else step
     require(isinstance(run, str | os.PathLike), "run", run, "must be a run, or its folder")

@@ -12,7 +12,6 @@ and `lines` warns if the merged model loses what the pair keeps.
 """
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import json
@@ -28,6 +27,7 @@ from pallas_kernels import NVFP4Tensor
 from qerl_jax import config
 from qerl_jax.checked import require
 from qerl_jax.checkpoint import base_model, hf_folder, packed_formats, peft, run_state
+from qerl_jax.checkpoint.policy import saved
 from qerl_jax.data import arithmetic, tokenizer
 from qerl_jax.files import whole_folder
 from qerl_jax.model import architecture, layers, logprobs, lora, transformer
@@ -70,7 +70,8 @@ def export(
         base: The weights to which the adapter is added: "original" for the 16-bit weights, "packed" for the
             dequantized weights on which it was trained. None means "packed" for a merged model if there are packed
             weights, otherwise the only choice.
-        step: Step of the checkpoint to export; None means the final adapter, or without one the newest checkpoint.
+        step: Step of the checkpoint to export; None means the final adapter, or the newest checkpoint of a run that
+            has not ended.
         limit: Largest allowed mean difference of log-probabilities, in nats; None means a limit for the difference
             that rounding can cause. If the adapter is added to a base on which it was not trained, the difference is
             measured against that base with the adapter beside it.
@@ -310,13 +311,12 @@ def _load(
     model, frozen, tokens = base_model.load_base(base, None if full else cfg.lora)
     if full:
         params = {}
-    elif step is None and (run / "adapter").is_dir():
-        params = peft.import_adapter(run / "adapter", model)
-    elif (run / "checkpoints").is_dir():
-        with contextlib.closing(run_state.StateFiles(run, keep=None)) as files:
-            step, params = files.params(step)
     else:
-        raise FileNotFoundError(f"neither adapter nor checkpoints in {run}: nothing has been saved")
+        adapter, step = saved(run) if step is None else (None, step)
+        if step is None:
+            params = peft.import_adapter(adapter, model)
+        else:
+            step, params = run_state.StateFiles(run, keep=None).params(step)
     return model, params, step, frozen, _probe(tokens)
 
 

@@ -1,5 +1,6 @@
 """Loads a policy from a hub name, a PEFT folder or a run folder into variables on the device."""
 
+import contextlib
 import dataclasses
 import pathlib
 import sys
@@ -10,6 +11,7 @@ from qerl_jax import config
 from qerl_jax.checked import require
 from qerl_jax.checkpoint import base_model, peft
 from qerl_jax.checkpoint.run_state import StateFiles
+from qerl_jax.data import datasets
 from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.files import read_json
 from qerl_jax.hosts import Hosts
@@ -42,7 +44,9 @@ class PolicySource:
     @property
     def apply_chat_template(self) -> bool:
         """Whether a text is a message of the user, as it was when the policy was trained."""
-        return self.run is None or self.run.data.apply_chat_template
+        # A system prompt makes a chat of a text.
+        data = self.run and self.run.data
+        return data is None or data.apply_chat_template or bool(datasets.system_prompt(data))
 
     @property
     def name(self) -> str:
@@ -158,7 +162,7 @@ def find_policy(
     Args:
         model: A folder or hub name; None means the adapter's base, or without an adapter "qerl-tiny".
         adapter: A PEFT folder, or a run folder, whose exported adapter (or model) and config are used. Of a run that
-            has not ended it is the newest undamaged checkpoint.
+            has not ended it is the newest undamaged checkpoint, except if it trains the whole base.
         base: Whether to leave out the adapter, which gives the policy before training.
         **held: `weights` and `dtype`, to replace those of the run; None keeps the run's.
 
@@ -175,9 +179,15 @@ def find_policy(
         folder = next((place for place in places if (place / "config.toml").is_file()), None)
         run = None if folder is None else config.load_run(folder)
         if adapter == folder and run.model.trainable == "full":
-            model, adapter = model or (None if base else str(folder / "model")), None
+            adapter, own = None, folder / "model"
+            if model is None and not base:
+                rule = (
+                    "has no model: a run that trains the whole base can be asked when it has ended"
+                )
+                require(own.is_dir(), "adapter", str(folder), rule, FileNotFoundError)
+                model = str(own)
         elif adapter == folder:
-            adapter, step = _saved(folder)
+            adapter, step = (None, None) if base else saved(folder)
     require(
         adapter is None or step is not None or (adapter / "adapter_config.json").is_file(),
         "adapter",
@@ -201,11 +211,28 @@ def find_policy(
     return PolicySource(cfg, adapter, run, folder, step)
 
 
-def _saved(folder: pathlib.Path) -> tuple[pathlib.Path, int | None]:
-    """Returns the adapter of a run, or its newest undamaged checkpoint and the step of it."""
-    if (folder / "adapter").is_dir():
+def saved(folder: pathlib.Path) -> tuple[pathlib.Path, int | None]:
+    """Returns the adapter of a run, or the newest undamaged checkpoint and its step if the run has not ended.
+
+    A run that goes on after its end still has the adapter of that end, until it ends again.
+
+    Raises:
+        FileNotFoundError: If the run has saved nothing.
+        ValueError: If all checkpoints are damaged.
+    """
+    files = StateFiles(folder, keep=None)
+    if (folder / "adapter").is_dir() and not _goes_on(files):
         return folder / "adapter", None
-    step = StateFiles(folder, keep=None).newest()
+    step = files.newest()
     rule = "this run has saved nothing yet, neither an adapter nor a checkpoint"
-    require(step is not None, "adapter", str(folder), rule, FileNotFoundError)
+    require(step is not None, "run folder", str(folder), rule, FileNotFoundError)
     return folder / "checkpoints" / str(step), step
+
+
+def _goes_on(files: StateFiles) -> bool:
+    """Whether the newest checkpoint says that the run goes on after it; false if it cannot be read."""
+    with contextlib.suppress(OSError, ValueError):
+        steps = files.steps()
+        # Earlier versions did not write it.
+        return bool(steps) and not files.supply(steps[-1]).get("progress", {}).get("ends", True)
+    return False

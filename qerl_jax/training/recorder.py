@@ -100,8 +100,9 @@ class Recorder:
         goes_on = run.hosts.told(
             lambda: self._on_step is None or self._on_step(step, row) is not False
         )
-        if step > 0 and (over or not goes_on or crosses(run, step, cfg.save_steps)):
-            self._save()
+        ends = over or not goes_on
+        if step > 0 and (ends or crosses(run, step, cfg.save_steps)):
+            self._save(ends=ends)
         return goes_on
 
     def __enter__(self) -> Self:
@@ -163,9 +164,13 @@ class Recorder:
         doing = "evaluation" if self._pending is not None else after[last]
         return f"in the {doing} of step {self.trace.step + 1} of {self._run.total_steps}"
 
-    def _save(self) -> None:
-        """Writes a checkpoint of the last complete step: its state, and the run's progress."""
-        progress = {"num_tokens": self._logger.num_tokens, "best": self._best}
+    def _save(self, *, ends: bool = False) -> None:
+        """Writes a checkpoint of the last complete step: its state, and the run's progress.
+
+        Args:
+            ends: Whether the run ends here, so that what it exports is of this step.
+        """
+        progress = {"num_tokens": self._logger.num_tokens, "best": self._best, "ends": ends}
         if self._run.sources:
             progress["sources"] = self._run.sources
         if self._pending is not None:

@@ -115,6 +115,7 @@ def test_a_checkpoint_holds_what_the_run_remembers(tmp_path):
     assert progress == {
         "num_tokens": rows[-1]["num_tokens"],
         "best": max(row["eval/accuracy"] for row in rows),
+        "ends": True,
     }
     assert json.loads((tmp_path / "best.json").read_text())["eval/accuracy"] == progress["best"]
 

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import importlib
 import pathlib
 import pkgutil
@@ -16,10 +17,12 @@ import pytest
 from matplotlib.figure import Figure
 
 import qerl_jax
-from qerl_jax import rl
+from qerl_jax import config, rl
 from qerl_jax.api import jobs, runs, settings
+from qerl_jax.api import policy as policies
 from qerl_jax.checked import ConfigError
 from qerl_jax.checkpoint import peft
+from qerl_jax.checkpoint import policy as sources
 from qerl_jax.cli import main
 from qerl_jax.data.datasets import Problem
 from qerl_jax.generation.engine import Engine
@@ -323,6 +326,54 @@ def test_a_run_that_has_not_ended_is_asked_by_its_newest_checkpoint(run, tmp_pat
     shutil.rmtree(stopped / "checkpoints")
     with pytest.raises(FileNotFoundError, match="this run has saved nothing yet"):
         qerl_jax.load(stopped)
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_after_its_end_is_asked_by_its_newest_checkpoint(run, tmp_path):
+    longer = tmp_path / "longer"
+    shutil.copytree(run.folder, longer)
+
+    @functools.wraps(digits)
+    def judged(completions, **_):
+        if logger.read_metrics(longer)[-1]["step"] == 3:
+            raise ValueError("stopped")
+        return digits(completions)
+
+    assert policies.find(longer).step is None
+    with pytest.raises(RewardError, match="stopped"):
+        qerl_jax.train(small(longer, max_steps=4), ROWS, judged, quiet=True)
+    assert policies.find(longer).name == "checkpoint-3"
+    assert qerl_jax.export(longer, tmp_path / "out")["step"] == 3
+    # An earlier end's adapter can still be asked by its own name, but it is not the run's newest.
+    old = qerl_jax.load(longer / "adapter")
+    with pytest.raises(ConfigError, match="must come from a run as it was trained"):
+        qerl_jax.export(old, tmp_path / "other")
+
+
+def test_the_base_of_a_run_that_has_saved_nothing_can_be_asked(tmp_path):
+    cfg = settings.run_config(QUICKSTART, {})
+    (tmp_path / "config.toml").write_text(config.dump(cfg))
+    source = sources.find_policy(None, tmp_path, base=True)
+    assert source.adapter is None and source.name == "base"
+
+
+def test_a_whole_model_is_not_asked_before_the_run_has_ended(tmp_path):
+    cfg = settings.run_config("gsm8k_qwen2.5_3b_full", {})
+    (tmp_path / "config.toml").write_text(config.dump(cfg))
+    (tmp_path / "checkpoints" / "1").mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match="has no model: .* when it has ended"):
+        policies.find(tmp_path)
+
+
+@pytest.mark.parametrize(("dataset", "is_chat"), [("bigmath", True), ("gsm8k", False)])
+def test_a_text_is_asked_as_in_training_also_if_the_set_has_a_system_prompt(
+    dataset, is_chat, tmp_path
+):
+    data = {"dataset": dataset, "apply_chat_template": False}
+    cfg = settings.run_config(QUICKSTART, {"data": data, "eval": None})
+    (tmp_path / "config.toml").write_text(config.dump(cfg))
+    source = sources.find_policy(None, tmp_path, base=True)
+    assert source.apply_chat_template == is_chat
 
 
 # A policy

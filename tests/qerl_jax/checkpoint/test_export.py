@@ -222,7 +222,7 @@ def test_a_run_that_has_not_ended_is_exported_from_its_checkpoints(run, tmp_path
     early = tmp_path / "run"
     early.mkdir()
     (early / "config.toml").write_text((folder / "config.toml").read_text())
-    with pytest.raises(FileNotFoundError, match="neither adapter nor checkpoints"):
+    with pytest.raises(FileNotFoundError, match="neither an adapter nor a checkpoint"):
         export.export(early, "peft", tmp_path / "out")
     files = StateFiles(early, keep=None)
     state = update.init_state(variables["params"], config.OptimConfig())

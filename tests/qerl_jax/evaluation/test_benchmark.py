@@ -317,6 +317,7 @@ def test_a_run_of_a_whole_model_brings_that_model(run_folder):
     text = text.replace('weights = "nvfp4"', 'weights = "float32"')
     lora = text[text.index("[lora]") : text.index("[rollout]")]
     path.write_text(text.replace(lora, ""))
+    (run_folder / "model").mkdir()
     policy = find_policy(None, run_folder)
     assert policy.adapter is None and policy.name == "model"
     assert policy.model.model_name_or_path == str(run_folder / "model")
