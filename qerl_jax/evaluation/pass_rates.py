@@ -7,7 +7,7 @@ saves their rollouts (QeRL's tools keep pass rates from 0.1 to 0.6).
 import dataclasses
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -78,6 +78,8 @@ def select(
         out.with_name(out.name + ".measured"), _identity(cfg, samples, reward, adapter)
     )
     memory.require_context(cfg)
+    problems = datasets.from_config(cfg.data, split=cfg.data.split, seed=cfg.seed)
+    try_reward(function, problems, toolboxes, before="measuring")
     # Nothing is trained here, so a base for full training is loaded like any other.
     base = dataclasses.replace(cfg.model, trainable="lora")
     source = PolicySource(base, adapter and pathlib.Path(adapter))
@@ -87,7 +89,7 @@ def select(
     tools = None
     if toolboxes is not None:
         tools = Tools.of(cfg.tools, policy.tokenizer, toolboxes, log)
-    evaluator = _evaluator(cfg, policy, function, samples, batch_size, tools)
+    evaluator = _evaluator(cfg, policy, problems, function, samples, batch_size, tools)
     problems = evaluator.problems
     for records in evaluator.records(policy.variables, len(measured.values), voting=False):
         measured.add(map(pass_rate, records))
@@ -104,20 +106,20 @@ def select(
 def _evaluator(
     cfg: RunConfig,
     policy: LoadedPolicy,
+    problems: Sequence[datasets.Problem],
     function: scoring.Named,
     samples: int,
     batch_size: int,
     tools: Tools | None,
 ) -> Evaluator:
-    """Makes the evaluator of a run's training problems, which are sampled as in its rollouts."""
+    """Makes the evaluator of a run's training problems, those that are short enough; they are sampled as in its rollouts."""
     problems = rollouts.admit(
-        datasets.from_config(cfg.data, split=cfg.data.split, seed=cfg.seed),
+        problems,
         policy.tokenizer,
         max_prompt_length=cfg.data.max_prompt_length,
         overlong=cfg.data.overlong_prompts,
         tools=tools,
     )
-    try_reward(function, problems, tools and tools.toolboxes, before="measuring")
     sampler = rollouts.make_sampler(
         policy.model,
         policy.tokenizer,

@@ -11,6 +11,7 @@ from qerl_jax import config
 from qerl_jax.cli import main
 from qerl_jax.data import datasets
 from qerl_jax.evaluation import pass_rates
+from qerl_jax.rewards.scoring import RewardError
 
 QUICKSTART = pathlib.Path(__file__).parents[3] / "configs" / "quickstart.toml"
 NAN = np.nan
@@ -35,6 +36,13 @@ def test_a_rate_is_the_share_of_what_was_judged():
     rewards = np.array([[1, 0, 1, 2], [1, NAN, 0.9, NAN], [NAN] * 4, [0, 0, 0, 0]], np.float32)
     records = [{"right": row >= 1, "unjudged": np.isnan(row).sum()} for row in rewards]
     assert [pass_rates.pass_rate(record) for record in records] == [0.75, 0.5, None, 0.0]
+
+
+def test_faults_of_data_and_reward_are_told_before_the_base_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(pass_rates, "load_policy", lambda *_, **__: pytest.fail("read the base"))
+    (tmp_path / "rewards.py").write_text("def right(completions, solution, **_): return [1.0]\n")
+    with pytest.raises(RewardError, match="have no column 'solution'.*tried before measuring"):
+        select(tmp_path / "out.jsonl", reward=f"{tmp_path}/rewards.py:right")
 
 
 @pytest.mark.slow
