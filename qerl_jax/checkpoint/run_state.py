@@ -103,7 +103,7 @@ class StateFiles:
         """Returns the state of a checkpoint, or None if there is no checkpoint.
 
         Args:
-            like: A state with the same shapes, dtypes and shardings, of arrays or `jax.ShapeDtypeStruct`.
+            like: A state with the same shapes, dtypes and shardings, of arrays or from `placement`.
             step: A step that `newest` has returned; None means the newest.
 
         Raises:
@@ -112,13 +112,18 @@ class StateFiles:
         step = self.newest() if step is None else step
         if step is None:
             return None
-        fields = _fields(like)
+        fields = _fields(placement(like))
         if jax.process_count() == 1:
-            abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, fields)
-            return dataclasses.replace(like, **self._read(step, abstract))
-        restored = self._read(step, jax.tree.map(lambda x: np.empty(x.shape, x.dtype), fields))
-        placed = jax.tree.map(lambda x, at: jax.device_put(x, at.sharding), restored, fields)
-        return dataclasses.replace(like, **placed)
+            abstract = jax.tree.map(lambda x: x if x.sharding else _on_one_device(x), fields)
+            restored = self._read(step, abstract)
+        else:
+            restored = self._read(step, jax.tree.map(lambda x: np.empty(x.shape, x.dtype), fields))
+        leaves, tree = jax.tree.flatten(restored)
+        del restored
+        for index, at in enumerate(jax.tree.leaves(fields)):
+            # One by one, because with full training the device cannot hold two states.
+            leaves[index] = _placed(leaves[index], at)
+        return dataclasses.replace(like, **jax.tree.unflatten(tree, leaves))
 
     def params(self, step: int | None = None) -> tuple[int, Any]:
         """Returns the step and the `params` of a checkpoint: of the given step, or of the newest.
@@ -178,10 +183,29 @@ class StateFiles:
             ) from error
 
 
+def placement(state: Any) -> Any:
+    """Returns what `StateFiles.restore` needs to know of a state: shapes, dtypes and, of committed arrays, shardings.
+
+    JAX compiles a program anew if an argument is committed to a device that was not. So a resumed run finds the programs
+    of its first process in the compilation cache only if its state is committed where that of a new run is.
+    """
+
+    def described(x):
+        is_free = isinstance(x, jax.Array) and not x.committed
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=None if is_free else x.sharding)
+
+    return jax.tree.map(described, state)
+
+
 def _on_one_device(found: Any) -> jax.ShapeDtypeStruct:
     """Returns how to restore an array onto one device. By default orbax would look for the devices that wrote it."""
     place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return jax.ShapeDtypeStruct(found.shape, found.dtype, sharding=place)
+
+
+def _placed(x: jax.Array | np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns an array with a sharding, or uncommitted if `like` has none. One that is committed is copied for that."""
+    return jax.device_put(x, like.sharding) if like.sharding else jax.device_put(np.asarray(x))
 
 
 def _fields(state: Any) -> dict[str, Any]:

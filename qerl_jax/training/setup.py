@@ -226,9 +226,7 @@ def setup(
         cfg, task.model, start, replicas, late_notes, quiet=quiet or not hosts.leads
     )
     if resumed is not None:
-        like = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
-        )
+        like = run_state.placement(state)
         if hosts.leads:
             del state  # with full training the device cannot hold two states
             state = files.restore(like, resumed)

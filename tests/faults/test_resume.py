@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -105,6 +106,15 @@ def test_a_run_whose_newest_checkpoint_is_damaged_is_the_same_from_the_one_befor
     assert shown.count("is damaged: ") == 1
     assert "it is skipped, and the run goes on from checkpoint 2" in shown
     assert_same_run(folder, state, whole)
+
+
+def test_a_resumed_run_uses_the_programs_of_its_first_part(tmp_path, caplog):
+    train(harness.tiny(tmp_path, max_steps=2), quiet=True)
+    with jax.log_compiles():
+        train(harness.tiny(tmp_path, max_steps=3), quiet=True)
+    compiled = set(re.findall(r"XLA compilation of jit\((\w+)\)", caplog.text))
+    # The optimizer's program depends on the number of steps.
+    assert "apply" in compiled and not compiled & {"prefill", "decode", "accumulate"}
 
 
 def test_a_checkpoint_holds_what_the_run_remembers(tmp_path):

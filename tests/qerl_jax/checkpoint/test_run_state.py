@@ -55,6 +55,20 @@ def test_a_state_round_trips_bit_for_bit(tmp_path, norms, state):
     assert_trees_equal(restored, at(state, 7))
 
 
+@pytest.mark.parametrize("committed", [False, True])
+def test_a_restored_state_is_committed_to_a_device_only_if_the_fresh_one_is(
+    tmp_path, norms, state, committed
+):
+    files = StateFiles(tmp_path, keep=1)
+    files.save(at(state, 1))
+    like = update.init_state(norms[1], OptimConfig())
+    if committed:
+        like = jax.device_put(like, jax.devices()[0])
+    restored = files.restore(like)
+    assert {leaf.committed for leaf in jax.tree.leaves(restored)} == {committed}
+    assert_trees_equal(restored, at(state, 1))
+
+
 def test_a_kept_reference_and_the_supply_round_trip_with_the_state(tmp_path, norms, state):
     supply = {"drawn": 8, "rows": [{"logps": [float(np.float32(-0.1))], "stopped": True}]}
     kept = dataclasses.replace(at(state, 3), reference=jax.tree.map(jnp.negative, state.params))
