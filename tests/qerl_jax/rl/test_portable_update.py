@@ -37,9 +37,13 @@ def launched(monkeypatch):
 )
 def test_a_portable_update_has_the_loss_and_gradient_of_the_reference(launched, copies, kernels):
     experience = example.sample_experience()
+    # Not `vars`, which also has the cached lengths if a test before this one asked for them.
+    fields = {
+        field.name: getattr(experience, field.name) for field in dataclasses.fields(experience)
+    }
     copied = {
         name: np.concatenate([values] * copies)
-        for name, values in vars(experience).items()
+        for name, values in fields.items()
         if values is not None
     }
     experience = dataclasses.replace(experience, **copied)
