@@ -485,7 +485,10 @@ def test_the_committed_page_of_all_paths_is_what_its_lines_say():
         "kernels": "hopper",
     }
     shown = make_checked.page([[red | about]])
-    assert "0 of 1 passed" in shown and "| 001 a | failed: a \\| b | 2026-11-24 | no |  |  | 2 |" in shown
+    assert (
+        "0 of 1 passed" in shown
+        and "| 001 a | failed: a \\| b | 2026-11-24 | no |  |  | 2 |" in shown
+    )
 
 
 def test_a_table_counts_what_has_not_come():

@@ -162,9 +162,9 @@ def filter_problems(
     Args:
         config: A TOML file, or the name of a config in the package. Its model, devices, data and
             sampling settings are used.
-        out: A .jsonl file for the problems that are kept, with the prompts that the policy got: with the config's
-            system message. The pass rate of each problem is stored in `<out>.measured`, from which a later call
-            continues.
+        out: A .jsonl file for the problems that are kept, with the prompts of their rows; system prompt and
+            template are added when it is read. The pass rate of each problem is stored in `<out>.measured`, from
+            which a later call continues.
         *fields: Fields of the config that take another value.
         low: Lowest pass rate that is kept.
         high: Highest pass rate that is kept.
@@ -178,7 +178,7 @@ def filter_problems(
     Examples:
         qerl filter gsm8k_qwen2.5_7b some.jsonl --low 0.2 --high 0.8
         qerl filter quickstart some.jsonl --data.dataset problems.jsonl --rollout.max-completion-length 64
-        qerl train gsm8k_qwen2.5_7b --data.dataset some.jsonl --data.system-prompt "" --eval None
+        qerl train gsm8k_qwen2.5_7b --data.dataset some.jsonl
     """
     # Under the name of `plan`, whose help is the one that lists the fields.
     cfg = run_config("plan", [str(config), *fields], own=options.of_function(filter_problems).kinds)
@@ -187,6 +187,7 @@ def filter_problems(
         cfg = dataclasses.replace(
             cfg, data=dataclasses.replace(cfg.data, num_problems=num_problems)
         )
+    from qerl_jax.data import datasets
     from qerl_jax.evaluation import pass_rates
 
     use_compilation_cache()
@@ -202,5 +203,10 @@ def filter_problems(
         log=log,
     )
     log(f"{kept} of {total} problems have a pass rate in [{low}, {high}]: {out}")
+    set_prompt = datasets.system_prompt(cfg.data)
+    if kept and cfg.data.system_prompt is None and set_prompt:
+        log(
+            f"the system prompt of {cfg.data.dataset} is not in {out}: train with --data.system-prompt {set_prompt}"
+        )
     if not kept:
         log(f"warning: {out} is empty; choose other bounds by the rates in {out}.measured")

@@ -112,12 +112,14 @@ class Problem:
         columns: The other columns.
         is_from_text: Whether the row gave a text of which `prompt` was made. Rewards then get texts.
         row: The number of the row in its data, from 0 on; None if it is not known.
+        row_prompt: The prompt of the row itself, before a system prompt and a template; None if there is no row.
     """
 
     prompt: tokenizer.Prompt
     columns: dict[str, Any]
     is_from_text: bool = False
     row: int | None = dataclasses.field(default=None, compare=False)
+    row_prompt: tokenizer.Prompt | None = dataclasses.field(default=None, compare=False)
 
     @property
     def as_given(self) -> tokenizer.Prompt:
@@ -467,7 +469,7 @@ def _problem(
 ) -> Problem:
     """Makes a problem from a row, see `from_config`."""
     columns = dict(row)
-    prompt = columns.pop(prompt_column)
+    prompt = own = columns.pop(prompt_column)
     is_text = isinstance(prompt, str)
     named = system_prompt(cfg)
     instruction = SYSTEM_PROMPTS.get(named, named)
@@ -483,7 +485,7 @@ def _problem(
         prompt = ({"role": "system", "content": instruction}, *prompt)
     if cfg.prompt_template is not None:
         prompt = _fill(cfg.prompt_template, prompt, row)
-    return Problem(prompt, _with_answer(columns, answer_column), is_text)
+    return Problem(prompt, _with_answer(columns, answer_column), is_text, row_prompt=own)
 
 
 def is_chat(prompt: Any) -> bool:

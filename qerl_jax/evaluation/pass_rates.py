@@ -17,7 +17,6 @@ from qerl_jax.checked import require, to_table
 from qerl_jax.checkpoint.policy import LoadedPolicy, PolicySource, load_policy
 from qerl_jax.config import RunConfig
 from qerl_jax.data import datasets
-from qerl_jax.data.tokenizer import Prompt
 from qerl_jax.evaluation.evaluator import Evaluator, reward_of, try_reward
 from qerl_jax.files import Progress, content_hashes, to_line, write_whole
 from qerl_jax.generation.conversations import Tools
@@ -95,7 +94,7 @@ def select(
         measured.add(map(pass_rate, records))
         log(f"{len(measured.values)}/{len(problems)} problems measured")
     kept = [
-        problem.columns | {"prompt": _prompt_of_row(problem), "pass_rate": rate}
+        problem.columns | {"prompt": problem.row_prompt or problem.prompt, "pass_rate": rate}
         for problem, rate in zip(problems, measured.values, strict=True)
         if rate is not None and low <= rate <= high
     ]
@@ -130,11 +129,6 @@ def _evaluator(
     )
     sampler = dataclasses.replace(sampler, num_generations=samples)
     return Evaluator(sampler, problems, function, batch_size, jax.random.key(cfg.seed))
-
-
-def _prompt_of_row(problem: datasets.Problem) -> Prompt:
-    """Returns what makes the same prompt when it is read again: a text unless it needs a system message."""
-    return problem.as_given if len(problem.prompt) == 1 else problem.prompt
 
 
 def pass_rate(record: dict[str, Any]) -> float | None:

@@ -77,6 +77,38 @@ def test_a_band_is_kept_and_a_stopped_measurement_goes_on(tmp_path):
 
 
 @pytest.mark.slow
+def test_rows_that_are_kept_make_the_same_prompts_with_the_same_config(tmp_path):
+    out, cfg = tmp_path / "out.jsonl", small()
+    data = dataclasses.replace(
+        cfg.data,
+        num_problems=2,
+        max_prompt_length=80,
+        system_prompt="Add.",
+        prompt_template="{prompt} Think.",
+    )
+    cfg = dataclasses.replace(cfg, data=data)
+    pass_rates.select(cfg, out, low=0.0, high=1.0, samples=1, reward="format_reward")
+    read_again = dataclasses.replace(data, dataset=str(out))
+    problems, expected = (
+        datasets.from_config(each, split="train", seed=cfg.seed) for each in (read_again, data)
+    )
+    assert [p.prompt for p in problems] == [p.prompt for p in expected]
+    assert len(expected[0].prompt) == 2 and problems[0].is_from_text
+
+
+def test_the_command_says_that_a_sets_own_system_prompt_is_not_in_the_rows(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(pass_rates, "select", lambda *_, **__: (1, 2))
+    note = "system prompt of bigmath is not in"
+    for given, expected in (("None", True), ("think-answer", False)):
+        fields = ["--data.dataset", "bigmath", "--data.system-prompt", given]
+        arguments = ["gsm8k_qwen2.5_7b", str(tmp_path / "out.jsonl"), *fields]
+        assert main.main(["filter", *arguments]) == 0
+        assert (note in capsys.readouterr().out) == expected
+
+
+@pytest.mark.slow
 def test_a_config_that_trains_the_whole_base_measures_that_base(tmp_path):
     cfg = dataclasses.replace(small(), lora=config.LoraConfig())
     for trainable in ("lora", "full"):
