@@ -2,8 +2,9 @@
 
 import dataclasses
 import pathlib
+import shlex
 import sys
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -14,6 +15,9 @@ from qerl_jax.cli.common import DEVICES, Devices, log, require_unicode
 from qerl_jax.config import Dtype, ToolsConfig, Weights
 from qerl_jax.files import parse_json
 from qerl_jax.generation.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from qerl_jax.checkpoint.policy import PolicySource
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +96,7 @@ def generate(
         from qerl_jax.generation import completion_file
 
         source = find_policy(model, adapter, weights=weights, dtype=dtype)
+        _note_prompts_of_run(source, prompts)
         completion_file.write(
             output,
             source,
@@ -109,6 +114,7 @@ def generate(
 
         mesh = dataclasses.replace(mesh, data=places(mesh, len(prompts) * params.n))
     policy = qerl_jax.load(model, adapter, weights=weights, dtype=dtype, mesh=mesh, **limits)
+    _note_prompts_of_run(policy.source, prompts)
     if slow := policy.generator.slow_because:
         _warn(slow)
     if called is not None:
@@ -130,6 +136,23 @@ def generate(
 
 def _warn(text: str) -> None:
     sys.stderr.write(text + "\n")
+
+
+def _note_prompts_of_run(source: "PolicySource", prompts: list[Any]) -> None:
+    """Says that a run's policy was trained with an instruction that texts do not get here."""
+    from qerl_jax.data import datasets
+
+    data = source.run and source.run.data
+    if data is None or not any(isinstance(prompt, str) for prompt in prompts):
+        return
+    if own := datasets.system_prompt(data):
+        _warn(
+            f"the policy was trained with a system prompt, and is asked without: --system-prompt {shlex.quote(own)} adds it"
+        )
+    if data.prompt_template is not None:
+        _warn(
+            "the policy was trained with data.prompt_template, which is not added here: write it into the prompts"
+        )
 
 
 def _tools_of(place: pathlib.Path) -> ToolsConfig:

@@ -13,8 +13,9 @@ import pytest
 from pallas_kernels import runtime
 from qerl_jax import config
 from qerl_jax.checkpoint import base_model, peft
-from qerl_jax.checkpoint.policy import find_policy
+from qerl_jax.checkpoint.policy import PolicySource, find_policy
 from qerl_jax.cli import main
+from qerl_jax.cli.generate import _note_prompts_of_run, prompts_of
 from qerl_jax.config import LoraConfig, ToolsConfig
 from qerl_jax.files import Progress
 from qerl_jax.generation import completion_file
@@ -393,3 +394,18 @@ def test_a_prompt_that_cannot_be_sampled_leaves_no_output(tmp_path, capsys):
     assert "prompt 1: got " in capsys.readouterr().err and not list(tmp_path.iterdir())
     assert main.main(["generate", "--input", str(tmp_path)]) == 2
     assert "directory" in capsys.readouterr().err
+
+
+def test_generate_says_which_instruction_of_the_run_a_prompt_lacks(capsys):
+    cfg = config.load(QUICKSTART.with_name("gsm8k_qwen2.5_7b.toml"))
+    source = PolicySource(cfg.model, run=cfg)
+    chat = prompts_of([{"prompt": "2+2?"}], "think-answer")[0]
+    _note_prompts_of_run(source, [chat])
+    _note_prompts_of_run(PolicySource(cfg.model), ["2+2?"])
+    assert capsys.readouterr().err == ""
+    _note_prompts_of_run(source, ["2+2?"])
+    said = capsys.readouterr().err
+    assert "trained with a system prompt" in said and "--system-prompt think-answer" in said
+    data = dataclasses.replace(cfg.data, system_prompt="", prompt_template="{prompt} Think.")
+    _note_prompts_of_run(PolicySource(cfg.model, run=dataclasses.replace(cfg, data=data)), ["a"])
+    assert "data.prompt_template" in capsys.readouterr().err
