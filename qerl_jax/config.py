@@ -1123,7 +1123,10 @@ def _find(path: str | pathlib.Path) -> pathlib.Path:
         rule = f"no such file, nor a config of the package{hint}"
         require(path.is_dir(), "config file", str(path), rule)
     rule = "no such file: it is a folder; name a file in it" if path.is_dir() else "no such file"
-    rule += f"; the package has it as {path.stem}" if path.stem in known else ""
+    if path.stem in known:
+        rule += f"; the package has it as {path.stem}"
+    elif not path.is_dir():
+        rule += meant(path.name, [beside.name for beside in path.parent.glob("*.toml")])
     raise ConfigError(f"config file: got {str(path)!r}; {rule}")
 
 

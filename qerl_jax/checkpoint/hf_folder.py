@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from qerl_jax.checked import require
+from qerl_jax.checked import meant, require
 from qerl_jax.checkpoint import gguf, safetensors
 from qerl_jax.files import read_json, whole_folder
 from qerl_jax.model.transformer import Transformer, abstract_base
@@ -52,7 +52,8 @@ def local_folder(name_or_path: str, *, weights: bool = True) -> pathlib.Path:
         )
     except Exception as error:
         raise FileNotFoundError(
-            f"{name_or_path!r} is no local folder, and the hub did not give it: {type(error).__name__}: {error}"
+            f"{name_or_path!r} is no local folder, and the hub did not give it{meant(name_or_path, ['qerl-tiny'], 0.8)}: "
+            f"{type(error).__name__}: {error}"
         ) from error
 
 

@@ -203,10 +203,24 @@ def _fault(argv: Sequence[str], options: Options, prog: str) -> str | None:
     return None
 
 
+# Names that other libraries have for our options.
+_ELSEWHERE = {
+    "lr": ("learning-rate",),
+    "batch-size": ("per-device-train-batch-size",),
+    "epochs": ("num-train-epochs",),
+    "max-new-tokens": ("max-completion-length", "max-tokens"),
+    "max-length": ("max-completion-length", "max-tokens"),
+}
+
+
 def _meant(option: str, options: Options) -> str:
     """The end of an error about an unknown option: those whose last parts are most like it, of its section if any."""
+    if option.startswith("--resume"):
+        return "; the same command resumes the run in its output_dir"
     last = lambda name: name.rpartition(".")[2].removeprefix("--")
-    near = difflib.get_close_matches(last(option), {*map(last, options.kinds)}, 1, cutoff=0.7)
+    known = {*map(last, options.kinds)}
+    near = difflib.get_close_matches(last(option), known, 1, cutoff=0.7)
+    near = near or [name for name in _ELSEWHERE.get(last(option), ()) if name in known]
     fits = [each for each in options.kinds if last(each) in near]
     section = option[: -len(last(option))]
     beside = [each for each in fits if each == section + last(each)]

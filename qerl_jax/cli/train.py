@@ -88,7 +88,10 @@ def plan(argv: list[str]) -> None:
         log(f"compiled  temporaries of one micro-batch {gigabytes:.2f} GB")
     made.require()
     if made.limit is None:
-        log("fits?       this device does not say how much memory it has: --device NAME compares")
+        log(
+            'fits?       this device does not say how much memory it has, so the plan holds all at once: --device "H100" '
+            "plans for that card"
+        )
     else:
         log(f"it fits     {(made.limit - made.peak) / 1e9:.2f} GB are left")
 

@@ -220,6 +220,8 @@ def about_arguments(error: BaseException, of_column: str = _REMEDY) -> str:
     if found := re.search(
         r"missing \d+ required (?:positional|keyword-only) arguments?: (.+)$", str(error)
     ):
+        if re.search("'(prompt|completion)'", found[1]):
+            return "; a reward gets `prompts` and `completions`: lists with an entry for each completion"
         return f"; the rows have no column {found[1]}: {of_column}"
     return ""
 

@@ -1012,6 +1012,7 @@ def test_a_config_of_the_package_can_be_named_from_any_folder(tmp_path, monkeypa
     named = {path.name for path in config.PACKAGED.glob("*.toml")}
     assert named == {path.name for path in CONFIGS.glob("*.toml")}
     (tmp_path / "quickstart").mkdir()
+    (tmp_path / "my.toml").touch()
     assert config.load("quickstart").output_dir == "runs/quickstart"
     for name, words in (
         ("gsm8k_qwen2.5_7", "nor a config of the package; did you mean gsm8k_qwen2.5_7b?"),
@@ -1019,6 +1020,7 @@ def test_a_config_of_the_package_can_be_named_from_any_folder(tmp_path, monkeypa
         ("configs/quickstart.toml", "no such file; the package has it as quickstart"),
         ("quickstart.toml", "got 'quickstart.toml'; no such file; the package has it as"),
         ("elsewhere/quickstart", "got 'elsewhere/quickstart'; no such file"),
+        ("myy.toml", "got 'myy.toml'; no such file; did you mean my.toml?"),
     ):
         with pytest.raises(ConfigError, match=re.escape(words)):
             config.load(name)

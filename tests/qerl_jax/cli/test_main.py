@@ -197,6 +197,14 @@ def test_a_library_that_writes_its_messages_itself_leaves_them_from_the_root_log
         ),
         ("train quickstart --nois None", "--nois: no such option; did you mean --noise?"),
         (
+            "train quickstart --optim.lr 1e-4",
+            "--optim.lr: no such option; did you mean --optim.learning-rate?",
+        ),
+        (
+            "train quickstart --resume runs/quickstart",
+            "--resume: no such option; the same command resumes the run in its output_dir",
+        ),
+        (
             "train quickstart --noise off",
             "--noise: got 'off'; must be None, which switches it off; its fields are --noise.FIELD",
         ),

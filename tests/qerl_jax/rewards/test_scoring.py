@@ -322,6 +322,7 @@ def test_a_file_without_a_function_is_refused_with_the_form_of_a_name():
     [
         (lambda answer: answer, r"name those that it needs, and end its arguments with \*\*_"),
         (lambda level, **_: level, "the rows have no column 'level': rename one by data.columns"),
+        (lambda prompt, **_: prompt, "a reward gets `prompts` and `completions`: lists with"),
     ],
 )
 def test_an_error_about_arguments_says_what_to_change(function, remedy):
