@@ -211,6 +211,7 @@ class Conversations:
         self._tools, self._tokenizer = tools, tokenizer
         rows = [problem for problem in problems for _ in range(group)][first_row:]
         self._rows = [_Row(tools.toolboxes.session(_columns(problem))) for problem in rows]
+        self._is_abandoned = False
         # The tokenizers of transformers are not thread-safe.
         self._lock = threading.Lock()
 
@@ -243,6 +244,7 @@ class Conversations:
         length: int,
         after_stop: bool,
     ) -> list[int]:
+        self._leave_if_abandoned(row)
         row.before = (len(row.messages), row.calls, row.failures)
         answers = []
         for call in calls:
@@ -270,6 +272,7 @@ class Conversations:
         return self._tools.toolboxes.executor.submit(self._finish, self._rows[row], list(tokens))
 
     def _finish(self, row: _Row, tokens: list[int]) -> Conversation:
+        self._leave_if_abandoned(row)
         if len(tokens) < row.begun:  # the last answer did not fit
             row.is_limited = True
             kept, row.calls, row.failures = row.before
@@ -292,6 +295,11 @@ class Conversations:
             None if environment is None else public,
             environment,
         )
+
+    def _leave_if_abandoned(self, row: _Row) -> None:
+        """Ends a row's session if sampling has failed: a thread may come to the row before `abandon` does."""
+        if self._is_abandoned:
+            row.session.abandon()
 
     def _read(self, turn: Sequence[int], row: _Row) -> tuple[dict[str, Any], list[tool_calls.Call]]:
         """Returns the message of a turn, and its calls."""
@@ -317,7 +325,8 @@ class Conversations:
             return text if len(ids) <= limit else self._tokenizer.decode(ids[:limit]) + _CUT
 
     def abandon(self) -> None:
-        """Ends the processes of rows that have not ended."""
+        """Ends the processes of rows that have not ended; rows that wait for a thread start none."""
+        self._is_abandoned = True
         for row in self._rows:
             row.session.abandon()
 

@@ -269,6 +269,19 @@ def test_a_call_past_the_limit_counts_as_such_however_its_turn_has_ended(tokens,
         assert (found.calls, found.is_limited) == (2, True)
 
 
+def test_a_thread_that_comes_to_a_row_before_it_is_abandoned_starts_no_process(tokens):
+    cfg = ToolsConfig((), f"{HERE}:Counter", workers=1)
+    with contextlib.closing(Toolboxes(cfg)) as toolboxes:
+        tools = conversations.Tools(cfg, toolboxes, "hermes")
+        talk = conversations.Conversations(tools, tokens, [Problem(CHAT, {})], group=2)
+        (said,) = tokens.hf([call("stall")], add_special_tokens=False)["input_ids"]
+        replies = []
+        first = talk._rows[0].session
+        first.abandon = lambda: replies.append(talk(1, [*said, tokens.stop_tokens[0]]).result())
+        talk.abandon()
+        assert len(replies) == 1 and toolboxes.of({})._all == []
+
+
 def test_rows_that_wait_for_a_call_make_none_once_sampling_has_failed(tokens):
     """Neither is their end waited for: one call hangs, and the others stand in line behind it."""
     cfg = ToolsConfig((), f"{HERE}:Counter", seconds=2.0, workers=1)
