@@ -216,7 +216,7 @@ _ELSEWHERE = {
 def _meant(option: str, options: Options) -> str:
     """The end of an error about an unknown option: those whose last parts are most like it, of its section if any."""
     if option.startswith("--resume"):
-        return "; the same command resumes the run in its output_dir"
+        return "; the command that was stopped resumes if it is given again"
     last = lambda name: name.rpartition(".")[2].removeprefix("--")
     known = {*map(last, options.kinds)}
     near = difflib.get_close_matches(last(option), known, 1, cutoff=0.7)

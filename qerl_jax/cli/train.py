@@ -89,8 +89,8 @@ def plan(argv: list[str]) -> None:
     made.require()
     if made.limit is None:
         log(
-            'fits?       this device does not say how much memory it has, so the plan holds all at once: --device "H100" '
-            "plans for that card"
+            "fits?       this device does not say how much memory it has, so the keys and values of all completions are "
+            "counted: --device H100 plans for that card"
         )
     else:
         log(f"it fits     {(made.limit - made.peak) / 1e9:.2f} GB are left")

@@ -244,7 +244,7 @@ class Conversations:
         length: int,
         after_stop: bool,
     ) -> list[int]:
-        self._leave_if_abandoned(row)
+        self._require_going_on()
         row.before = (len(row.messages), row.calls, row.failures)
         answers = []
         for call in calls:
@@ -272,7 +272,7 @@ class Conversations:
         return self._tools.toolboxes.executor.submit(self._finish, self._rows[row], list(tokens))
 
     def _finish(self, row: _Row, tokens: list[int]) -> Conversation:
-        self._leave_if_abandoned(row)
+        self._require_going_on()
         if len(tokens) < row.begun:  # the last answer did not fit
             row.is_limited = True
             kept, row.calls, row.failures = row.before
@@ -296,10 +296,10 @@ class Conversations:
             environment,
         )
 
-    def _leave_if_abandoned(self, row: _Row) -> None:
-        """Ends a row's session if sampling has failed: a thread may come to the row before `abandon` does."""
+    def _require_going_on(self) -> None:
+        """Raises CancelledError if sampling has failed: a thread may come to a row before `abandon` does."""
         if self._is_abandoned:
-            row.session.abandon()
+            raise concurrent.futures.CancelledError
 
     def _read(self, turn: Sequence[int], row: _Row) -> tuple[dict[str, Any], list[tool_calls.Call]]:
         """Returns the message of a turn, and its calls."""

@@ -202,7 +202,7 @@ def test_a_library_that_writes_its_messages_itself_leaves_them_from_the_root_log
         ),
         (
             "train quickstart --resume runs/quickstart",
-            "--resume: no such option; the same command resumes the run in its output_dir",
+            "--resume: no such option; the command that was stopped resumes if it is given again",
         ),
         (
             "train quickstart --noise off",

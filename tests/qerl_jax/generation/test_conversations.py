@@ -275,11 +275,14 @@ def test_a_thread_that_comes_to_a_row_before_it_is_abandoned_starts_no_process(t
         tools = conversations.Tools(cfg, toolboxes, "hermes")
         talk = conversations.Conversations(tools, tokens, [Problem(CHAT, {})], group=2)
         (said,) = tokens.hf([call("stall")], add_special_tokens=False)["input_ids"]
-        replies = []
+        turn, waiting = [*said, tokens.stop_tokens[0]], []
         first = talk._rows[0].session
-        first.abandon = lambda: replies.append(talk(1, [*said, tokens.stop_tokens[0]]).result())
+        first.abandon = lambda: waiting.extend((talk(1, turn), talk.ended(1, turn)))
         talk.abandon()
-        assert len(replies) == 1 and toolboxes.of({})._all == []
+        for each in waiting:
+            with pytest.raises(concurrent.futures.CancelledError):
+                each.result()
+        assert len(waiting) == 2 and toolboxes.of({})._all == []
 
 
 def test_rows_that_wait_for_a_call_make_none_once_sampling_has_failed(tokens):
