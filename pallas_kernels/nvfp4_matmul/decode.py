@@ -152,6 +152,7 @@ def _cut(
 ) -> tuple[Plan, int]:
     """Returns the plan for W, and the number of blocks that share each tile of A (0 without A)."""
     (n, k), blocks, shares = w.shape, config.blocks, 0
+    tiles, steps = layout.tiles(n) // config.warpgroups, layout.tiles(k) * TILE // config.step
     if a_words is not None:
         a_units = dense_tile.in_units(a_words, config.warpgroups, config.step)
         shares = dense_tile.shares(
@@ -161,10 +162,10 @@ def _cut(
             base_bytes=w.words.nbytes,
             most=blocks // 2,
             processors=(device or runtime.device()).processors,
+            longest=2 * -(-tiles * steps // blocks),
         )
         blocks = max(1, blocks - len(a_units) * shares)
-    columns = layout.tiles(k) * TILE
-    return Plan(layout.tiles(n) // config.warpgroups, columns // config.step, blocks), shares
+    return Plan(tiles, steps, blocks), shares
 
 
 def upcoming(m: int, w: HopperNVFP4, config: Config, a_words: jax.Array | None) -> Upcoming:
@@ -293,9 +294,10 @@ def _launch(
 
     a = None
     if a_words is not None:
+        height = dense_tile.height_of(a_words)
+        width = dense_tile.width(w.shape[1], config.warpgroups, config.step, height)
         a_words = dense_tile.in_units(a_words, config.warpgroups, config.step)
         tiles, units, _, pieces = a_words.shape[:4]
-        width = dense_tile.width(w.shape[1], config.warpgroups, config.step)
         a = Beside(tiles, units, shares, width, pieces)
     partials, adapter = decode_kernel.launch(
         x,

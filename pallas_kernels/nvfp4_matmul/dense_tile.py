@@ -35,18 +35,22 @@ def is_as_wide(warpgroups: int, step: int) -> bool:
     return warpgroups * step % (4 * TILE) == 0
 
 
-def width(k: int, warpgroups: int, step: int) -> int | None:
-    """Returns how many columns of A's tiles (64 ranks high) a slot holds, or None if no number fits.
+def width(k: int, warpgroups: int, step: int, height: int = TILE) -> int | None:
+    """Returns how many columns of A's tiles a slot holds, or None if no number fits.
 
     The number divides K (padded to whole tiles) and gives each warpgroup the same number of pieces, also of low tiles
     if K allows them (`height`). It is the largest that fits into a slot with `step` columns of W, but at least one
     tile (three with three warpgroups, two with four if tiles may be low). A slot that is too small for that is made
-    larger.
+    larger. Of low tiles, a slot holds twice as many columns if these are no more than `step`, and not more tiles than
+    there are warpgroups.
     """
     least = 3 * TILE if warpgroups == 3 else TILE
     if warpgroups == 4 and _may_be_low(k):
         least = 2 * TILE
-    most = max(least, warpgroups * step // 4)
+    fitting = warpgroups * step // 4
+    if height == LOW:
+        fitting = max(fitting, min(2 * fitting, step, warpgroups * TILE))
+    most = max(least, fitting)
     return next(
         (w for w in range(most // least * least, 0, -least) if layout.whole(k) % w == 0), None
     )
@@ -54,7 +58,7 @@ def width(k: int, warpgroups: int, step: int) -> int | None:
 
 def pieces(k: int, warpgroups: int, step: int, height: int = TILE) -> int:
     """Returns the pieces of A in one slot for each warpgroup, in the place of step / 64 tiles of W."""
-    return width(k, warpgroups, step) * height // TILE // (TILE // 4) // warpgroups
+    return width(k, warpgroups, step, height) * height // TILE // (TILE // 4) // warpgroups
 
 
 def height(k: int, ranks: int) -> int:
@@ -117,14 +121,22 @@ def in_units(words: jax.Array, warpgroups: int, step: int) -> jax.Array:
 
 
 def shares(
-    units: jax.Array, *, height: int, m: int, base_bytes: int, most: int, processors: int
+    units: jax.Array,
+    *,
+    height: int,
+    m: int,
+    base_bytes: int,
+    most: int,
+    processors: int,
+    longest: int | None = None,
 ) -> int:
     """Returns the number of blocks that share each tile of A. All tiles together take at most `most` blocks.
 
     A block loads about as many bytes of A as each multiprocessor loads of the base weight. With more blocks A would
     be finished sooner, but there would be more partial sums. For a small M the time of a block is that of its loads,
     one after the other, so twice as many blocks are fastest up to 32 rows (measured on an H200 with a 7B layer). A
-    load of a low tile brings half the bytes: up to 16 rows, three times as many blocks (on an H100).
+    load of a low tile brings half the bytes: up to 16 rows, three times as many blocks (on an H100). And a unit of
+    few bytes takes as long as one of many: none of the blocks multiplies more than `longest` units of low tiles.
 
     Args:
       units: A, as returned by `in_units`.
@@ -133,8 +145,12 @@ def shares(
       base_bytes: bytes of the packed base.
       most: most blocks for all tiles together; each tile gets at least one block even if that exceeds it.
       processors: multiprocessors of the device.
+      longest: most units of low tiles for each block; None means any number.
     """
     tiles, steps = units.shape[:2]
     more = 1 if m > 32 else 3 if height == LOW and m <= 16 else 2
     a_block = max(_LEAST_BYTES, base_bytes // processors) // more
-    return max(1, min(-(-units.nbytes // (tiles * a_block)), steps, most // tiles))
+    wanted = -(-units.nbytes // (tiles * a_block))
+    if height == LOW and longest is not None:
+        wanted = max(wanted, -(-steps // longest))
+    return max(1, min(wanted, steps, most // tiles))
