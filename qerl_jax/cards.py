@@ -5,7 +5,6 @@ import dataclasses
 import jax
 
 from pallas_kernels import mxfp4, nf4, nvfp4, prepare, runtime
-from pallas_kernels.finished_linear.decode import MAX_M
 from pallas_kernels.nvfp4_matmul.layout import HopperNVFP4
 from pallas_kernels.portable.layout import PortableWeight
 from qerl_jax import memory
@@ -78,7 +77,8 @@ class Card:
             rule = f"cannot run on this card: {no_hopper}"
             require(asked != "hopper" or no_hopper is None, "model.kernels", asked, rule)
             model = memory.sampled_policy(cfg)
-            rows = min(cfg.generation_batch_size, cfg.rollout.max_concurrent or MAX_M, MAX_M)
+            most = fused_decode.MAX_ROWS
+            rows = min(cfg.generation_batch_size, cfg.rollout.max_concurrent or most, most)
             options = {"own_noise": cfg.noise is not None and cfg.noise.per != "rollout"}
             tested = "run on an H200 only" if self.capability == "9.0" else "compiled, never run"
             kinds = f"{runtime.tensor_core_type()} (extra triton; {tested})"

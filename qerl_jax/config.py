@@ -336,7 +336,8 @@ class RolloutConfig(Checked, section="rollout."):
         generation_batch_size: B = P * G, completions per rollout; absent means one optimizer batch.
         max_concurrent: Rows sampled at a time on each device; the next row takes the place of one that ends.
             Absent means as many rows of a rollout as fit in the cache if each needs a quarter of its limit, at
-            most 512. Where rows need more, some of them wait on the host.
+            most 512; but 128 rather than 129 to 256 where fused layers decode, which take no more. Where rows
+            need more, some of them wait on the host.
         kv_cache_tokens: Capacity of each device for keys and values, in tokens; rows wait while there is none
             left. Absent means as many tokens as `max_concurrent` rows can need, but at most nine tenths of the
             memory that weights, scores and prefill leave free.

@@ -27,7 +27,7 @@ from qerl_jax.config import DENSE, ConfigError, MeshConfig, OptimConfig, Remat, 
 from qerl_jax.generation import kv_capacity
 from qerl_jax.generation.draft_control import Drafting
 from qerl_jax.mesh import places
-from qerl_jax.model import architecture, kv_cache, layers, packing
+from qerl_jax.model import architecture, fused_decode, kv_cache, layers, packing
 from qerl_jax.model.division import Division
 from qerl_jax.model.transformer import Kept, Transformer, abstract_base, trainable
 from qerl_jax.rl import experience, grpo, microbatches, optimizer
@@ -304,7 +304,8 @@ def estimate(
         if noisy and cfg.noise.per == "sequence":
             prompts = rows
         shares = -(-prompts // devices), -(-rows // devices)
-        items += _sampling(cfg, division.part, free, phase, *shares)
+        with runtime.on(device or runtime.device()):
+            items += _sampling(cfg, division.part, free, phase, *shares)
         items += _gathered(cfg, arch, phase)
         items += [Item("weights as sampled", sampled, phase)] if full else []
     ends = [cfg.generation_batch_size * place // devices for place in range(devices + 1)]
@@ -595,6 +596,10 @@ def _sampling(
         compact=cfg.rollout.compact,
         itemsize=_width(cfg),
         positions=positions,
+        fused_rows=fused_decode.most_rows(
+            sampled_policy(cfg),
+            own_noise=phase == "rollout" and cfg.noise is not None and cfg.noise.per != "rollout",
+        ),
     )
 
     def capacity(slots: int) -> int | None:

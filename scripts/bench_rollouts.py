@@ -25,6 +25,8 @@ others wait. A row can be run alone:
     python -m scripts.bench_rollouts --kernels portable --arms nvfp4 --batch 8 64
                                                                   # as on cards other than Hopper
     python -m scripts.bench_rollouts --mixed                      # 128 x 8 log-normal lengths, 64 slots
+    python -m scripts.bench_rollouts --mixed --arms nvfp4 --slots 128 192 256 --rows 192 256
+                                                                  # rollouts of that many rows, in that many slots
     python -m scripts.bench_rollouts --prefill                    # 128 x 256 tokens; 16 prompts x 8
 
 `--profile` adds the time of a step by kernel; `--out` keeps the rows.
@@ -90,7 +92,7 @@ class Case:
         model: A name of `--model`.
         rank: LoRA rank.
         arm: A name of `--arms`.
-        what: A batch size, "mixed" or "prefill".
+        what: A batch size, "prefill", or "mixed" and a number of slots.
     """
 
     model: str
@@ -174,13 +176,23 @@ class Bench:
                 int(limit),
             )
 
-    def time(self, prompts, slots: int, longest: int = LONG, repeats: int = 2):
-        """Seconds of a call that compiles nothing, and of the first call. `longest` determines what is compiled."""
+    def time(
+        self, prompts, slots: int, longest: int = LONG, repeats: int = 2, kept: int | None = None
+    ):
+        """Seconds of a call that compiles nothing, and of the first call.
+
+        Args:
+            prompts: Prompts with their numbers of completions and of tokens.
+            slots: Rows sampled at a time.
+            longest: Determines what is compiled.
+            repeats: Calls after the first.
+            kept: New tokens for which the cache has space, on average over the slots; None means `longest`.
+        """
         from qerl_jax.generation.engine import Engine, EngineSpec
         from qerl_jax.generation.fleet import engine_of
 
         num_tokens, prompts = min(KNOWN_IDS, self.arch.vocab_size), list(prompts)
-        space = slots * (self.prompt + longest)
+        space = slots * (self.prompt + (kept or longest))
         engine = Engine(self.model, EngineSpec(num_tokens), kv_cache_tokens=space)
         engine = engine_of(engine, self.replicas)
         limits = {
@@ -207,20 +219,25 @@ def decode(bench: Bench, batch: int) -> dict:
     return row | {"prefill": short - SHORT * step}
 
 
-def mixed(bench: Bench) -> dict:
-    """Tokens per second with log-normal lengths and with equal ones, for 128 prompts x 8 in 64 slots."""
+def mixed(bench: Bench, slots: int, rows: int) -> dict:
+    """Tokens per second with log-normal lengths and with equal ones, for prompts of 8 completions.
+
+    Args:
+        bench: The policy.
+        slots: Rows sampled at a time.
+        rows: All rows.
+    """
     import numpy as np
 
-    lengths = np.random.default_rng(0).lognormal(np.log(400) - 0.5, 1.0, 128)
+    lengths = np.random.default_rng(0).lognormal(np.log(400) - 0.5, 1.0, rows // 8)
     lengths = np.clip(lengths, 1, 2048).astype(int)
-    equal = np.full(128, int(lengths.mean()))
-    limits = {"slots": 64, "longest": 2048, "repeats": 0}
-    # A short run first compiles all programs, including those of the smaller batch for the last rows.
-    bench.time(bench.prompts(128, 8, [SHORT + 1] * 127 + [5 * SHORT]), **limits)
-    _, seconds = bench.time(bench.prompts(128, 8, lengths), **limits)
-    _, even = bench.time(bench.prompts(128, 8, equal), **limits)
+    equal = np.full(rows // 8, int(lengths.mean()))
+    limits = {"slots": slots, "longest": 2048, "repeats": 0, "kept": 768}
+    _, seconds = bench.time(bench.prompts(rows // 8, 8, lengths), **limits)
+    _, even = bench.time(bench.prompts(rows // 8, 8, equal), **limits)
     speeds = 8 * lengths.sum() / seconds, 8 * equal.sum() / even
-    return {"mixed_tok_s": speeds[0], "equal_tok_s": speeds[1], "share": speeds[0] / speeds[1]}
+    row = {"slots": slots, "rows": rows, "mixed_tok_s": speeds[0], "equal_tok_s": speeds[1]}
+    return row | {"share": speeds[0] / speeds[1]}
 
 
 def prefill(bench: Bench) -> dict:
@@ -291,23 +308,27 @@ def by_kernel(
 def child(args: argparse.Namespace, case: Case) -> None:
     """Compiles what a row needs, waits for a line of input, measures the row and prints it as JSON."""
     bench = Bench(args, case.arm)
-    measures = {"mixed": mixed, "prefill": prefill}
+    what, *slots = case.what.split()
     first = 0.0
-    if case.what not in measures:
-        rows = bench.prompts(int(case.what) // bench.siblings, bench.siblings, LONG)
-        _, first = bench.time(rows, int(case.what), repeats=0)
+    if what == "mixed":
+        measure = lambda: [mixed(bench, int(slots[0]), rows) for rows in args.rows]
+        measure()  # compiles, also for the smaller batches of the last rows
+    elif what == "prefill":
+        measure = lambda: [prefill(bench)]
+    else:
+        rows = bench.prompts(int(what) // bench.siblings, bench.siblings, LONG)
+        _, first = bench.time(rows, int(what), repeats=0)
+        measure = lambda: [decode(bench, int(what)) | {"first_call": first}]
     print(READY, flush=True)
     sys.stdin.readline()
-    if case.what in measures:
-        row = measures[case.what](bench)
-    else:
-        row = decode(bench, int(case.what)) | {"first_call": first}
+    found = measure()
     from scripts.bench_kernels import versions
 
     origin = {"model": case.model, "rank": bench.rank, "arm": case.arm, "kernels": args.kernels}
     origin |= {"together": args.together} if args.together > 1 else {}
     origin |= versions()
-    print("ROW " + json.dumps(origin | row), flush=True)
+    for row in found:
+        print("ROW " + json.dumps(origin | row), flush=True)
     if args.profile and "step" in row:
         rows = profile(bench, int(case.what))
         rows.append(
@@ -439,6 +460,16 @@ def main() -> int:
         "--mixed", action="store_true", help="measure mixed lengths instead of the table"
     )
     parser.add_argument(
+        "--slots", type=int, nargs="+", default=[64], help="with --mixed: rows sampled at a time"
+    )
+    parser.add_argument(
+        "--rows",
+        type=int,
+        nargs="+",
+        default=[1024],
+        help="with --mixed: all rows; multiples of 8",
+    )
+    parser.add_argument(
         "--prefill", action="store_true", help="measure prefill instead of the table"
     )
     parser.add_argument(
@@ -456,7 +487,8 @@ def main() -> int:
 
     if args.out:
         args.out.open("a").close()  # Fail now, not after minutes of measuring.
-    others = [name for name in ("mixed", "prefill") if getattr(args, name)]
+    others = [f"mixed {slots}" for slots in args.slots if args.mixed]
+    others += ["prefill"] * args.prefill
     cases = [
         Case(model, rank, arm, str(what))
         for model, rank in itertools.product(args.model, args.rank)

@@ -18,7 +18,7 @@ from unittest import mock
 import numpy as np
 
 from qerl_jax.generation import kv_capacity, scheduler
-from qerl_jax.model import architecture
+from qerl_jax.model import architecture, fused_decode
 from scripts.bench_recipe import LENGTHS, completion_lengths
 
 CHUNK, PAGE, PROMPT = 32, 64, 256
@@ -109,7 +109,10 @@ def main() -> None:
     prompts = json.loads(LENGTHS.read_text())["prompt_tokens"][: args.rows // args.group]
     pages = kv_capacity.pages_for(int(args.cache_gb * 1e9 / arch.kv_bytes(2)), PAGE)
     longest = PROMPT - 1 + args.limit
-    demand = kv_capacity.Demand(arch, args.rows, len(prompts), PROMPT, longest, PAGE, True, 2)
+    most = fused_decode.MAX_ROWS
+    demand = kv_capacity.Demand(
+        arch, args.rows, len(prompts), PROMPT, longest, PAGE, True, 2, fused_rows=most
+    )
     reserved = kv_capacity.best_slots(
         args.rows,
         lambda n: kv_capacity.pages_wanted(n, longest, 1, PROMPT - 1, PAGE),

@@ -33,6 +33,19 @@ def test_rows_compile_together_and_one_that_fails_costs_only_itself(tmp_path, mo
     assert "rank 2, nvfp4 at 2: " in said and "times as fast as bfloat16" in said
 
 
+@pytest.mark.slow
+def test_mixed_lengths_are_measured_for_each_number_of_slots_and_rows(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    out = tmp_path / "rows.jsonl"
+    options = ["--mixed", "--slots", "8", "16", "--rows", "16", "24", "--rank", "2", "--together"]
+    argv = ["bench_rollouts", "--model", str(tmp_path), *options, "2", "--arms", "nvfp4"]
+    monkeypatch.setattr(sys, "argv", [*argv, "--out", str(out)])
+    assert bench_rollouts.main() == 0
+    rows = list(map(json.loads, out.read_text().splitlines()))
+    assert [(row["slots"], row["rows"]) for row in rows] == [(8, 16), (8, 24), (16, 16), (16, 24)]
+    assert all(row["mixed_tok_s"] > 0 and row["equal_tok_s"] > 0 for row in rows)
+
+
 def test_a_row_that_takes_too_long_is_killed(monkeypatch):
     real = subprocess.Popen
     monkeypatch.setattr(

@@ -44,7 +44,7 @@ from qerl_jax.generation.scheduler import (
     distribute,
 )
 from qerl_jax.generation.stop_strings import StopStrings
-from qerl_jax.model import kv_cache, noise
+from qerl_jax.model import fused_decode, kv_cache, noise
 from qerl_jax.model.transformer import Transformer
 
 # Seconds between two calls of `poll` while all rows wait for replies.
@@ -259,6 +259,9 @@ class Engine:
             compact=self._compact,
             itemsize=self._itemsize,
             positions=positions,
+            fused_rows=fused_decode.most_rows(
+                self._model.own_part, adapter="params" in variables, own_noise=own_noise
+            ),
         )
 
         def capacity(slots: int) -> int | None:

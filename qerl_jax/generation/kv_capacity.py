@@ -75,25 +75,32 @@ def capacity(
 
 
 def best_slots(
-    rows: int, wanted: Callable[[int], int], offered: Callable[[int], int | None]
+    rows: int,
+    wanted: Callable[[int], int],
+    offered: Callable[[int], int | None],
+    fused_rows: int = 0,
 ) -> int:
     """Returns the largest number of rows to sample at a time whose expected pages fit in the cache: at most `rows`
     and `MOST_SLOTS`, at least 1.
 
     Below the upper bound only numbers are tried that decoding kernels take without padding: multiples of 32 above 32,
-    and of 8 above 8.
+    and of 8 above 8. Above `fused_rows`, none is tried up to twice that, because fewer make as many tokens per second.
 
     Args:
         rows: Number of all rows.
         wanted: wanted(slots) is the number of pages that the rows of these slots are expected to need.
         offered: offered(slots) is the number of pages that fit beside the workspace of these slots; None means any
             number.
+        fused_rows: The most rows that fused layers decode; 0 without them.
     """
     most = min(rows, MOST_SLOTS)
+    if fused_rows < most <= 2 * fused_rows:
+        most = fused_rows
     fewer = [*range((most - 1) // 32 * 32, 32, -32), *range(32, 8, -8), *range(8, 1, -1)]
     for slots in (most, *(n for n in fewer if n < most)):
         available = offered(slots)
-        if available is None or wanted(slots) <= available:
+        is_slow = fused_rows < slots <= 2 * fused_rows
+        if not is_slow and (available is None or wanted(slots) <= available):
             return slots
     return 1
 
@@ -113,6 +120,7 @@ class Demand:
             shapes do not depend on the number of prompts.
         itemsize: Bytes of one element of a key or value.
         positions: Most tokens that a step runs with drafts; 0 without drafts.
+        fused_rows: The most rows that fused layers decode; 0 without them.
     """
 
     arch: Architecture
@@ -124,6 +132,7 @@ class Demand:
     compact: bool
     itemsize: int
     positions: int = 0
+    fused_rows: int = 0
 
     def prefilled(self, slots: int) -> int:
         """Returns the most prompts that are prefilled together."""
@@ -154,7 +163,7 @@ class Demand:
             tokens = capacity(slots)
             return None if tokens is None else pages_for(tokens, self.page_size)
 
-        return best_slots(self.rows, self.expected_pages, offered)
+        return best_slots(self.rows, self.expected_pages, offered, self.fused_rows)
 
 
 def rows_that_fit(arch: Architecture, memory: float | None, tokens: int, itemsize: int) -> int:

@@ -32,6 +32,9 @@ LINEARS = ("qkv", "o", "gate_up", "down")
 # The loop is also unrolled if the linears of a layer have at most UNROLLED_BYTES: such a layer takes less time than
 # the overhead of a loop iteration.
 UNROLLED_ROWS, UNROLLED_BYTES = 32, 32 << 20
+# The most rows of both sets of kernels. The plain layers, which decode more, make more tokens per second only from more
+# than twice as many rows on.
+MAX_ROWS = fused.MAX_M
 _SOME_KEPT = "needs linears that are all packed; some of this base are kept in 16 bits"
 
 
@@ -73,6 +76,14 @@ def fit(
     if supports(model, rows, **asked) is None:
         return "hopper"
     return "portable" if supports_portably(model, rows, **asked) is None else None
+
+
+def most_rows(
+    model: transformer.Transformer, *, adapter: bool = True, own_noise: bool = False
+) -> int:
+    """Returns the most rows that fused layers decode at a time on this device: 128, or 0 without them; see `fit`."""
+    fits = fit(model, MAX_ROWS, adapter=adapter, own_noise=own_noise)
+    return 0 if fits is None else MAX_ROWS
 
 
 def supports_portably(
@@ -157,7 +168,7 @@ def slow_because(
 ) -> str | None:
     """Returns why sampling is slower on this GPU than it could be, with a remedy; None if it is not slower.
 
-    More than 128 rows are not reported: there the plain layers are as fast as the fused ones.
+    More than 256 rows are not reported: there the plain layers are faster than the fused ones with 128.
 
     Args:
         model: The policy.
@@ -167,7 +178,7 @@ def slow_because(
     is_hopper = runtime.unless_hopper() is None
     if not is_hopper and runtime.unless_portable() is not None:
         return None
-    rows, arch = min(rows, fused.MAX_M), model.arch
+    asked, rows, arch = rows, min(rows, MAX_ROWS), model.arch
     what = "sampling goes without the fused layers of decoding"
     # The plain layers use the same attention, so heads without a kernel are slow there too.
     attention = decode_attention.unless_kernel(arch.num_heads, arch.num_kv_heads, arch.head_size)
@@ -177,7 +188,10 @@ def slow_because(
         plain = 'a base that trains (model.trainable = "full") is decoded by the plain layers'
         return f"{what}: {plain}" if is_hopper else None
     if fit(model, rows, own_noise=own_noise) is not None:
-        return None
+        if not MAX_ROWS < asked <= 2 * MAX_ROWS:
+            return None
+        remedy = f"set max_concurrent to {MAX_ROWS}, which is as fast or faster"
+        return f"{what}: they take at most {MAX_ROWS} rows, got {asked}: {remedy}"
     reason = (supports if is_hopper else supports_portably)(model, rows, own_noise=own_noise)
     remedy = "expect about half the speed"
     if model.weights in ("mxfp4", "nf4") and is_hopper:

@@ -534,6 +534,17 @@ def test_absent_slots_are_as_many_as_the_cache_is_expected_to_hold():
     assert {rows for rows, _ in model.decoded} == {6}
 
 
+@pytest.mark.parametrize(("rows", "slots"), [(2, 2), (3, 2), (4, 2), (5, 5)])
+def test_absent_slots_are_no_number_with_which_fused_layers_would_be_faster(
+    monkeypatch, rows, slots
+):
+    most = lambda *_, **__: 2  # as if fused layers decoded two rows
+    monkeypatch.setattr(engine.fused_decode, "most_rows", most)
+    sampler = Engine(policy()[0], EngineSpec(64), compact=False)
+    schedules = sampler.schedules({}, prompts(0, [5], [rows], limit=4), max_prompt_length=5)
+    assert schedules[0]._shapes.sizes[0] == slots
+
+
 @pytest.mark.parametrize("options", [{}, {"compact": False}, {"repetition_penalty": 1.2}])
 def test_rows_that_are_parked_are_those_that_never_were(options, monkeypatch):
     """Their pages go to the host and come back as they are, so results are equal bit for bit."""

@@ -29,4 +29,9 @@ def test_as_many_rows_are_sampled_at_a_time_as_never_wait():
     wanted, offered = (lambda slots: 1 + 3 * slots), (lambda slots: 700 - slots // 2)
     assert best(100, wanted, offered) == 100
     assert best(512, wanted, offered) == 192  # 199 would fit
+    # More than 128 rows, up to 256, are no faster than 128.
+    unlimited = lambda slots: None
+    chosen = [best(n, wanted, unlimited, fused_rows=128) for n in (96, 128, 129, 192, 256, 257)]
+    assert chosen == [96, 128, 128, 128, 128, 257]
+    assert best(512, wanted, offered, fused_rows=128) == 128  # 199 would fit
     assert [best(512, wanted, lambda _, n=n: n) for n in (97, 76, 25, 16, 3)] == [32, 24, 8, 5, 1]

@@ -10,6 +10,7 @@ from qerl_jax.generation.scheduler import (
     QueuedPrompt,
     Schedule,
     Shapes,
+    batch_sizes,
     distribute,
     most_prefilled,
     prefilled_together,
@@ -193,6 +194,14 @@ def test_with_turns_ended_rows_hold_up_others_if_there_are_others(rows, patience
     schedule = begun(Schedule(shapes, 300, distribute(queue), lambda row, tokens: None))
     assert schedule.slots(False).patience == patience
     assert schedule.can_run_ahead() and schedule.can_run_ahead(drafts=True) == (rows == 1)
+
+
+def test_a_batch_shrinks_by_about_half_but_not_past_128():
+    assert batch_sizes(64) == (64, 32, 16, 8)
+    assert batch_sizes(100) == (100, 64, 32, 16, 8)
+    for slots in (129, 160, 192, 224, 256):
+        assert batch_sizes(slots) == (slots, 128, 64, 32, 16, 8)
+    assert batch_sizes(384)[:3] == (384, 192, 128)
 
 
 @pytest.mark.parametrize("prompts", [1, 3, 64, 500])

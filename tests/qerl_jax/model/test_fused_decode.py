@@ -226,6 +226,11 @@ def test_a_slow_way_on_a_fast_card_is_told_with_its_remedy():
     assert fused_decode.slow_because(policy("nf4"), 8) is None  # no fast card
     with runtime.on(runtime.H200):
         assert fused_decode.slow_because(policy("nvfp4"), 512) is None
+        for rows, is_slow in ((128, False), (129, True), (256, True), (257, False)):
+            said = fused_decode.slow_because(policy("nvfp4"), rows) or ""
+            assert ("set max_concurrent to 128" in said) == is_slow
+        counts = [fused_decode.most_rows(policy(weights)) for weights in ("nvfp4", "nf4")]
+        assert counts == [128, 0]
         assert 'set model.weights to "nvfp4"' in fused_decode.slow_because(policy("nf4"), 8)
         single = fused_decode.slow_because(policy("nvfp4", dtype=jnp.float32), 8)
         assert 'set model.dtype to "bfloat16"' in single
