@@ -7,6 +7,8 @@ from typing import Any
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mosaic import module_names
+
 # The shared memory layout that `wgmma` reads: 64 columns of 16 bits in a row of 128 bytes, with a 128-byte swizzle.
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 # The same for 32 columns in a row of 64 bytes. Bulk copies read it, and threads write it, without bank conflicts.
@@ -43,6 +45,7 @@ def launch(
     Returns:
       The results that are not None, by name.
     """
+    module_names.use()
     parts = operands, results, scratch
     absent = {key: None for part in parts for key, value in part.items() if value is None}
     operands, results, scratch = (
