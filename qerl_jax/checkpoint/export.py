@@ -27,7 +27,7 @@ from pallas_kernels import NVFP4Tensor
 from qerl_jax import config
 from qerl_jax.checked import require
 from qerl_jax.checkpoint import base_model, hf_folder, packed_formats, peft, run_state
-from qerl_jax.checkpoint.policy import saved
+from qerl_jax.checkpoint.policy import saved, trained_model
 from qerl_jax.data import arithmetic, tokenizer
 from qerl_jax.files import whole_folder
 from qerl_jax.model import architecture, layers, logprobs, lora, transformer
@@ -217,14 +217,7 @@ def _trained_model(run: pathlib.Path, to: Kind, step: int | None) -> pathlib.Pat
     require(
         step is None, "step", step, "a run that trains the whole model writes only its last step"
     )
-    require(
-        (run / "model").is_dir(),
-        "run",
-        str(run),
-        "has no model: the run has not ended",
-        FileNotFoundError,
-    )
-    return run / "model"
+    return trained_model(run)
 
 
 def _checked_base(

@@ -162,7 +162,7 @@ def find_policy(
     Args:
         model: A folder or hub name; None means the adapter's base, or without an adapter "qerl-tiny".
         adapter: A PEFT folder, or a run folder, whose exported adapter (or model) and config are used. Of a run that
-            has not ended it is the newest undamaged checkpoint, except if it trains the whole base.
+            has not ended it is the newest undamaged checkpoint; one that trains the whole base must have ended.
         base: Whether to leave out the adapter, which gives the policy before training.
         **held: `weights` and `dtype`, to replace those of the run; None keeps the run's.
 
@@ -179,13 +179,9 @@ def find_policy(
         folder = next((place for place in places if (place / "config.toml").is_file()), None)
         run = None if folder is None else config.load_run(folder)
         if adapter == folder and run.model.trainable == "full":
-            adapter, own = None, folder / "model"
+            adapter = None
             if model is None and not base:
-                rule = (
-                    "has no model: a run that trains the whole base can be asked when it has ended"
-                )
-                require(own.is_dir(), "adapter", str(folder), rule, FileNotFoundError)
-                model = str(own)
+                model = str(trained_model(folder, "adapter"))
         elif adapter == folder:
             adapter, step = (None, None) if base else saved(folder)
     require(
@@ -227,6 +223,27 @@ def saved(folder: pathlib.Path) -> tuple[pathlib.Path, int | None]:
     rule = "this run has saved nothing yet, neither an adapter nor a checkpoint"
     require(step is not None, "run folder", str(folder), rule, FileNotFoundError)
     return folder / "checkpoints" / str(step), step
+
+
+def trained_model(folder: pathlib.Path, name: str = "run") -> pathlib.Path:
+    """Returns the model of a run that trained the whole base.
+
+    Args:
+        folder: The run folder.
+        name: What names the folder, for the errors.
+
+    Raises:
+        FileNotFoundError: If the run has not ended, or goes on after an end, of which it still has the model.
+    """
+    model, when = (
+        folder / "model",
+        "a run that trains the whole base can be asked when it has ended",
+    )
+    require(model.is_dir(), name, str(folder), f"has no model: {when}", FileNotFoundError)
+    rule = f"goes on since it wrote {model}: {when}, and that model by its own folder"
+    goes_on = _goes_on(StateFiles(folder, keep=None))
+    require(not goes_on, name, str(folder), rule, FileNotFoundError)
+    return model
 
 
 def _goes_on(files: StateFiles) -> bool:

@@ -68,7 +68,7 @@ def use_compilation_cache() -> None:
     runtime.use_compilation_cache()
 
 
-def call(function: Callable, argv: list[str], prog: str) -> None:
+def call(function: Callable, argv: list[str], prog: str) -> int | None:
     """Calls a command with its options, which are the function's parameters; `--help` shows its docstring.
 
     Args:
@@ -76,6 +76,9 @@ def call(function: Callable, argv: list[str], prog: str) -> None:
             that are not among its others, with their values.
         argv: Its arguments.
         prog: The command's name in the help.
+
+    Returns:
+        What the command returns: its exit status, or None for 0.
     """
     summary, examples = texts(function)
     signature = inspect.signature(function, eval_str=True)
@@ -103,7 +106,7 @@ def call(function: Callable, argv: list[str], prog: str) -> None:
         description=f"{summary}\n\nExamples:\n{examples}" if examples else summary,
         config=(tyro.conf.PositionalMetavarFromFieldName, tyro.conf.FlagCreatePairsOff),
     )
-    command()
+    return command()
 
 
 def texts(function: Callable) -> tuple[str, str]:

@@ -154,8 +154,10 @@ def filter_problems(
     adapter: pathlib.Path | None = None,
     num_problems: int | None = None,
     batch_size: int = 32,
-) -> None:
+) -> int:
     """Measures how often a policy solves each problem of a config, and keeps those within a range of rates.
+
+    If it keeps none, its exit status is 1.
 
     `--section.field VALUE` changes a field of the config, as in `qerl plan`; `qerl plan CONFIG --help` lists all.
 
@@ -209,4 +211,5 @@ def filter_problems(
             f"the system prompt of {cfg.data.dataset} is not in {out}: train with --data.system-prompt {set_prompt}"
         )
     if not kept:
-        log(f"warning: {out} is empty; choose other bounds by the rates in {out}.measured")
+        log(f"{out} is empty (exit status 1); choose other bounds by the rates in {out}.measured")
+    return int(not kept)

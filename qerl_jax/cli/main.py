@@ -196,8 +196,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"there is no such command{hint}")
         if reads_itself:
             return COMMANDS[name](rest) or 0
-        else:
-            common.call(COMMANDS[name], rest, f"qerl {name}")
+        return common.call(COMMANDS[name], rest, f"qerl {name}") or 0
     except Exception as error:
         if debug:
             traceback.print_exc()
@@ -209,7 +208,6 @@ def main(argv: list[str] | None = None) -> int:
             traceback.print_exc()
         sys.stderr.write(f"qerl {name}: {str(stopped) or 'interrupted'}\n")
         return getattr(stopped, "exit_code", 130)
-    return 0
 
 
 def _leave(code: int) -> None:

@@ -21,7 +21,7 @@ from qerl_jax import config, rl
 from qerl_jax.api import jobs, runs, settings
 from qerl_jax.api import policy as policies
 from qerl_jax.checked import ConfigError
-from qerl_jax.checkpoint import peft
+from qerl_jax.checkpoint import export, peft
 from qerl_jax.checkpoint import policy as sources
 from qerl_jax.cli import main
 from qerl_jax.data.datasets import Problem
@@ -363,6 +363,17 @@ def test_a_whole_model_is_not_asked_before_the_run_has_ended(tmp_path):
     (tmp_path / "checkpoints" / "1").mkdir(parents=True)
     with pytest.raises(FileNotFoundError, match="has no model: .* when it has ended"):
         policies.find(tmp_path)
+
+
+def test_a_whole_model_is_not_asked_while_the_run_goes_on_after_an_end(tmp_path, monkeypatch):
+    cfg = settings.run_config("gsm8k_qwen2.5_3b_full", {})
+    (tmp_path / "config.toml").write_text(config.dump(cfg))
+    (tmp_path / "model").mkdir()
+    assert sources.find_policy(None, tmp_path).model.model_name_or_path == str(tmp_path / "model")
+    monkeypatch.setattr(sources, "_goes_on", lambda files: True)
+    for ask in (policies.find, functools.partial(export.export, to="nvfp4", out=tmp_path / "new")):
+        with pytest.raises(FileNotFoundError, match="goes on since it wrote .* when it has ended"):
+            ask(tmp_path)
 
 
 @pytest.mark.parametrize(("dataset", "is_chat"), [("bigmath", True), ("gsm8k", False)])

@@ -462,7 +462,7 @@ def test_zsh_completes_as_bash_does_and_files_where_nothing_else_fits(capsys):
 
 def test_filter_takes_a_config_by_its_name_and_as_many_problems_as_asked_for(monkeypatch, tmp_path):
     given = []
-    monkeypatch.setattr(pass_rates, "select", lambda cfg, *_, **__: given.append(cfg) or (0, 3))
+    monkeypatch.setattr(pass_rates, "select", lambda cfg, *_, **__: given.append(cfg) or (1, 3))
     command = ["filter", "quickstart", str(tmp_path / "kept.jsonl")]
     assert main.main([*command, "--num-problems", "3"]) == 0 and main.main(command) == 0
     assert [cfg.data.num_problems for cfg in given] == [3, 20_000]

@@ -139,8 +139,8 @@ def test_the_command_reports_what_it_kept(tmp_path, capsys):
     assert f"10 of 10 problems have a pass rate in [0.0, 1.0]: {out}" in shown
     assert len(read(out)) == 10 and "warning" not in shown
     options = [*options[4:], "--low", "0.5", "--high", "0.5"]  # one sample gives 0 or 1
-    assert main.main(["filter", str(path), str(out), *options]) == 0
-    assert f"warning: {out} is empty; choose other bounds" in capsys.readouterr().out
+    assert main.main(["filter", str(path), str(out), *options]) == 1
+    assert f"{out} is empty (exit status 1); choose other bounds" in capsys.readouterr().out
     assert read(out) == []
 
 
