@@ -36,7 +36,8 @@ def test_of_nf4_the_inverse_has_the_values_of_its_scales():
     t = weight("nf4", (2, 72, 192))
     again = unprepare(prepare(t))
     np.testing.assert_array_equal(again.codes, t.codes)
-    np.testing.assert_array_equal(again.absmax, nf4.scales(t))
+    # Compiled too, since some processors then round a product and a sum once.
+    np.testing.assert_array_equal(again.absmax, jax.jit(nf4.scales)(t))
 
 
 @pytest.mark.parametrize("kind", FORMATS)
