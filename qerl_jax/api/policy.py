@@ -89,7 +89,7 @@ class Policy:
 
     A prompt is a text, which is a user's message and passes the chat template, or a list of chat
     messages, each a dict with "role" and "content". If the policy is that of a run with
-    `data.apply_chat_template = false`, it continues a text as it is.
+    `data.apply_chat_template = false`, or if its tokenizer has no chat template, it continues a text as it is.
 
     Attributes:
         generator: Samples from the model.

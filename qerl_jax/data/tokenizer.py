@@ -27,7 +27,7 @@ class Tokenizer:
             generation_config.json, or of config.json if there is no such file.
         pad_token: Id that pads rows at the end; never trained on.
         num_tokens: Number of ids, from 0 on. Rows of the embedding beyond are never sampled or scored.
-        chat_template: Source of the chat template, in Jinja.
+        chat_template: Source of the chat template, in Jinja; empty if the tokenizer has none, as that of a base model.
         template_options: Variables of the chat template besides the messages (`chat_template_kwargs`).
     """
 
@@ -46,13 +46,23 @@ class Tokenizer:
             add_generation_prompt: Whether a chat ends with the start of the assistant's turn.
 
         Raises:
-            ValueError: If the template fails or exceeds its limits of time, memory or length.
+            ValueError: If there is a chat and no template, or the template fails or exceeds its limits of time, memory
+                or length.
         """
         names = {name: _plain(token) for name, token in self.hf.special_tokens_map.items()}
+        chats = [prompt for prompt in prompts if not isinstance(prompt, str)]
+        require(
+            self.chat_template or not chats,
+            "tokenizer",
+            self.hf.name_or_path,
+            "has no chat template, and the prompt is a chat: name a tokenizer that has one in "
+            "model.tokenizer_name_or_path, or let the policy continue texts: data.apply_chat_template = false, and "
+            "no data.system_prompt",
+        )
         rendered = iter(
             chat_template.render(
                 self.chat_template,
-                [prompt for prompt in prompts if not isinstance(prompt, str)],
+                chats,
                 names | dict(self.template_options),
                 add_generation_prompt=add_generation_prompt,
                 where=f"chat template of {self.hf.name_or_path}",
@@ -82,7 +92,7 @@ class Tokenizer:
 def load(
     folder: str | pathlib.Path, template_options: Mapping[str, Any] | None = None
 ) -> Tokenizer:
-    """Reads a tokenizer and its chat template from a local folder.
+    """Reads a tokenizer and its chat template, if it has one, from a local folder.
 
     Args:
         folder: The folder.
@@ -90,8 +100,8 @@ def load(
 
     Raises:
         FileNotFoundError: If the folder has no tokenizer.
-        ValueError: If the tokenizer cannot be read, has no chat template or no end-of-sequence token, or the template
-            does not use an option.
+        ValueError: If the tokenizer cannot be read or has no end-of-sequence token, or its template does not use an
+            option.
     """
     folder = pathlib.Path(folder)
     require(
@@ -112,13 +122,7 @@ def load(
         raise ValueError(
             f"tokenizer: transformers cannot read the one in {folder}: {said}"
         ) from error
-    require(
-        hf.chat_template,
-        "tokenizer",
-        str(folder),
-        "has no chat template; chat prompts need one (chat_template.jinja)",
-    )
-    template = hf.get_chat_template()
+    template = hf.get_chat_template() if hf.chat_template else ""
     require(isinstance(template, str), f"{folder}: chat template", template, "must be a text")
     options = dict(template_options or {})
     for name in options:

@@ -14,7 +14,7 @@ import jax
 
 from qerl_jax import memory
 from qerl_jax.checked import require, to_table
-from qerl_jax.checkpoint.policy import LoadedPolicy, PolicySource, load_policy
+from qerl_jax.checkpoint.policy import LoadedPolicy, PolicySource, find_policy, load_policy
 from qerl_jax.config import RunConfig
 from qerl_jax.data import datasets
 from qerl_jax.evaluation.evaluator import Evaluator, reward_of, try_reward
@@ -41,8 +41,8 @@ def select(
 
     Rates are written to `<out>.measured`, one line per problem. A call that finds this file continues after its last
     line: an interrupted measurement is not lost, and another band needs no new measurement. `out` is written at the
-    end, with rows of {"prompt", the problem's columns, "pass_rate"}. The prompt is the one that the policy got, with
-    the system message; to train on these rows, set `data.dataset = "<out>"` and no system prompt.
+    end, with rows of {"prompt", the problem's columns, "pass_rate"}. The prompt is that of the row; the config's system
+    message and the chat template are added when the rows are read.
 
     Args:
         cfg: The run whose model, data, devices and sampling settings are used.
@@ -53,7 +53,8 @@ def select(
         reward: Name of a reward function. A completion passes if it gives at least 1; completions for which it gives
             None are not counted. None means the first function of the config, or without one the environment's own
             reward.
-        adapter: A PEFT folder; None means the bare base.
+        adapter: A PEFT folder, or a run folder, of which it is the final adapter or the newest checkpoint; None
+            means the bare base.
         batch_size: Number of problems sampled together.
         log: Called with a line for every batch.
 
@@ -61,6 +62,7 @@ def select(
         The number of problems that were kept, and of all problems.
 
     Raises:
+        FileNotFoundError: If there is no such adapter.
         ValueError: If an argument is invalid, or `<out>.measured` was made with other settings.
     """
     out = pathlib.Path(out)
@@ -73,15 +75,19 @@ def select(
     field = "reward" if reward else "rewards.functions"
     reward = reward or (*cfg.rewards.functions, *own)[0]
     function = reward_of(reward, cfg.rewards.options, toolboxes, field=field)
+    # Nothing is trained here, so a base for full training is loaded like any other.
+    source = PolicySource(dataclasses.replace(cfg.model, trainable="lora"))
+    if adapter is not None:
+        found = find_policy(cfg.model.model_name_or_path, adapter)
+        rule = "this run has trained the whole base: name its model in model.model_name_or_path"
+        require(found.adapter is not None, "adapter", os.fspath(adapter), rule)
+        source = dataclasses.replace(found, model=source.model)
     measured = Progress(
-        out.with_name(out.name + ".measured"), _identity(cfg, samples, reward, adapter)
+        out.with_name(out.name + ".measured"), _identity(cfg, samples, reward, source.adapter)
     )
     memory.require_context(cfg)
     problems = datasets.from_config(cfg.data, split=cfg.data.split, seed=cfg.seed)
     try_reward(function, problems, toolboxes, before="measuring")
-    # Nothing is trained here, so a base for full training is loaded like any other.
-    base = dataclasses.replace(cfg.model, trainable="lora")
-    source = PolicySource(base, adapter and pathlib.Path(adapter))
     rows = batch_size * samples
     policy = load_policy(source, cfg.seed, mesh=cfg.mesh, rows=rows, quiet=False)
     memory.require_context(cfg, policy.model.arch)

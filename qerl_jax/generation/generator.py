@@ -84,7 +84,8 @@ class Generator:
         kv_cache_fraction: That capacity as a fraction of the free device memory; give at most one of the two.
         tools: Tools that the policy may call; None for single-turn completions.
         replicas: The devices that hold the variables.
-        apply_chat_template: Whether a text is a message of the user; else the policy continues it as it is.
+        apply_chat_template: Whether a text is a message of the user; else the policy continues it as it is, as it
+            does if its tokenizer has no chat template.
     """
 
     model: Transformer
@@ -149,7 +150,8 @@ class Generator:
         boxes = None if tools is None else Toolboxes(tools)
         runtime.use_compilation_cache()
         policy = load_policy(source, mesh=mesh, rows=rows, quiet=quiet)
-        held = {"replicas": policy.replicas, "apply_chat_template": source.apply_chat_template}
+        applies = source.apply_chat_template and bool(policy.tokenizer.chat_template)
+        held = {"replicas": policy.replicas, "apply_chat_template": applies}
         made = cls(policy.model, policy.variables, policy.tokenizer, **limits, **held)
         if slow := made.slow_because:
             log(slow)

@@ -298,6 +298,18 @@ def _mismatch(health: Health) -> str | None:
     )
 
 
+def _evaluation(health: Health) -> str | None:
+    accuracy, reward = health.last("eval/accuracy", 2), health.course("reward")
+    if accuracy is None or any(accuracy) or not reward.is_known or reward.last <= reward.first:
+        return None
+    return (
+        "eval/accuracy was 0 in the last two evaluations, though the reward has risen "
+        f"({reward.first:.3g} to {reward.last:.3g}). Likely cause: eval.reward reads answers of another form than "
+        'your rewards teach. Name your own function, such as eval.reward = "my_rewards.py:right", and look at '
+        "completions/"
+    )
+
+
 def _non_finite(health: Health) -> str | None:
     skipped = health.last("updates/non_finite")
     if skipped is None or sum(count > 0 for count in skipped) <= _WINDOW // 2:
@@ -318,6 +330,7 @@ _CHECKS: dict[str, Callable[[Health], str | None]] = {
     "truncation": _truncation,
     "cost of truncation": _cost_of_truncation,
     "mismatch": _mismatch,
+    "evaluation": _evaluation,
     "not finite": _non_finite,
 }
 _SPREAD = re.compile(r"(rewards/.+)/std")
@@ -332,5 +345,6 @@ _LOOKED_AT = (
     "reward",
     "frac_reward_zero_std",
     "updates/non_finite",
+    "eval/accuracy",
     "sampling/sampling_logp_difference/mean",
 )

@@ -142,11 +142,15 @@ def test_an_option_that_the_template_does_not_read_is_refused(copy, name):
         tokenizer.load(folder, {name: False})
 
 
-def test_a_tokenizer_without_chat_template_is_refused(copy):
+def test_a_tokenizer_without_chat_template_takes_texts_and_says_what_chats_need(copy):
     folder, change = copy
     change(chat_template=None)
-    with pytest.raises(ValueError, match=f"{folder.name}'; has no chat template"):
-        tokenizer.load(folder)
+    plain = tokenizer.load(folder)
+    assert plain.render(["x"]) == ["x"] and plain.encode(["x"]) == plain.encode(("x",))
+    with pytest.raises(ValueError, match=f"{folder.name}'; has no chat template.*data.apply_chat"):
+        plain.render(["x", CHAT])
+    with pytest.raises(ValueError, match="chat_template_kwargs: got 'thinks'"):
+        tokenizer.load(folder, {"thinks": False})
 
 
 def test_a_tokenizer_that_cannot_stop_is_refused(copy):

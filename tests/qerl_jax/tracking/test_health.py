@@ -80,6 +80,15 @@ def test_of_a_run_that_is_well_nothing_is_said():
     assert said({}, better) == []  # longer, and better for it
 
 
+def test_an_accuracy_of_0_beside_a_reward_that_rises_is_told_once():
+    none, better = {"eval/accuracy": 0.0}, {"reward": 0.9}
+    (line,) = said({}, none, none | better)
+    assert "eval/accuracy was 0" in line and "Likely cause: eval.reward" in line
+    assert (
+        said({}, none, none) == said({}, better) == said({}, better | {"eval/accuracy": 0.1}) == []
+    )
+
+
 def test_nothing_is_said_of_single_steps():
     rng, health = np.random.default_rng(0), Health()
     for step in range(1, 200):
