@@ -105,7 +105,8 @@ Every command of `qerl`. `scripts/make_reference.py` writes this page from the c
 - `qerl COMMAND --help` shows the same in the terminal.
 - `--debug`, with any command, shows the traceback of an error.
 - [Exit codes](reliability.md#exit-codes): 0 done, 1 a fault of the program, 2 something to correct, 3 a run that has learned
-  nothing, 4 another process of the run has ended, 130 and 143 ended by a signal, 141 nobody reads the output any more.
+  nothing, or a filter that kept nothing, 4 another process of the run has ended, 130 and 143 ended by a signal, 141 nobody
+  reads the output any more.
 """
 
 

@@ -203,6 +203,15 @@ def test_the_readme_and_the_site_begin_with_the_same_example():
     assert example == blocks("index.md", "python")[0]
 
 
+@pytest.mark.slow
+def test_the_readmes_example_learns_and_answers(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(blocks("index.md", "python")[0], names)
+    assert names["run"].has_learned and (tmp_path / "runs" / "sums" / "report.md").is_file()
+    assert "<answer>" in capsys.readouterr().out
+
+
 def test_every_public_function_has_an_example():
     functions = {getattr(qerl_jax, name) for name in qerl_jax.__all__ if name != "__version__"}
     assert {each for each in functions if inspect.isfunction(each)} <= set(EXAMPLES)

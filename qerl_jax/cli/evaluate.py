@@ -10,6 +10,9 @@ from qerl_jax.cli import options
 from qerl_jax.cli.common import DEVICES, Devices, log, run_config, use_compilation_cache
 from qerl_jax.config import Drafts, Dtype, Weights
 
+# The exit code of a filter that kept no problem; that of a run that has learned nothing is the same.
+NOTHING_KEPT = 3
+
 
 def evaluate(
     sets: tuple[str, ...],
@@ -156,10 +159,9 @@ def filter_problems(
     batch_size: int = 32,
 ) -> int:
     """Measures how often a policy solves each problem of a config, and keeps those within a range of rates.
+    If it keeps none, its exit status is 3.
 
-    If it keeps none, its exit status is 1.
-
-    `--section.field VALUE` changes a field of the config, as in `qerl plan`; `qerl plan CONFIG --help` lists all.
+    Change fields of the config by `--section.field VALUE`, as in `qerl plan`; `qerl plan CONFIG --help` lists all.
 
     Args:
         config: A TOML file, or the name of a config in the package. Its model, devices, data and
@@ -180,7 +182,7 @@ def filter_problems(
     Examples:
         qerl filter gsm8k_qwen2.5_7b some.jsonl --low 0.2 --high 0.8
         qerl filter quickstart some.jsonl --data.dataset problems.jsonl --rollout.max-completion-length 64
-        qerl train gsm8k_qwen2.5_7b --data.dataset some.jsonl
+        qerl train gsm8k_qwen2.5_7b --data.dataset some.jsonl --eval.dataset gsm8k --output-dir runs/some
     """
     # Under the name of `plan`, whose help is the one that lists the fields.
     cfg = run_config("plan", [str(config), *fields], own=options.of_function(filter_problems).kinds)
@@ -211,5 +213,7 @@ def filter_problems(
             f"the system prompt of {cfg.data.dataset} is not in {out}: train with --data.system-prompt {set_prompt}"
         )
     if not kept:
-        log(f"{out} is empty (exit status 1); choose other bounds by the rates in {out}.measured")
-    return int(not kept)
+        log(
+            f"{out} is empty (exit status {NOTHING_KEPT}); choose other bounds by the rates in {out}.measured"
+        )
+    return 0 if kept else NOTHING_KEPT

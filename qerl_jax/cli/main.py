@@ -110,27 +110,27 @@ _USAGE = """usage: qerl COMMAND ...
 
 Training
   train CONFIG.toml [--section.field VALUE ...]   train an adapter, or resume the run in output_dir
-  plan CONFIG.toml [--device NAME] [...]          what the run will hold in memory, and whether it fits
-  plan --device "RTX 4090"                        which model sizes train on a card
-  report RUN_FOLDER ...                           a page and PNG files of one or several runs
-  replay RUN_FOLDER/non_finite/STEP.npz           a step that was skipped as not finite, once more
+  plan CONFIG.toml [--device NAME] [...]          estimate device memory, and say whether the run fits
+  plan --device "RTX 4090"                        list the model sizes that train on a card
+  report RUN_FOLDER ...                           write a page and PNG files of one or several runs
+  replay RUN_FOLDER/non_finite/STEP.npz           repeat a step that was skipped as not finite
 
 Measuring
-  eval SET ... [--adapter RUN_FOLDER]             accuracy on benchmarks, with intervals
-  compare EVAL_FOLDER EVAL_FOLDER                 difference of two policies on the same problems
+  eval SET ... [--adapter RUN_FOLDER]             measure accuracy, with intervals
+  compare EVAL_FOLDER EVAL_FOLDER                 compare two policies on the same problems
 
 Using what was learned
   generate PROMPT [--model M] [--adapter DIR]     print completions; or --input FILE --output OUT.jsonl
-  export RUN_FOLDER OUT --to KIND                 the adapter, or a model that it is merged into
+  export RUN_FOLDER OUT --to KIND                 write the adapter, a merged model, or a 4-bit base with its adapter
 
 Models and data
   quantize MODEL DIR [--format F] [--method M]    write a 4-bit folder of a 16-bit model
   filter CONFIG.toml OUT.jsonl [--low R]          keep the problems that are neither too easy nor too hard
 
 This installation
-  env                                             versions, devices and kernels, for bug reports
-  completion SHELL                                completes commands, recipes and options: bash, zsh
-  --version                                       the version of the package
+  env                                             print versions, devices and kernels, for bug reports
+  completion SHELL                                print a completion script for bash or zsh
+  --version                                       print the version of the package
 
 Examples
   qerl train quickstart                           a first run, on a CPU, in minutes
@@ -139,8 +139,8 @@ Examples
 
 CONFIG.toml is a file, or the name of a config in the package. qerl COMMAND --help shows a command's options and
 examples. With --debug an error comes with its traceback. Exit codes: 0 done, 1 a fault of the program, 2 something
-to correct (input, disk, memory), 3 a run that has learned nothing, 4 another process of the run has ended, 130 and 143
-ended by SIGINT and SIGTERM, 141 nobody reads the output any more."""
+to correct (input, disk, memory), 3 a run that has learned nothing, or a filter that kept nothing, 4 another process of
+the run has ended, 130 and 143 ended by SIGINT and SIGTERM, 141 nobody reads the output any more."""
 COMMANDS = {
     "train": train.train,
     "plan": train.plan,
@@ -164,9 +164,9 @@ def main(argv: list[str] | None = None) -> int:
 
     Returns:
         0 when it is done; 1 for an unexpected error, whose traceback is in a file; 2 for something that the user
-        can correct: input, disk or memory; 3 for a run that has learned nothing; 4 when another process of the run
-        has ended; 130 and 143 when SIGINT or SIGTERM has ended it; 141 when nobody reads its output any more. An
-        error is one line on stderr; with `--debug` its traceback comes before.
+        can correct: input, disk or memory; 3 for a run that has learned nothing, or a filter that kept nothing; 4
+        when another process of the run has ended; 130 and 143 when SIGINT or SIGTERM has ended it; 141 when nobody
+        reads its output any more. An error is one line on stderr; with `--debug` its traceback comes before.
     """
     # These write their messages themselves. Importing orbax gives the root logger a handler, which would
     # write each a second time.

@@ -39,6 +39,7 @@ def export(
         qerl export runs/mine models/adapter --to peft
         qerl export runs/mine models/merged --to merged
         qerl export runs/mine models/packed --to nvfp4 --from packed
+        qerl export runs/mine models/pair --to pair
     """
     from qerl_jax.checkpoint.export import lines
 
@@ -78,7 +79,7 @@ def quantize(
             is calibration.
         scale_rounding: How MXFP4's scales are rounded: compressed-tensors' "nearest", or the OCP
             specification's "floor".
-        double_quant: NF4's scales are quantized too; --no-double-quant leaves them in 32 bits.
+        double_quant: Leave NF4's scales in 32 bits; without this option they are quantized too.
         dataset: For all methods but "rtn", the rows to calibrate on: "arithmetic", "arithmetic-mixed", a data set
             of the hub, or a .jsonl, .json or .parquet file with messages, a text, or a question and an answer.
         num_samples: Number of rows to calibrate on.

@@ -1,5 +1,6 @@
 """Tests pass rates: what counts, and that an interrupted measurement continues."""
 
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -139,8 +140,8 @@ def test_the_command_reports_what_it_kept(tmp_path, capsys):
     assert f"10 of 10 problems have a pass rate in [0.0, 1.0]: {out}" in shown
     assert len(read(out)) == 10 and "warning" not in shown
     options = [*options[4:], "--low", "0.5", "--high", "0.5"]  # one sample gives 0 or 1
-    assert main.main(["filter", str(path), str(out), *options]) == 1
-    assert f"{out} is empty (exit status 1); choose other bounds" in capsys.readouterr().out
+    assert main.main(["filter", str(path), str(out), *options]) == 3
+    assert f"{out} is empty (exit status 3); choose other bounds" in capsys.readouterr().out
     assert read(out) == []
 
 
@@ -160,3 +161,24 @@ def test_impossible_arguments_are_refused_before_anything_is_loaded(tmp_path, ch
     with pytest.raises(ValueError, match="out: got .*out.txt'; must be a .jsonl file"):
         select(tmp_path / "out.txt")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_folder_names_its_adapter_but_not_its_whole_model(tmp_path, monkeypatch):
+    found = []
+    monkeypatch.setattr(pass_rates, "load_policy", lambda source, *_, **__: found.append(source))
+    for name, trainable in (("adapted", "lora"), ("whole", "full")):
+        folder = tmp_path / name
+        (folder / "adapter").mkdir(parents=True)
+        (folder / "adapter" / "adapter_config.json").touch()
+        cfg = small()
+        model = dataclasses.replace(cfg.model, weights="float32", trainable=trainable)
+        lora = cfg.lora if trainable == "lora" else config.LoraConfig()
+        (folder / "config.toml").write_text(
+            config.dump(dataclasses.replace(cfg, model=model, lora=lora))
+        )
+    with contextlib.suppress(AttributeError):  # nothing was loaded
+        select(tmp_path / "out.jsonl", adapter=str(tmp_path / "adapted"))
+    assert found[0].adapter == tmp_path / "adapted" / "adapter"
+    assert found[0].model == dataclasses.replace(small().model, trainable="lora")
+    with pytest.raises(ValueError, match="adapter: .*whole'; this run has trained the whole base"):
+        select(tmp_path / "out.jsonl", adapter=str(tmp_path / "whole"))
