@@ -304,8 +304,10 @@ def estimate(
         if noisy and cfg.noise.per == "sequence":
             prompts = rows
         shares = -(-prompts // devices), -(-rows // devices)
+        own_noise = noisy and cfg.noise.per != "rollout"
         with runtime.on(device or runtime.device()):
-            items += _sampling(cfg, division.part, free, phase, *shares)
+            fused_rows = fused_decode.most_rows(sampled_policy(cfg, arch), own_noise=own_noise)
+        items += _sampling(cfg, division.part, free, phase, *shares, fused_rows)
         items += _gathered(cfg, arch, phase)
         items += [Item("weights as sampled", sampled, phase)] if full else []
     ends = [cfg.generation_batch_size * place // devices for place in range(devices + 1)]
@@ -492,9 +494,9 @@ def abstract_policy(
     return model, params, frozen
 
 
-def sampled_policy(cfg: RunConfig) -> Transformer:
+def sampled_policy(cfg: RunConfig, arch: architecture.Architecture | None = None) -> Transformer:
     """Returns the model that a device samples with: its part of the policy if devices decode rows together."""
-    arch, full = _architecture(cfg), cfg.model.trainable == "full"
+    arch, full = arch or _architecture(cfg), cfg.model.trainable == "full"
     return Transformer(
         arch,
         cfg.model.weights,
@@ -579,6 +581,7 @@ def _sampling(
     phase: Phase,
     prompts: int,
     rows: int,
+    fused_rows: int,
 ) -> list[Item]:
     longest = cfg.data.max_prompt_length - 1 + cfg.rollout.max_completion_length
     tokens, fraction = cfg.rollout.kv_cache_tokens, cfg.rollout.kv_cache_fraction
@@ -596,10 +599,7 @@ def _sampling(
         compact=cfg.rollout.compact,
         itemsize=_width(cfg),
         positions=positions,
-        fused_rows=fused_decode.most_rows(
-            sampled_policy(cfg),
-            own_noise=phase == "rollout" and cfg.noise is not None and cfg.noise.per != "rollout",
-        ),
+        fused_rows=fused_rows,
     )
 
     def capacity(slots: int) -> int | None:

@@ -235,10 +235,8 @@ def trained_model(folder: pathlib.Path, name: str = "run") -> pathlib.Path:
     Raises:
         FileNotFoundError: If the run has not ended, or goes on after an end, of which it still has the model.
     """
-    model, when = (
-        folder / "model",
-        "a run that trains the whole base can be asked when it has ended",
-    )
+    model = folder / "model"
+    when = "a run that trains the whole base can be asked when it has ended"
     require(model.is_dir(), name, str(folder), f"has no model: {when}", FileNotFoundError)
     rule = f"goes on since it wrote {model}: {when}, and that model by its own folder"
     goes_on = _goes_on(StateFiles(folder, keep=None))
