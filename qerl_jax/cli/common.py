@@ -116,7 +116,7 @@ def texts(function: Callable) -> tuple[str, str]:
 
 
 def _shown(hint: Any, default: Any, name: str) -> Any:
-    """The type of a parameter, changed so that the help does not show None or () as a default, nor True where the option is --no-NAME."""
+    """The type of a parameter, changed so that the help shows neither None and () as a default, nor True of --no-NAME."""
     if typing.get_origin(hint) is tuple and default is inspect.Parameter.empty:
         # At least one, which the command checks: its error has an example.
         return Annotated[
@@ -127,13 +127,15 @@ def _shown(hint: Any, default: Any, name: str) -> Any:
         return Annotated[hint, tyro.conf.arg(help_behavior_hint="")]
     if default not in (None, ()):
         return hint
-    words = {int: "INT", float: "FLOAT", str: "TEXT", pathlib.Path: "PATH"}
+    words = {int: "INT", float: "FLOAT", str: "TEXT", pathlib.Path: "PATH", bool: "{True,False}"}
     # What is annotated already, with a name of the option, keeps that.
     bare = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
     kinds = [kind for kind in typing.get_args(bare) if kind is not type(None)]
     metavar = words.get(kinds[0]) if default is None and len(kinds) == 1 else None
     if kinds and typing.get_origin(kinds[0]) is typing.Literal and default is None:
         metavar = "{" + ",".join(map(str, typing.get_args(kinds[0]))) + "}"
+    if kinds and typing.get_origin(kinds[0]) is dict:
+        metavar = "KEY VALUE ..."
     return Annotated[hint, tyro.conf.arg(metavar=metavar, help_behavior_hint="")]
 
 

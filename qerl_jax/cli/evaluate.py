@@ -69,7 +69,7 @@ def evaluate(
         reward: The function that is at least 1 where a completion is right.
         path: Where the set lies if not on the hub: a folder or a file. Only with one set.
         split: Split of the set, instead of the usual one.
-        columns: Which columns hold the `prompt` and the `answer`.
+        columns: Which columns hold the `prompt` and the `answer`, such as: prompt question answer solution
         num_problems: How many problems to ask, from the front: shuffle a file that is sorted.
         weights: Storage format of the linears; absent means that of the adapter's run, else "nvfp4".
         dtype: Data type of the activations; absent means that of the run, else "bfloat16".
