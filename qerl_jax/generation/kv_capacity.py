@@ -94,13 +94,12 @@ def best_slots(
         fused_rows: The most rows that fused layers decode; 0 without them.
     """
     most = min(rows, MOST_SLOTS)
-    if fused_rows < most <= 2 * fused_rows:
-        most = fused_rows
     fewer = [*range((most - 1) // 32 * 32, 32, -32), *range(32, 8, -8), *range(8, 1, -1)]
     for slots in (most, *(n for n in fewer if n < most)):
+        if fused_rows < slots <= 2 * fused_rows:
+            continue
         available = offered(slots)
-        is_slow = fused_rows < slots <= 2 * fused_rows
-        if not is_slow and (available is None or wanted(slots) <= available):
+        if available is None or wanted(slots) <= available:
             return slots
     return 1
 
