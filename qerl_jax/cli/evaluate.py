@@ -175,7 +175,8 @@ def filter_problems(
         samples: Completions per problem.
         reward: The function that says whether a completion passes: it gives at least 1. Absent means the
             config's first, or without one the environment's own.
-        adapter: A PEFT folder, such as RUN_FOLDER/adapter; absent means the base alone.
+        adapter: A PEFT folder, or a run folder, whose adapter or newest checkpoint is taken; absent means the base
+            alone.
         num_problems: How many problems to measure, from the front; absent means as many as the config says.
         batch_size: Problems sampled together.
 

@@ -52,8 +52,8 @@ def generate(
     """Prints completions of prompts. A single one is printed as it is sampled; with tools, all turns are shown.
 
     Args:
-        prompt: User messages. The policy of a run with `data.apply_chat_template = false` continues them
-            as they are.
+        prompt: User messages. The policy of a run with `data.apply_chat_template = false`, or a model whose
+            tokenizer has no chat template, continues them as they are.
         sampling: How completions are sampled.
         input: A file of prompts, instead of PROMPT: .jsonl with a "prompt" in each row, a text or chat
             messages (and a "seed", if each is to have its own); or any other text file with one prompt per

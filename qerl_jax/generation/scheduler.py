@@ -19,14 +19,13 @@ from qerl_jax.generation import work_queues
 from qerl_jax.generation.draft_search import CHUNKS, LONGEST_MATCH, Texts
 from qerl_jax.generation.page_pool import Pages
 from qerl_jax.generation.stop_strings import StopStrings
+from qerl_jax.model.fused_decode import MAX_ROWS
 
 # The most tokens of one prefill: enough that matrix products are compute-bound, not memory-bound.
 _PREFILL_TOKENS = 8192
 _SMALLEST_BUCKET = 64
 # With fewer rows than this, reading the weights bounds a decode step: a smaller batch is not faster.
 _SMALLEST_BATCH = 8
-# The most rows that fused layers decode. A larger batch shrinks to so many first, because it is slower by far.
-_FUSED_BATCH = 128
 # While other rows wait, a chunk with drafts ends when its ended rows have been idle for `_IDLE` x slots row-steps in
 # total. See `scripts/replay_chunks.py`.
 _IDLE = 0.25
@@ -200,14 +199,14 @@ def _power_of_two(number: int) -> int:
 
 def batch_sizes(slots: int) -> tuple[int, ...]:
     """Returns batch sizes, largest first: each about half of the one before, in numbers that kernels need not pad.
-    A size above 128 is followed by at least 128.
+    A size above 128 is followed by at least 128, which is as many as fused layers decode.
 
     A program is compiled for each when the batch first shrinks to it.
     """
     half = max(_SMALLEST_BATCH, -(-slots // 2))
     half += -half % (32 if half > 32 else 8)
-    if slots > _FUSED_BATCH:
-        half = max(half, _FUSED_BATCH)
+    if slots > MAX_ROWS:
+        half = max(half, MAX_ROWS)
     return (slots, *(batch_sizes(half) if half < slots else ()))
 
 
