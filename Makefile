@@ -36,7 +36,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Arithmetic, text and files, and one whole run: what an editor waits for. The run comes first, as the longest.
 FAST := tests/test_tiny_run.py::test_completions_are_logged_with_their_rewards_and_what_rewards_log \
-	tests/test_layering.py tests/qerl_jax/test_config.py tests/qerl_jax/test_files.py \
+	tests/test_layering.py tests/qerl_jax/config/test_sections.py tests/qerl_jax/system/test_files.py \
 	$(addprefix tests/pallas_kernels/test_, nvfp4.py mxfp4.py nf4.py rounding.py runtime.py) \
 	$(addprefix tests/qerl_jax/checkpoint/test_, safetensors.py packed_formats.py) \
 	$(addprefix tests/qerl_jax/data/test_, answers.py datasets.py) \

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from qerl_jax.api.jobs import evaluate, export, plan, quantize, report
     from qerl_jax.api.policy import CompletionOutput, Policy, RequestOutput, load
     from qerl_jax.api.runs import Run, load_run, train
-    from qerl_jax.checked import ConfigError
     from qerl_jax.config import (
         DataConfig,
         EvalConfig,
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     )
     from qerl_jax.data.datasets import Problem
     from qerl_jax.generation.sampling_params import SamplingParams
+    from qerl_jax.system.checked import ConfigError
 
     __version__: str
 
@@ -43,7 +43,7 @@ _MODULES = {
     "api.jobs": ("evaluate", "export", "plan", "quantize", "report"),
     "api.policy": ("CompletionOutput", "Policy", "RequestOutput", "load"),
     "api.runs": ("Run", "load_run", "train"),
-    "checked": ("ConfigError",),
+    "system.checked": ("ConfigError",),
     "config": (
         "DataConfig",
         "EvalConfig",

@@ -222,8 +222,9 @@ def measure_update(args: argparse.Namespace) -> dict[str, Any]:
     import numpy as np
 
     from pallas_kernels import runtime
-    from qerl_jax import config, memory
+    from qerl_jax import config
     from qerl_jax.model import architecture, transformer
+    from qerl_jax.planning import memory
     from qerl_jax.rl import update
     from qerl_jax.rl.experience import Experience
     from scripts import recipe_timeline

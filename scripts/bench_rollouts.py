@@ -111,7 +111,7 @@ class Bench:
         from pallas_kernels import decode_attention, runtime
         from pallas_kernels.nvfp4_matmul import config, dense_tile
         from qerl_jax.config import LoraConfig, MeshConfig
-        from qerl_jax.mesh import Replicas
+        from qerl_jax.distributed.mesh import Replicas
         from qerl_jax.model import architecture, fused_decode
         from qerl_jax.model.transformer import (
             Transformer,

@@ -73,7 +73,7 @@ def measure(args: argparse.Namespace, how: str, devices: int) -> dict[str, Any]:
     """Trains for a few rollouts in this process. Returns medians of the timed ones."""
     import jax
 
-    from qerl_jax.mesh import Replicas
+    from qerl_jax.distributed.mesh import Replicas
     from qerl_jax.tracking.logger import read_metrics
     from qerl_jax.training import trainer
 
@@ -152,7 +152,7 @@ def reduce_of_rows(replicas: Any, rows: int, width: int, times: int = 128) -> fl
     import jax
     import jax.numpy as jnp
 
-    from qerl_jax import sharding
+    from qerl_jax.distributed import sharding
 
     def reduced(x):
         mean = lambda _, y: jax.lax.psum(y, sharding.GROUP) / replicas.group

@@ -224,7 +224,7 @@ def run_row(name: str, tokenizer: str, *, profile: bool, kernels: str = "auto") 
     import jax
 
     from pallas_kernels import runtime
-    from qerl_jax import memory
+    from qerl_jax.planning import memory
 
     row = ROWS[name]
     runtime.use_compilation_cache()
@@ -279,8 +279,8 @@ def _time_update(row: Row, cfg: config.RunConfig, profile: bool) -> dict:
     import jax.numpy as jnp
     import numpy as np
 
-    from qerl_jax import memory
     from qerl_jax.model.transformer import Transformer, init_params, random_base
+    from qerl_jax.planning import memory
     from qerl_jax.rl import grpo, objective, update
     from qerl_jax.rl.experience import Experience
 

@@ -48,8 +48,8 @@ device_description_str: "{name}"
 
 
 def card(name: str) -> Any:
-    """A card by its name in `qerl_jax.cards`, as a `runtime.Device`. Only what is installed here counts as installed."""
-    from qerl_jax import cards
+    """A card by its name in `qerl_jax.planning.cards`, as a `runtime.Device`. Only what is installed here counts as installed."""
+    from qerl_jax.planning import cards
 
     return dataclasses.replace(cards.named(name).device, has_packages=False)
 
@@ -100,8 +100,8 @@ def arguments(
     import jax
     import jax.numpy as jnp
 
-    from qerl_jax import sharding
     from qerl_jax.config import LoraConfig
+    from qerl_jax.distributed import sharding
     from qerl_jax.generation import device_pool
     from qerl_jax.generation.draft_control import MOST_ENDED
     from qerl_jax.generation.draft_search import KINDS, Texts
@@ -227,7 +227,7 @@ def main() -> None:
     import numpy as np
     from jax.experimental import topologies
 
-    from qerl_jax import sharding
+    from qerl_jax.distributed import sharding
     from qerl_jax.generation import engine
 
     jax.devices()  # plugins are discovered when devices are first listed

@@ -45,8 +45,8 @@ HEADS = ((128, 7, True), (64, 1, False), (256, 8, True))
 
 
 def card_of(capability: int) -> Any:
-    """The last card of a compute capability in `qerl_jax.cards`, with its own number of processors."""
-    from qerl_jax import cards
+    """The last card of a compute capability in `qerl_jax.planning.cards`, with its own number of processors."""
+    from qerl_jax.planning import cards
 
     name = f"{capability // 10}.{capability % 10}"
     return [card.device for card in cards.CARDS if card.capability == name][-1]

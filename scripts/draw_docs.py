@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 from pallas_kernels.formats import nvfp4
-from qerl_jax.rl import aqn
+from qerl_jax.aqn import schedule as aqn
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 COURSES = DOCS / "measured" / "courses.jsonl"

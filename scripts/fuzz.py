@@ -37,12 +37,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from qerl_jax import config, process_pool
+from qerl_jax import config
 from qerl_jax.checkpoint import gguf, packed_formats, peft, safetensors
 from qerl_jax.cli import crashes, generate
-from qerl_jax.data import answers, chat_template, latex_form, tool_calls, verl_answers
+from qerl_jax.data import answers, chat_template, latex_form, verl_answers
 from qerl_jax.model import architecture
 from qerl_jax.rewards import stock
+from qerl_jax.system import process_pool
+from qerl_jax.tools import tool_calls
 from qerl_jax.tracking import logger
 from scripts import fuzz_watch
 from tests import gguf_files

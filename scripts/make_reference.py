@@ -19,9 +19,9 @@ import types
 import typing
 
 from qerl_jax import config
-from qerl_jax.checked import Count, Rule
 from qerl_jax.cli import common
 from qerl_jax.cli.main import COMMANDS
+from qerl_jax.system.checked import Count, Rule
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 _COUNT = typing.get_args(Count)[1].text
@@ -43,7 +43,7 @@ CONFIG_HEAD = """\
 # Configuration
 
 Every field of a run. `scripts/make_reference.py` writes this page from the dataclasses in
-[config.py](../qerl_jax/config.py): change the docstrings there.
+[config/sections.py](../qerl_jax/config/sections.py): change the docstrings there.
 
 A run is described by one TOML file. A section is a table of that file, a field is a key:
 

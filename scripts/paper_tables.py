@@ -19,9 +19,9 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from qerl_jax import cards
 from qerl_jax.model import architecture
 from qerl_jax.model.transformer import Transformer, abstract_base
+from qerl_jax.planning import cards
 from scripts import make_benchmarks
 from scripts.study_results import table
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from qerl_jax import config
-from qerl_jax.checked import require
 from qerl_jax.checkpoint import hf_folder
 from qerl_jax.data import tokenizer
-from qerl_jax.files import parse_json
+from qerl_jax.system.checked import require
+from qerl_jax.system.files import parse_json
 from qerl_jax.tracking import logger
 
 

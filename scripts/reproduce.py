@@ -26,11 +26,12 @@ from typing import Any
 import jax
 
 import qerl_jax
-from qerl_jax import cards, config, memory
+from qerl_jax import config
 from qerl_jax.checkpoint import hf_folder
 from qerl_jax.cli.common import run_config
 from qerl_jax.config import RunConfig
 from qerl_jax.model import architecture
+from qerl_jax.planning import cards, memory
 from qerl_jax.tracking import logger
 from scripts import make_benchmarks
 from scripts.study_results import table

@@ -396,8 +396,8 @@ def last_line(args: argparse.Namespace, name: str) -> str:
 def run_piece(args: argparse.Namespace) -> None:
     """Makes one run and writes its result."""
     from qerl_jax import config
-    from qerl_jax.checked import from_table
-    from qerl_jax.files import write_whole
+    from qerl_jax.system.checked import from_table
+    from qerl_jax.system.files import write_whole
     from qerl_jax.tracking import logger
     from qerl_jax.training.trainer import train
 

@@ -30,12 +30,12 @@ import jax
 import numpy as np
 
 from pallas_kernels import runtime
-from qerl_jax import files
 from qerl_jax.checkpoint import hf_folder
 from qerl_jax.data import datasets, tokenizer
 from qerl_jax.generation.generator import Generator
 from qerl_jax.quantization.calibration import Calibration
 from qerl_jax.quantization.quantizer import Recipe, quantize
+from qerl_jax.system import files
 from scripts.measure_quantization import Sums, hidden_states, load, sums
 from scripts.warm_up import Rows, fit, joined
 

@@ -23,13 +23,13 @@ from typing import Any
 import jax
 
 from pallas_kernels import runtime
+from qerl_jax.aqn import schedule as aqn
 from qerl_jax.checkpoint import base_model
 from qerl_jax.config import ModelConfig
 from qerl_jax.data import arithmetic
-from qerl_jax.files import whole_lines
 from qerl_jax.generation.generator import Generator
 from qerl_jax.model.transformer import noise_shapes
-from qerl_jax.rl import aqn
+from qerl_jax.system.files import whole_lines
 from scripts.measure_quantization import hidden_states, sums
 from scripts.study_quantization import measured
 from scripts.warm_up import MAX_TOKENS, Rows, asked, joined, sha256

@@ -15,9 +15,10 @@ import numpy as np
 
 import qerl_jax
 from qerl_jax import rl
-from qerl_jax.data import datasets, tool_calls
+from qerl_jax.data import datasets
 from qerl_jax.data.tokenizer import Tokenizer
-from qerl_jax.rewards.stock_tools import calculator
+from qerl_jax.tools import tool_calls
+from qerl_jax.tools.stock_tools import calculator
 
 LENGTHS = {"max_prompt_length": 32, "max_completion_length": 48}
 

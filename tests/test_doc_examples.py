@@ -15,9 +15,9 @@ import qerl_jax
 from qerl_jax import config as configs
 from qerl_jax.api.policy import Policy
 from qerl_jax.api.runs import Run
-from qerl_jax.checked import from_table
 from qerl_jax.data import datasets
 from qerl_jax.rewards import scoring
+from qerl_jax.system.checked import from_table
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 GUIDE = DOCS / "python.md"

@@ -7,8 +7,8 @@ import types
 
 import pytest
 
-from qerl_jax import cards
 from qerl_jax.cli.main import COMMANDS
+from qerl_jax.planning import cards
 from scripts import compare_trl, docs_links, make_reference
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -128,10 +128,10 @@ def test_fields_and_commands_that_a_guide_names_exist(page):
 def test_links_that_leave_the_docs_lead_to_the_repository(caplog):
     config = types.SimpleNamespace(docs_dir=str(ROOT / "docs"), repo_url="https://forge/us/it/")
     page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri="design/model.md"))
-    text = "[a](../metrics.md#x) [b](../../qerl_jax/config.py) [c](../../configs) [d](kernels.md)"
+    text = "[a](../metrics.md#x) [b](../../qerl_jax/config/sections.py) [c](../../configs) [d](kernels.md)"
     made = docs_links.on_page_markdown(text, page, config, None)
     assert made == (
-        "[a](../metrics.md#x) [b](https://forge/us/it/blob/main/qerl_jax/config.py) "
+        "[a](../metrics.md#x) [b](https://forge/us/it/blob/main/qerl_jax/config/sections.py) "
         "[c](https://forge/us/it/tree/main/configs) [d](kernels.md)"
     )
     assert not caplog.records

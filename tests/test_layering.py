@@ -10,15 +10,16 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 # Each row may import from the rows above it and within itself; packages of one row do not import each other.
 ORDER = (
-    ("checked", "files", "ahead", "messages"),
-    ("config_rules", "hosts", "locks", "process_pool", "sharding"),
+    ("system",),
     ("config",),
-    ("model", "data", "tracking", "mesh"),
-    ("checkpoint", "rewards"),
-    ("generation", "quantization"),
+    ("distributed", "data", "tracking"),
+    ("model",),
+    ("aqn", "checkpoint", "rewards"),
+    ("tools", "quantization"),
+    ("generation",),
     ("rl",),
-    ("memory",),
-    ("evaluation", "cards"),
+    ("planning",),
+    ("evaluation",),
     ("training",),
     # The root loads names of `api` on demand: a library that imports it would run in a circle.
     ("api", "qerl_jax"),
@@ -28,20 +29,16 @@ ORDER = (
 LEVEL = {name: level for level, row in enumerate(ORDER) for name in row}
 # What is plain arithmetic and text: neither Flax nor kernels.
 PLAIN = (
-    "ahead.py",
-    "checked.py",
-    "config.py",
-    "config_rules.py",
-    "files.py",
-    "locks.py",
-    "messages.py",
-    "process_pool.py",
+    "system",
+    "config",
+    "distributed/messages.py",
     "data",
     "rewards",
+    "tools",
     "tracking",
-    "model/noise.py",
+    "aqn/draw.py",
+    "aqn/schedule.py",
     "rl/grpo.py",
-    "rl/aqn.py",
     "rl/masked.py",
 )
 

@@ -5,8 +5,9 @@ import re
 
 import pytest
 
-from qerl_jax import cards, config, memory
+from qerl_jax import config
 from qerl_jax.model import architecture
+from qerl_jax.planning import cards, memory
 from scripts import recipe_times
 
 ROOT = pathlib.Path(__file__).parents[1]

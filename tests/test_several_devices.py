@@ -24,15 +24,16 @@ import pytest
 from jax import monitoring
 
 import qerl_jax
-from qerl_jax import config, sharding
+from qerl_jax import config
 from qerl_jax.checkpoint import base_model
 from qerl_jax.checkpoint.run_state import StateFiles
 from qerl_jax.cli import main
 from qerl_jax.config import GrpoConfig, LoraConfig, MeshConfig
+from qerl_jax.distributed import sharding
+from qerl_jax.distributed.mesh import Replicas
 from qerl_jax.evaluation import pass_rates
 from qerl_jax.generation import engine
 from qerl_jax.generation.fleet import Fleet
-from qerl_jax.mesh import Replicas
 from qerl_jax.model.transformer import Transformer, abstract_base, random_base, trainable
 from qerl_jax.rl import grpo, rollouts, update
 from qerl_jax.tracking import logger

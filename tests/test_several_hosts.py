@@ -133,7 +133,7 @@ def test_the_first_process_runs_the_tools_of_two(tmp_path):
     tools = dataclasses.replace(
         THINKS,
         functions=(),
-        environment="tests.qerl_jax.rewards.environments_for_tests:AskedInTheFirst",
+        environment="tests.qerl_jax.tools.environments_for_tests:AskedInTheFirst",
     )
     options = {
         "length": 80,

@@ -8,8 +8,8 @@ import types
 import pytest
 
 from qerl_jax import config
-from qerl_jax.checked import from_table
 from qerl_jax.checkpoint.hf_folder import TINY
+from qerl_jax.system.checked import from_table
 from scripts import study
 from scripts.study import ARMS, Piece
 

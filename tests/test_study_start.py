@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from qerl_jax.aqn import schedule as aqn
 from qerl_jax.checkpoint.hf_folder import TINY
 from qerl_jax.data import arithmetic, tokenizer
 from qerl_jax.model.transformer import noise_shapes
-from qerl_jax.rl import aqn
 from scripts import study_start, warm_up
 
 

@@ -16,16 +16,17 @@ import numpy as np
 import pytest
 
 from pallas_kernels import runtime
-from qerl_jax import config, memory
+from qerl_jax import config
 from qerl_jax.checkpoint import base_model, hf_folder, peft
 from qerl_jax.cli import main
 from qerl_jax.config import LoraConfig
 from qerl_jax.data.datasets import Problem
-from qerl_jax.files import DiskError
 from qerl_jax.model import architecture
 from qerl_jax.model.transformer import init_params
+from qerl_jax.planning import memory
 from qerl_jax.rewards import scoring, stock
 from qerl_jax.rl import optimizer, rollouts
+from qerl_jax.system.files import DiskError
 from qerl_jax.tracking import logger
 from qerl_jax.training.setup import check_folder
 from qerl_jax.training.trainer import train

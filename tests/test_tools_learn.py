@@ -75,7 +75,7 @@ def test_a_run_with_tools_scores_what_it_sampled_and_goes_on_after_an_interrupti
 @pytest.mark.slow
 def test_a_policy_is_evaluated_and_filtered_with_the_environments_that_it_trained_in(tmp_path):
     """Rows name one of two environments. Sampling is greedy, so that the run and `qerl eval` sample alike."""
-    here = "tests.qerl_jax.rewards.environments_for_tests"
+    here = "tests.qerl_jax.tools.environments_for_tests"
     names = ["asked", "silent"] * 8
     rows = [
         {"question": f"What is {3 + n}+{20 - n}?", "answer": 23, "environment": name}

@@ -10,19 +10,19 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from pallas_kernels import runtime
-from qerl_jax import cards, memory
 from qerl_jax.api import policy as policies
 from qerl_jax.api.policy import Policy
 from qerl_jax.api.settings import Config, Mesh, given_mesh, run_config
-from qerl_jax.checked import ConfigError, pythons, require
 from qerl_jax.checkpoint import export as exports
 from qerl_jax.checkpoint import policy as sources
 from qerl_jax.checkpoint.policy import PolicySource
 from qerl_jax.config import BlockScales, Drafts, MeshConfig
 from qerl_jax.evaluation import benchmark
-from qerl_jax.memory import MemoryPlan
+from qerl_jax.planning import cards, memory
+from qerl_jax.planning.memory import MemoryPlan
 from qerl_jax.quantization import quantizer
 from qerl_jax.quantization.calibration import Calibration
+from qerl_jax.system.checked import ConfigError, pythons, require
 from qerl_jax.tracking import terminal
 
 

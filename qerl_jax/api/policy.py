@@ -13,9 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import runtime
-from qerl_jax import sharding
 from qerl_jax.api.settings import Mesh, given_mesh, given_tools, tools_table
-from qerl_jax.checked import ConfigError, from_table, require
 from qerl_jax.checkpoint import hf_folder, peft
 from qerl_jax.checkpoint import policy as sources
 from qerl_jax.checkpoint.policy import PolicySource
@@ -23,14 +21,16 @@ from qerl_jax.config import DENSE, Dtype, LoraConfig, ToolsConfig, Weights
 from qerl_jax.data import datasets
 from qerl_jax.data.datasets import Problem
 from qerl_jax.data.tokenizer import Prompt, Tokenizer
-from qerl_jax.generation.conversations import Tools
+from qerl_jax.distributed import sharding
 from qerl_jax.generation.generator import Completion, Generator, check_limits
 from qerl_jax.generation.sampling_params import SamplingParams
 from qerl_jax.model.transformer import Transformer, init_params
-from qerl_jax.rewards.environments import Tool, Toolboxes
 from qerl_jax.rl.experience import Experience, make_experience
 from qerl_jax.rl.objective import token_logps
 from qerl_jax.rl.rollouts import Rollout
+from qerl_jax.system.checked import ConfigError, from_table, require
+from qerl_jax.tools.conversations import Tools
+from qerl_jax.tools.environments import Tool, Toolboxes
 
 # Tokens, padding included, whose log-probabilities are computed together; and the narrowest padding.
 _SCORED_TOKENS, _NARROWEST = 16384, 32

@@ -12,12 +12,12 @@ from qerl_jax import config as configs
 from qerl_jax.api import jobs
 from qerl_jax.api.policy import Policy, load
 from qerl_jax.api.settings import Config, given_tools, run_config, several
-from qerl_jax.checked import require
 from qerl_jax.config import RunConfig, ToolsConfig
 from qerl_jax.data import datasets
 from qerl_jax.data.datasets import Problem
-from qerl_jax.rewards.environments import Tool
 from qerl_jax.rewards.stock import RewardFunction
+from qerl_jax.system.checked import require
+from qerl_jax.tools.environments import Tool
 from qerl_jax.tracking import logger
 from qerl_jax.tracking.health import Health
 from qerl_jax.training import trainer

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qerl_jax import config as configs
-from qerl_jax.checked import from_table, require, to_table
 from qerl_jax.config import MeshConfig, RunConfig, ToolsConfig
-from qerl_jax.rewards.environments import Tool
 from qerl_jax.rewards.stock import RewardFunction
+from qerl_jax.system.checked import from_table, require, to_table
+from qerl_jax.tools.environments import Tool
 
 type Config = RunConfig | Mapping[str, Any] | str | os.PathLike
 type Mesh = MeshConfig | Mapping[str, Any]

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import PackedWeight, prepare, runtime
-from qerl_jax.checked import require
 from qerl_jax.checkpoint import hf_folder, packed_formats, safetensors
 from qerl_jax.config import DENSE, BlockScales, LoraConfig, ModelConfig
 from qerl_jax.data import tokenizer
 from qerl_jax.model import architecture, lora
 from qerl_jax.model.transformer import Kept, Transformer, abstract_base, random_base
+from qerl_jax.system.checked import require
 
 _FLOATS = ("F32", "BF16", "F16", "F64")
 

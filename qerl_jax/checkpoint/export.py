@@ -25,12 +25,12 @@ import numpy as np
 
 from pallas_kernels import NVFP4Tensor
 from qerl_jax import config
-from qerl_jax.checked import require
 from qerl_jax.checkpoint import base_model, hf_folder, packed_formats, peft, run_state
 from qerl_jax.checkpoint.policy import saved, trained_model
 from qerl_jax.data import arithmetic, tokenizer
-from qerl_jax.files import whole_folder
 from qerl_jax.model import architecture, layers, logprobs, lora, transformer
+from qerl_jax.system.checked import require
+from qerl_jax.system.files import whole_folder
 
 type Kind = Literal["peft", "merged", "nvfp4", "pair"]
 type Base = Literal["original", "packed"]

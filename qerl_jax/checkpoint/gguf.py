@@ -23,8 +23,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from qerl_jax.checked import require
-from qerl_jax.files import whole_folder
+from qerl_jax.system.checked import require
+from qerl_jax.system.files import whole_folder
 
 # Name of the weights in a folder that stands for a GGUF file.
 FILE = "model.gguf"

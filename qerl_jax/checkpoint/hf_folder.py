@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from qerl_jax.checked import meant, require
 from qerl_jax.checkpoint import gguf, safetensors
-from qerl_jax.files import read_json, whole_folder
 from qerl_jax.model.transformer import Transformer, abstract_base
+from qerl_jax.system.checked import meant, require
+from qerl_jax.system.files import read_json, whole_folder
 
 # The small base that comes with the package.
 TINY = pathlib.Path(__file__).parents[1] / "assets" / "tiny"

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import MXFP4Tensor, NF4Tensor, NVFP4Tensor, mxfp4, nf4, nvfp4
-from qerl_jax.checked import require
 from qerl_jax.checkpoint.safetensors import Tensors
 from qerl_jax.config import BlockScales
-from qerl_jax.files import parse_json, read_json
 from qerl_jax.model.architecture import Architecture
+from qerl_jax.system.checked import require
+from qerl_jax.system.files import parse_json, read_json
 
 type Packed = NVFP4Tensor | MXFP4Tensor | NF4Tensor
 

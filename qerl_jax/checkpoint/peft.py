@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qerl_jax.checked import require
 from qerl_jax.checkpoint.safetensors import Tensors
 from qerl_jax.config import Linear, LoraConfig
-from qerl_jax.files import read_json, whole_folder
 from qerl_jax.model import architecture, lora, transformer
-from qerl_jax.process_pool import Failure, Pool
+from qerl_jax.system.checked import require
+from qerl_jax.system.files import read_json, whole_folder
+from qerl_jax.system.process_pool import Failure, Pool
 
 _PEFT_PREFIX = "base_model.model."
 

@@ -8,15 +8,15 @@ from typing import Any
 
 from pallas_kernels import runtime
 from qerl_jax import config
-from qerl_jax.checked import require
 from qerl_jax.checkpoint import base_model, peft
 from qerl_jax.checkpoint.run_state import StateFiles
 from qerl_jax.data import datasets
 from qerl_jax.data.tokenizer import Tokenizer
-from qerl_jax.files import read_json
-from qerl_jax.hosts import Hosts
-from qerl_jax.mesh import Replicas
+from qerl_jax.distributed.hosts import Hosts
+from qerl_jax.distributed.mesh import Replicas
 from qerl_jax.model.transformer import Transformer
+from qerl_jax.system.checked import require
+from qerl_jax.system.files import read_json
 from qerl_jax.tracking import terminal
 
 # A mesh of one device, however many there are.

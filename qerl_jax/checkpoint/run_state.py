@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from qerl_jax import files
+from qerl_jax.system import files
 
 # The contents of a checkpoint besides its checksums: arrays as orbax writes them, and plain numbers.
 _STATE, _SUPPLY = "state", "supply.json"

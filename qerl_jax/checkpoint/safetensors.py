@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from qerl_jax.files import read_json
+from qerl_jax.system.files import read_json
 
 _DTYPES = {
     "F64": np.float64,

@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from qerl_jax import config
-from qerl_jax.checked import Count, require
 from qerl_jax.cli import options
 from qerl_jax.config import ConfigError, MeshConfig, RunConfig
+from qerl_jax.system.checked import Count, require
 
 # The optional sections of a run's config, and those that every run has.
 _SECTIONS = {

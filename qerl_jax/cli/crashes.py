@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Iterable, Sequence
 
-from qerl_jax.files import write_whole
+from qerl_jax.system.files import write_whole
 
 # Libraries that compute: their errors do not help a user. Other libraries read the user's input, and say what is
 # wrong with it.

@@ -5,10 +5,10 @@ import pathlib
 from typing import Literal
 
 import qerl_jax
-from qerl_jax.checked import require
 from qerl_jax.cli import options
 from qerl_jax.cli.common import DEVICES, Devices, log, run_config, use_compilation_cache
 from qerl_jax.config import Drafts, Dtype, Weights
+from qerl_jax.system.checked import require
 
 # The exit code of a filter that kept no problem; that of a run that has learned nothing is the same.
 NOTHING_KEPT = 3

@@ -10,11 +10,11 @@ import tyro
 
 import qerl_jax
 from qerl_jax import config as configs
-from qerl_jax.checked import is_seed, require
 from qerl_jax.cli.common import DEVICES, Devices, log, require_unicode
 from qerl_jax.config import Dtype, ToolsConfig, Weights
-from qerl_jax.files import parse_json
 from qerl_jax.generation.sampling_params import SamplingParams
+from qerl_jax.system.checked import is_seed, require
+from qerl_jax.system.files import parse_json
 
 if TYPE_CHECKING:
     from qerl_jax.checkpoint.policy import PolicySource
@@ -110,7 +110,7 @@ def generate(
         )
         return
     if mesh.data is None:  # no replica without a completion
-        from qerl_jax.mesh import places
+        from qerl_jax.distributed.mesh import places
 
         mesh = dataclasses.replace(mesh, data=places(mesh, len(prompts) * params.n))
     policy = qerl_jax.load(model, adapter, weights=weights, dtype=dtype, mesh=mesh, **limits)

@@ -18,9 +18,9 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 if not sys.stderr.isatty():
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
-from qerl_jax.checked import meant
 from qerl_jax.cli import common, completions, crashes, evaluate, generate, models, train
 from qerl_jax.cli.common import log
+from qerl_jax.system.checked import meant
 
 
 def env(argv: list[str]) -> None:
@@ -212,8 +212,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _leave(code: int) -> None:
     """Ends a process of several at once; where nothing was computed, there is only one."""
-    if "qerl_jax.hosts" in sys.modules:
-        sys.modules["qerl_jax.hosts"].leave(code)
+    if "qerl_jax.distributed.hosts" in sys.modules:
+        sys.modules["qerl_jax.distributed.hosts"].leave(code)
 
 
 def _failed(name: str, argv: list[str], error: Exception) -> int:

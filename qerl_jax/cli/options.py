@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, NoReturn
 
 import tyro
 
-from qerl_jax.checked import ConfigError, require
+from qerl_jax.system.checked import ConfigError, require
 
 
 class Parser(argparse.ArgumentParser):

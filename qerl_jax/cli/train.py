@@ -7,7 +7,7 @@ import sys
 import qerl_jax
 from qerl_jax.cli.common import log, run_config, use_compilation_cache
 from qerl_jax.cli.options import Parser
-from qerl_jax.hosts import Hosts, join
+from qerl_jax.distributed.hosts import Hosts, join
 from qerl_jax.training import stopping
 
 # The exit code of a run in which no step taught the policy anything.
@@ -67,7 +67,7 @@ def plan(argv: list[str]) -> None:
     options, rest = parser.parse_known_args(argv)
     card = None
     if options.device is not None:
-        from qerl_jax import cards
+        from qerl_jax.planning import cards
 
         card = cards.named(options.device)
         if not rest:
@@ -80,7 +80,7 @@ def plan(argv: list[str]) -> None:
     if card is not None:
         log(f"sampling    {card.kernels(cfg)}")
     if options.compile:
-        from qerl_jax import memory
+        from qerl_jax.planning import memory
 
         use_compilation_cache()
         planned_for = {"limit": made.limit, "device": card.device if card else None}

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qerl_jax.process_pool import Failure, Pool
+from qerl_jax.system.process_pool import Failure, Pool
 
 # CPU seconds for one batch; ordinary templates need about a ten-thousandth of that.
 SECONDS = 10.0

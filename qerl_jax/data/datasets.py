@@ -17,10 +17,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from qerl_jax.checked import ConfigError, require
 from qerl_jax.config import DataConfig
 from qerl_jax.data import answers, arithmetic, tokenizer
-from qerl_jax.files import parse_json
+from qerl_jax.system.checked import ConfigError, require
+from qerl_jax.system.files import parse_json
 
 # Short on purpose: with it and Qwen2.5's chat template, the longest prompt of GSM8K has 252
 # tokens, so all fit into 256.

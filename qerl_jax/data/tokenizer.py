@@ -6,9 +6,9 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from qerl_jax.checked import require
 from qerl_jax.data import chat_template
-from qerl_jax.files import read_json
+from qerl_jax.system.checked import require
+from qerl_jax.system.files import read_json
 
 # Variables of a template that rendering sets itself, so `chat_template_kwargs` must not.
 _OWN_OPTIONS = ("messages", "add_generation_prompt", "tokenize")

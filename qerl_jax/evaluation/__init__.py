@@ -1,4 +1,4 @@
 """Evaluation: benchmarks, protocols, estimates with confidence intervals, comparisons and pass rates.
 
-May import `rl`, `checkpoint`, `tracking`, `memory` and what those import.
+May import `rl`, `checkpoint`, `tracking`, `planning` and what those import.
 """

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import runtime
-from qerl_jax.checked import from_table, is_seed, require, to_table
 from qerl_jax.checkpoint.policy import ALONE, LoadedPolicy, PolicySource, load_policy
 from qerl_jax.config import DataConfig, Drafts, EvalConfig, MeshConfig, RunConfig
 from qerl_jax.data import datasets
@@ -21,13 +20,14 @@ from qerl_jax.evaluation import protocols
 from qerl_jax.evaluation.evaluator import Evaluator, protocol_of_run, reward_of, try_reward
 from qerl_jax.evaluation.protocols import Protocol
 from qerl_jax.evaluation.summary import summarize
-from qerl_jax.files import Progress, content_hashes, write_whole
 from qerl_jax.generation import kv_capacity
-from qerl_jax.generation.conversations import Tools, observed
 from qerl_jax.model import fused_decode
 from qerl_jax.rewards import scoring
-from qerl_jax.rewards.environments import Toolboxes
 from qerl_jax.rl import rollouts
+from qerl_jax.system.checked import from_table, is_seed, require, to_table
+from qerl_jax.system.files import Progress, content_hashes, write_whole
+from qerl_jax.tools.conversations import Tools, observed
+from qerl_jax.tools.environments import Toolboxes
 
 # Completions of a batch per row that is sampled at a time: so many that long rows seldom run alone, and so few that
 # an interruption loses little.

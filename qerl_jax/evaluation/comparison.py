@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from qerl_jax import files
 from qerl_jax.evaluation import intervals
 from qerl_jax.evaluation.summary import statistics
+from qerl_jax.system import files
 
 
 @dataclasses.dataclass(frozen=True)

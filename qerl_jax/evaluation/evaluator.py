@@ -13,17 +13,17 @@ import numpy as np
 from qerl_jax.config import Drafts, RunConfig
 from qerl_jax.data import answers, datasets, verl_answers
 from qerl_jax.data.tokenizer import Tokenizer
+from qerl_jax.distributed.mesh import Replicas
 from qerl_jax.evaluation.protocols import Protocol
 from qerl_jax.evaluation.summary import summarize
-from qerl_jax.generation.conversations import Tools
 from qerl_jax.generation.engine import Engine
 from qerl_jax.generation.fleet import engine_of
 from qerl_jax.generation.sampling_params import SamplingParams
-from qerl_jax.mesh import Replicas
 from qerl_jax.model.transformer import Transformer
 from qerl_jax.rewards import scoring
-from qerl_jax.rewards.environments import Toolboxes
 from qerl_jax.rl import rollouts
+from qerl_jax.tools.conversations import Tools
+from qerl_jax.tools.environments import Toolboxes
 
 # The function with which each reward extracts the answer of a text; for other rewards `answers.stated`.
 _ANSWER_READERS = {

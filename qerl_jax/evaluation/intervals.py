@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from scipy.special import ndtri, stdtrit
 
-from qerl_jax.checked import require
+from qerl_jax.system.checked import require
 
 # Intervals contain the true value in 95 % of cases.
 _QUANTILE = 0.975

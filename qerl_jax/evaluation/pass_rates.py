@@ -12,17 +12,17 @@ from typing import Any
 
 import jax
 
-from qerl_jax import memory
-from qerl_jax.checked import require, to_table
 from qerl_jax.checkpoint.policy import LoadedPolicy, PolicySource, find_policy, load_policy
 from qerl_jax.config import RunConfig
 from qerl_jax.data import datasets
 from qerl_jax.evaluation.evaluator import Evaluator, reward_of, try_reward
-from qerl_jax.files import Progress, content_hashes, to_line, write_whole
-from qerl_jax.generation.conversations import Tools
+from qerl_jax.planning import memory
 from qerl_jax.rewards import scoring
-from qerl_jax.rewards.environments import Toolboxes
 from qerl_jax.rl import rollouts
+from qerl_jax.system.checked import require, to_table
+from qerl_jax.system.files import Progress, content_hashes, to_line, write_whole
+from qerl_jax.tools.conversations import Tools
+from qerl_jax.tools.environments import Toolboxes
 
 
 def select(

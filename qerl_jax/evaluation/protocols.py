@@ -6,8 +6,8 @@ function. Scores under different protocols are not comparable.
 
 import dataclasses
 
-from qerl_jax.checked import Checked, Closed01, Count, NotNegative
 from qerl_jax.config import PromptTemplate, ToolsConfig, TopK, TopP
+from qerl_jax.system.checked import Checked, Closed01, Count, NotNegative
 
 # The split of a benchmark on the hub, by its name in `datasets.SETS`.
 SPLITS = {

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from qerl_jax.checked import to_table
 from qerl_jax.checkpoint.policy import ALONE, PolicySource
 from qerl_jax.config import MeshConfig, ToolsConfig
 from qerl_jax.data.tokenizer import Prompt
-from qerl_jax.files import Progress, content_hashes, to_line, write_whole
 from qerl_jax.generation.generator import Generator
 from qerl_jax.generation.sampling_params import SamplingParams
+from qerl_jax.system.checked import to_table
+from qerl_jax.system.files import Progress, content_hashes, to_line, write_whole
 
 # Columns added to a row. Log-probabilities are those at the sampling temperature; only jobs with tools write `turns`.
 WRITTEN = ("completion", "finish_reason", "num_tokens", "cumulative_logprob", "turns")

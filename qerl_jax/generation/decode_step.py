@@ -5,8 +5,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from qerl_jax.aqn import draw as noise
 from qerl_jax.generation import sampling
-from qerl_jax.model import fused_decode, layers, logprobs, noise
+from qerl_jax.model import fused_decode, layers, logprobs
 from qerl_jax.model.transformer import Transformer, head
 
 

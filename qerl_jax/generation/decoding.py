@@ -6,13 +6,14 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from qerl_jax.aqn import draw as noise
 from qerl_jax.generation import draft_search, verifying
 from qerl_jax.generation.decode_step import EngineSpec, drawer, extender, seen_in
 from qerl_jax.generation.device_pool import BY_HEADS
 from qerl_jax.generation.packed import Packed
 from qerl_jax.generation.programs import program
 from qerl_jax.generation.scheduler import Slots
-from qerl_jax.model import kv_cache, noise
+from qerl_jax.model import kv_cache
 from qerl_jax.model.transformer import Transformer, head
 
 # In a chunk that does not use drafts, one is made and compared every `_COMPARED` tokens.

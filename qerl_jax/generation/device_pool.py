@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from qerl_jax import sharding
+from qerl_jax.distributed import sharding
 from qerl_jax.generation.scheduler import Move
 from qerl_jax.model import kv_cache
 from qerl_jax.model.transformer import Transformer

@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import decode_attention, runtime
-from qerl_jax.checked import require
+from qerl_jax.aqn import draw as noise
 from qerl_jax.config import RolloutConfig
 from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.generation import device_pool, draft_control, kv_capacity, sampling
@@ -44,8 +44,9 @@ from qerl_jax.generation.scheduler import (
     distribute,
 )
 from qerl_jax.generation.stop_strings import StopStrings
-from qerl_jax.model import fused_decode, kv_cache, noise
+from qerl_jax.model import fused_decode, kv_cache
 from qerl_jax.model.transformer import Transformer
+from qerl_jax.system.checked import require
 
 # Seconds between two calls of `poll` while all rows wait for replies.
 _REPLY_SECONDS = 0.5

@@ -15,12 +15,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from qerl_jax import messages
+from qerl_jax.distributed import messages
+from qerl_jax.distributed.hosts import HostLost
+from qerl_jax.distributed.mesh import Replicas
 from qerl_jax.generation.draft_control import Record
 from qerl_jax.generation.engine import Engine, whole
 from qerl_jax.generation.scheduler import QueuedPrompt, RowTokens, Schedule, TurnTaker
-from qerl_jax.hosts import HostLost
-from qerl_jax.mesh import Replicas
 
 messages.sent(RowTokens)
 

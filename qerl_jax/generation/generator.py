@@ -19,27 +19,27 @@ import jax
 import numpy as np
 
 from pallas_kernels import runtime
-from qerl_jax.checked import require
 from qerl_jax.checkpoint.policy import ALONE, PolicySource, find_policy, load_policy
 from qerl_jax.config import Dtype, MeshConfig, ToolsConfig, Weights
 from qerl_jax.data.datasets import Problem
 from qerl_jax.data.tokenizer import Prompt, Tokenizer
+from qerl_jax.distributed.mesh import Replicas
 from qerl_jax.generation import scheduler
-from qerl_jax.generation.conversations import (
+from qerl_jax.generation.engine import Engine
+from qerl_jax.generation.fleet import Fleet, engine_of
+from qerl_jax.generation.sampling_params import SamplingParams
+from qerl_jax.generation.stop_strings import StopStrings
+from qerl_jax.model import fused_decode
+from qerl_jax.model.transformer import Transformer
+from qerl_jax.system.checked import require
+from qerl_jax.tools.conversations import (
     Conversation,
     Conversations,
     Tools,
     encode,
     observed,
 )
-from qerl_jax.generation.engine import Engine
-from qerl_jax.generation.fleet import Fleet, engine_of
-from qerl_jax.generation.sampling_params import SamplingParams
-from qerl_jax.generation.stop_strings import StopStrings
-from qerl_jax.mesh import Replicas
-from qerl_jax.model import fused_decode
-from qerl_jax.model.transformer import Transformer
-from qerl_jax.rewards.environments import Toolboxes
+from qerl_jax.tools.environments import Toolboxes
 
 # Tokens of a chunk in `Generator.stream`, which appear at once.
 _STREAMED_TOKENS = 8

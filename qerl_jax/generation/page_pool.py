@@ -3,7 +3,7 @@
 import collections
 from collections.abc import Sequence
 
-from qerl_jax.checked import require
+from qerl_jax.system.checked import require
 
 
 class Pages:

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from qerl_jax import sharding
 from qerl_jax.config import DENSE
+from qerl_jax.distributed import sharding
 from qerl_jax.generation.device_pool import BY_HEADS
 from qerl_jax.model.transformer import Transformer
 

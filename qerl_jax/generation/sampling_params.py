@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from numbers import Integral
 from typing import Annotated, get_args
 
-from qerl_jax.checked import Checked, Closed01, Count, NotNegative, Rule, is_seed
 from qerl_jax.config import Drafts, RepetitionPenalty, TopK, TopP
+from qerl_jax.system.checked import Checked, Closed01, Count, NotNegative, Rule, is_seed
 
 _texts = Rule(
     lambda texts: (

@@ -45,7 +45,7 @@ class QueuedPrompt:
         keys: uint32 [G, ...], PRNG key data of each completion.
         limit: Most tokens of each completion.
         noise: int32 [G], the number of each completion's noise if rows have their own; the prompt is prefilled with
-            that of the first. See `model.noise.RowNoise`.
+            that of the first. See `aqn.draw.RowNoise`.
         earlier: Completions of the prompt from earlier rounds, int32 [n] each, in which drafts are searched.
     """
 

@@ -16,11 +16,12 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from qerl_jax.aqn import draw as noise
 from qerl_jax.generation import draft_search
 from qerl_jax.generation.decode_step import EngineSpec, drawer, extender, seen_in
 from qerl_jax.generation.draft_search import CHUNKS, MOST
 from qerl_jax.generation.scheduler import Slots
-from qerl_jax.model import kv_cache, noise
+from qerl_jax.model import kv_cache
 from qerl_jax.model.transformer import Transformer, head
 
 # The "chance" of a given token: above 1, so that it has priority over all drafted tokens.

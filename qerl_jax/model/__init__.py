@@ -1,4 +1,4 @@
 """The transformer: architecture, Linen modules, their arithmetic, the KV cache and log-probabilities.
 
-May import `config`, `checked`, `files` and `pallas_kernels`.
+May import `config`, `distributed`, `system` and `pallas_kernels`.
 """

@@ -11,8 +11,8 @@ import math
 import pathlib
 from typing import Any
 
-from qerl_jax.checked import require
-from qerl_jax.files import read_json
+from qerl_jax.system.checked import require
+from qerl_jax.system.files import read_json
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import parts
-from qerl_jax import sharding
-from qerl_jax.checked import require
+from qerl_jax.distributed import sharding
 from qerl_jax.model.architecture import Architecture
+from qerl_jax.system.checked import require
 
 # MLP channels are divided in these units: tiles of the kernels, or in small models the blocks that share a scale.
 _TILE = 64

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qerl_jax.checked import require
 from qerl_jax.config import LoraConfig
 from qerl_jax.model.architecture import Architecture
+from qerl_jax.system.checked import require
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,8 +30,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import decode_attention, mxfp4, nf4, nvfp4, prepare, rounded
 from pallas_kernels.finished_linear import finished_linear, prepare_branches
-from qerl_jax import sharding
 from qerl_jax.config import DENSE, LoraConfig, Remat, Weights
+from qerl_jax.distributed import sharding
 from qerl_jax.model import kv_cache, layers, packing
 from qerl_jax.model.architecture import LAYER_NORMS, Architecture
 from qerl_jax.model.division import Division

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qerl_jax.checked import Checked, Count, require
 from qerl_jax.data import arithmetic, datasets, tokenizer
 from qerl_jax.model.transformer import Transformer, run_layer
 from qerl_jax.quantization import awq
+from qerl_jax.system.checked import Checked, Count, require
 
 # The calibration data of the QeRL paper.
 DATASET = "open-thoughts/OpenThoughts-114k"

@@ -21,14 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import mxfp4, runtime
-from qerl_jax.checked import require
 from qerl_jax.checkpoint import base_model, hf_folder, packed_formats, safetensors
 from qerl_jax.config import BlockScales
 from qerl_jax.data import tokenizer
-from qerl_jax.files import Progress, read_json
 from qerl_jax.model import architecture, transformer
 from qerl_jax.quantization import awq, gptq, sensitivity
 from qerl_jax.quantization.calibration import Calibration, HiddenStates, token_rows
+from qerl_jax.system.checked import require
+from qerl_jax.system.files import Progress, read_json
 
 REPORT = "quantization_report.json"
 

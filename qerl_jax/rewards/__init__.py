@@ -1,4 +1,4 @@
-"""Reward functions: calling convention, stock rewards, math judges, the sandbox, and tools and environments.
+"""Reward functions: calling convention, stock rewards, math judges and the sandbox.
 
-May import `data`, `config` and `files`.
+May import `data`, `config` and `system`.
 """

@@ -13,8 +13,8 @@ import traceback
 from types import ModuleType
 from typing import Any
 
-from qerl_jax import files
-from qerl_jax.checked import require
+from qerl_jax.system import files
+from qerl_jax.system.checked import require
 
 # Folders of this package and of libraries: code elsewhere is the user's.
 _OURS = str(pathlib.Path(__file__).parents[1])

@@ -28,7 +28,7 @@ import sys
 import tempfile
 from typing import IO, Literal
 
-from qerl_jax.ahead import Ahead
+from qerl_jax.system.early_calls import Ahead
 
 _FOLDER_BYTES = 16 << 20  # also the largest file, output included
 _FOLDER_FILES = 256

@@ -33,10 +33,10 @@ from typing import Any
 
 import numpy as np
 
-from qerl_jax.checked import meant, require
 from qerl_jax.data import datasets, tokenizer
 from qerl_jax.rewards import imports
 from qerl_jax.rewards.stock import FACTORIES, STOCK, RewardFunction
+from qerl_jax.system.checked import meant, require
 
 type Named = tuple[str, RewardFunction]
 

@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from qerl_jax import process_pool
-from qerl_jax.checked import require
 from qerl_jax.data import answers, verl_answers
 from qerl_jax.rewards import sandbox, votes
+from qerl_jax.system import process_pool
+from qerl_jax.system.checked import require
 
 type RewardFunction = Callable[..., Any]
 

@@ -3,8 +3,8 @@
 import itertools
 from collections.abc import Sequence
 
-from qerl_jax import process_pool
 from qerl_jax.data import answers
+from qerl_jax.system import process_pool
 
 
 def mathematical(

@@ -16,10 +16,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qerl_jax.model.noise import row_noise
+    from qerl_jax.aqn.draw import row_noise
+    from qerl_jax.aqn.schedule import adapted_sigma, norm_noise, sigma_schedule, step_key
     from qerl_jax.model.transformer import as_computed, noise_shapes
     from qerl_jax.rewards.scoring import resolve
-    from qerl_jax.rl.aqn import adapted_sigma, norm_noise, sigma_schedule, step_key
     from qerl_jax.rl.dynamic_sampling import Supply, by_functions, gather
     from qerl_jax.rl.entropy import EntropyControl
     from qerl_jax.rl.experience import Experience, make_experience
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 # The module of each name. The imports above list the same names for editors and type checkers.
 _MODULES = {
-    "qerl_jax.model.noise": ("row_noise",),
+    "qerl_jax.aqn.draw": ("row_noise",),
     "qerl_jax.model.transformer": ("as_computed", "noise_shapes"),
     "qerl_jax.rewards.scoring": ("resolve",),
-    "qerl_jax.rl.aqn": ("adapted_sigma", "norm_noise", "sigma_schedule", "step_key"),
+    "qerl_jax.aqn.schedule": ("adapted_sigma", "norm_noise", "sigma_schedule", "step_key"),
     "qerl_jax.rl.dynamic_sampling": ("Supply", "by_functions", "gather"),
     "qerl_jax.rl.experience": ("Experience", "make_experience"),
     "qerl_jax.rl.entropy": ("EntropyControl",),

@@ -8,8 +8,8 @@ import numpy as np
 
 from qerl_jax.data.datasets import Problem
 from qerl_jax.data.tokenizer import Tokenizer
-from qerl_jax.generation.conversations import Conversation
 from qerl_jax.rl import grpo, rollouts
+from qerl_jax.tools.conversations import Conversation
 
 # The fields of a rollout with one entry per problem; the others have one per completion.
 _PER_PROBLEM = ("problems", "prompt_ids")

@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from qerl_jax.checked import require
 from qerl_jax.config import LOSS_TYPES, GrpoConfig
 from qerl_jax.rl import masked
+from qerl_jax.system.checked import require
 
 # Keeps the advantages of a nearly constant group small; the value is TRL's.
 _STD_EPSILON = 1e-4

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from qerl_jax import sharding
+from qerl_jax.aqn.draw import of_rows
 from qerl_jax.config import GrpoConfig, Remat
+from qerl_jax.distributed import sharding
 from qerl_jax.model import logprobs, packing, transformer
-from qerl_jax.model.noise import of_rows
 from qerl_jax.rl import grpo, masked, update_metrics
 from qerl_jax.rl.experience import Experience, PackedRows
 

@@ -9,21 +9,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from qerl_jax.checked import require
+from qerl_jax.aqn.draw import RowNoise
 from qerl_jax.config import RolloutConfig
 from qerl_jax.data.datasets import Problem, collate
 from qerl_jax.data.tokenizer import Tokenizer
-from qerl_jax.generation import conversations
-from qerl_jax.generation.conversations import Conversation, Conversations, Tools, observed
+from qerl_jax.distributed.hosts import Hosts
+from qerl_jax.distributed.mesh import Replicas
 from qerl_jax.generation.engine import Engine
 from qerl_jax.generation.fleet import Fleet, engine_of
 from qerl_jax.generation.scheduler import QueuedPrompt, RowTokens
-from qerl_jax.hosts import Hosts
-from qerl_jax.mesh import Replicas
-from qerl_jax.model.noise import RowNoise
 from qerl_jax.model.transformer import Transformer
 from qerl_jax.rewards import scoring
 from qerl_jax.rl import grpo
+from qerl_jax.system.checked import require
+from qerl_jax.tools import conversations
+from qerl_jax.tools.conversations import Conversation, Conversations, Tools, observed
 
 
 @dataclasses.dataclass(frozen=True)

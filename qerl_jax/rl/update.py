@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from qerl_jax import messages, sharding
 from qerl_jax.config import GrpoConfig, OptimConfig, RunConfig
-from qerl_jax.mesh import Replicas
+from qerl_jax.distributed import messages, sharding
+from qerl_jax.distributed.mesh import Replicas
 from qerl_jax.model import transformer
 from qerl_jax.rl import grpo, microbatches, optimizer, update_metrics
 from qerl_jax.rl.entropy import EntropyControl, high_entropy

@@ -1,4 +1,4 @@
 """Writes and shows the metrics of a run: files, terminal, trackers, and a page of charts.
 
-This package may import `config` and `files`.
+May import `config` and `system`.
 """

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 
 from qerl_jax.config import RunConfig, data_name
-from qerl_jax.files import write_whole
+from qerl_jax.system.files import write_whole
 from qerl_jax.tracking import report, terminal
 from qerl_jax.tracking.health import Health, cause
 

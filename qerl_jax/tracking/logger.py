@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from qerl_jax.files import parse_json, to_line, write_whole, writing
+from qerl_jax.system.files import parse_json, to_line, write_whole, writing
 from qerl_jax.tracking import terminal, trackers
 
 

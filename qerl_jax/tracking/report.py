@@ -14,7 +14,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from qerl_jax import config
-from qerl_jax.files import read_json, whole_lines, write_whole
+from qerl_jax.system.files import read_json, whole_lines, write_whole
 from qerl_jax.tracking import charts, logger, page, terminal
 
 # Sections of charts. Each chart has a title, a unit, metrics with the labels of their lines, and whether its axis is

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qerl_jax.hosts import Hosts
+from qerl_jax.distributed.hosts import Hosts
 from qerl_jax.rl import update
 from qerl_jax.rl.experience import Experience
 from qerl_jax.rl.objective import score

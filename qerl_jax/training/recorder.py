@@ -7,12 +7,12 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
-from qerl_jax import memory
 from qerl_jax.checkpoint import hf_folder, peft
-from qerl_jax.files import write_whole, writing
 from qerl_jax.model.transformer import as_computed
+from qerl_jax.planning import memory
 from qerl_jax.rewards.scoring import RewardError
 from qerl_jax.rl import dynamic_sampling, update
+from qerl_jax.system.files import write_whole, writing
 from qerl_jax.tracking import health
 from qerl_jax.tracking.logger import Logger, plain, read_metrics
 from qerl_jax.training import guards, metrics

@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from qerl_jax import config, memory
+from qerl_jax import config
+from qerl_jax.aqn import exploration
 from qerl_jax.checkpoint import base_model
-from qerl_jax.files import writing
 from qerl_jax.model.transformer import trainable
+from qerl_jax.planning import memory
 from qerl_jax.rl import experience, update
-from qerl_jax.training import exploration
+from qerl_jax.system.files import writing
 
 # The most files per run: the first ones show the cause, and a run that never recovers must not fill the disk.
 _KEPT = 3

@@ -11,19 +11,24 @@ import jax
 import numpy as np
 
 from pallas_kernels import runtime
-from qerl_jax import config, config_rules, files, memory
-from qerl_jax.checked import require
+from qerl_jax import config
+from qerl_jax.aqn import exploration
 from qerl_jax.checkpoint import base_model, hf_folder, peft, run_state
+from qerl_jax.config import rules as config_rules
 from qerl_jax.data import datasets
+from qerl_jax.distributed.hosts import Hosts
+from qerl_jax.distributed.mesh import Replicas
 from qerl_jax.evaluation.evaluator import Evaluator
-from qerl_jax.hosts import Hosts
-from qerl_jax.mesh import Replicas
 from qerl_jax.model import fused_decode, transformer
-from qerl_jax.rewards import environments, imports, scoring, stock
+from qerl_jax.planning import memory
+from qerl_jax.rewards import imports, scoring, stock
 from qerl_jax.rl import dynamic_sampling, optimizer, rollouts, update
 from qerl_jax.rl.entropy import EntropyControl
+from qerl_jax.system import files
+from qerl_jax.system.checked import require
+from qerl_jax.tools import environments
 from qerl_jax.tracking import terminal, trackers
-from qerl_jax.training import exploration, replay, stopping
+from qerl_jax.training import replay, stopping
 from qerl_jax.training.task import Task, make_task
 
 # Independent random streams; each folds in the step.

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-from qerl_jax.hosts import Hosts
+from qerl_jax.distributed.hosts import Hosts
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

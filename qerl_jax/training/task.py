@@ -5,17 +5,19 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from qerl_jax import config, memory
-from qerl_jax.checked import require
+from qerl_jax import config
 from qerl_jax.checkpoint import base_model
 from qerl_jax.data import datasets
 from qerl_jax.data.tokenizer import Tokenizer
-from qerl_jax.generation.conversations import Tools
-from qerl_jax.hosts import Hosts
+from qerl_jax.distributed.hosts import Hosts
 from qerl_jax.model import transformer
-from qerl_jax.rewards import environments, imports, scoring, stock
-from qerl_jax.rewards.shared_tools import SharedToolboxes
+from qerl_jax.planning import memory
+from qerl_jax.rewards import imports, scoring, stock
 from qerl_jax.rl import dynamic_sampling, grpo, rollouts
+from qerl_jax.system.checked import require
+from qerl_jax.tools import environments
+from qerl_jax.tools.conversations import Tools
+from qerl_jax.tools.shared_tools import SharedToolboxes
 from qerl_jax.training import metrics
 
 

@@ -26,15 +26,18 @@ import jax
 import numpy as np
 
 from pallas_kernels import runtime
-from qerl_jax import config, locks, memory
-from qerl_jax.checked import require
+from qerl_jax import config
+from qerl_jax.aqn.draw import RowNoise
 from qerl_jax.data import datasets
-from qerl_jax.files import write_whole, writing
-from qerl_jax.hosts import Hosts
-from qerl_jax.model.noise import RowNoise
-from qerl_jax.rewards import environments, scoring, stock
+from qerl_jax.distributed.hosts import Hosts
+from qerl_jax.planning import memory
+from qerl_jax.rewards import scoring, stock
 from qerl_jax.rl import dynamic_sampling, grpo, rollouts, update
 from qerl_jax.rl.experience import Experience, make_experience
+from qerl_jax.system import locks
+from qerl_jax.system.checked import require
+from qerl_jax.system.files import write_whole, writing
+from qerl_jax.tools import environments
 from qerl_jax.tracking import terminal
 from qerl_jax.tracking.logger import Logger, Unheard
 from qerl_jax.training import guards, metrics, recorder, stopping

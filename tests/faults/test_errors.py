@@ -7,8 +7,9 @@ import re
 import jax
 import pytest
 
-from qerl_jax import config, memory
+from qerl_jax import config
 from qerl_jax.cli import main
+from qerl_jax.planning import memory
 from qerl_jax.rl import rollouts
 from qerl_jax.training import setup, trainer
 from tests.faults import harness

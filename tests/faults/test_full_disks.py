@@ -8,7 +8,8 @@ import textwrap
 
 import pytest
 
-from qerl_jax import config, files
+from qerl_jax import config
+from qerl_jax.system import files
 from qerl_jax.tracking import logger
 from qerl_jax.training.trainer import train
 from tests.faults import harness
@@ -65,7 +66,7 @@ def test_on_a_full_disk_a_row_is_there_as_a_whole_or_not_at_all(tmp_path):
         "64k",
         """
         import os, pathlib, sys
-        from qerl_jax.files import DiskError
+        from qerl_jax.system.files import DiskError
         from qerl_jax.tracking.logger import Logger, read_metrics
         folder = pathlib.Path(sys.argv[1])
         (folder / "ballast").write_bytes(bytes(20_000))
@@ -100,7 +101,7 @@ def test_a_checkpoint_that_finds_no_room_is_one_line_and_leaves_those_before_it(
         import dataclasses, pathlib, sys
         import jax, jax.numpy as jnp
         from qerl_jax.checkpoint.run_state import StateFiles
-        from qerl_jax.files import DiskError
+        from qerl_jax.system.files import DiskError
 
         @jax.tree_util.register_dataclass
         @dataclasses.dataclass
@@ -144,7 +145,7 @@ def test_an_adapter_that_finds_no_room_is_one_line_too(tmp_path):
         import pathlib, sys
         import numpy as np
         import safetensors.numpy
-        from qerl_jax.files import DiskError, writing
+        from qerl_jax.system.files import DiskError, writing
         path = pathlib.Path(sys.argv[1]) / "adapter"
         try:
             with writing(path):

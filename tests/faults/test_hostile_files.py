@@ -5,11 +5,12 @@ import time
 
 import pytest
 
-from qerl_jax import config, files
+from qerl_jax import config
 from qerl_jax.checkpoint import packed_formats, peft, safetensors
 from qerl_jax.cli import main
 from qerl_jax.data import datasets
 from qerl_jax.model import architecture
+from qerl_jax.system import files
 from tests.faults import harness
 
 DEEP = 100_000 * "["

@@ -13,14 +13,15 @@ import time
 
 import pytest
 
-from qerl_jax import config, locks
+from qerl_jax import config
+from qerl_jax.system import locks
 from qerl_jax.tracking import logger
 from qerl_jax.training import trainer
 from tests.faults import harness
 
 HOLD = """
 import sys, time
-from qerl_jax import locks
+from qerl_jax.system import locks
 with locks.held(sys.argv[1]):
     print("held", flush=True)
     time.sleep(600)

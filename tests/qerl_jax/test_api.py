@@ -20,13 +20,13 @@ import qerl_jax
 from qerl_jax import config, rl
 from qerl_jax.api import jobs, runs, settings
 from qerl_jax.api import policy as policies
-from qerl_jax.checked import ConfigError
 from qerl_jax.checkpoint import export, peft
 from qerl_jax.checkpoint import policy as sources
 from qerl_jax.cli import main
 from qerl_jax.data.datasets import Problem
 from qerl_jax.generation.engine import Engine
 from qerl_jax.rewards.scoring import RewardError
+from qerl_jax.system.checked import ConfigError
 from qerl_jax.tracking import logger
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -11,12 +11,12 @@ import pytest
 from safetensors.numpy import save_file
 
 from pallas_kernels import nvfp4, runtime
-from qerl_jax.checked import ConfigError
 from qerl_jax.checkpoint import base_model, hf_folder
 from qerl_jax.checkpoint.safetensors import SafetensorsError
 from qerl_jax.config import LoraConfig, ModelConfig
 from qerl_jax.model import architecture
 from qerl_jax.model.transformer import Transformer, abstract_base
+from qerl_jax.system.checked import ConfigError
 from scripts.compile_decode import as_on
 from tests import golden_files
 from tests.golden_files import GOLDEN

@@ -14,7 +14,7 @@ from qerl_jax.checkpoint.safetensors import SafetensorsError
 from qerl_jax.config import LoraConfig
 from qerl_jax.model.architecture import PARENT
 from qerl_jax.model.transformer import Transformer
-from qerl_jax.process_pool import Pool
+from qerl_jax.system.process_pool import Pool
 from tests import golden_files
 from tests.model_folders import (
     ADAPTER,

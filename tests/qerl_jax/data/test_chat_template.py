@@ -6,7 +6,7 @@ import pytest
 import transformers
 
 from qerl_jax.data import chat_template
-from qerl_jax.process_pool import Pool
+from qerl_jax.system.process_pool import Pool
 from tests.qerl_jax.data.test_tokenizer import CHAT, copy, tiny  # noqa: F401 (fixtures)
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from pallas_kernels import runtime
+from qerl_jax.aqn import draw as noise
 from qerl_jax.config import RolloutConfig
 from qerl_jax.generation import draft_control, engine, recall
 from qerl_jax.generation.draft_control import Drafting
 from qerl_jax.generation.draft_search import KINDS, MOST
 from qerl_jax.generation.engine import Engine
 from qerl_jax.generation.stop_strings import StopStrings
-from qerl_jax.model import noise
 from qerl_jax.model.transformer import noise_shapes
 from tests.qerl_jax.generation import test_draft_search as search_tests
 from tests.qerl_jax.generation import test_engine as plain

@@ -17,14 +17,14 @@ from qerl_jax.checkpoint.policy import PolicySource, find_policy
 from qerl_jax.cli import main
 from qerl_jax.cli.generate import _note_prompts_of_run, prompts_of
 from qerl_jax.config import LoraConfig, ToolsConfig
-from qerl_jax.files import Progress
 from qerl_jax.generation import completion_file
-from qerl_jax.generation.conversations import Tools
 from qerl_jax.generation.generator import Generator
 from qerl_jax.generation.sampling_params import SamplingParams
 from qerl_jax.model import fused_decode, transformer
-from qerl_jax.rewards.environments import Toolboxes
-from qerl_jax.rewards.stock_tools import calculator
+from qerl_jax.system.files import Progress
+from qerl_jax.tools.conversations import Tools
+from qerl_jax.tools.environments import Toolboxes
+from qerl_jax.tools.stock_tools import calculator
 
 QUICKSTART = pathlib.Path(__file__).parents[3] / "configs" / "quickstart.toml"
 PROMPTS = ["What is (5-3)*3?", "What is 20+15?", "What is 31-12?", "What is 9*2+7?"]

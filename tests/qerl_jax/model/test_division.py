@@ -16,13 +16,13 @@ from pallas_kernels import nvfp4, parts, runtime
 from pallas_kernels.nvfp4_matmul import layout
 from pallas_kernels.nvfp4_matmul.config import Config
 from pallas_kernels.portable import layout as portable
-from qerl_jax import sharding
-from qerl_jax.checked import ConfigError
 from qerl_jax.config import LoraConfig
+from qerl_jax.distributed import sharding
 from qerl_jax.model import fused_decode, transformer
 from qerl_jax.model.architecture import KNOWN, Architecture
 from qerl_jax.model.division import Division
 from qerl_jax.model.transformer import Transformer
+from qerl_jax.system.checked import ConfigError
 from tests.pallas_kernels.devices import assume  # noqa: F401
 from tests.qerl_jax.model import caches
 from tests.qerl_jax.model import test_fused_decode as fused

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 
-from qerl_jax.checked import ConfigError
 from qerl_jax.checkpoint import peft
 from qerl_jax.config import LoraConfig
 from qerl_jax.model import fused_decode, lora
 from qerl_jax.model.transformer import Transformer, init_params
+from qerl_jax.system.checked import ConfigError
 from tests import golden_files
 from tests.model_folders import ARCH, DENSE, adapter_model, assert_trees_equal, base
 from tests.qerl_jax.model import caches

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from pallas_kernels import NVFP4Tensor, runtime
-from qerl_jax import memory
 from qerl_jax.checkpoint import base_model, export, safetensors
 from qerl_jax.checkpoint.safetensors import Tensors
 from qerl_jax.config import LoraConfig, ModelConfig
 from qerl_jax.generation.generator import Generator
 from qerl_jax.model import architecture, fused_decode
 from qerl_jax.model.transformer import Transformer, init_params
+from qerl_jax.planning import memory
 from qerl_jax.quantization import awq, quantizer
 from qerl_jax.quantization.quantizer import Recipe
 from tests.qerl_jax.checkpoint.test_export import TOKENS, finished_run, logits, read, run_config

@@ -7,9 +7,9 @@ import sys
 import numpy as np
 import pytest
 
-from qerl_jax.process_pool import Failure
 from qerl_jax.rewards import sandbox, stock
 from qerl_jax.rewards.stock import FACTORIES, STOCK
+from qerl_jax.system.process_pool import Failure
 
 
 def score(name, completion, answer):

@@ -3,9 +3,9 @@
 import pytest
 
 from qerl_jax.evaluation.summary import summarize
-from qerl_jax.process_pool import Failure
 from qerl_jax.rewards import math_judge, votes
 from qerl_jax.rewards.stock import FACTORIES
+from qerl_jax.system.process_pool import Failure
 
 
 class Judges:

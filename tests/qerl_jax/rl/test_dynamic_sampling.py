@@ -10,10 +10,10 @@ import pytest
 from qerl_jax.checkpoint import hf_folder
 from qerl_jax.data import tokenizer
 from qerl_jax.data.datasets import Problem
-from qerl_jax.generation.conversations import Conversation
 from qerl_jax.rl import dynamic_sampling, rollouts
 from qerl_jax.rl.dynamic_sampling import Supply
 from qerl_jax.rl.rollouts import Rollout, Scored
+from qerl_jax.tools.conversations import Conversation
 
 GROUP = 2
 PROBLEMS = [Problem("1+2=", {"answer": "3"}), Problem("12 + 30 = ?", {}), Problem("7*8=", {})]

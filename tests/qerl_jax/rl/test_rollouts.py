@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from qerl_jax.aqn.draw import row_noise
 from qerl_jax.checkpoint import hf_folder
 from qerl_jax.config import LoraConfig, RolloutConfig
 from qerl_jax.data import tokenizer
@@ -16,7 +17,6 @@ from qerl_jax.generation.engine import Engine, EngineSpec
 from qerl_jax.generation.scheduler import QueuedPrompt
 from qerl_jax.model import layers, logprobs
 from qerl_jax.model.architecture import Architecture
-from qerl_jax.model.noise import row_noise
 from qerl_jax.model.transformer import Transformer, head, init_params, noise_shapes, random_base
 from qerl_jax.rewards import scoring
 from qerl_jax.rl import rollouts

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from qerl_jax.aqn import schedule as noise
+from qerl_jax.aqn.draw import row_noise
 from qerl_jax.config import GrpoConfig, LoraConfig, OptimConfig
 from qerl_jax.model.architecture import Architecture
-from qerl_jax.model.noise import row_noise
 from qerl_jax.model.transformer import (
     Transformer,
     head,
@@ -19,7 +20,6 @@ from qerl_jax.model.transformer import (
     random_base,
     trainable,
 )
-from qerl_jax.rl import aqn as noise
 from qerl_jax.rl import update, update_metrics
 from qerl_jax.rl.entropy import EntropyControl
 from qerl_jax.rl.experience import Experience

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from qerl_jax import config
+from qerl_jax.aqn import exploration
 from qerl_jax.checkpoint import base_model
 from qerl_jax.model.transformer import trainable
 from qerl_jax.rl import update
 from qerl_jax.rl.experience import Experience
 from qerl_jax.rl.objective import Objective
-from qerl_jax.training import exploration, replay
+from qerl_jax.training import replay
 
 QUICKSTART = pathlib.Path(__file__).parents[3] / "configs" / "quickstart.toml"
 

@@ -1,0 +1,147 @@
+"""Noise on the scales of the norms: one vector for all rows, or one for each row.
+
+The model adds the `noise` collection to the scales of the norms. It holds for each norm one vector [D] for all rows,
+or one for each row, [B, D]. Vectors per row are not stored: `RowNoise` holds a key and sigma, from which sampler and
+trainer compute the same noise for their rows.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from qerl_jax.system.checked import require
+
+
+def norm_noise(key: Array, sigma: Array | float, shapes: Any) -> Any:
+    """Samples the vectors that are added to the scales of the RMSNorms.
+
+    Each leaf has its own key, derived from its index in the tree (in JAX's order, which sorts the
+    keys of a dict), so that no two norms get the same vector.
+
+    Args:
+        key: The key of the step; see `aqn.schedule.step_key`.
+        sigma: Standard deviation; see `aqn.schedule.sigma_schedule`. 0 gives zeros.
+        shapes: A tree whose leaves have a `.shape`, such as `jax.ShapeDtypeStruct`: [L, D] for the
+            norms of L stacked layers, [D] for a single norm.
+
+    Returns:
+        A tree of the same structure, with float32 arrays.
+    """
+    leaves, treedef = jax.tree.flatten(shapes)
+    draws = [
+        jax.random.normal(jax.random.fold_in(key, i), leaf.shape, jnp.float32)
+        for i, leaf in enumerate(leaves)
+    ]
+    # The barrier keeps XLA from folding sigma into a factor inside `normal`. That would change the last bit under
+    # jit, and a replayed step would differ from the original.
+    draws = [sigma * draw for draw in jax.lax.optimization_barrier(draws)]
+    return jax.tree.unflatten(treedef, draws)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowNoise:
+    """Noise that differs between rows: a function of the key and of a row's number.
+
+    Rows with the same number have the same noise, whatever other rows are in the batch. With "group" the number is
+    that of the group: a prompt and its completions share one noisy policy. With "sequence" each completion has its
+    own number, so each has its own noise in the prompt, too. With "token" the noise also depends on the index of the
+    token; all tokens of a prompt but the last share one vector.
+
+    Attributes:
+        key: uint32 array, the data of the step's key (`jax.random.key_data`).
+        sigma: float32 scalar, the standard deviation.
+        shapes: (path in the `noise` collection, shape) of each norm, in JAX's order.
+        per: "group", "sequence" or "token".
+    """
+
+    key: Array
+    sigma: Array
+    shapes: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...] = dataclasses.field(
+        metadata={"static": True}
+    )
+    per: Literal["group", "sequence", "token"] = dataclasses.field(metadata={"static": True})
+
+    def numbers(self, groups: np.ndarray, size: int) -> np.ndarray:
+        """Returns the number of each row, int32 [P, G].
+
+        Args:
+            groups: int [P], distinct numbers of the groups.
+            size: G, the number of rows in a group.
+        """
+        groups = np.asarray(groups, np.int32)[:, None]
+        rows = np.arange(size, dtype=np.int32)
+        return groups + 0 * rows if self.per == "group" else groups * size + rows
+
+    def draw(self, numbers: Array, tokens: Array | None = None) -> dict[str, Any]:
+        """Computes the `noise` collection for rows.
+
+        Args:
+            numbers: int32 [B], numbers of the rows.
+            tokens: int32 [B], the index of the token that each row runs: 0 for all tokens of the prompt but the last,
+                and t + 1 for the token that predicts completion token t, from 0. Used only if `per` is "token".
+
+        Returns:
+            float32 leaves, [L, B, D] for the norms of layers and [B, D] for the last norm.
+        """
+        key = jax.random.wrap_key_data(self.key)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
+        if self.per == "token":
+            keys = jax.vmap(jax.random.fold_in)(keys, tokens)
+        leaves = [jax.ShapeDtypeStruct(shape, jnp.float32) for _, shape in self.shapes]
+        drawn = jax.vmap(lambda key: norm_noise(key, self.sigma, leaves))(keys)
+        tree: dict[str, Any] = {}
+        for (path, _), leaf in zip(self.shapes, drawn, strict=True):
+            inner = tree
+            for name in path[:-1]:
+                inner = inner.setdefault(name, {})
+            # From [B, L, D] to [L, B, D]: the scan over layers needs L first.
+            inner[path[-1]] = jnp.moveaxis(leaf, 0, -2)
+        return tree
+
+
+def row_noise(key: Array, sigma: Array | float, shapes: Any, per: str) -> RowNoise:
+    """Makes noise that differs between groups, sequences or tokens.
+
+    Args:
+        key: The key of the step; see `aqn.schedule.step_key`.
+        sigma: Standard deviation.
+        shapes: A tree of shapes, from `transformer.noise_shapes`.
+        per: "group", "sequence" or "token".
+
+    Raises:
+        ValueError: If `per` is something else.
+    """
+    require(
+        per in ("group", "sequence", "token"),
+        "per",
+        per,
+        "must be 'group', 'sequence' or 'token'",
+    )
+    leaves = jax.tree_util.tree_leaves_with_path(shapes)
+    named = tuple((tuple(step.key for step in path), tuple(x.shape)) for path, x in leaves)
+    return RowNoise(jax.random.key_data(key), jnp.asarray(sigma, jnp.float32), named, per)
+
+
+def of_rows(
+    variables: dict[str, Any], numbers: Array | None, tokens: Array | None = None
+) -> dict[str, Any]:
+    """Returns variables for applying the model to rows, with `RowNoise` replaced by the noise of these rows.
+
+    Args:
+        variables: Collections; `noise`, if present, as vectors for all rows or as `RowNoise`.
+        numbers: int32 [B], numbers of the rows; used only with `RowNoise`.
+        tokens: int32 [B]; see `RowNoise.draw`.
+    """
+    if not has_own(variables):
+        return variables
+    return variables | {"noise": variables["noise"].draw(numbers, tokens)}
+
+
+def has_own(variables: dict[str, Any]) -> bool:
+    """Whether each row has its own noise (`RowNoise`)."""
+    return isinstance(variables.get("noise"), RowNoise)

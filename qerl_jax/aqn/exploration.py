@@ -1,0 +1,167 @@
+"""Adaptive Quantization Noise (AQN) over a run: the noise of each step, and its size relative to the norms."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict
+
+from qerl_jax.aqn import schedule as aqn
+from qerl_jax.aqn.draw import row_noise
+from qerl_jax.config import NoiseConfig
+from qerl_jax.model import transformer
+
+# The metric that an adaptive sigma follows.
+_SIGNALS = {"entropy": "sampling/entropy", "kl": "sampling/kl_k3", "reward": "reward"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Exploration:
+    """The noise of a run as a function of the step, and of sigma if sigma follows a metric.
+
+    Attributes:
+        cfg: The noise; None for no noise.
+        stage: Maps a position on the schedule to the stage; stage 0 has no noise.
+        scheduled: Maps a position on the schedule to sigma; None if sigma is adaptive.
+        draw: Maps step and sigma to the `noise` collection, or to `RowNoise`.
+    """
+
+    cfg: NoiseConfig | None
+    stage: Callable[[int], Any] | None = None
+    scheduled: Callable[[int], jax.Array] | None = None
+    draw: Callable[[int, Any], Any] | None = None
+
+    @property
+    def first(self) -> float | None:
+        """The initial sigma of an adaptive schedule; None for other schedules."""
+        return self.cfg.sigma_start if self._adapts else None
+
+    def __call__(
+        self, step: int, place: int, sigma: float | None
+    ) -> tuple[dict[str, Any], dict[str, float]]:
+        """Returns the noise, as a dictionary with the entry "noise", and its metrics; both are empty without noise.
+
+        Args:
+            step: Optimizer steps done; determines the random numbers.
+            place: The run's position on the schedule.
+            sigma: Sigma of an adaptive schedule, from `adapted`; other schedules do not use it.
+        """
+        if self.cfg is None:
+            return {}, {}
+        stage = int(self.stage(place))
+        now = jnp.float32(sigma if stage else 0) if self._adapts else self.scheduled(place)
+        metrics = {"aqn/sigma": float(now), "aqn/stage": stage}
+        return {"noise": self.draw(step, now)}, metrics
+
+    def adapted(
+        self, sigma: float | None, place: int, metrics: Mapping[str, float]
+    ) -> float | None:
+        """Returns the next sigma of an adaptive schedule, given the metrics of a step; others return `sigma`.
+
+        It does not change in stage 0, where metrics do not depend on it.
+        """
+        if not self._adapts or not int(self.stage(place)):
+            return sigma
+        return aqn.adapted_sigma(
+            sigma,
+            float(metrics[_SIGNALS[self.cfg.adapt_to]]),
+            target=self.cfg.adapt_target,
+            rate=self.cfg.adapt_rate,
+            lowest=self.cfg.sigma_end,
+            highest=self.cfg.sigma_start,
+        )
+
+    @property
+    def _adapts(self) -> bool:
+        return self.cfg is not None and self.cfg.schedule == "adaptive"
+
+
+def make_exploration(
+    cfg: NoiseConfig | None, model: transformer.Transformer, key: jax.Array, total_steps: int
+) -> Exploration:
+    """Makes the noise of a run from a config.
+
+    Args:
+        cfg: The noise; None for no noise.
+        model: The policy.
+        key: Random key, used only for the noise.
+        total_steps: Length of the schedule in optimizer steps.
+    """
+    if cfg is None:
+        return Exploration(None)
+    stages = {"num_stages": cfg.num_stages, "total_steps": total_steps}
+    sigma = None
+    if cfg.schedule != "adaptive":
+        ends = {"sigma_start": cfg.sigma_start, "sigma_end": cfg.sigma_end}
+        sigma = aqn.sigma_schedule(cfg.schedule, exponent=cfg.exponent, **ends, **stages)
+    draw = jax.jit(lambda step, sigma: _drawn(cfg, model, aqn.step_key(key, step), sigma))
+    return Exploration(cfg, lambda place: aqn.stage(place, **stages), sigma, draw)
+
+
+def abstract_noise(cfg: NoiseConfig, model: transformer.Transformer) -> Any:
+    """Returns shapes and dtypes of a run's noise."""
+    return jax.eval_shape(lambda: _drawn(cfg, model, jax.random.key(0), 0.0))
+
+
+def _drawn(cfg, model, key, sigma):
+    shapes = transformer.noise_shapes(model.arch, cfg.final_norm)
+    if cfg.per == "rollout":
+        return aqn.norm_noise(key, sigma, shapes)
+    return row_noise(key, sigma, shapes, cfg.per)
+
+
+def mean_scales(
+    model: transformer.Transformer, params: Any, frozen: Any, *, final_norm: bool = False
+) -> dict[str, float]:
+    """Returns the mean |scale| over all channels and layers, by the name of each norm that has noise.
+
+    Args:
+        model: The policy.
+        params: The trained parameters; a norm in them replaces the frozen one.
+        frozen: The rest of the policy.
+        final_norm: Whether the norm before the head has noise.
+    """
+    held = flatten_dict(frozen) | flatten_dict(params)
+    paths = flatten_dict(transformer.noise_shapes(model.arch, final_norm))
+    means = _mean_sizes([held[path] for path in paths])
+    return {path[-2]: float(mean) for path, mean in zip(paths, means, strict=True)}
+
+
+@jax.jit
+def _mean_sizes(arrays: list[jax.Array]) -> list[jax.Array]:
+    return [jnp.mean(jnp.abs(x.astype(jnp.float32))) for x in arrays]
+
+
+def describe(
+    cfg: NoiseConfig, model: transformer.Transformer, params: Any, frozen: Any
+) -> list[str]:
+    """Returns lines for the start of a run: sigma relative to the norms' scales, and whether rounding exceeds it.
+
+    Args:
+        cfg: The noise.
+        model: The policy.
+        params: The trained parameters.
+        frozen: The rest of the policy.
+    """
+    means = mean_scales(model, params, frozen, final_norm=cfg.final_norm)
+    middle = sum(means.values()) / len(means)
+    named = ", ".join(f"{name} {mean:.3g}" for name, mean in means.items())
+    first, last = cfg.sigma_start / middle, cfg.sigma_end / middle
+    lines = [
+        f"noise: the mean |scale| of the norms is {middle:.3g} ({named}), so sigma from "
+        f"{cfg.sigma_start:.3g} to {cfg.sigma_end:.3g} is {first:.2%} to {last:.3%} of a scale"
+    ]
+    if cfg.schedule == "adaptive":
+        lines.append(
+            f"noise: sigma begins at {cfg.sigma_start:.3g} and follows {_SIGNALS[cfg.adapt_to]}: up by a factor "
+            f"of {cfg.adapt_rate:g} after a rollout below {cfg.adapt_target:g}, else down, within those bounds"
+        )
+    if model.dtype == jnp.bfloat16 and last < aqn.FLOOR:
+        lines.append(
+            f"noise: below sigma = {aqn.FLOOR * middle:.2g} ({aqn.FLOOR:.2%} of a scale) rounding to bfloat16 "
+            f"adds more noise than AQN; at sigma_end rounding adds {aqn.flips_to_signal(last):.0f} times as much noise "
+            "as AQN"
+        )
+    return lines

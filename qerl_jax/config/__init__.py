@@ -1,0 +1,38 @@
+"""The configuration of a run: its sections as dataclasses, their rules, and its TOML file.
+
+May import `system`.
+"""
+
+from qerl_jax.config.run_file import PACKAGED, dump, given_rows, load, load_run, read_table
+from qerl_jax.config.sections import (
+    DENSE,
+    LOSS_TYPES,
+    BlockScales,
+    CallFormat,
+    Checkpointing,
+    DataConfig,
+    Drafts,
+    Dtype,
+    EvalConfig,
+    GrpoConfig,
+    Kernels,
+    Linear,
+    LoraConfig,
+    LossType,
+    MeshConfig,
+    ModelConfig,
+    NoiseConfig,
+    OptimConfig,
+    PromptTemplate,
+    Remat,
+    RepetitionPenalty,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    ToolsConfig,
+    TopK,
+    TopP,
+    Weights,
+    data_name,
+)
+from qerl_jax.system.checked import ConfigError, from_table, to_table

@@ -1,0 +1,218 @@
+"""Rules across the sections of a run's config, and warnings about unusual choices."""
+
+from typing import Any
+
+from qerl_jax.system.checked import require
+
+# A larger rollout is most likely a typo.
+_MOST_ROWS = 2**20
+
+
+def across_sections(cfg: Any) -> list[tuple[bool, str, str]]:
+    """Returns rules across sections: whether each holds, the field (or several, comma-separated), the rule.
+
+    Args:
+        cfg: A `config.RunConfig`.
+
+    Raises:
+        ConfigError: For batch sizes that are no multiples of each other, or too large.
+    """
+    used = {*cfg.rewards.functions, *([cfg.eval.reward] if cfg.eval else [])}
+    lora, grpo = cfg.model.trainable == "lora", cfg.grpo
+    penalty = cfg.rollout.repetition_penalty
+    return [
+        (
+            (cfg.max_steps is None) != (cfg.num_train_epochs is None),
+            "max_steps, num_train_epochs",
+            "exactly one of the two must be set",
+        ),
+        (
+            bool(cfg.rewards.functions) or (cfg.tools is not None and cfg.tools.has_environment),
+            "rewards.functions",
+            "must name at least one function, each by a text; functions themselves are given to "
+            "qerl_jax.train as reward_funcs",
+        ),
+        (
+            set(cfg.rewards.options or ()) <= used,
+            "rewards.options",
+            f"must be of functions that are used: {', '.join(sorted(used))}",
+        ),
+        (
+            penalty == 1 or grpo.old_logprobs == "recompute",
+            "rollout.repetition_penalty",
+            "is not in the log-probabilities that the sampler reports, so a ratio to them would be "
+            'wrong: set grpo.old_logprobs = "recompute", which does not correct for the penalty; '
+            "or set the penalty to 1 and reward less repetition by get_repetition_penalty_reward",
+        ),
+        (
+            not _own_policies(cfg.noise) or not cfg.optim.share_prompts,
+            "optim.share_prompts",
+            'must be false with noise.per = "sequence" and noise.scope = "both": under noise of its own '
+            "each completion has another prompt before it",
+        ),
+        (
+            cfg.data.apply_chat_template or not cfg.data.system_prompt,
+            "data.apply_chat_template",
+            "must be true with data.system_prompt: only a chat has a system message",
+        ),
+        *_across_tables(cfg),
+        *_across_lengths(cfg),
+        *_across_batches(cfg),
+        (
+            lora or cfg.lora == type(cfg.lora)(),
+            "model.trainable",
+            "has no adapter for a [lora] section to describe: remove that section",
+        ),
+        (
+            grpo.reference != "adapter" or cfg.model.adapter_name_or_path is not None,
+            "grpo.reference",
+            "needs model.adapter_name_or_path, which names the adapter",
+        ),
+        (
+            lora or grpo.beta == 0 or grpo.sync_ref_model,
+            "grpo.beta",
+            'with model.trainable = "full" the reference needs a copy of the weights: ask for it with '
+            "grpo.sync_ref_model = true (ref_model_mixup_alpha = 0 keeps it as it was)",
+        ),
+    ]
+
+
+def _across_tables(cfg):
+    """Returns rules for options of a user's own functions, which are also saved as TOML and JSON."""
+    tables = {
+        "model.chat_template_kwargs": cfg.model.chat_template_kwargs,
+        "rewards.options": cfg.rewards.options,
+        "tools.environment_options": cfg.tools and cfg.tools.environment_options,
+    }
+    rule = "must hold texts, numbers, true or false, and lists and tables of these, with texts as names"
+    return [(_is_plain(table), name, rule) for name, table in tables.items() if table]
+
+
+def _is_plain(value):
+    if isinstance(value, dict):
+        return all(isinstance(name, str) and _is_plain(each) for name, each in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, str | bool | int | float)
+
+
+def _own_policies(noise):
+    """Whether updates use separate noise for each sequence."""
+    return noise is not None and noise.per == "sequence" and noise.scope == "both"
+
+
+def _across_lengths(cfg):
+    rollout, longest = cfg.rollout, cfg.rollout.max_completion_length
+    row = cfg.data.max_prompt_length + longest
+    lengths = f"data.max_prompt_length + rollout.max_completion_length = {row}"
+    limit = cfg.optim.max_tokens_per_microbatch
+    return [
+        (
+            rollout.kv_cache_tokens is None or rollout.kv_cache_tokens >= row,
+            "rollout.kv_cache_tokens",
+            f"must hold a row of {lengths}",
+        ),
+        (
+            limit is None or limit >= row,
+            "optim.max_tokens_per_microbatch",
+            f"must hold one row, {lengths}",
+        ),
+        (
+            rollout.stop is not None
+            or not (rollout.ignore_eos and cfg.grpo.mask_truncated_completions),
+            "grpo.mask_truncated_completions",
+            "must be false with rollout.ignore_eos = true, under which no completion ends: nothing would be learned",
+        ),
+        (
+            (cfg.rewards.soft_punish_cache or 0) <= longest,
+            "rewards.soft_punish_cache",
+            f"must not exceed rollout.max_completion_length = {longest}",
+        ),
+    ]
+
+
+def _across_batches(cfg):
+    rows, batch = cfg.generation_batch_size, cfg.train_batch_size
+    group, updates = cfg.rollout.num_generations, cfg.updates_per_rollout
+    per_device = "optim.per_device_train_batch_size"
+    optimizer_batch = f"{per_device} * optim.gradient_accumulation_steps"
+    given = optimizer_batch
+    if cfg.rollout.generation_batch_size is not None:
+        given = "rollout.generation_batch_size"
+    elif cfg.rollout.steps_per_generation is not None:
+        given = f"{per_device} * rollout.steps_per_generation"
+    require(rows <= _MOST_ROWS, given, rows, f"must be at most {_MOST_ROWS} rows a rollout")
+    rule = f"must be a multiple of rollout.num_generations = {group}"
+    require(rows % group == 0, given, rows, rule)
+    rule = f"must be a multiple of the optimizer batch, {optimizer_batch} = {batch}"
+    require(rows % batch == 0, given, rows, rule)
+    shared = "mesh.tensor" if cfg.mesh.tensor > 1 else "mesh.fsdp"
+    return [
+        (
+            (cfg.mesh.data or 1) <= rows,
+            "mesh.data",
+            f"must not exceed the {rows} rows of a rollout",
+        ),
+        (
+            cfg.mesh.group == 1 or cfg.model.trainable != "full",
+            shared,
+            'goes with an adapter: with model.trainable = "full" no weight is frozen',
+        ),
+        (
+            cfg.mesh.group == 1 or cfg.model.gradient_checkpointing != "none",
+            "model.gradient_checkpointing",
+            f'with {shared} "none" would keep the weights that layers gather: take "auto"',
+        ),
+        (
+            cfg.optim.max_tokens_per_microbatch is None or cfg.grpo.loss_type != "bnpo",
+            "optim.max_tokens_per_microbatch",
+            'cannot be used with grpo.loss_type = "bnpo", whose value depends on the cut: take "dapo"',
+        ),
+        (
+            cfg.max_steps is None or cfg.max_steps % updates == 0,
+            "max_steps",
+            f"must be a multiple of the {updates} optimizer steps made from each rollout",
+        ),
+    ]
+
+
+# Clip ranges below this are GSPO's, for ratios that are means over a sequence; its paper uses 3e-4 and 4e-4.
+_NARROW_CLIP = 1e-2
+
+
+def advice(cfg: Any) -> list[str]:
+    """Returns warnings about choices that work but are unusual; each names the field, its value and the remedy.
+
+    Args:
+        cfg: A `config.RunConfig`.
+
+    Returns:
+        Lines for the log at the start of a run.
+    """
+    grpo, noise, lines = cfg.grpo, cfg.noise, []
+    got = f"warning: grpo.loss_type: got {grpo.loss_type!r}; "
+    if grpo.importance_sampling_level != "sequence":
+        if grpo.loss_type == "luspo":
+            lines.append(
+                f'{got}its paper uses ratios of whole rows: set grpo.importance_sampling_level = "sequence"'
+            )
+        return lines
+    if grpo.loss_type == "vespo":
+        lines.append(
+            f"{got}it makes weights of whole rows by itself, and with grpo.importance_sampling_level = "
+            '"sequence" only the divergence differs: leave that at "token"'
+        )
+    elif grpo.loss_type not in ("grpo", "sapo", "luspo"):
+        lines.append(
+            f'{got}with grpo.importance_sampling_level = "sequence" rows then weigh by their length (of '
+            "rows of 2 and 10 tokens one weighs .17, the other .83), which is not GSPO: set "
+            'grpo.loss_type = "grpo"'
+        )
+    acts_in_ratio = noise is not None and noise.scope == "rollout"
+    if acts_in_ratio and grpo.old_logprobs == "behaviour" and grpo.epsilon < _NARROW_CLIP:
+        lines.append(
+            'warning: grpo.old_logprobs: got "behaviour"; the noise of [noise] is part of these ratios '
+            f"and alone puts 39 to 56 % of the rows outside a clip range of {grpo.epsilon:g}, before "
+            'anything is learned: set grpo.old_logprobs = "recompute"'
+        )
+    return lines

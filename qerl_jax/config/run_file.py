@@ -1,0 +1,98 @@
+"""The TOML file of a run: read from a path or by a packaged name, and written into the run folder."""
+
+import pathlib
+import re
+import tomllib
+from typing import Any
+
+from qerl_jax.config.sections import RunConfig
+from qerl_jax.system.checked import ConfigError, from_table, meant, require, to_table
+from qerl_jax.system.files import DEEPEST, is_shallow
+
+
+def load(path: str | pathlib.Path) -> RunConfig:
+    """Reads and checks a TOML file, or a config of the package by its name, such as "quickstart"."""
+    return from_table(RunConfig, read_table(path))
+
+
+def load_run(folder: str | pathlib.Path) -> RunConfig:
+    """Reads the config of a run from its folder.
+
+    A run that was started before scales were searched does not say how they were chosen: by the maximum.
+    """
+    table = read_table(pathlib.Path(folder) / "config.toml")
+    if isinstance(table.get("model"), dict):
+        table["model"].setdefault("block_scales", "maximum")
+    return from_table(RunConfig, table)
+
+
+# Configs that can be named without their folder; in a checkout the same files as configs/.
+PACKAGED = pathlib.Path(__file__).parents[1] / "assets" / "configs"
+# Far above any config; the time of reading grows with the square of a hostile one.
+_LONGEST_FILE = 2**20
+# A key of that many parts; each makes a table, in time that grows with the square of their number.
+_DEEP_KEY = re.compile(
+    rf"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{DEEPEST}}}"""
+)
+
+
+def read_table(path: str | pathlib.Path) -> dict[str, Any]:
+    """Reads a TOML file, or a config of the package by its name; nothing is checked but that it is TOML."""
+    path = _find(path)
+    rule = f"must be at most {_LONGEST_FILE} bytes long"
+    require(path.stat().st_size <= _LONGEST_FILE, str(path), path.stat().st_size, rule)
+    try:
+        text = path.read_bytes().decode()
+        table = None if _DEEP_KEY.search(text) else tomllib.loads(text)
+    except RecursionError:
+        table = None
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    if table is None or not is_shallow(table):
+        raise ConfigError(f"{path}: lists and tables must nest at most {DEEPEST} deep")
+    return table
+
+
+def _find(path: str | pathlib.Path) -> pathlib.Path:
+    """The file of a path, or of the name of a config in the package."""
+    path = pathlib.Path(path)
+    if path.is_file():
+        return path
+    known = {file.stem: file for file in sorted(PACKAGED.glob("*.toml"))}
+    if len(path.parts) == 1 and path.suffix != ".toml":
+        if path.name in known:
+            return known[path.name]
+        hint = meant(path.name, known) or f"; these are {', '.join(known)}"
+        rule = f"no such file, nor a config of the package{hint}"
+        require(path.is_dir(), "config file", str(path), rule)
+    rule = "no such file: it is a folder; name a file in it" if path.is_dir() else "no such file"
+    if path.stem in known:
+        rule += f"; the package has it as {path.stem}"
+    elif not path.is_dir():
+        rule += meant(path.name, [beside.name for beside in path.parent.glob("*.toml")])
+    raise ConfigError(f"config file: got {str(path)!r}; {rule}")
+
+
+# The comment at the top of a run's config.toml if its rows are not those of [data].
+_GIVEN = "# Trained on {} rows from Python, not on [data].\n"
+
+
+def dump(cfg: RunConfig, given_rows: int | None = None) -> str:
+    """Returns the config as TOML text, every default written out.
+
+    Args:
+        cfg: The config.
+        given_rows: Number of rows that were passed in Python instead of `cfg.data`; a comment says so.
+    """
+    import tomli_w
+
+    return (_GIVEN.format(given_rows) if given_rows is not None else "") + tomli_w.dumps(
+        to_table(cfg)
+    )
+
+
+def given_rows(run_folder: str | pathlib.Path) -> int | None:
+    """Returns how many rows were passed to a run in Python; None if it was trained on its config's data."""
+    with (pathlib.Path(run_folder) / "config.toml").open() as file:
+        given = re.fullmatch(re.escape(_GIVEN).replace(r"\{\}", r"(\d+)"), file.readline())
+    return int(given[1]) if given else None

@@ -1,0 +1,1068 @@
+"""A run as frozen dataclasses, checked once when built.
+
+A TOML section is a dataclass, a key is a field; names are TRL's where TRL has one, QeRL's for AQN.
+A field's annotation says which values are allowed. `_across` returns the rules that concern several fields.
+"""
+
+import dataclasses
+import math
+import re
+from typing import Annotated, Any, Literal, get_args
+
+from qerl_jax.config.rules import across_sections
+from qerl_jax.system.checked import (
+    Checked,
+    Closed01,
+    Count,
+    HalfOpen01,
+    NotEmpty,
+    NotNegative,
+    Open01,
+    Positive,
+    Rule,
+    is_seed,
+    require,
+)
+
+# Storage format of the linears' weights.
+Weights = Literal["nvfp4", "mxfp4", "nf4", "bfloat16", "float32"]
+# The values of `Weights` that are not packed.
+DENSE = ("bfloat16", "float32")
+# How the scale of each block of a packed weight is chosen: by its largest entry, as other libraries do, or as
+# the one that rounds the block with the smallest squared error.
+BlockScales = Literal["auto", "search", "maximum"]
+# Data type of the activations.
+Dtype = Literal["bfloat16", "float32"]
+# Which kernels multiply packed weights and decode: those of `pallas_kernels.runtime.KERNELS`.
+Kernels = Literal["auto", "hopper", "portable", "reference"]
+# What a backward pass recomputes, from nothing to a whole layer.
+Remat = Literal["none", "products", "mlp", "layer"]
+# Values that a config may have: "auto" leaves the choice to the memory plan.
+Checkpointing = Literal["auto", "none", "products", "mlp", "layer"]
+# Sampling options, the same in every section that has them.
+TopK = Annotated[int, Rule(lambda k: k >= 0, "must not be negative (0 is off)")]
+TopP = Annotated[float, Rule(lambda p: 0 < p <= 1, "must be in (0, 1]")]
+RepetitionPenalty = Annotated[float, Rule(lambda x: x > 0, "must be positive (1 is off)")]
+PromptTemplate = Annotated[str, Rule(lambda text: "{prompt}" in text, 'must contain "{prompt}"')]
+# Whether drafts are made.
+Drafts = Literal["auto", "off"]
+# Dual clip's bound for negative advantages (arXiv 1912.09729); the value is verl's default.
+_DUAL_CLIP = 3.0
+# How token losses are made and averaged, see `rl.grpo.policy_loss`.
+LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
+LOSS_TYPES = get_args(LossType)
+# The loss types that clip the ratio from both sides.
+_CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+# The linears of a layer, as Hugging Face names them.
+Linear = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+_LINEARS = get_args(Linear)
+# How a policy writes calls of tools.
+CallFormat = Literal["hermes", "llama3_json"]
+# The rows of a 72B model's narrow linears. A larger rank is most likely a typing error.
+_MOST_RANK = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig(Checked, section="model."):
+    """The base model.
+
+    Attributes:
+        model_name_or_path: A local folder or hub name (config.json and safetensors); "qerl-tiny" is the base
+            that ships with the package. With `random_base` also the name of a published shape:
+            qwen2.5-SIZE (0.5b, 1.5b, 3b, 7b, 14b, 32b, 72b), qwen3-SIZE (0.6b, 1.7b, 4b, 8b, 14b, 32b),
+            llama-3.2-SIZE (1b, 3b), llama-3.1-SIZE (8b, 70b) or mistral-7b-v0.3.
+        tokenizer_name_or_path: Where the tokenizer is, if it is not beside the model.
+        chat_template_kwargs: Extra arguments of the chat template, such as `enable_thinking = false` for
+            Qwen3. They are used wherever the policy is asked.
+        weights: Storage format of the linears' weights: "nvfp4", "mxfp4" and "nf4" (with quantized scales, as
+            in QLoRA) pack a 16-bit checkpoint on load; a checkpoint in that format is read as it is.
+        dtype: Data type of the activations.
+        random_base: Make a packed random base of that architecture on the device instead of reading weights.
+        gradient_checkpointing: What the backward pass computes again instead of keeping it. "layer" keeps
+            only the input of each layer. "mlp" also keeps the products of the two linears of attention;
+            "products" also the product of the first linear of the MLP; "none" keeps all of these and what
+            lies between. In this order the update takes more memory and, up to "products", less time. "auto" takes
+            the first of "products", "mlp" and "layer" with which the memory plan leaves a fifth of the device free;
+            "layer" if the device does not report its memory; never "none".
+        trainable: "lora" trains an adapter; "full" trains the layers of a dense base themselves (linears,
+            biases and norms; not embedding, last norm and head), in float32, without an adapter.
+        adapter_name_or_path: A PEFT adapter over that base, by folder or hub name, from which training goes
+            on; `[lora]` must give the adapter's shape. The optimizer starts anew. With grpo.beta > 0 this
+            adapter, as it is here, is the reference policy; see grpo.reference.
+        kernels: Which kernels multiply packed weights and decode. "auto" takes Hopper's own kernels where
+            they apply, else the "portable" ones (Triton's, from compute capability 7.5 on) where jax-triton
+            is installed, else the "reference", which unpacks all weights at every call. `qerl env` says which
+            ones a machine gets.
+        block_scales: How the scales of blocks are chosen where a 16-bit checkpoint is packed on load:
+            "search" takes for each block the one that rounds it best, "maximum" puts its largest entry at the
+            largest code, as other libraries do. "auto" searches for NVFP4 only: with MXFP4 and NF4 the search
+            lowered the errors of a real model's weights, but raised those of its outputs.
+    """
+
+    model_name_or_path: NotEmpty
+    tokenizer_name_or_path: str | None = None
+    weights: Weights = "nvfp4"
+    dtype: Dtype = "bfloat16"
+    random_base: bool = False
+    gradient_checkpointing: Checkpointing = "auto"
+    trainable: Literal["lora", "full"] = "lora"
+    adapter_name_or_path: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    kernels: Kernels = "auto"
+    block_scales: BlockScales = "auto"
+
+    def _across(self):
+        lora = self.trainable == "lora"
+        return [
+            (
+                lora or self.adapter_name_or_path is None,
+                "adapter_name_or_path",
+                'needs model.trainable = "lora"',
+            ),
+            (
+                lora or self.weights in DENSE,
+                "trainable",
+                'packed weights have no gradient: set model.weights to "bfloat16" or "float32"',
+            ),
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig(Checked, section="lora."):
+    """The LoRA adapter, on the seven linears of every layer or some of them (arXiv 2106.09685).
+
+    Attributes:
+        rank: Rank R of A and B.
+        alpha: The branch is scaled by alpha / rank.
+        dropout: Probability of dropping an input of a branch while training.
+        train_norms: Train the two norms of each layer too (QeRL's `ln`); they belong to the adapter then.
+        target_modules: Linears that have a branch, by the names q_proj, k_proj, v_proj, o_proj, gate_proj,
+            up_proj and down_proj; absent means all seven.
+        rank_pattern: Other ranks by name, as PEFT has it: the end of a linear's name ("down_proj",
+            "layers.0.self_attn.q_proj") or a regular expression for that.
+        alpha_pattern: Other alphas by name, likewise.
+        use_rslora: Scale a branch by alpha / sqrt(rank), so that the size of its output does not shrink as
+            the rank grows (arXiv 2312.03732).
+    """
+
+    rank: Annotated[
+        int,
+        Rule(lambda n: 1 <= n <= _MOST_RANK, f"must be at least 1 and at most {_MOST_RANK}"),
+    ] = 32
+    alpha: Positive = 32.0
+    dropout: HalfOpen01 = 0.0
+    train_norms: bool = False
+    target_modules: tuple[Linear, ...] | None = None
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
+    use_rslora: bool = False
+
+    def __post_init__(self):
+        # Each shape has one spelling, so that equal shapes compare equal, and it can be hashed.
+        names = self.target_modules
+        if isinstance(names, list | tuple) and set(names) <= set(_LINEARS) and names:
+            ordered = tuple(name for name in _LINEARS if name in names)
+            object.__setattr__(self, "target_modules", None if ordered == _LINEARS else ordered)
+        for field in ("rank_pattern", "alpha_pattern"):
+            table = getattr(self, field)
+            if isinstance(table, dict):
+                object.__setattr__(self, field, _Patterns(table) if table else None)
+        super().__post_init__()
+
+    def _across(self):
+        ranks, alphas = self.rank_pattern or {}, self.alpha_pattern or {}
+        names = self.target_modules
+        return [
+            (
+                names is None or (bool(names) and set(names) <= set(_LINEARS)),
+                "target_modules",
+                f"must name at least one of {', '.join(_LINEARS)}",
+            ),
+            (
+                all(isinstance(n, int) and 1 <= n <= _MOST_RANK for n in ranks.values()),
+                "rank_pattern",
+                f"ranks must be at least 1 and at most {_MOST_RANK}",
+            ),
+            (
+                all(isinstance(x, int | float) and x > 0 for x in alphas.values()),
+                "alpha_pattern",
+                "alphas must be positive",
+            ),
+            (all(map(_is_pattern, ranks)), "rank_pattern", "must have regular expressions as keys"),
+            (
+                all(map(_is_pattern, alphas)),
+                "alpha_pattern",
+                "must have regular expressions as keys",
+            ),
+        ]
+
+    def factor(self, alpha: float, rank: int) -> float:
+        """What a branch of that alpha and rank is multiplied by."""
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    @property
+    def scaling(self) -> float:
+        """The factor of a branch that no pattern names."""
+        return self.factor(self.alpha, self.rank)
+
+
+class _Patterns(dict):
+    """A table that can be hashed: compiled programs are looked up by the model's shape."""
+
+    def __hash__(self):
+        return hash(tuple(self.items()))
+
+    def __eq__(self, other):
+        # Order matters: the first pattern that matches a linear is used.
+        return isinstance(other, dict) and list(self.items()) == list(other.items())
+
+
+def _is_pattern(text: str) -> bool:
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig(Checked, section="data."):
+    """The problems.
+
+    Attributes:
+        dataset: "arithmetic" (procedural), a set with a short name, such as "gsm8k"
+            (docs/data.md#a-data-set-from-the-hub), or rows of {"prompt": ..., other columns} by hub name or
+            path.
+        path: Where a named set lies if not on the hub: a folder that Hugging Face's `load_dataset` reads,
+            or a file.
+        name: Name of the data set's configuration, where it has several; "one-step" makes
+            "arithmetic" ask problems of one operation, "mixed" easy and hard ones in digits and words,
+            "products" those of two-digit factors, and "secrets" games of guessing a number.
+        split: Name of the split to train on.
+        columns: Which columns of the rows to read as `prompt` and `answer`, where they have other names.
+        system_prompt: The system message: a text, the name of one ("think-answer", "answer-line" or "think-code"),
+            "" for none, or absent for the named set's own.
+        prompt_template: Text around the last message of a prompt: "{prompt}" and "{COLUMN}" are filled in
+            from the row, other braces stay.
+        apply_chat_template: Whether a prompt that is a text becomes a message of the user, in the chat
+            template. False gives texts to the policy as they are, for policies that continue texts. Prompts
+            that are messages always pass the chat template, and so does a text after a named set's own system
+            prompt.
+        max_prompt_characters: Longest text of a prompt's row, before any template; longer ones are left out.
+            Absent means the named set's own limit, if it has one.
+        max_prompt_length: Longest prompt in tokens, chat template included.
+        overlong_prompts: What happens to a longer prompt: an "error" before training starts, or "drop".
+        num_problems: How many problems to generate ("arithmetic") or keep, from the front; absent means all.
+    """
+
+    dataset: str
+    path: str | None = None
+    name: str | None = None
+    split: str = "train"
+    columns: (
+        Annotated[
+            dict[str, str],
+            Rule(
+                lambda names: names.keys() <= {"prompt", "answer"},
+                'may say which column is "prompt" and which is "answer"',
+            ),
+        ]
+        | None
+    ) = None
+    system_prompt: str | None = None
+    prompt_template: PromptTemplate | None = None
+    apply_chat_template: bool = True
+    max_prompt_characters: Count | None = None
+    max_prompt_length: Count = 512
+    overlong_prompts: Literal["error", "drop"] = "error"
+    num_problems: Count | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardConfig(Checked, section="rewards."):
+    """The rewards, summed with their weights.
+
+    Attributes:
+        functions: Names of stock rewards (docs/rewards.md#stock-rewards), or import paths
+            "package.module:function" or "folder/file.py:function". The list may be empty only if `[tools]` names
+            an environment, which then judges its rows itself.
+        weights: One weight per function; absent means 1 each.
+        options: Arguments of functions that make a reward, by their names in `functions`
+            (docs/rewards.md#a-reward-with-settings).
+        soft_punish_cache: The number of tokens, before the longest completion allowed, over which DAPO's soft
+            overlong punishment falls from 0 to -1; absent means no punishment.
+        soft_punish_weight: Weight of that punishment in the sum. In DAPO the largest punishment is half the
+            difference between a right answer (1) and a wrong one (-1); where answers score 1 or 0, that is
+            0.5.
+        shaping: Names, as in `rewards/NAME/mean`, of the rewards that shape form or length and do not say
+            which completion is better; dynamic sampling ignores them. Absent means format_reward,
+            soft_format_reward, strict_format_reward, think_format_reward, think_reward, int_reward,
+            xmlcount_reward, repetition_penalty_reward and the punishment of long completions.
+    """
+
+    functions: Annotated[
+        tuple[str, ...],
+        Rule(
+            lambda names: all(isinstance(name, str) for name in names),
+            "must be a list of names; functions themselves are given to "
+            "qerl_jax.train as reward_funcs",
+        ),
+    ]
+    weights: tuple[float, ...] | None = None
+    options: dict[str, dict[str, Any]] | None = None
+    soft_punish_cache: Count | None = None
+    soft_punish_weight: Positive = 1.0
+    shaping: tuple[str, ...] | None = None
+
+    def _across(self):
+        count = len(self.functions)
+        holds = self.weights is None or len(self.weights) == count
+        return [(holds, "weights", f"must have one entry per function ({count})")]
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig(Checked, section="rollout."):
+    """How completions are sampled.
+
+    Attributes:
+        num_generations: G, completions per prompt.
+        generation_batch_size: B = P * G, completions per rollout; absent means one optimizer batch.
+        max_concurrent: Rows sampled at a time on each device; the next row takes the place of one that ends.
+            Absent means as many rows of a rollout as fit in the cache if each needs a quarter of its limit, at
+            most 512; but 128 rather than 129 to 256 where fused layers decode, which take no more. Where rows
+            need more, some of them wait on the host.
+        kv_cache_tokens: Capacity of each device for keys and values, in tokens; rows wait while there is none
+            left. Absent means as many tokens as `max_concurrent` rows can need, but at most nine tenths of the
+            memory that weights, scores and prefill leave free.
+        kv_cache_fraction: That capacity as a fraction of the device memory that the weights leave; give one
+            of the two.
+        compact: Shrink the batch when rows end and none waits. If this is off, a row's log-probabilities do
+            not depend on the other rows, not even in their last bits; each prefill is then padded to as many
+            prompts as there are slots.
+        max_completion_length: Longest completion in tokens, the stop token included.
+        temperature: Temperature of sampling and of all log-probabilities.
+        top_k: Keep the k likeliest tokens; 0 is off.
+        top_p: Keep the likeliest tokens whose probabilities add up to this; 1 is off.
+        min_p: Drop tokens below this fraction of the likeliest one's probability; 0 is off.
+        repetition_penalty: Divides positive scores of tokens that were there before, and multiplies negative
+            ones; 1 is off. Other values need grpo.old_logprobs = "recompute".
+        stop: Stop strings: a completion ends with the token that completes one of them.
+        ignore_eos: Run every completion to `max_completion_length`, or a text of `stop`.
+        drafts: "auto" makes drafts where at most 32 rows are left and drafts are expected to pay: a step then
+            checks tokens that were found in completions of the same rollout, or in the prompt's completions when it
+            was last sampled, and keeps those that are right. No
+            token's distribution changes. There are none without a Hopper GPU, without `compact`, with
+            `deterministic`, or if `max_completion_length` is below 512. "off": none.
+        steps_per_generation: `generation_batch_size` as a number of micro-batches
+            (optim.per_device_train_batch_size rows each); give one of the two.
+    """
+
+    num_generations: Annotated[
+        int,
+        Rule(
+            lambda n: n >= 2,
+            "must be at least 2, because an advantage compares the completions of one prompt",
+        ),
+    ] = 8
+    generation_batch_size: Count | None = None
+    max_concurrent: Count | None = None
+    kv_cache_tokens: int | None = None
+    kv_cache_fraction: Open01 | None = None
+    compact: bool = True
+    max_completion_length: Annotated[int, Rule(lambda n: n >= 1, "must be >= 1")] = 512
+    temperature: Annotated[
+        float,
+        Rule(
+            lambda x: x > 0,
+            "must be positive: greedy completions of one prompt are equal and teach nothing",
+        ),
+    ] = 1.0
+    top_k: TopK = 0
+    top_p: TopP = 1.0
+    min_p: Closed01 = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    stop: (
+        Annotated[
+            tuple[str, ...],
+            Rule(
+                lambda texts: texts and all(texts),
+                "must be texts, none of them empty; leave it out for none",
+            ),
+        ]
+        | None
+    ) = None
+    ignore_eos: bool = False
+    drafts: Drafts = "auto"
+    steps_per_generation: Count | None = None
+
+    def _across(self):
+        return [
+            (
+                None in (self.steps_per_generation, self.generation_batch_size),
+                "steps_per_generation",
+                "must be absent where generation_batch_size is given",
+            ),
+            (
+                None in (self.kv_cache_fraction, self.kv_cache_tokens),
+                "kv_cache_fraction",
+                "must be absent where kv_cache_tokens is given",
+            ),
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class GrpoConfig(Checked, section="grpo."):
+    """The objective.
+
+    Attributes:
+        loss_type: What a token adds to the loss, and what the sum is divided by: a table in docs/losses.md
+            has both, with the paper of each loss. "luspo" belongs to `importance_sampling_level = "sequence"`.
+        epsilon: Lower clip range of the ratio. "cispo", "sapo" and "vespo" have none.
+        epsilon_high: Upper clip range; absent means `epsilon` (DAPO: 0.28). For "cispo" it is the bound of the
+            ratio itself and must be given; 5 is usual (arXiv 2510.13786).
+        sapo_temperature_pos: Temperature of the gate of "sapo" for tokens of a positive advantage. The higher
+            it is, the faster the gradient of a token falls as its ratio moves away from 1.
+        sapo_temperature_neg: Temperature of that gate for all other tokens.
+        vespo_k_pos: Exponent of the weight of "vespo" for rows whose advantage is not negative. The higher it
+            is, the less a row with a ratio below 1 weighs.
+        vespo_lambda_pos: Decay of that weight. The higher it is, the less a row with a ratio above 1 weighs.
+        vespo_k_neg: The exponent for rows of a negative advantage.
+        vespo_lambda_neg: The decay for rows of a negative advantage.
+        delta: Cap of the ratio for negative advantages, where clipping leaves it without an upper bound (TRL's
+            name; verl's dual clip). 0 is none. Absent means 3, or 1 + `epsilon_high` where that is more, with
+            `old_logprobs = "behaviour"`, whose ratios hold the sampler's noise; and none with "recompute".
+        beta: Weight of the KL to the reference policy.
+        reference: The reference policy: the "base" without an adapter, or the "adapter" that
+            model.adapter_name_or_path names, of which a copy is kept. Absent means that adapter where there
+            is one, as in TRL, else the base.
+        kl_estimator: How that KL is estimated at each token: "k1" is -d, "k2" d^2 / 2 and "k3"
+            exp(d) - d - 1, where d is the log-probability under the reference minus that under the policy
+            (J. Schulman, "Approximating KL Divergence", 2020).
+        use_bias_correction_kl: Multiply the estimate by the importance ratio.
+        sync_ref_model: Use a periodically updated copy of the policy as KL reference instead.
+        ref_model_mixup_alpha: Share of the policy in an update of that copy: 1 replaces the copy by the
+            policy, 0 leaves it as it is.
+        ref_model_sync_steps: Optimizer steps between two updates of that copy.
+        importance_sampling_level: Ratio per "token", or one per "sequence", the mean over its tokens. GSPO is
+            "sequence" with `loss_type = "grpo"`: under the other loss types rows weigh by their length. Its
+            clip range is 3e-4 and 4e-4, at which AQN's noise alone clips 39 to 56 % of the rows unless
+            `old_logprobs = "recompute"`.
+        advantage_estimator: What a reward is compared with: the mean of its group ("grpo"), or of the group's
+            other completions ("rloo").
+        scale_rewards: Standard deviation that divides advantages: of the "group", of the "batch",
+            or "none".
+        multi_objective_aggregation: How several reward functions become one advantage: their weighted sum is
+            compared within the group ("sum_then_normalize"), or each function is, scaled by its own
+            `scale_rewards`, and the sum of these is normalized over the batch ("normalize_then_sum": GDPO,
+            arXiv 2601.05242).
+        dynamic_sampling: Replace groups whose completions are all equally good by groups of further problems
+            (DAPO).
+        dynamic_sampling_metric: What says how good a completion is: the name of a reward function, which may
+            have the weight 0, or "reward", the whole sum. Absent means the sum without `rewards.shaping`.
+        max_sampling_rounds: The most rounds of sampling for one rollout. After them, groups of equally good
+            completions, which teach nothing, fill the rollout up.
+        mask_truncated_completions: Leave completions without a stop token out of the loss.
+        num_iterations: Passes over each rollout.
+        old_logprobs: Which log-probabilities the ratio is taken against: the sampler's own ("behaviour"), or
+            the clean policy's before the update ("recompute", as in QeRL's code).
+        importance_sampling_correction: With "recompute", weigh the loss by the truncated exp(old -
+            behaviour).
+        importance_sampling_mode: "token_..." takes one weight per token, "sequence_..." the product over the row's
+            tokens. A weight outside of the thresholds becomes the threshold ("..._truncate") or 0 ("..._mask").
+        importance_sampling_clip_max: Threshold above which that weight is truncated or masked.
+        importance_sampling_clip_min: Threshold below which that weight is truncated or masked; absent means
+            none. IcePop is "token_mask" with 0.5 and 5.
+        sampling_mask: Leave out of the loss what sampler and trainer give too different probabilities: by the
+            ratio of a "token", or of a whole row, by the product ("sequence") or the geometric mean
+            ("geometric") of its tokens' ratios; or nothing ("none"). With "behaviour" the ratio is that of
+            the policy as it learns, with "recompute" that of the policy before the update.
+        sampling_mask_max: Largest ratio, trainer over sampler, that stays; above 1. Geometric means lie
+            close to 1, so thresholds such as 1.01 are usual there.
+        sampling_mask_min: Smallest ratio that stays; absent means 1 / `sampling_mask_max`.
+        off_policy_mask_threshold: Leave out rows with a negative advantage from which the policy has moved
+            away: rows whose mean difference of log-probabilities, sampler's minus policy's, is above this
+            many nats per token (DeepSeek-V3.2, TRL's name; 0.5 is a start). Absent means none.
+        top_entropy_quantile: Share of an optimizer batch's tokens, those of the highest entropy, from which the
+            policy learns (arXiv 2506.01939; 0.2 there). 1 is all of them, and 0 the highest alone. It takes one
+            more forward pass in each optimizer step.
+        entropy_coef: Coefficient of an entropy bonus: the loss is lowered by this times the mean entropy per
+            token. 0 is none.
+        use_adaptive_entropy: Change that coefficient after every optimizer step (Skywork-OR1, arXiv 2505.22312):
+            up by `entropy_coef_delta` where the mean entropy was not above `entropy_target`, else down. It acts
+            only in a step that follows one whose entropy was not above the target.
+        entropy_coef_min: Lower bound of a coefficient that adapts.
+        entropy_coef_max: Upper bound of a coefficient that adapts.
+        entropy_coef_delta: How much an adaptive coefficient changes after a step.
+        entropy_target: Entropy in nats per token, below which the bonus acts; best close to the metric
+            `entropy` early in a run. It is compared with the mean over the tokens of `top_entropy_quantile`.
+    """
+
+    loss_type: LossType = "dapo"
+    epsilon: Open01 = 0.2
+    epsilon_high: Annotated[float, Rule(lambda x: x > 0, "must be > 0")] | None = None
+    sapo_temperature_pos: Positive = 1.0
+    sapo_temperature_neg: Positive = 1.05
+    vespo_k_pos: NotNegative = 2.0
+    vespo_lambda_pos: Positive = 3.0
+    vespo_k_neg: NotNegative = 3.0
+    vespo_lambda_neg: Positive = 2.0
+    delta: float | None = None
+    beta: NotNegative = 0.0
+    reference: Literal["base", "adapter"] | None = None
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    use_bias_correction_kl: bool = False
+    sync_ref_model: bool = False
+    ref_model_mixup_alpha: Closed01 = 0.6
+    ref_model_sync_steps: Count = 512
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    advantage_estimator: Literal["grpo", "rloo"] = "grpo"
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = (
+        "sum_then_normalize"
+    )
+    dynamic_sampling: bool = False
+    dynamic_sampling_metric: NotEmpty | None = None
+    max_sampling_rounds: Count = 10
+    mask_truncated_completions: bool = False
+    num_iterations: Count = 1
+    old_logprobs: Literal["behaviour", "recompute"] = "behaviour"
+    importance_sampling_correction: bool = False
+    importance_sampling_mode: Literal[
+        "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+    ] = "token_truncate"
+    importance_sampling_clip_max: Positive = 3.0
+    importance_sampling_clip_min: Positive | None = None
+    sampling_mask: Literal["none", "token", "sequence", "geometric"] = "none"
+    sampling_mask_max: Annotated[float, Rule(lambda x: x > 1, "must be above 1")] | None = None
+    sampling_mask_min: Open01 | None = None
+    off_policy_mask_threshold: Positive | None = None
+    top_entropy_quantile: Closed01 = 1.0
+    entropy_coef: NotNegative = 0.0
+    use_adaptive_entropy: bool = False
+    entropy_coef_min: NotNegative = 0.0
+    entropy_coef_max: Positive = 1.0
+    entropy_coef_delta: Positive = 0.005
+    entropy_target: Positive = 0.2
+
+    @property
+    def clips(self) -> bool:
+        """Whether the loss clips the ratio from both sides."""
+        return self.loss_type in _CLIPPED
+
+    @property
+    def has_entropy_bonus(self) -> bool:
+        """Whether the loss has a term for the entropy."""
+        return self.entropy_coef > 0 or self.use_adaptive_entropy
+
+    @property
+    def ratio_cap(self) -> float | None:
+        """The cap of the ratio for negative advantages; None for none. See `delta`."""
+        if not self.clips:
+            return None
+        if self.delta is not None:
+            return self.delta or None
+        return max(_DUAL_CLIP, self.highest) if self.old_logprobs == "behaviour" else None
+
+    @property
+    def highest(self) -> float:
+        """The upper end of the clip range."""
+        return 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
+
+    def _across(self):
+        masks = self.sampling_mask != "none"
+        return [
+            (
+                not self.delta or self.delta > self.highest,
+                "delta",
+                f"must exceed 1 + epsilon_high = {self.highest}, or be 0 for none",
+            ),
+            (
+                self.clips or not self.delta,
+                "delta",
+                f'must be absent with grpo.loss_type = "{self.loss_type}", which does not clip a ratio',
+            ),
+            (
+                self.loss_type != "cispo" or self.epsilon_high is not None,
+                "epsilon_high",
+                'must be given with grpo.loss_type = "cispo", whose ratios it bounds: 5 is usual',
+            ),
+            (
+                self.loss_type != "vespo"
+                or not self.importance_sampling_mode.startswith("sequence"),
+                "importance_sampling_mode",
+                'must be "token_truncate" or "token_mask" with grpo.loss_type = "vespo", whose weight of a '
+                "row is made of tokens",
+            ),
+            (
+                self.entropy_coef_min <= self.entropy_coef_max,
+                "entropy_coef_min",
+                f"must not exceed entropy_coef_max = {self.entropy_coef_max}",
+            ),
+            (
+                not self.use_adaptive_entropy
+                or self.entropy_coef_min <= self.entropy_coef <= self.entropy_coef_max,
+                "entropy_coef",
+                f"must lie between entropy_coef_min = {self.entropy_coef_min} and entropy_coef_max = "
+                f"{self.entropy_coef_max}, because it begins there",
+            ),
+            (
+                self.importance_sampling_clip_min is None or self.importance_sampling_correction,
+                "importance_sampling_clip_min",
+                "needs grpo.importance_sampling_correction = true",
+            ),
+            (
+                self.importance_sampling_clip_min is None
+                or self.importance_sampling_clip_min < self.importance_sampling_clip_max,
+                "importance_sampling_clip_min",
+                f"must be below importance_sampling_clip_max = {self.importance_sampling_clip_max}",
+            ),
+            (
+                masks == (self.sampling_mask_max is not None),
+                "sampling_mask_max",
+                'must be given with grpo.sampling_mask, and absent where that is "none"',
+            ),
+            (
+                masks or self.sampling_mask_min is None,
+                "sampling_mask_min",
+                'must be absent where grpo.sampling_mask is "none"',
+            ),
+            (
+                self.beta == 0 or self.kl_estimator != "k1" or self.use_bias_correction_kl,
+                "kl_estimator",
+                "as a loss it is noise of mean 0 unless grpo.use_bias_correction_kl = true",
+            ),
+            (
+                self.beta > 0 or not self.sync_ref_model,
+                "sync_ref_model",
+                "needs grpo.beta > 0: without it no reference is read",
+            ),
+            (
+                self.beta > 0 or self.reference is None,
+                "reference",
+                "needs grpo.beta > 0: without it no reference is read",
+            ),
+            (
+                self.reference is None or not self.sync_ref_model,
+                "reference",
+                "needs grpo.sync_ref_model = false: a reference that follows begins as the policy does",
+            ),
+            (
+                self.dynamic_sampling or self.dynamic_sampling_metric is None,
+                "dynamic_sampling_metric",
+                "needs grpo.dynamic_sampling = true: without it no group is compared",
+            ),
+            (
+                self.advantage_estimator == "grpo" or self.scale_rewards != "group",
+                "advantage_estimator",
+                'needs grpo.scale_rewards = "none" or "batch": over the deviation of its own group it is '
+                "grpo times a constant",
+            ),
+            (
+                self.old_logprobs == "recompute" or not self.importance_sampling_correction,
+                "importance_sampling_correction",
+                'needs grpo.old_logprobs = "recompute": against the behaviour policy the weight is 1 by '
+                "definition",
+            ),
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimConfig(Checked, section="optim."):
+    """AdamW and the sizes of its batches.
+
+    Attributes:
+        learning_rate: Peak learning rate.
+        lr_scheduler_type: Shape of the learning rate after the warm-up.
+        warmup_ratio: Share of all steps in which the rate rises linearly to the peak.
+        min_lr_ratio: Learning rate at the end, as a share of the peak.
+        adam_beta1: Decay of the first moment.
+        adam_beta2: Decay of the second moment.
+        adam_epsilon: Added to the root of the second moment.
+        weight_decay: Decoupled weight decay of LoRA A and B; norms never decay.
+        max_grad_norm: Global norm to which gradients are clipped.
+        per_device_train_batch_size: Rows of one micro-batch with grpo.loss_type = "bnpo"; with another loss
+            only its product with the next field counts.
+        gradient_accumulation_steps: Number of such micro-batches in an optimizer step: a step has the product
+            of both fields as rows, on any number of devices.
+        max_tokens_per_microbatch: The most tokens that are computed together in the update, padding included;
+            the result does not depend on it. Absent means 8192, or the tokens of the longest row if they are
+            more (of two such rows, if that is little more than 8192), or fewer where these do not fit on the
+            device.
+        share_prompts: Compute a prompt once for all of its completions in a micro-batch.
+        optimizer: AdamW with float32 moments, or with moments in 8 bits ("adamw_8bit").
+    """
+
+    learning_rate: Annotated[
+        float,
+        Rule(
+            lambda x: 0 < x <= 1,
+            "must be positive and at most 1: AdamW moves a weight by about that much in a step",
+        ),
+    ] = 1e-5
+    lr_scheduler_type: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_ratio: HalfOpen01 = 0.1
+    min_lr_ratio: Closed01 = 0.0
+    adam_beta1: HalfOpen01 = 0.9
+    adam_beta2: HalfOpen01 = 0.99
+    adam_epsilon: Positive = 1e-8
+    weight_decay: NotNegative = 0.1
+    max_grad_norm: Positive = 0.2
+    per_device_train_batch_size: Count = 8
+    gradient_accumulation_steps: Count = 1
+    max_tokens_per_microbatch: int | None = None
+    share_prompts: bool = True
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+
+    def _across(self):
+        holds = self.min_lr_ratio == 0 or self.lr_scheduler_type != "constant"
+        rule = 'must be 0 with lr_scheduler_type = "constant", under which the rate does not fall'
+        return [(holds, "min_lr_ratio", rule)]
+
+
+@dataclasses.dataclass(frozen=True)
+class NoiseConfig(Checked, section="noise."):
+    """Adaptive Quantization Noise; the section switches it on, on any base, and `--noise None` off.
+
+    Attributes:
+        sigma_start: Standard deviation of the noise in the first noisy stage.
+        sigma_end: Standard deviation of the noise in the last stage. Below 0.22 % of the norms' scales, which a
+            run prints at its start, rounding to bfloat16 adds more noise than this does; at 1e-4 of a
+            scale seven times as much.
+        num_stages: Number of equal stages of the run; the first has no noise.
+        schedule: Shape of the decay from `sigma_start` to `sigma_end`; or "adaptive": sigma begins at
+            `sigma_start` after the stage without noise and then follows `adapt_to`, between the two.
+        exponent: How the decay is spread over the stages: "code", as in the published code, reaches
+            `sigma_end`; "paper", the paper's equation 8 under Algorithm 1, stops short of it.
+        scope: Where noise is added: only in the sampler ("rollout", the paper's Algorithm 1), or in sampler and
+            update ("both").
+        final_norm: Whether the norm before the head is perturbed too.
+        per: How often noise is sampled: once for each "rollout", as in the published code; for each "group", a
+            prompt with its completions; for each "sequence", whose prompt is then computed once for each
+            completion; or for each "token", in every forward pass, as in the paper. With all but "rollout",
+            decoding cannot use the fused layers and is slower.
+        adapt_to: What an adaptive sigma follows: the sampler's "entropy" (`sampling/entropy`), the mean "kl"
+            from sampler to trainer (`sampling/kl_k3`), or the mean "reward". Sigma is raised after a rollout
+            in which this is below `adapt_target`, and lowered after any other.
+        adapt_target: The value of `adapt_to` to aim at; needed for schedule = "adaptive".
+        adapt_rate: Factor by which an adaptive sigma is raised or lowered after a rollout.
+    """
+
+    sigma_start: Positive = 1e-2
+    sigma_end: float = 1e-4
+    num_stages: Annotated[
+        int, Rule(lambda n: n >= 3, "must be at least 3: one without noise, two with noise")
+    ] = 10
+    schedule: Literal["exponential", "linear", "cosine", "logarithmic", "adaptive"] = "exponential"
+    exponent: Literal["code", "paper"] = "code"
+    scope: Literal["rollout", "both"] = "rollout"
+    final_norm: bool = False
+    per: Literal["rollout", "group", "sequence", "token"] = "rollout"
+    adapt_to: Literal["entropy", "kl", "reward"] = "entropy"
+    adapt_target: float | None = None
+    adapt_rate: Annotated[float, Rule(lambda x: x > 1, "must be above 1")] = 1.1
+
+    def _across(self):
+        adapts = self.schedule == "adaptive"
+        return [
+            (
+                0 < self.sigma_end <= self.sigma_start,
+                "sigma_end",
+                f"must be in (0, sigma_start = {self.sigma_start}]",
+            ),
+            (
+                self.per != "token" or self.scope == "rollout",
+                "per",
+                'needs noise.scope = "rollout": an update would have to hold the noise of every token',
+            ),
+            (
+                adapts == (self.adapt_target is not None),
+                "adapt_target",
+                'must be given with noise.schedule = "adaptive", and absent with any other',
+            ),
+            (
+                not adapts or self.adapt_to != "kl" or self.scope == "rollout",
+                "adapt_to",
+                'needs noise.scope = "rollout": where both act under noise they do not differ',
+            ),
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig(Checked, section="eval."):
+    """Held-out accuracy at both ends of a run and on a schedule; `--eval None` switches it off.
+
+    Concurrent rows, cache, drafts, length and stop strings are those of `rollout`. Temperature and top-p are given
+    here. Top-k, min-p and repetition penalty are off.
+
+    Attributes:
+        split: Split of the training set's source, or of `dataset` (AIME 2024's is called "train" on the hub).
+        num_problems: How many problems to ask, from the front.
+        reward: The function whose share of 1s is the accuracy.
+        temperature: Sampling temperature; 0 is greedy.
+        top_p: Keep the likeliest tokens whose probabilities add up to this; 1 is off.
+        batch_size: Problems sampled together.
+        eval_steps: Also evaluate every so many optimizer steps, and keep the best adapter in `best`; 0 means
+            only at both ends.
+        num_generations: Completions per problem.
+        dataset: A set other than the training set, named as in `data.dataset`; its problems get the training set's
+            system prompt and prompt template.
+        path: Where that set lies if not on the hub, as `data.path`.
+    """
+
+    split: str = "test"
+    num_problems: Count = 512
+    reward: str = "accuracy_reward"
+    temperature: NotNegative = 1.0
+    top_p: TopP = 1.0
+    batch_size: Count = 512
+    eval_steps: Annotated[int, Rule(lambda n: n >= 0, "must not be negative")] = 0
+    num_generations: int = 1
+    dataset: str | None = None
+    path: str | None = None
+
+    def _across(self):
+        return [
+            (
+                self.num_generations == 1 or (self.num_generations > 1 and self.temperature > 0),
+                "num_generations",
+                "must be at least 1, and 1 at temperature 0, where all samples are equal",
+            ),
+            (self.path is None or self.dataset is not None, "path", "needs eval.dataset"),
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolsConfig(Checked, section="tools."):
+    """Tools that the policy may call while it answers, and an environment that it acts in (docs/environments.md).
+
+    A turn that calls a tool is answered, and the policy goes on. All turns and answers of a row together have
+    at most `rollout.max_completion_length` tokens; nothing is learned from those of answers.
+
+    Attributes:
+        functions: Tools: stock names ("calculator", "python"), or import paths "package.module:function" or
+            "folder/file.py:function".
+        environment: A class whose methods are tools, and that keeps a state for each row: a stock name
+            ("guess_number"), or an import path.
+        environments: Several such classes by names of your own; each row gives its name in the column
+            "environment".
+        environment_options: Arguments with which the class is called; with several classes, a table for each
+            name.
+        max_tool_calling_iterations: Most turns of a row that are answered; absent means no limit but that of
+            tokens.
+        max_reply_tokens: The most tokens of a call's result; a longer one is cut, and says so.
+        seconds: Time limit of a call, in seconds of processor time. The limit by the clock is five times as long. A
+            tool that a script or a notebook defines has this limit by the clock.
+        workers: Calls that run at a time; absent means one for each processor.
+        call_format: How calls are written: "hermes" (JSON between <tool_call> and </tool_call>: Qwen, Hermes)
+            or "llama3_json" (a turn that is JSON: Llama 3.1). Absent means what the chat template asks for.
+        call_pattern: A regular expression for calls in another form, instead of `call_format`: its group
+            `argument` is the only argument of a tool, its group `name` the tool's name, which may be absent
+            where there is one tool.
+    """
+
+    functions: tuple[str, ...] = ()
+    environment: NotEmpty | None = None
+    environments: Annotated[dict[str, str], Rule(bool, "must name at least one")] | None = None
+    environment_options: dict[str, Any] | None = None
+    max_tool_calling_iterations: Count | None = None
+    max_reply_tokens: Count = 256
+    seconds: Positive = 5.0
+    workers: Count | None = None
+    call_format: CallFormat | None = None
+    call_pattern: (
+        Annotated[
+            str,
+            Rule(
+                lambda text: "argument" in re.compile(text).groupindex,
+                'must be a regular expression with a group "(?P<argument>...)"',
+            ),
+        ]
+        | None
+    ) = None
+
+    @property
+    def has_environment(self) -> bool:
+        """Whether there is an environment, or several."""
+        return self.environment is not None or self.environments is not None
+
+    @property
+    def paths(self) -> list[str]:
+        """The names or import paths of all tools and environments."""
+        one = [] if self.environment is None else [self.environment]
+        return [*self.functions, *one, *(self.environments or {}).values()]
+
+    def _across(self):
+        names, options = self.environments or {}, self.environment_options or {}
+        return [
+            (
+                self.call_pattern is None or self.call_format is None,
+                "call_pattern",
+                "must be absent where tools.call_format is given",
+            ),
+            (
+                bool(self.functions) or self.has_environment,
+                "functions",
+                "must name at least one tool where tools.environment is absent",
+            ),
+            (
+                self.environment is None or self.environments is None,
+                "environments",
+                "must be absent where tools.environment is given",
+            ),
+            (
+                self.has_environment or self.environment_options is None,
+                "environment_options",
+                "needs tools.environment",
+            ),
+            (
+                self.environments is None
+                or all(name in names and isinstance(options[name], dict) for name in options),
+                "environment_options",
+                f"must be a table for each name of tools.environments: {', '.join(names)}",
+            ),
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig(Checked, section="mesh."):
+    """The devices of a run (docs/scale.md).
+
+    Attributes:
+        data: Number of replicas on all hosts together. A replica is what samples rows and computes micro-batches on
+            its own: one device, or the devices of `fsdp` or `tensor`. Absent means a run uses all devices;
+            CUDA_VISIBLE_DEVICES chooses which.
+        fsdp: Devices of a replica that share a base: each has a part of the weights of every linear, and each layer
+            gathers its weights when it is computed. For a base that does not fit on one device. Sampling is not
+            faster: a replica is as fast as one device that gathers all weights for every token.
+        tensor: Devices of a replica that decode each row together: each has a part of the heads, with their cache,
+            and a part of the MLP. For faster sampling, or if base or cache do not fit on one device. Updates are
+            those of `fsdp`, so `fsdp` cannot be given too.
+    """
+
+    data: Count | None = None
+    fsdp: Count = 1
+    tensor: Count = 1
+
+    @property
+    def group(self) -> int:
+        """Devices of a replica."""
+        return self.fsdp * self.tensor
+
+    def _across(self):
+        return [
+            (
+                self.fsdp == 1 or self.tensor == 1,
+                "fsdp",
+                f"must be absent with mesh.tensor = {self.tensor}, whose devices share the base in updates, too",
+            )
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig(Checked):
+    """One training run.
+
+    Attributes:
+        output_dir: The run folder; a run found there is resumed.
+        max_steps: Number of optimizer steps; give this or `num_train_epochs`. A resumed run may have more
+            than before, even if it had ended: learning rate and noise then go on as in a run that was that
+            long from the start. A learning rate that had reached its end rises once more.
+        num_train_epochs: Passes over the problems. Every problem that is asked counts. Under dynamic sampling
+            a rollout may ask several rounds of problems: the run then has fewer steps, and learning rate and
+            noise follow the number of problems.
+        seed: Random seed of the whole run: adapter, data order, sampling, noise.
+        save_steps: Optimizer steps between checkpoints.
+        save_total_limit: How many checkpoints are kept.
+        log_completions: Write every completion with its rewards to `completions/`.
+        deterministic: Ask the GPU's compiler for run-to-run identical results. There are no drafts then
+            (`rollout.drafts`).
+        report_to: Where metrics go beside `metrics.jsonl`: "tensorboard", "wandb", "trackio".
+        run_name: The run's name in those trackers; absent means the name of the run folder.
+    """
+
+    output_dir: NotEmpty
+    model: ModelConfig
+    data: DataConfig
+    rewards: RewardConfig
+    lora: LoraConfig = LoraConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    grpo: GrpoConfig = GrpoConfig()
+    optim: OptimConfig = OptimConfig()
+    noise: NoiseConfig | None = None
+    eval: EvalConfig | None = None
+    tools: ToolsConfig | None = None
+    mesh: MeshConfig = MeshConfig()
+    max_steps: Count | None = None
+    num_train_epochs: Positive | None = None
+    seed: Annotated[int, Rule(is_seed, "must be in [0, 2**32)")] = 42
+    save_steps: Count = 50
+    save_total_limit: Count = 3
+    log_completions: bool = True
+    deterministic: bool = False
+    report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    run_name: str | None = None
+
+    def _across(self):
+        return across_sections(self)
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the reference policy is a copy of what trains, and not the base."""
+        if self.grpo.beta == 0 or self.grpo.reference == "base":
+            return False
+        return self.grpo.sync_ref_model or self.model.adapter_name_or_path is not None
+
+    @property
+    def drafts(self) -> Drafts:
+        """`rollout.drafts`, but "off" with `deterministic`.
+
+        How many drafts are made depends on what became of earlier ones, which a checkpoint does not hold; and a step
+        with more tokens rounds differently.
+        """
+        return "off" if self.deterministic else self.rollout.drafts
+
+    @property
+    def train_batch_size(self) -> int:
+        """Rows of one optimizer step."""
+        return self.optim.per_device_train_batch_size * self.optim.gradient_accumulation_steps
+
+    @property
+    def generation_batch_size(self) -> int:
+        """Rows B of one rollout."""
+        if self.rollout.generation_batch_size is not None:
+            return self.rollout.generation_batch_size
+        steps = self.rollout.steps_per_generation or self.optim.gradient_accumulation_steps
+        return self.optim.per_device_train_batch_size * steps
+
+    @property
+    def prompts_per_rollout(self) -> int:
+        """Prompts P of one rollout."""
+        return self.generation_batch_size // self.rollout.num_generations
+
+    @property
+    def updates_per_rollout(self) -> int:
+        """Optimizer steps made from one rollout."""
+        return self.grpo.num_iterations * self.generation_batch_size // self.train_batch_size
+
+    def total_steps(self, num_problems: int) -> int:
+        """Optimizer steps of the whole run over `num_problems` problems: whole rollouts, to the nearest number.
+
+        With `num_train_epochs` under dynamic sampling these are the steps of a run whose rollouts all
+        take one round; a run that needs more rounds ends earlier.
+        """
+        if self.max_steps is not None:
+            return self.max_steps
+        rollouts = max(1, round(self.num_train_epochs * num_problems / self.prompts_per_rollout))
+        steps = rollouts * self.updates_per_rollout
+        rule = (
+            f"{num_problems} problems make {steps:.3g} steps of it; there must be fewer than 2**31"
+        )
+        require(steps < 2**31, "num_train_epochs", self.num_train_epochs, rule)
+        return steps
+
+
+def data_name(cfg: RunConfig, given_rows: int | None) -> str:
+    """Returns what a run is trained on: a path, a data set, or "N rows from Python"."""
+    if given_rows is not None:
+        return f"{given_rows:,} rows from Python"
+    return str(cfg.data.path or cfg.data.dataset)

@@ -1,0 +1,778 @@
+"""Estimates the device memory of a run from shapes and a few measured factors; no weights are allocated.
+
+The peak is the memory that is always in use (base, adapter, optimizer) plus the largest of three phases that follow
+each other: the rollout (KV cache, logits), the update (gradients, activations of one micro-batch) and scheduled
+evaluation (KV cache, logits). A cache is released when its phase ends. The compiler decides the size of workspace;
+its factors were taken from `compiled.memory_analysis()` of programs for an H200.
+"""
+
+import dataclasses
+import functools
+import itertools
+import os
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import runtime
+from qerl_jax.checkpoint import base_model, hf_folder
+from qerl_jax.config import DENSE, ConfigError, MeshConfig, OptimConfig, Remat, RunConfig
+from qerl_jax.distributed import sharding
+from qerl_jax.distributed.mesh import places
+from qerl_jax.generation import kv_capacity
+from qerl_jax.generation.draft_control import Drafting
+from qerl_jax.model import architecture, fused_decode, kv_cache, layers, packing
+from qerl_jax.model.division import Division
+from qerl_jax.model.transformer import Kept, Transformer, abstract_base, trainable
+from qerl_jax.rl import experience, grpo, microbatches, optimizer
+from qerl_jax.rl.objective import Objective, compiler_options, gradient
+from qerl_jax.system.checked import require
+
+Phase = Literal["always", "rollout", "update", "evaluation"]
+_TURNS: tuple[Phase, ...] = ("rollout", "update", "evaluation")
+
+# Workspace as numbers of arrays that exist at the same time. In the backward pass of a layer's MLP: _FFN arrays
+# [tokens, F] (two fewer if matrix products are kept) and _WIDTH arrays [tokens, D]. In that of attention: _SLOTS
+# arrays as large as queries, keys and values of all slots (these, the attention output, and the gradients of both).
+# _KEPT_... are what a layer keeps per token if nothing is recomputed. _CHUNK counts float32 logits [rows, V] in a
+# chunk of the head, gradients included.
+_FFN, _WIDTH, _SLOTS = 8, 2, 4
+_KEPT_FFN, _KEPT_WIDTH, _KEPT_INPUTS = 3, 3, 3
+_CHUNK = 1.5
+# Bytes of each attention score of a micro-batch in the backward pass of plain attention: two float32, taken from
+# programs for a T4 (7.9 to 8.5). A CPU needs 12.
+_SCORE = 8
+# Share of the memory that the plan's own choices may use, because estimates of workspace are not exact. At 7B that of
+# "products" was 2 % above the memory that an H200 used, that of "none" 5 %.
+_CHOSEN_SHARE = 0.8
+_CHUNK_ROWS = 1024
+# Bytes of a weight in NVFP4: four bits, and the eight bits of a scale that 16 weights share.
+_PACKED = 0.5 + 1 / 16
+_UNITS = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """One line of a plan.
+
+    Attributes:
+        name: What uses the memory.
+        size: Size in bytes.
+        phase: The phase in which it is allocated.
+        field: The config field to change, with a better value, to make it smaller; "" if there is none.
+        shortage: Text of an error if the KV cache cannot hold one row; "" otherwise.
+        estimated: Whether the size is an estimate, because the compiler decides it; other sizes follow from shapes.
+        least: Size in bytes with the best value of `field`. What `lora.rank` decides is not made smaller: a lower rank
+            trains another adapter.
+    """
+
+    name: str
+    size: int
+    phase: Phase
+    field: str = ""
+    shortage: str = ""
+    estimated: bool = False
+    least: int = 0
+
+    @property
+    def kept(self) -> int:
+        """The bytes that no setting saves."""
+        return self.least if self.field else self.size
+
+    @property
+    def saved(self) -> int:
+        """The bytes that `field` can save."""
+        return self.size - self.kept
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+    """The memory of a run.
+
+    Attributes:
+        items: Everything that uses memory on a device, by phase; the first item is the linears of the base.
+        update: A line about micro-batches and recomputation; "" if unknown.
+        rows: Rows of a rollout of each replica; the memory is the same on all devices.
+        mesh: The devices of the run.
+    """
+
+    items: tuple[Item, ...]
+    update: str = ""
+    rows: tuple[int, ...] = (0,)
+    mesh: MeshConfig = MeshConfig()
+
+    def size(self, *phases: Phase) -> int:
+        """Returns the bytes of all items of the given phases."""
+        return sum(item.size for item in self.items if item.phase in phases)
+
+    @property
+    def peak(self) -> int:
+        """The bytes that are in use in the phase that needs the most."""
+        return self.size("always") + max(self.size(phase) for phase in _TURNS)
+
+    def require(self, limit: int) -> None:
+        """Checks that the plan needs at most `limit` bytes, and that its cache can hold a row.
+
+        Raises:
+            ConfigError: If not; it names the fields to change, or what would fit if no field is enough.
+        """
+        if self.peak <= limit:
+            for item in self.items:
+                if item.shortage:
+                    raise ConfigError(item.shortage)
+            return
+        kept = lambda turn: sum(item.kept for item in self._within(turn))
+        fullest, tightest = max(_TURNS, key=self.size), max(_TURNS, key=kept)
+        if kept(tightest) > limit:
+            advice = self._instead(self._within(tightest), limit)
+        else:
+            advice = f"change {self._changes(limit)}"
+        raise ConfigError(
+            f"memory: this run needs {_gb(self.peak)} in its {fullest}; {self._offers} "
+            f"{_gb(limit)}: {advice}"
+        )
+
+    def _within(self, turn: Phase) -> list[Item]:
+        return [item for item in self.items if item.phase in ("always", turn)]
+
+    def _changes(self, limit: int) -> str:
+        """Returns the fields that save the most, with what they save on: so many that every phase can fit."""
+        chosen: list[Item] = []
+        for turn in sorted(_TURNS, key=self.size, reverse=True):
+            items = self._within(turn)
+            excess = sum(item.size for item in items) - limit
+            excess -= sum(item.saved for item in items if item in chosen)
+            for item in sorted(items, key=lambda item: -item.saved):
+                if excess > 0 and item not in chosen:
+                    chosen.append(item)
+                    excess -= item.saved
+        fields: dict[str, list[str]] = {}
+        for item in chosen:
+            fields.setdefault(item.field, []).append(f"{item.name} {_gb(item.size)}")
+        return " and ".join(f"{field} ({'; '.join(held)})" for field, held in fields.items())
+
+    def _instead(self, items: Sequence[Item], limit: int) -> str:
+        """Says what needs more than `limit` with any settings, and what would fit instead."""
+        kept = sum(item.kept for item in items)
+        by_rank = sum(item.kept for item in items if item.field == "lora.rank")
+        would = ["a lower lora.rank"] * (kept - by_rank < limit)
+        would += ["a smaller model", "a larger card"]
+        if kept - self.items[0].kept < limit:
+            several = "more" if self.mesh.group > 1 else "several"
+            would.append(f"{several} cards that share the base (mesh.fsdp, mesh.tensor)")
+        large = [item for item in items if item.kept > limit // 100]
+        needed = "; ".join(f"{item.name} {_gb(item.kept)}" for item in large)
+        return (
+            f"no setting saves enough, because at least {_gb(kept)} are needed ({needed}). "
+            f"What would help: {', '.join(would[:-1])}, or {would[-1]}"
+        )
+
+    @property
+    def _offers(self) -> str:
+        count = len(self.rows) * self.mesh.group
+        return "the device offers" if count == 1 else f"each of {count} devices offers"
+
+    def about_exhaustion(self, phase: Phase, asked: int | None, limit: int | None) -> str:
+        """Returns a line for a device that ran out of memory although the plan fitted.
+
+        It names the largest estimated item of the phase (sizes that follow from shapes are exact) and the setting
+        that makes it smaller. If JAX's preallocation is switched off, fragmentation is the more likely cause: memory
+        is then taken in regions of doubled sizes, which may be too small for a second large array.
+
+        Args:
+            phase: The phase of the run; "always" while its weights were loaded.
+            asked: Bytes of the failed allocation, if known.
+            limit: Bytes that the device offers, if known.
+        """
+        lines = [item for item in self.items if item.phase == phase and item.field]
+        wrong = max(lines, key=lambda item: (item.estimated, item.size))
+        in_regions = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() in ("0", "false")
+        doing = "preparation" if phase == "always" else phase
+        asked_for = "" if asked is None else f" when it asked for {_gb(asked)}"
+        why = "is an estimate, and was too low"
+        if not wrong.estimated:
+            why = "is the largest that a setting makes smaller"
+        offered = "" if limit is None else f" of {_gb(limit)}"
+        culprit = f"of which {wrong.name!r} ({_gb(wrong.size)}) {why}: change {wrong.field}"
+        if in_regions:
+            culprit = (
+                "which may be there, but in blocks too small for one array: "
+                f"unset XLA_PYTHON_CLIENT_PREALLOCATE, or change {wrong.field}"
+            )
+        return (
+            f"memory: the device ran out of memory in the {doing}{asked_for}. The plan had "
+            f"{_gb(self.size(*{'always', phase}))}{offered} for it, {culprit}"
+        )
+
+    def require_one_base(self, in_use: int, peak: int) -> None:
+        """Checks from measured memory that there is, and was, only one copy of the base.
+
+        The measured values may exceed the plan by half of the base, or 1 GiB if that is more. If the base itself is
+        trained, there is no frozen base to check.
+
+        Args:
+            in_use: Bytes in use after a step.
+            peak: Peak bytes.
+
+        Raises:
+            RuntimeError: If more memory is or was in use; it has both numbers.
+        """
+        base = self.items[0].size
+        for found, planned, when in (
+            (in_use, self.size("always"), "are in use after a step"),
+            (peak, self.peak, "were in use at the peak"),
+        ):
+            if base and found > planned + max(base // 2, 2**30):
+                raise RuntimeError(
+                    f"memory: {_gb(found)} {when}, where {_gb(planned)} are planned: another copy of "
+                    f"the base ({_gb(base)}), or a cache that was not released"
+                )
+
+    def lines(self, limit: int | None = None, measured: int | None = None) -> list[str]:
+        """Returns the plan as lines of a table.
+
+        Args:
+            limit: Bytes that the device offers; None leaves out that line.
+            measured: Measured peak in bytes; None leaves out that line.
+        """
+        rows = []
+        for phase in ("always", *_TURNS):
+            items = [item for item in self.items if item.phase == phase]
+            rows += [_line(phase, item.name, item.size) for item in items]
+            rows += [_line(phase, "in all", self.size(phase))] if items else []
+            rows += [f"{phase:10}  {self.update}"] if phase == "update" and self.update else []
+        rows.append(_line("peak", "always, and the largest of the others", self.peak))
+        if measured is not None:
+            rows.append(f"{_line('peak', 'measured', measured)} ({measured / self.peak - 1:+.0%})")
+        if limit is not None:
+            rows.append(_line("device", "what it offers", limit))
+        group, how = self.mesh.group, "tensor" if self.mesh.tensor > 1 else "fsdp"
+        shown = itertools.product(enumerate(self.rows), range(group))
+        if len(self.rows) * group > 1:
+            rows += [
+                _line(
+                    f"device {number}",
+                    f"data {place}{f', {how} {part}' * (group > 1)}, {count} rows of a rollout",
+                    self.peak,
+                )
+                for number, ((place, count), part) in enumerate(shown)
+            ]
+        return rows
+
+
+def estimate(
+    cfg: RunConfig,
+    arch: architecture.Architecture | None = None,
+    *,
+    limit: int | None = None,
+    device: runtime.Device | None = None,
+) -> MemoryPlan:
+    """Estimates the memory of a run on each of its devices.
+
+    Args:
+        cfg: The run.
+        arch: The shape of its base; None reads it from the model's config.json, or for a known model from
+            `architecture.KNOWN`.
+        limit: Bytes that the device offers, which bound the size of the KV cache; None for no bound.
+        device: The device to plan for; None means this one.
+    """
+    arch = arch or _architecture(cfg)
+    require_context(cfg, arch)
+    division = Division(arch, cfg.mesh.tensor, cfg.model.weights)
+    division.require()
+    items, adapter = _always(cfg, arch)
+    with runtime.on(device or runtime.device()):
+        chosen = _chosen(cfg, arch, limit, sum(item.size for item in items), adapter)
+        update = _update(chosen, arch, adapter)
+    # With full training, the weights are copied to the sampler's dtype before the cache is allocated.
+    full = cfg.model.trainable == "full"
+    sampled = adapter * _width(cfg) // 4 if full else 0
+    free = None if limit is None else max(0, limit - sum(item.size for item in items) - sampled)
+    # Prompts of a phase, and completions of each; replicas divide them.
+    devices = places(cfg.mesh, cfg.generation_batch_size)
+    sampling = {"rollout": (cfg.prompts_per_rollout, cfg.rollout.num_generations)}
+    if cfg.eval:
+        asked = min(cfg.eval.batch_size, cfg.eval.num_problems)
+        sampling["evaluation"] = (asked, cfg.eval.num_generations)
+    for phase, (prompts, group) in sampling.items():
+        rows, noisy = prompts * group, phase == "rollout" and cfg.noise is not None
+        if noisy and cfg.noise.per == "sequence":
+            prompts = rows
+        shares = -(-prompts // devices), -(-rows // devices)
+        own_noise = noisy and cfg.noise.per != "rollout"
+        with runtime.on(device or runtime.device()):
+            fused_rows = fused_decode.most_rows(sampled_policy(cfg, arch), own_noise=own_noise)
+        items += _sampling(cfg, division.part, free, phase, *shares, fused_rows)
+        items += _gathered(cfg, arch, phase)
+        items += [Item("weights as sampled", sampled, phase)] if full else []
+    ends = [cfg.generation_batch_size * place // devices for place in range(devices + 1)]
+    return MemoryPlan(
+        (*items, *update, *_gathered(cfg, arch, "update")),
+        about_update(cfg, chosen),
+        tuple(end - start for start, end in itertools.pairwise(ends)),
+        cfg.mesh,
+    )
+
+
+def planned(
+    cfg: RunConfig,
+    arch: architecture.Architecture | None = None,
+    *,
+    limit: int | None = None,
+    device: runtime.Device | None = None,
+) -> RunConfig:
+    """Returns the config with values that it leaves to the plan: tokens of a micro-batch, and what is recomputed.
+
+    Among choices that fit, larger micro-batches are preferred to less recomputation. If none fits, the choice with
+    the least memory is taken. If `limit` is None, "auto" recomputation means "layer".
+
+    Args:
+        cfg: The run.
+        arch: See `estimate`.
+        limit: See `estimate`.
+        device: See `estimate`.
+    """
+    arch = arch or _architecture(cfg)
+    items, adapter = ([], 0) if limit is None else _always(cfg, arch)
+    with runtime.on(device or runtime.device()):
+        return _chosen(cfg, arch, limit, sum(item.size for item in items), adapter)
+
+
+def about_update(cfg: RunConfig, chosen: RunConfig) -> str:
+    """Returns a line about the micro-batches and the recomputation of an update, and which of them the plan chose.
+
+    Args:
+        cfg: The run.
+        chosen: The result of `planned`.
+    """
+    shapes = update_shapes(chosen)
+    tokens = max(shape.tokens for shape in shapes)
+    budget = cfg.optim.max_tokens_per_microbatch
+    by_plan = " (by the plan)" if budget is None and cfg.grpo.loss_type != "bnpo" else ""
+    how = chosen.model.gradient_checkpointing
+    auto = " (auto)" if cfg.model.gradient_checkpointing == "auto" else ""
+    return (
+        f"micro-batches of {tokens} tokens{by_plan} in at most {len(shapes)} shapes; "
+        f"gradient_checkpointing {how}{auto}"
+    )
+
+
+def exhausted(error: BaseException) -> tuple[bool, int | None]:
+    """Returns whether an error is about exhausted device memory, and the bytes asked for, or None if unknown."""
+    text = str(error)
+    if "RESOURCE_EXHAUSTED" not in text and "out of memory" not in text.lower():
+        return False, None
+    match = re.search(r"allocat\w* ([\d.]+)\s*([KMG]i?B)?", text)
+    if match is None:
+        return True, None
+    return True, round(float(match[1].rstrip(".")) * _UNITS.get(match[2], 1))
+
+
+def require_context(cfg: RunConfig, arch: architecture.Architecture | None = None) -> None:
+    """Checks that rows fit in the base's context, see `Architecture.require_context`.
+
+    A shape of `architecture.KNOWN` has no context of its own: that is known only when a base is loaded.
+
+    Raises:
+        ConfigError: If rows are too long.
+    """
+    (arch or _architecture(cfg)).require_context(
+        cfg.data.max_prompt_length,
+        cfg.rollout.max_completion_length,
+        "rollout.max_completion_length",
+    )
+
+
+def device_memory() -> int | None:
+    """Returns the bytes that XLA may use on a device; None if the device does not report them, as a CPU."""
+    return (runtime.memory_stats() or {}).get("bytes_limit")
+
+
+def parse_size(text: str) -> int:
+    """Parses a size such as "80GB" or "74.5 gib", or a plain number of bytes, which must be at least a million.
+
+    Raises:
+        ConfigError: For any other text.
+    """
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]*)", text.strip().lower())
+    number, unit = match.groups() if match else ("", "")
+    size = round(float(number or 0) * _UNITS.get(unit, 1))
+    holds = unit in _UNITS or (match is not None and not unit and size >= 1e6)
+    hint = f"; for gigabytes write {number}GB" if match else ""
+    require(holds, "device-memory", text, f"must be a size such as 80GB or 74.5GiB{hint}")
+    return size
+
+
+def compiled_update(
+    cfg: RunConfig,
+    arch: architecture.Architecture | None = None,
+    *,
+    limit: int | None = None,
+    device: runtime.Device | None = None,
+) -> Any:
+    """Compiles the gradient of the largest micro-batch for the default device, and returns its `memory_analysis()`.
+
+    No weights are allocated. The workspace depends on the kind of device. Values that the config leaves to the plan
+    are chosen by `planned`, for `device`.
+    """
+    arch = arch or _architecture(cfg)
+    cfg = planned(cfg, arch, limit=limit, device=device)
+    model, params, frozen = abstract_policy(cfg, arch)
+    made = max(update_shapes(cfg), key=lambda shape: (shape.tokens, shape.slots))
+    empty = np.zeros(made.num_rows, np.int32)
+    layout = packing.pack(
+        empty - 1,
+        empty,
+        empty,
+        tokens=made.tokens,
+        arrays=made.arrays,
+        prompt_width=made.prompt_width,
+    )
+    shape = jax.ShapeDtypeStruct
+    number, logps = shape((), jnp.int32), shape((made.tokens,), jnp.float32)
+    batch = experience.PackedRows(
+        jax.tree.map(lambda x: shape(x.shape, x.dtype), layout),
+        tokens=shape((made.tokens,), jnp.int32),
+        mask=shape((made.tokens,), jnp.bool_),
+        behaviour_logps=logps,
+        advantages=shape((made.num_rows,), jnp.float32),
+        fixed=dict.fromkeys(_fixed(cfg), logps),
+    )
+    objective = Objective(
+        model,
+        cfg.grpo,
+        temperature=cfg.rollout.temperature,
+        num_tokens=model.arch.vocab_size,
+        remat=cfg.model.gradient_checkpointing,
+    )
+    lowered = jax.jit(
+        functools.partial(gradient, objective),
+        compiler_options=compiler_options(objective),
+    ).lower(
+        params,
+        frozen,
+        None,
+        batch,
+        _totals(cfg, number),
+        jax.eval_shape(lambda: jax.random.key(0)),
+    )
+    return lowered.compile().memory_analysis()
+
+
+def _totals(cfg: RunConfig, number: Any) -> grpo.BatchTotals:
+    totals = grpo.BatchTotals(number, number, number, cfg.optim.gradient_accumulation_steps)
+    if not cfg.grpo.has_entropy_bonus:
+        return totals
+    coef = jax.ShapeDtypeStruct((), jnp.float32)
+    return dataclasses.replace(totals, entropy_tokens=number, entropy_coef=coef)
+
+
+def _fixed(cfg: RunConfig) -> list[str]:
+    """Returns the names of the fixed per-token arrays of a micro-batch (`PackedRows.fixed`)."""
+    quantile = ["high_entropy"] if cfg.grpo.top_entropy_quantile < 1 else []
+    return (["ref_logps"] if cfg.grpo.beta else []) + quantile
+
+
+def abstract_policy(
+    cfg: RunConfig, arch: architecture.Architecture
+) -> tuple[Transformer, Any, Any]:
+    """Returns the model, and shapes and dtypes of its trained and its frozen parameters."""
+    model = Transformer(
+        arch, cfg.model.weights, cfg.lora, jnp.dtype(cfg.model.dtype), kept=_kept(cfg, arch)
+    )
+    base = abstract_base(model)
+    if cfg.model.trainable == "full":
+        model = model.clone(lora=None, full=True)
+    params, frozen = jax.eval_shape(
+        lambda f, key: trainable(model, f, key), base, jax.random.key(0)
+    )
+    return model, params, frozen
+
+
+def sampled_policy(cfg: RunConfig, arch: architecture.Architecture | None = None) -> Transformer:
+    """Returns the model that a device samples with: its part of the policy if devices decode rows together."""
+    arch, full = arch or _architecture(cfg), cfg.model.trainable == "full"
+    return Transformer(
+        arch,
+        cfg.model.weights,
+        None if full else cfg.lora,
+        jnp.dtype(cfg.model.dtype),
+        full=full,
+        kept=_kept(cfg, arch),
+        fsdp=cfg.mesh.fsdp,
+        tensor=cfg.mesh.tensor,
+    ).own_part
+
+
+def _always(cfg: RunConfig, arch: architecture.Architecture) -> tuple[list[Item], int]:
+    """Returns the items that are always in memory, and the bytes of the trained parameters."""
+    model, params, frozen = abstract_policy(cfg, arch)
+    adapter, state = _bytes(params), _state_bytes(cfg.optim, params)
+    eight_bit = dataclasses.replace(cfg.optim, optimizer="adamw_8bit")
+    # What the optimizer needs also depends on the rank, but that is another adapter.
+    smaller = _rank(cfg) if cfg.optim == eight_bit else 'optim.optimizer to "adamw_8bit"'
+    stacked = _bytes([frozen.get(name, {}) for name in ("layers", "kept")])
+    held = abstract_base(model.clone(tensor=cfg.mesh.tensor)) if cfg.mesh.tensor > 1 else frozen
+    own = sharding.part(held, cfg.mesh.group)
+    linears, to_pack, packed = own - _bytes(frozen) + stacked, "", 0
+    if cfg.model.weights in DENSE and cfg.model.trainable == "lora":
+        to_pack = 'model.weights to "nvfp4"'
+        packed = round(linears * _PACKED / jnp.dtype(cfg.model.weights).itemsize)
+    items = [
+        Item("base: linears, norms, biases", linears, "always", to_pack, least=packed),
+        Item("base: embedding, head", _bytes(frozen) - stacked, "always"),
+        Item("what trains", adapter, "always", _rank(cfg), least=adapter),
+        Item("optimizer", state, "always", smaller, least=_state_bytes(eight_bit, params)),
+    ]
+    if cfg.keeps_reference:
+        synced = cfg.grpo.sync_ref_model
+        less = "grpo.sync_ref_model to false" if synced else 'grpo.reference to "base"'
+        items.append(Item("reference", adapter, "always", less))
+    return items, adapter
+
+
+def _chosen(
+    cfg: RunConfig, arch: architecture.Architecture, limit: int | None, always: int, adapter: int
+) -> RunConfig:
+    """Implements `planned`; `always` and `adapter` are bytes of the constant items and of the trained parameters."""
+    remats: tuple[Remat, ...] = ("products", "mlp", "layer")
+    if cfg.model.gradient_checkpointing != "auto":
+        remats = (cfg.model.gradient_checkpointing,)
+    elif limit is None:
+        remats = ("layer",)
+    candidates = [
+        dataclasses.replace(
+            cfg,
+            model=dataclasses.replace(cfg.model, gradient_checkpointing=remat),
+            optim=dataclasses.replace(cfg.optim, max_tokens_per_microbatch=budget),
+        )
+        for budget in _budgets(cfg, limit)
+        for remat in remats
+    ]
+    # If none fits, the last one is returned, and `MemoryPlan.require` then says what would help.
+    for candidate in candidates[:-1]:
+        size = always + sum(item.size for item in _update(candidate, arch, adapter))
+        if limit is None or size <= _CHOSEN_SHARE * limit:
+            return candidate
+    return candidates[-1]
+
+
+def _budgets(cfg: RunConfig, limit: int | None) -> list[int | None]:
+    """Returns the micro-batch sizes in tokens that the plan may choose: repeated halves, down to the longest row."""
+    given = cfg.optim.max_tokens_per_microbatch
+    if given is not None or cfg.grpo.loss_type == "bnpo":
+        return [given]
+    longest = cfg.data.max_prompt_length + cfg.rollout.max_completion_length
+    budgets = [microbatches.token_budget(cfg.optim, **_update_sizes(cfg))]
+    while limit is not None and budgets[-1] > longest:
+        budgets.append(max(longest, budgets[-1] // 2))
+    return budgets
+
+
+def _sampling(
+    cfg: RunConfig,
+    arch: architecture.Architecture,
+    free: int | None,
+    phase: Phase,
+    prompts: int,
+    rows: int,
+    fused_rows: int,
+) -> list[Item]:
+    longest = cfg.data.max_prompt_length - 1 + cfg.rollout.max_completion_length
+    tokens, fraction = cfg.rollout.kv_cache_tokens, cfg.rollout.kv_cache_fraction
+    page = kv_cache.PAGE_SIZE
+    positions = 0
+    if cfg.drafts == "auto" and cfg.rollout.compact:
+        positions = Drafting().tokens_of_a_step(cfg.rollout.max_completion_length)
+    demand = kv_capacity.Demand(
+        arch,
+        rows=rows,
+        prompts=prompts,
+        max_prompt_length=cfg.data.max_prompt_length,
+        row_tokens=longest,
+        page_size=page,
+        compact=cfg.rollout.compact,
+        itemsize=_width(cfg),
+        positions=positions,
+        fused_rows=fused_rows,
+    )
+
+    def capacity(slots: int) -> int | None:
+        if tokens is not None or free is None:
+            return tokens
+        beside = sum(demand.workspace(slots).values())
+        return kv_capacity.capacity(arch, free, fraction, beside, _width(cfg))
+
+    slots = min(rows, cfg.rollout.max_concurrent or demand.best_slots(capacity))
+    pages, shortage = demand.pages(slots), ""
+    if (held := capacity(slots)) is not None:
+        # Rows wait while the cache is full, so it may be as small as one row.
+        least = held if tokens is not None else max(longest, held)
+        pages = min(pages, kv_capacity.pages_for(least, page))
+    if tokens is None and held is not None:
+        if kv_capacity.pages_for(held, page) < kv_capacity.pages_for(longest, page):
+            given = "memory:" if fraction is None else f"rollout.kv_cache_fraction: got {fraction};"
+            shortage = (
+                f"{given} the KV cache would have space for {held} tokens; a row "
+                f"of data.max_prompt_length + rollout.max_completion_length may need {longest}"
+            )
+    field = "rollout.kv_cache_tokens" if fraction is None else "rollout.kv_cache_fraction"
+    fewer = "rollout.max_concurrent" if phase == "rollout" else "eval.batch_size"
+    if slots == 1:
+        fewer = "rollout.max_completion_length"
+    size = pages * page * arch.kv_bytes(_width(cfg))
+    return [
+        Item("keys and values", size, phase, field, shortage),
+        *(
+            Item(name, size, phase, fewer, estimated=True)
+            for name, size in demand.workspace(slots).items()
+        ),
+        *(_noise(cfg, arch, slots) if phase == "rollout" else []),
+    ]
+
+
+def _gathered(cfg: RunConfig, arch: architecture.Architecture, phase: Phase) -> list[Item]:
+    """Returns the item of gathered weights if devices share a base: those of the current and the next layer.
+
+    Devices that decode rows together gather weights only in updates, and then also assemble the parts of a layer. In
+    rollouts each copies the rows of the head with which it computes logits.
+    """
+    together = cfg.mesh.tensor > 1
+    if cfg.mesh.group == 1:
+        return []
+    if together and phase != "update":
+        size = arch.vocab_size * arch.width * _width(cfg) // cfg.mesh.tensor
+        return [Item("head: rows of each device", size, phase, estimated=True)]
+    frozen = abstract_policy(cfg, arch)[2]["layers"]
+    size = (3 if together else 2) * _bytes(frozen) // arch.num_layers
+    return [Item("gathered weights of two layers", size, phase, estimated=True)]
+
+
+def _noise(cfg: RunConfig, arch: architecture.Architecture, rows: int) -> list[Item]:
+    """Returns the item of separate noise for each row: vectors for two norms per layer, and their random bits."""
+    if cfg.noise is None or cfg.noise.per == "rollout":
+        return []
+    size = 2 * 2 * arch.num_layers * rows * arch.width * 4
+    return [Item("noise of each row's own", size, "rollout", "noise.per")]
+
+
+def _update(cfg: RunConfig, arch: architecture.Architecture, adapter: int) -> list[Item]:
+    shapes, width = update_shapes(cfg), _width(cfg)
+    tokens = max(shape.tokens for shape in shapes)
+    # The gradients of prompts exist for each row, before and after they are summed.
+    slots = max(_SLOTS * shape.slots + 2 * shape.num_rows * shape.prompt_width for shape in shapes)
+    inputs = arch.query_width + 2 * arch.kv_width
+    row = cfg.data.max_prompt_length + cfg.rollout.max_completion_length
+    fewer = "rollout.max_completion_length"
+    if cfg.grpo.loss_type == "bnpo":
+        fewer = "optim.per_device_train_batch_size"
+    elif tokens > row:
+        fewer = f"optim.max_tokens_per_microbatch, which may go down to {row}, from {tokens}"
+
+    kept = {
+        "layer": 0,
+        "mlp": inputs + arch.width,
+        "products": inputs + arch.width + 2 * arch.ffn_width,
+        "none": _KEPT_FFN * arch.ffn_width + _KEPT_WIDTH * arch.width + _KEPT_INPUTS * inputs,
+    }[cfg.model.gradient_checkpointing]
+    kept *= tokens
+    ffn = _FFN if cfg.model.gradient_checkpointing in ("layer", "mlp") else _FFN - 2
+    mlp = tokens * ((ffn - 1) * arch.ffn_width + _WIDTH * arch.width + inputs)
+    attention = slots * inputs
+    # A dequantized weight and the last of the MLP's arrays do not exist at the same time. A dense weight is copied
+    # out of its stack in addition to all of them.
+    weight, last = max(map(arch.linear_size, arch.linears())), tokens * arch.ffn_width
+    mlp += max(last, weight) if cfg.model.weights == "nvfp4" else last + weight
+    chunk = min(_CHUNK_ROWS, tokens)
+    head = round(_CHUNK * chunk * arch.vocab_size * 4)
+    # The states before the head, and their gradients: from log-probabilities, and from an entropy bonus.
+    states = (3 if cfg.grpo.has_entropy_bonus else 2) * tokens * arch.width * width
+    workspace = max(mlp * width, attention * width, head + states)
+    less = 'model.gradient_checkpointing to "layer"'
+    return [
+        Item("gradients, summed and new", 2 * adapter, "update", _rank(cfg), least=2 * adapter),
+        Item(
+            "inputs of the layers", arch.num_layers * tokens * arch.width * width, "update", fewer
+        ),
+        Item("kept of the layers", arch.num_layers * kept * width, "update", less if kept else ""),
+        Item("workspace of a layer, or of the head", workspace, "update", fewer, estimated=True),
+        *_scores(cfg, arch, shapes, fewer),
+    ]
+
+
+def _scores(
+    cfg: RunConfig,
+    arch: architecture.Architecture,
+    shapes: Sequence[microbatches.Shape],
+    fewer: str,
+) -> list[Item]:
+    """Returns the item of attention scores, on GPUs without cuDNN's attention (compute capability below 8.0).
+
+    A CPU has no such attention either, but it reports no memory, and plans that are made there are for a GPU.
+    """
+    is_fused = layers.has_fused_attention(jnp.dtype(cfg.model.dtype), arch.head_size)
+    if is_fused or runtime.platform() == "cpu":
+        return []
+    most = max(sum(count * width**2 for count, width in shape.arrays) for shape in shapes)
+    size = _SCORE * arch.num_heads * most
+    return [Item("scores of attention", size, "update", fewer, estimated=True)]
+
+
+def update_shapes(cfg: RunConfig) -> tuple[microbatches.Shape, ...]:
+    """Returns all shapes that the micro-batches of a run can have; see `microbatches.update_shapes`."""
+    return microbatches.update_shapes(cfg.optim, cfg.grpo.loss_type, **_update_sizes(cfg))
+
+
+def _update_sizes(cfg: RunConfig) -> dict[str, int]:
+    return {
+        "group": cfg.rollout.num_generations if cfg.optim.share_prompts else 1,
+        "prompt_width": cfg.data.max_prompt_length,
+        "completion_width": cfg.rollout.max_completion_length,
+    }
+
+
+def _architecture(cfg: RunConfig) -> architecture.Architecture:
+    name = cfg.model.model_name_or_path
+    known = architecture.known(name)
+    if known and not pathlib.Path(name).expanduser().is_dir():
+        return known
+    return architecture.load(hf_folder.local_folder(name, weights=False))
+
+
+def _kept(cfg: RunConfig, arch: architecture.Architecture) -> Kept:
+    """Returns the linears that a local model folder keeps in 16 bits."""
+    folder = pathlib.Path(cfg.model.model_name_or_path).expanduser()
+    if cfg.model.random_base or not any(folder.glob("*.safetensors")):
+        return ()
+    return base_model.kept_linears(folder, arch)
+
+
+def _rank(cfg: RunConfig) -> str:
+    """Returns the field on which the size of the trained parameters depends; "" if there is none."""
+    return "lora.rank" if cfg.model.trainable == "lora" else ""
+
+
+def _width(cfg: RunConfig) -> int:
+    return jnp.dtype(cfg.model.dtype).itemsize
+
+
+def _state_bytes(cfg: OptimConfig, params: Any) -> int:
+    """Returns the bytes of an optimizer's state."""
+    return _bytes(jax.eval_shape(optimizer.transformation(cfg).init, params))
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _line(phase: str, name: str, size: int) -> str:
+    return f"{phase:10}  {name:45} {_gb(size):>10}"
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e7 else f"{size / 1e6:.2f} MB"

@@ -1,0 +1,176 @@
+"""Tools of a run on several hosts: the first process runs them and sends the replies to the others.
+
+So tools run where rewards are computed, and the state of a tool exists only once. The process that samples a row
+parses the row's calls itself; only calls and replies are sent.
+"""
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from qerl_jax.config import ToolsConfig
+from qerl_jax.distributed import messages
+from qerl_jax.distributed.hosts import HostLost, Hosts
+from qerl_jax.tools.environments import Reply, Session, Snapshot, Tool, Toolboxes, plain
+
+messages.sent(Reply)
+
+# All processes make these objects in the same order, so the same number refers to the same object.
+_numbers = itertools.count()
+
+
+class SharedToolboxes(Toolboxes):
+    """The tools of a run on the processes `hosts`; with one process it behaves like `Toolboxes`."""
+
+    def __init__(
+        self,
+        cfg: ToolsConfig,
+        tools: Sequence[Tool] | None = None,
+        environment: Tool | Mapping[str, Tool] | None = None,
+        hosts: Hosts = Hosts(),
+    ):
+        """Finds tools and environments, and starts threads in the first process that serve the others.
+
+        Args:
+            cfg: As for `Toolboxes`.
+            tools: As for `Toolboxes`.
+            environment: As for `Toolboxes`.
+            hosts: The processes of the run; all of them must make this object.
+
+        Raises:
+            ValueError: As for `Toolboxes`.
+        """
+        super().__init__(cfg, tools, environment)
+        self._hosts, self._requests, self._rows = hosts, itertools.count(), itertools.count()
+        self._name = f"tools/{next(_numbers)}" if hosts.count > 1 else ""
+        self._closed = threading.Event()
+        others = range(1, hosts.count) if hosts.leads else ()
+        self._servers = [
+            threading.Thread(target=self._serve, args=(other,), daemon=True) for other in others
+        ]
+        for each in self._servers:
+            each.start()
+
+    def session(self, columns: Mapping[str, Any]) -> "Session | FarSession":
+        """Returns the session of a row, as `Toolboxes.session`; its tools always run in the first process."""
+        if self._hosts.leads:
+            return super().session(columns)
+        return FarSession(self, columns, next(self._rows))
+
+    def observations(self, rows: Sequence[Mapping[str, Any]]) -> list[str | None]:
+        """Returns the first message to each row, as `Toolboxes.observations`.
+
+        All processes must call this; only the first one resets environments.
+        """
+        return self._hosts.told(lambda: super(SharedToolboxes, self).observations(rows))
+
+    def close(self) -> None:
+        """Stops the worker processes of tools, and stops serving the other processes."""
+        self._closed.set()
+        for each in self._servers:
+            each.join()
+        super().close()
+
+    def ask(self, row: int, columns: Mapping[str, Any], method: str, *arguments: Any) -> str:
+        """Asks the first process to call a method of a row's session; does not wait.
+
+        Args:
+            row: Number that this process gave the row.
+            columns: Columns of the row, with which an environment is reset.
+            method: "call", "finish" or "abandon".
+            *arguments: Arguments of the method.
+
+        Returns:
+            The name to pass to `reply` for the result; "abandon" has no result.
+
+        Raises:
+            HostLost: If the first process cannot be reached.
+        """
+        name = f"{self._name}/{self._hosts.index}/{next(self._requests)}"
+        self._hosts.send(name, [row, dict(columns), method, list(arguments)])
+        return f"{name}/reply"
+
+    def reply(self, name: str) -> Any:
+        """Waits for the result of a call of `ask`, and returns it.
+
+        Args:
+            name: The name that `ask` returned.
+
+        Raises:
+            HostLost: If the first process has ended or failed, or after `close`.
+        """
+        found = self._hosts.received(name, self._closed.is_set)
+        if found is None:
+            raise HostLost("the run has ended before a tool replied")
+        return found[0]
+
+    def _serve(self, other: int) -> None:
+        """Receives the requests of another process in order, and runs each in a thread of the executor."""
+        sessions: dict[int, Session] = {}
+        # If a process is lost, the main thread notices it by itself.
+        with contextlib.suppress(HostLost), self._hosts.farewell():
+            for number in itertools.count():
+                name = f"{self._name}/{other}/{number}"
+                found = self._hosts.received(name, self._closed.is_set)
+                if found is None:
+                    return
+                row, columns, method, arguments = found[0]
+                session = sessions.pop(row, None) or super().session(columns)
+                if method == "abandon":
+                    session.abandon()
+                    continue
+                if method == "call" and session.toolbox.environment is not None:
+                    sessions[row] = session
+                self.executor.submit(self._answer, f"{name}/reply", session, method, arguments)
+
+    def _answer(self, name: str, session: Session, method: str, arguments: Sequence[Any]) -> None:
+        """Calls a method of a session and sends the result."""
+        # Errors of a tool are replies. Any other error ends the run, and all processes report it.
+        with self._hosts.farewell():
+            if method == "call":
+                found: Any = session.call(*arguments)
+            else:
+                with contextlib.closing(session):
+                    found = vars(session.finish())
+            self._hosts.send(name, found)
+
+
+class FarSession:
+    """The session of a row whose tools run in the first process; it has the methods of `Session` that a row needs.
+
+    Attributes:
+        toolbox: This process's own copy of the toolbox that the tools belong to.
+    """
+
+    def __init__(self, boxes: SharedToolboxes, columns: Mapping[str, Any], row: int):
+        self.toolbox = boxes.of(columns)
+        self._boxes, self._columns, self._row = boxes, plain(columns), row
+        self._has_state = False
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Reply:
+        """Calls a tool, as `Session.call`."""
+        self._has_state = self.toolbox.environment is not None
+        return self._asked("call", name, dict(arguments))
+
+    def finish(self) -> Snapshot:
+        """Returns the environment after the row, as `Session.finish`; the first process then closes the session."""
+        if self.toolbox.environment is None:
+            return Snapshot()
+        self._has_state = False
+        return Snapshot(**self._asked("finish"))
+
+    def close(self) -> None:
+        """Does nothing: `finish` has already closed the session."""
+
+    def abandon(self) -> None:
+        """Ends the session, as `Session.abandon`; does not wait."""
+        if self._has_state:
+            self._has_state = False
+            with contextlib.suppress(HostLost):
+                self._boxes.ask(self._row, self._columns, "abandon")
+
+    def _asked(self, method: str, *arguments: Any) -> Any:
+        """Returns the result of a method of the session in the first process."""
+        return self._boxes.reply(self._boxes.ask(self._row, self._columns, method, *arguments))

@@ -1,0 +1,235 @@
+"""Tests Adaptive Quantization Noise: tables of the schedules, and noise as a function of the step."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qerl_jax.aqn import schedule as aqn
+
+KEY = jax.random.key(7)
+LAYERS, WIDTH = 28, 2048
+SHAPES = {
+    "layers": {
+        "input_layernorm": {"scale": jax.ShapeDtypeStruct((LAYERS, WIDTH), jnp.bfloat16)},
+        "post_attention_layernorm": {"scale": jax.ShapeDtypeStruct((LAYERS, WIDTH), jnp.bfloat16)},
+    },
+    "norm": {"scale": jax.ShapeDtypeStruct((WIDTH,), jnp.bfloat16)},
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_silent_broadcasting():
+    with jax.numpy_rank_promotion("raise"):
+        yield
+
+
+def schedule(kind="exponential", **changes):
+    options = {"sigma_start": 1e-2, "sigma_end": 1e-4, "num_stages": 10, "total_steps": 100}
+    return aqn.sigma_schedule(kind, **(options | changes))
+
+
+# --- stages
+
+
+def test_each_stage_lasts_an_equal_share_of_the_run():
+    stages = [int(aqn.stage(s, num_stages=4, total_steps=10)) for s in range(12)]
+    # Stage j begins at step 2.5 j, rounded up; what lies beyond the run stays in the last.
+    assert stages == [0, 0, 0, 1, 1, 2, 2, 2, 3, 3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("total_steps", "num_stages"), [(934, 10), (7, 10), (600, 7), (1, 3), (2_000_000_011, 10)]
+)
+def test_stages_are_exact_in_integers(total_steps, num_stages):
+    # 467 of 934 steps is stage 5 exactly; in floating point, 467 / (934 / 10) may fall short of it.
+    # With two thousand million steps, step * num_stages would not fit an int32.
+    steps = {0, 1, 467, total_steps // 2, total_steps - 1, total_steps}
+    for j in range(num_stages + 1):
+        steps |= {j * total_steps // num_stages, j * total_steps // num_stages + 1}
+    stage = jax.jit(lambda s: aqn.stage(s, num_stages=num_stages, total_steps=total_steps))
+    for step in steps:
+        assert stage(jnp.int32(step)) == min(step * num_stages // total_steps, num_stages - 1)
+
+
+# --- sigma
+
+
+@pytest.mark.parametrize(
+    ("exponent", "start", "end", "table"),
+    [
+        ("code", 1e-2, 1e-4, "1.00e-02 5.62e-03 3.16e-03 1.78e-03 1.00e-03 5.62e-04 3.16e-04 "
+         "1.78e-04 1.00e-04"),
+        ("code", 5e-2, 5e-4, "5.00e-02 2.81e-02 1.58e-02 8.89e-03 5.00e-03 2.81e-03 1.58e-03 "
+         "8.89e-04 5.00e-04"),
+        ("paper", 1e-2, 1e-4, "1.00e-02 5.99e-03 3.59e-03 2.15e-03 1.29e-03 7.74e-04 4.64e-04 "
+         "2.78e-04 1.67e-04"),
+    ],
+)  # fmt: skip
+def test_exponential_stages_are_those_of_the_code_and_of_the_paper(exponent, start, end, table):
+    sigma = schedule(sigma_start=start, sigma_end=end, exponent=exponent)
+    assert [f"{sigma(step):.2e}" for step in range(10, 100, 10)] == table.split()
+
+
+@pytest.mark.parametrize(
+    ("kind", "table"),
+    [
+        # u = 0, 1/2, 1 from 0.04 to 0.02
+        ("exponential", [0.0, 0.04, 0.04 / math.sqrt(2), 0.02]),
+        ("linear", [0.0, 0.04, 0.03, 0.02]),
+        ("cosine", [0.0, 0.04, 0.03, 0.02]),
+        ("logarithmic", [0.0, 0.04, 0.04 - 0.02 * math.log10(5.5), 0.02]),
+    ],
+)
+def test_every_kind_is_silent_first_and_reaches_both_ends(kind, table):
+    sigma = schedule(kind, sigma_start=0.04, sigma_end=0.02, num_stages=4, total_steps=4)
+    np.testing.assert_allclose([sigma(step) for step in range(4)], table, rtol=1e-6)
+
+
+def test_cosine_leaves_the_ends_slowly_and_the_logarithm_falls_at_once():
+    u = 0.25
+    expected = {"linear": 1 - u, "cosine": 0.5 + 0.5 * math.sqrt(0.5), "logarithmic": 1 - 0.511883}
+    for kind, fraction in expected.items():
+        sigma = schedule(kind, sigma_start=2.0, sigma_end=1.0, num_stages=6, total_steps=6)
+        np.testing.assert_allclose(sigma(2) - 1, fraction, rtol=1e-5, err_msg=kind)
+
+
+def test_a_traced_step_gives_the_same_sigma_to_the_bit():
+    sigma = schedule()
+    steps = jnp.arange(0, 120, 3)
+    traced = jax.jit(jax.vmap(sigma))(steps)
+    assert traced.dtype == jnp.float32
+    np.testing.assert_array_equal(traced, [sigma(int(step)) for step in steps])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "square"}, "kind: got 'square'; must be"),
+        ({"exponent": "both"}, "exponent: got 'both'; must be"),
+        ({"sigma_end": 0.0}, "sigma_start, sigma_end: got .0.01, 0.0.; both must be positive"),
+        ({"total_steps": 0}, "total_steps: got 0; must be at least 1"),
+        ({"num_stages": 2}, "num_stages: got 2; must be at least 3 with exponent='code'"),
+        (
+            {"num_stages": 1, "exponent": "paper"},
+            "num_stages: got 1; must be at least 2 with exponent='paper'",
+        ),
+    ],
+)
+def test_an_impossible_schedule_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        schedule(**change)
+
+
+# --- noise
+
+
+def test_the_first_noise_stage_is_silent():
+    sigma = schedule()
+    for step in (0, 9):
+        draw = aqn.norm_noise(aqn.step_key(KEY, step), sigma(step), SHAPES)
+        assert not any(jnp.any(leaf != 0) for leaf in jax.tree.leaves(draw))
+    assert sigma(10) > 0
+
+
+def test_noise_is_float32_in_the_shape_of_the_norms():
+    draw = aqn.norm_noise(KEY, 0.1, SHAPES)
+    assert jax.tree.map(lambda leaf: leaf.shape, draw) == jax.tree.map(lambda s: s.shape, SHAPES)
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(draw))
+
+
+def test_a_resumed_run_draws_what_the_uninterrupted_one_did():
+    sigma = schedule()
+
+    @jax.jit
+    def draw(step):
+        return aqn.norm_noise(aqn.step_key(jax.random.key(7), step), sigma(step), SHAPES)
+
+    uninterrupted = [draw(jnp.int32(step)) for step in (50, 51, 52)]
+    resumed = aqn.norm_noise(aqn.step_key(KEY, 52), schedule()(52), SHAPES)
+    jax.tree.map(np.testing.assert_array_equal, uninterrupted[2], resumed)
+
+
+def correlation(a, b):
+    return np.corrcoef(np.ravel(a), np.ravel(b))[0, 1]
+
+
+def test_steps_norms_and_layers_see_independent_vectors():
+    first = aqn.norm_noise(aqn.step_key(KEY, 3), 1.0, SHAPES)
+    second = aqn.norm_noise(aqn.step_key(KEY, 4), 1.0, SHAPES)
+    a = first["layers"]["input_layernorm"]["scale"]
+    b = first["layers"]["post_attention_layernorm"]["scale"]
+    # Five standard errors of the correlation of independent draws, 1 / sqrt(n).
+    assert abs(correlation(a, second["layers"]["input_layernorm"]["scale"])) < 5 / a.size**0.5
+    assert abs(correlation(a, b)) < 5 / a.size**0.5
+    assert abs(correlation(a[:-1], a[1:])) < 5 / a[1:].size ** 0.5
+    assert abs(correlation(b[0], first["norm"]["scale"])) < 5 / WIDTH**0.5
+
+
+@pytest.mark.parametrize("weight", [1.0, 4.0])
+@pytest.mark.parametrize("step", [70, 90])
+def test_late_noise_keeps_its_size_on_a_float32_scale(step, weight):
+    sigma = schedule()(step)
+    draw = aqn.norm_noise(aqn.step_key(KEY, step), sigma, SHAPES)
+    z = np.asarray(draw["layers"]["input_layernorm"]["scale"])
+    added = (np.float32(weight) + z) - np.float32(weight)
+    # Five standard errors of a standard deviation from n draws, 1 / sqrt(2 n).
+    np.testing.assert_allclose(added.std(), sigma, rtol=5 / (2 * z.size) ** 0.5)
+    assert abs(added.mean()) < 5 * sigma / z.size**0.5
+
+
+# --- a sigma that follows what is measured
+
+
+def follow(signals, sigma=1e-2, **changes):
+    options = {"target": 0.5, "rate": 2.0, "lowest": 1e-3, "highest": 2e-2} | changes
+    found = []
+    for signal in signals:
+        sigma = aqn.adapted_sigma(sigma, signal, **options)
+        found.append(sigma)
+    return found
+
+
+def test_sigma_rises_while_the_signal_is_low_and_falls_while_it_is_not():
+    assert follow([0.4, 0.6, 0.6, 0.5]) == [2e-2, 1e-2, 5e-3, 2.5e-3]
+
+
+def test_sigma_stays_within_its_bounds_and_leaves_them_again():
+    assert follow([0.0] * 4 + [1.0]) == [2e-2] * 4 + [1e-2]
+    assert follow([1.0] * 6 + [0.0])[-2:] == [1e-3, 2e-3]
+
+
+def test_sigma_stays_where_nothing_was_measured():
+    assert follow([math.nan]) == [1e-2]
+
+
+def test_a_rate_that_would_turn_the_rule_round_is_refused():
+    with pytest.raises(ValueError, match="rate: got 1.0; must be above 1"):
+        follow([0.1], rate=1.0)
+
+
+# --- rounding
+
+
+@pytest.mark.parametrize("relative", [1e-4, 3e-4, 1e-3, aqn.FLOOR])
+def test_flips_of_rounding_are_as_large_as_a_simulation_finds_them(relative):
+    """Values have a uniform logarithm, and are rounded to bfloat16 with and without the noise."""
+    rng = np.random.default_rng(0)
+    clean = np.exp2(rng.uniform(0, 4, 2_000_000))
+    signal = clean * relative * rng.standard_normal(clean.shape)
+    rounded = lambda x: np.asarray(x, jnp.bfloat16).astype(np.float64)
+    moved = (rounded(clean + signal) - rounded(clean)) / clean
+    flips = moved - signal / clean
+    found = flips.std() / (signal / clean).std()
+    np.testing.assert_allclose(found, aqn.flips_to_signal(relative), rtol=0.06)
+    # On average the noise acts in full.
+    slope = np.mean(moved * signal / clean) / np.mean((signal / clean) ** 2)
+    np.testing.assert_allclose(slope, 1, atol=0.02)
+
+
+def test_at_the_floor_flips_equal_the_signal_and_at_the_schedules_end_they_drown_it():
+    np.testing.assert_allclose(aqn.flips_to_signal(aqn.FLOOR), 1, rtol=1e-9)
+    np.testing.assert_allclose(aqn.FLOOR, 2.2e-3, rtol=0.03)
+    assert 6 < aqn.flips_to_signal(1e-4) < 7 and aqn.flips_to_signal(1e-2) == 0

@@ -1,0 +1,1042 @@
+"""Tests configs: what a file may say, what is refused, and the words of the errors."""
+
+import dataclasses
+import pathlib
+import re
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from qerl_jax import config
+from qerl_jax.config import (
+    ConfigError,
+    DataConfig,
+    EvalConfig,
+    GrpoConfig,
+    LoraConfig,
+    MeshConfig,
+    ModelConfig,
+    NoiseConfig,
+    OptimConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    ToolsConfig,
+)
+from qerl_jax.config import rules as config_rules
+from qerl_jax.rewards import scoring
+from qerl_jax.training import setup
+
+CONFIGS = pathlib.Path(__file__).parents[3] / "configs"
+MINIMAL = {
+    "output_dir": "run",
+    "max_steps": 10,
+    "model": {"model_name_or_path": "qerl-tiny"},
+    "data": {"dataset": "arithmetic"},
+    "rewards": {"functions": ["accuracy_reward"]},
+}
+# Every field differs from its default, so that a field lost on the way out and in shows.
+FULL = RunConfig(
+    output_dir='runs/a "quoted"\nname',
+    model=ModelConfig(
+        *("base", "tokenizer", "bfloat16", "float32", True, "layer"),
+        adapter_name_or_path="adapter",
+        chat_template_kwargs={"enable_thinking": False},
+        kernels="reference",
+        block_scales="maximum",
+    ),
+    data=DataConfig(
+        "gsm8k",
+        path="folder",
+        name="main",
+        split="test",
+        system_prompt="Be brief.\n",
+        max_prompt_length=100,
+        overlong_prompts="drop",
+        num_problems=7,
+        columns={"prompt": "question"},
+        prompt_template="{prompt}!",
+        max_prompt_characters=500,
+    ),
+    rewards=RewardConfig(
+        ("accuracy_reward", "a.b:c"),
+        (1.0, 0.1),
+        soft_punish_cache=16,
+        soft_punish_weight=0.5,
+        options={"a.b:c": {"x": 1}},
+        shaping=("c",),
+    ),
+    lora=LoraConfig(4, 8.5, 0.25, True, ("q_proj",), {"q_proj": 2}, {r"layers\.0\..*": 3.5}, True),
+    rollout=RolloutConfig(
+        num_generations=4,
+        generation_batch_size=32,
+        max_concurrent=6,
+        kv_cache_tokens=4096,
+        compact=False,
+        max_completion_length=64,
+        temperature=0.7,
+        top_k=20,
+        top_p=0.95,
+        min_p=0.05,
+        repetition_penalty=1.1,
+        stop=("</answer>",),
+        ignore_eos=True,
+        drafts="off",
+    ),
+    grpo=GrpoConfig(
+        loss_type="dr_grpo",
+        epsilon=0.1,
+        epsilon_high=0.28,
+        delta=2.5,
+        beta=1e-3,
+        kl_estimator="k1",
+        use_bias_correction_kl=True,
+        sync_ref_model=True,
+        ref_model_mixup_alpha=0.5,
+        ref_model_sync_steps=64,
+        importance_sampling_level="sequence",
+        advantage_estimator="rloo",
+        scale_rewards="batch",
+        multi_objective_aggregation="normalize_then_sum",
+        dynamic_sampling=True,
+        dynamic_sampling_metric="accuracy_reward",
+        max_sampling_rounds=3,
+        mask_truncated_completions=True,
+        num_iterations=2,
+        old_logprobs="recompute",
+        importance_sampling_correction=True,
+        importance_sampling_mode="sequence_mask",
+        importance_sampling_clip_max=2.0,
+        importance_sampling_clip_min=0.5,
+        sampling_mask="geometric",
+        sampling_mask_max=1.01,
+        sampling_mask_min=0.98,
+        off_policy_mask_threshold=0.5,
+        sapo_temperature_pos=2.0,
+        sapo_temperature_neg=3.0,
+        vespo_k_pos=1.0,
+        vespo_lambda_pos=1.0,
+        vespo_k_neg=2.0,
+        vespo_lambda_neg=1.0,
+        top_entropy_quantile=0.2,
+        entropy_coef=0.01,
+        use_adaptive_entropy=True,
+        entropy_coef_min=0.001,
+        entropy_coef_max=0.1,
+        entropy_coef_delta=0.002,
+        entropy_target=0.3,
+    ),
+    mesh=MeshConfig(2, 2),
+    tools=ToolsConfig(
+        *(("calculator",), "guess_number", None, {"high": 10}, 3, 64, 2.5, 2),
+        call_format="hermes",
+    ),
+    optim=OptimConfig(
+        3e-5, "linear", 0.05, 0.1, 0.8, 0.999, 1e-6, 0.01, 1.0, 2, 4, 1000, False, "adamw_8bit"
+    ),
+    noise=NoiseConfig(
+        *(5e-2, 5e-4, 5, "adaptive", "paper", "both", True),
+        per="group",
+        adapt_to="reward",
+        adapt_target=0.7,
+        adapt_rate=1.05,
+    ),
+    eval=EvalConfig("validation", 16, "format_reward", 0.6, 0.95, 8, 25, 4, "math500", "here"),
+    num_train_epochs=1.5,
+    seed=7,
+    save_steps=10,
+    save_total_limit=1,
+    log_completions=False,
+    deterministic=True,
+    report_to=("tensorboard", "trackio"),
+    run_name="one",
+)
+# What excludes a field of FULL.
+OTHER = dataclasses.replace(
+    FULL,
+    model=dataclasses.replace(FULL.model, trainable="full", adapter_name_or_path=None),
+    mesh=MeshConfig(2),
+    lora=LoraConfig(),
+    rollout=dataclasses.replace(
+        FULL.rollout,
+        generation_batch_size=None,
+        steps_per_generation=16,
+        kv_cache_tokens=None,
+        kv_cache_fraction=0.5,
+    ),
+    tools=ToolsConfig(
+        ("calculator",),
+        environments={"game": "guess_number", "mine": "my.py:Game"},
+        environment_options={"game": {"high": 10}},
+        call_pattern="(?P<argument>.*)",
+    ),
+    num_train_epochs=None,
+    max_steps=16,
+)
+# And what excludes a field of both.
+THIRD = dataclasses.replace(
+    FULL,
+    data=dataclasses.replace(FULL.data, system_prompt=None, apply_chat_template=False),
+    grpo=dataclasses.replace(FULL.grpo, sync_ref_model=False, reference="adapter"),
+    mesh=MeshConfig(2, tensor=2),
+)
+
+
+def table(**changes):
+    """Returns MINIMAL with fields replaced; a field of a section is named section__field, and ... removes one."""
+    result = {
+        key: dict(value) if isinstance(value, dict) else value for key, value in MINIMAL.items()
+    }
+    for name, value in changes.items():
+        *section, field = name.split("__")
+        target = result.setdefault(section[0], {}) if section else result
+        if value is ...:
+            del target[field]
+        else:
+            target[field] = value
+    return result
+
+
+def build(**changes):
+    return config.from_table(RunConfig, table(**changes))
+
+
+def test_a_minimal_file_gets_the_defaults():
+    cfg = build()
+    assert cfg.lora == LoraConfig() and cfg.grpo == GrpoConfig() and cfg.optim == OptimConfig()
+    assert cfg.noise is None and cfg.eval is None
+    assert cfg.rewards.functions == ("accuracy_reward",)
+
+
+def test_the_presence_of_the_noise_section_switches_it_on():
+    assert build(noise={}).noise == NoiseConfig()
+
+
+@pytest.mark.parametrize("cfg", [FULL, OTHER, THIRD, build(), build(noise={}, eval={})])
+def test_a_config_survives_being_written_and_read(cfg, tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text(config.dump(cfg))
+    assert config.load(path) == cfg
+    assert config.load(str(path)) == cfg
+
+
+def test_the_full_config_differs_from_the_defaults_everywhere():
+    """This guards the round trip above: a field that is added later must be set in FULL, OTHER or THIRD too."""
+    sections = [f.name for f in dataclasses.fields(RunConfig)]
+    sections = [n for n in sections if dataclasses.is_dataclass(getattr(FULL, n))]
+    all_three = (FULL, OTHER, THIRD)
+    parts = [tuple(getattr(cfg, name) for cfg in all_three) for name in sections]
+    for each in [*parts, all_three]:
+        for field in dataclasses.fields(each[0]):
+            values = {repr(getattr(section, field.name)) for section in each}
+            assert values != {repr(field.default)}, field.name
+
+
+def test_whole_numbers_are_accepted_for_floats_and_become_floats():
+    cfg = build(lora__alpha=16, rewards__weights=[2], num_train_epochs=1, max_steps=...)
+    values = (cfg.lora.alpha, cfg.rewards.weights[0], cfg.num_train_epochs)
+    assert values == (16.0, 2.0, 1.0)
+    assert {type(value) for value in values} == {float}
+
+
+def test_numbers_of_numpy_become_pythons():
+    cfg = build(
+        optim__learning_rate=np.logspace(-6, -4, 3)[0],
+        lora__rank=np.int64(8),
+        lora__rank_pattern={"down_proj": np.int32(4)},
+        log_completions=np.bool_(False),
+        rewards__options={"accuracy_reward": {"of": [np.int64(3)]}},
+    )
+    assert cfg == build(
+        optim__learning_rate=1e-6,
+        lora__rank=8,
+        lora__rank_pattern={"down_proj": 4},
+        log_completions=False,
+        rewards__options={"accuracy_reward": {"of": [3]}},
+    )
+    assert config.dump(cfg)  # TOML has no other numbers
+    assert type(cfg.optim.learning_rate) is float and type(cfg.lora.rank) is int
+
+
+BAD = [
+    # field as the message names it, change, value as the message shows it, words of the rule
+    ("output_dir", {"output_dir": ""}, "''", "must not be empty"),
+    ("max_steps", {"max_steps": 0}, "0", "must be at least 1"),
+    ("max_steps, num_train_epochs", {"max_steps": ...}, "(None, None)", "exactly one of the two"),
+    ("max_steps, num_train_epochs", {"num_train_epochs": 1.0}, "(10, 1.0)", "exactly one"),
+    (
+        "num_train_epochs",
+        {"max_steps": ..., "num_train_epochs": 0.0},
+        "0.0",
+        "must be positive",
+    ),
+    ("seed", {"seed": -1}, "-1", "must be in [0, 2**32)"),
+    ("seed", {"seed": 2**32}, "4294967296", "must be in [0, 2**32)"),
+    ("save_steps", {"save_steps": 0}, "0", "must be at least 1"),
+    ("save_total_limit", {"save_total_limit": 0}, "0", "must be at least 1"),
+    ("model.model_name_or_path", {"model__model_name_or_path": ""}, "''", "must not be empty"),
+    (
+        "model.weights",
+        {"model__weights": "int4"},
+        "'int4'",
+        "'nvfp4', 'mxfp4', 'nf4', 'bfloat16', 'float32'",
+    ),
+    ("model.dtype", {"model__dtype": "float16"}, "'float16'", "one of 'bfloat16', 'float32'"),
+    ("data.max_prompt_length", {"data__max_prompt_length": 0}, "0", "must be at least 1"),
+    ("data.overlong_prompts", {"data__overlong_prompts": "cut"}, "'cut'", "'error', 'drop'"),
+    ("data.num_problems", {"data__num_problems": 0}, "0", "must be at least 1"),
+    ("data.columns", {"data__columns": {"q": "x"}}, "{'q': 'x'}", 'which column is "prompt"'),
+    ("data.columns", {"data__columns": "x"}, "'x'", "must be a section"),
+    ("data.columns.prompt", {"data__columns": {"prompt": 1}}, "1", "must be of type str"),
+    ("data.prompt_template", {"data__prompt_template": "?"}, "'?'", 'must contain "{prompt}"'),
+    ("data.max_prompt_characters", {"data__max_prompt_characters": 0}, "0", "must be at least 1"),
+    (
+        "rewards.options",
+        {"rewards__options": {"other": {"x": 1}}},
+        "{'other': {'x': 1}}",
+        "must be of functions that are used: accuracy_reward",
+    ),
+    ("rewards.options.f", {"rewards__options": {"f": 1}}, "1", "must be a section"),
+    ("rewards.functions", {"rewards__functions": []}, "()", "must name at least one function"),
+    ("rewards.functions", {"rewards__functions": "f"}, "'f'", "must be a list"),
+    ("rewards.functions[1]", {"rewards__functions": ["f", 1]}, "1", "must be of type str"),
+    ("rewards.weights", {"rewards__weights": [1.0, 2.0]}, "(1.0, 2.0)", "per function (1)"),
+    ("rewards.weights[0]", {"rewards__weights": [True]}, "True", "must be of type float"),
+    ("rewards.weights[0]", {"rewards__weights": [float("nan")]}, "nan", "must be finite"),
+    ("lora.rank", {"lora__rank": 0}, "0", "must be at least 1"),
+    ("lora.alpha", {"lora__alpha": 0.0}, "0.0", "must be positive"),
+    ("lora.alpha", {"lora__alpha": float("inf")}, "inf", "must be finite"),
+    ("lora.dropout", {"lora__dropout": 1.0}, "1.0", "must be in [0, 1)"),
+    ("lora.dropout", {"lora__dropout": -0.1}, "-0.1", "must be in [0, 1)"),
+    ("rollout.num_generations", {"rollout__num_generations": 1}, "1", "must be at least 2"),
+    ("rollout.generation_batch_size", {"rollout__generation_batch_size": 0}, "0", "at least 1"),
+    ("rollout.generation_batch_size", {"rollout__generation_batch_size": -8}, "-8", "at least 1"),
+    (
+        "optim.per_device_train_batch_size * optim.gradient_accumulation_steps",
+        {"rollout__num_generations": 3},
+        "8",
+        "must be a multiple of rollout.num_generations = 3",
+    ),
+    (
+        "rollout.generation_batch_size",
+        {"rollout__generation_batch_size": 24, "optim__gradient_accumulation_steps": 2},
+        "24",
+        "must be a multiple of the optimizer batch, optim.per_device_train_batch_size * "
+        "optim.gradient_accumulation_steps = 16",
+    ),
+    ("rollout.max_completion_length", {"rollout__max_completion_length": 0}, "0", "must be >= 1"),
+    (
+        "grpo.mask_truncated_completions",
+        {"rollout__ignore_eos": True, "grpo__mask_truncated_completions": True},
+        "True",
+        "rollout.ignore_eos = true, under which no completion ends",
+    ),
+    ("rollout.max_concurrent", {"rollout__max_concurrent": 0}, "0", "must be at least 1"),
+    (
+        "rollout.kv_cache_tokens",
+        {"rollout__kv_cache_tokens": 1023},
+        "1023",
+        "must hold a row of data.max_prompt_length + rollout.max_completion_length = 1024",
+    ),
+    ("rollout.kv_cache_fraction", {"rollout__kv_cache_fraction": 1.0}, "1.0", "in (0, 1)"),
+    (
+        "rollout.kv_cache_fraction",
+        {"rollout__kv_cache_fraction": 0.5, "rollout__kv_cache_tokens": 4096},
+        "0.5",
+        "must be absent where kv_cache_tokens is given",
+    ),
+    ("rollout.repetition_penalty", {"rollout__repetition_penalty": 0.0}, "0.0", "be positive"),
+    ("rollout.stop", {"rollout__stop": ["a", ""]}, "('a', '')", "none of them empty"),
+    ("rollout.temperature", {"rollout__temperature": 0.0}, "0.0", "must be positive"),
+    ("rollout.temperature", {"rollout__temperature": float("nan")}, "nan", "must be finite"),
+    ("rollout.top_k", {"rollout__top_k": -1}, "-1", "must not be negative"),
+    ("rollout.top_p", {"rollout__top_p": 0.0}, "0.0", "must be in (0, 1]"),
+    ("rollout.top_p", {"rollout__top_p": 1.5}, "1.5", "must be in (0, 1]"),
+    ("rollout.min_p", {"rollout__min_p": -0.5}, "-0.5", "must be in [0, 1]"),
+    ("rollout.min_p", {"rollout__min_p": 1.5}, "1.5", "must be in [0, 1]"),
+    (
+        "grpo.loss_type",
+        {"grpo__loss_type": "ppo"},
+        "'ppo'",
+        "'grpo', 'bnpo', 'dr_grpo', 'dapo', 'cispo'",
+    ),
+    ("tools.functions", {"tools": {}}, "()", "must name at least one tool"),
+    (
+        "tools.environment_options",
+        {"tools__functions": ("calculator",), "tools__environment_options": {"high": 3}},
+        "{'high': 3}",
+        "needs tools.environment",
+    ),
+    (
+        "tools.environments",
+        {"tools__environment": "guess_number", "tools__environments": {"a": "guess_number"}},
+        "{'a': 'guess_number'}",
+        "must be absent where tools.environment is given",
+    ),
+    ("tools.environments", {"tools__environments": {}}, "{}", "must name at least one"),
+    *(
+        (
+            "tools.environment_options",
+            {"tools__environments": {"a": "b:C"}, "tools__environment_options": options},
+            repr(options),
+            "must be a table for each name of tools.environments: a",
+        )
+        for options in ({"high": 3}, {"a": 3})
+    ),
+    *(
+        (
+            "tools.call_pattern",
+            {"tools__functions": ("a",), "tools__call_pattern": x},
+            repr(x),
+            "(?P<",
+        )
+        for x in ("call", "(?P<argument>")
+    ),
+    (
+        "tools.call_pattern",
+        {
+            "tools__functions": ("a",),
+            "tools__call_pattern": "(?P<argument>.)",
+            "tools__call_format": "hermes",
+        },
+        "'(?P<argument>.)'",
+        "must be absent where tools.call_format",
+    ),
+    ("lora.target_modules[0]", {"lora__target_modules": ("lm_head",)}, "'lm_head'", "'q_proj'"),
+    ("lora.target_modules", {"lora__target_modules": ()}, "()", "must name at least one of"),
+    (
+        "lora.rank_pattern",
+        {"lora__rank_pattern": {"q_proj": 0}},
+        "{'q_proj': 0}",
+        "at least 1 and at most",
+    ),
+    (
+        "lora.alpha_pattern",
+        {"lora__alpha_pattern": {"q_proj": 0.0}},
+        "{'q_proj': 0.0}",
+        "must be positive",
+    ),
+    ("lora.rank_pattern", {"lora__rank_pattern": {"*q": 4}}, "{'*q': 4}", "regular expressions"),
+    ("grpo.epsilon_high", {"grpo__loss_type": "cispo"}, "None", "5 is usual"),
+    (
+        "grpo.delta",
+        {"grpo__loss_type": "sapo", "grpo__delta": 3.0},
+        "3.0",
+        'must be absent with grpo.loss_type = "sapo"',
+    ),
+    (
+        "grpo.importance_sampling_mode",
+        {"grpo__loss_type": "vespo", "grpo__importance_sampling_mode": "sequence_mask"},
+        "'sequence_mask'",
+        '"token_truncate" or "token_mask"',
+    ),
+    (
+        "grpo.entropy_coef_min",
+        {"grpo__entropy_coef_min": 0.2, "grpo__entropy_coef_max": 0.1},
+        "0.2",
+        "must not exceed entropy_coef_max = 0.1",
+    ),
+    (
+        "grpo.entropy_coef",
+        {"grpo__use_adaptive_entropy": True, "grpo__entropy_coef": 2.0},
+        "2.0",
+        "entropy_coef_max = 1.0, because it begins there",
+    ),
+    ("grpo.top_entropy_quantile", {"grpo__top_entropy_quantile": 1.5}, "1.5", "[0, 1]"),
+    ("grpo.epsilon", {"grpo__epsilon": 0.0}, "0.0", "must be in (0, 1)"),
+    ("grpo.epsilon", {"grpo__epsilon": 1.0}, "1.0", "must be in (0, 1)"),
+    ("grpo.epsilon_high", {"grpo__epsilon_high": 0.0}, "0.0", "must be > 0"),
+    ("grpo.delta", {"grpo__delta": 1.2}, "1.2", "must exceed 1 + epsilon_high = 1.2"),
+    ("grpo.delta", {"grpo__delta": -1.0}, "-1.0", "or be 0 for none"),
+    (
+        "grpo.importance_sampling_clip_min",
+        {"grpo__importance_sampling_clip_min": 0.5},
+        "0.5",
+        "needs grpo.importance_sampling_correction = true",
+    ),
+    (
+        "grpo.importance_sampling_clip_min",
+        {
+            "grpo__old_logprobs": "recompute",
+            "grpo__importance_sampling_correction": True,
+            "grpo__importance_sampling_clip_min": 3.0,
+        },
+        "3.0",
+        "must be below importance_sampling_clip_max = 3.0",
+    ),
+    (
+        "grpo.sampling_mask_max",
+        {"grpo__sampling_mask": "token"},
+        "None",
+        "must be given with grpo.sampling_mask",
+    ),
+    ("grpo.sampling_mask_max", {"grpo__sampling_mask_max": 2.0}, "2.0", "absent where"),
+    ("grpo.sampling_mask_max", {"grpo__sampling_mask_max": 1.0}, "1.0", "must be above 1"),
+    ("grpo.sampling_mask_min", {"grpo__sampling_mask_min": 0.5}, "0.5", "must be absent where"),
+    (
+        "grpo.off_policy_mask_threshold",
+        {"grpo__off_policy_mask_threshold": 0.0},
+        "0.0",
+        "must be positive",
+    ),
+    (
+        "grpo.delta",
+        {"grpo__delta": 1.25, "grpo__epsilon_high": 0.25},
+        "1.25",
+        "must exceed 1 + epsilon_high = 1.25",
+    ),
+    (
+        "noise.per",
+        {"noise__per": "token", "noise__scope": "both"},
+        "'token'",
+        'needs noise.scope = "rollout"',
+    ),
+    (
+        "optim.share_prompts",
+        {"noise__per": "sequence", "noise__scope": "both"},
+        "True",
+        'must be false with noise.per = "sequence"',
+    ),
+    (
+        "noise.adapt_target",
+        {"noise__schedule": "adaptive"},
+        "None",
+        'must be given with noise.schedule = "adaptive"',
+    ),
+    ("noise.adapt_target", {"noise__adapt_target": 0.5}, "0.5", "and absent with any other"),
+    (
+        "noise.adapt_to",
+        {
+            "noise__schedule": "adaptive",
+            "noise__adapt_target": 0.01,
+            "noise__adapt_to": "kl",
+            "noise__scope": "both",
+        },
+        "'kl'",
+        'needs noise.scope = "rollout"',
+    ),
+    ("noise.adapt_rate", {"noise__adapt_rate": 1.0}, "1.0", "must be above 1"),
+    ("grpo.beta", {"grpo__beta": -0.1}, "-0.1", "must not be negative"),
+    (
+        "grpo.importance_sampling_level",
+        {"grpo__importance_sampling_level": "row"},
+        "'row'",
+        "'token', 'sequence'",
+    ),
+    ("grpo.scale_rewards", {"grpo__scale_rewards": "all"}, "'all'", "'group', 'batch', 'none'"),
+    ("grpo.num_iterations", {"grpo__num_iterations": 0}, "0", "must be at least 1"),
+    ("grpo.old_logprobs", {"grpo__old_logprobs": "noisy"}, "'noisy'", "'behaviour', 'recompute'"),
+    (
+        "grpo.importance_sampling_correction",
+        {"grpo__importance_sampling_correction": True},
+        "True",
+        'needs grpo.old_logprobs = "recompute"',
+    ),
+    (
+        "grpo.importance_sampling_mode",
+        {"grpo__importance_sampling_mode": "clip"},
+        "'clip'",
+        "'token_truncate', 'token_mask', 'sequence_truncate', 'sequence_mask'",
+    ),
+    (
+        "grpo.importance_sampling_clip_max",
+        {"grpo__importance_sampling_clip_max": 0.0},
+        "0.0",
+        "must be positive",
+    ),
+    (
+        "max_steps",
+        {"grpo__num_iterations": 3},
+        "10",
+        "must be a multiple of the 3 optimizer steps made from each rollout",
+    ),
+    (
+        "max_steps",
+        {"rollout__generation_batch_size": 32},
+        "10",
+        "must be a multiple of the 4 optimizer steps made from each rollout",
+    ),
+    ("grpo.kl_estimator", {"grpo__kl_estimator": "k4"}, "'k4'", "'k1', 'k2', 'k3'"),
+    (
+        "grpo.kl_estimator",
+        {"grpo__kl_estimator": "k1", "grpo__beta": 0.1},
+        "'k1'",
+        "as a loss it is noise of mean 0 unless grpo.use_bias_correction_kl = true",
+    ),
+    (
+        "rollout.repetition_penalty",
+        {"rollout__repetition_penalty": 1.1},
+        "1.1",
+        'set grpo.old_logprobs = "recompute"',
+    ),
+    ("grpo.sync_ref_model", {"grpo__sync_ref_model": True}, "True", "needs grpo.beta > 0"),
+    ("grpo.reference", {"grpo__reference": "base"}, "'base'", "needs grpo.beta > 0"),
+    (
+        "grpo.reference",
+        {"grpo__reference": "adapter", "grpo__beta": 0.1},
+        "'adapter'",
+        "needs model.adapter_name_or_path",
+    ),
+    (
+        "grpo.reference",
+        {"grpo__reference": "base", "grpo__beta": 0.1, "grpo__sync_ref_model": True},
+        "'base'",
+        "needs grpo.sync_ref_model = false",
+    ),
+    (
+        "grpo.dynamic_sampling_metric",
+        {"grpo__dynamic_sampling_metric": "accuracy_reward"},
+        "'accuracy_reward'",
+        "needs grpo.dynamic_sampling = true",
+    ),
+    (
+        "grpo.ref_model_mixup_alpha",
+        {"grpo__ref_model_mixup_alpha": 1.5},
+        "1.5",
+        "must be in [0, 1]",
+    ),
+    ("grpo.ref_model_sync_steps", {"grpo__ref_model_sync_steps": 0}, "0", "must be at least 1"),
+    ("grpo.advantage_estimator", {"grpo__advantage_estimator": "gae"}, "'gae'", "'grpo', 'rloo'"),
+    (
+        "grpo.advantage_estimator",
+        {"grpo__advantage_estimator": "rloo"},
+        "'rloo'",
+        'needs grpo.scale_rewards = "none" or "batch"',
+    ),
+    ("grpo.max_sampling_rounds", {"grpo__max_sampling_rounds": 0}, "0", "must be at least 1"),
+    ("rewards.soft_punish_cache", {"rewards__soft_punish_cache": 0}, "0", "must be at least 1"),
+    (
+        "rewards.soft_punish_cache",
+        {"rewards__soft_punish_cache": 513},
+        "513",
+        "must not exceed rollout.max_completion_length = 512",
+    ),
+    ("rewards.soft_punish_weight", {"rewards__soft_punish_weight": 0.0}, "0.0", "must be positive"),
+    ("rollout.steps_per_generation", {"rollout__steps_per_generation": 0}, "0", "at least 1"),
+    (
+        "rollout.steps_per_generation",
+        {"rollout__steps_per_generation": 2, "rollout__generation_batch_size": 16},
+        "2",
+        "must be absent where generation_batch_size is given",
+    ),
+    (
+        "optim.per_device_train_batch_size * rollout.steps_per_generation",
+        {
+            "rollout__steps_per_generation": 3,
+            "optim__gradient_accumulation_steps": 2,
+        },
+        "24",
+        "must be a multiple of the optimizer batch",
+    ),
+    (
+        "model.adapter_name_or_path",
+        {
+            "model__trainable": "full",
+            "model__weights": "bfloat16",
+            "model__adapter_name_or_path": "a",
+        },
+        "'a'",
+        "needs model.trainable",
+    ),
+    ("model.trainable", {"model__trainable": "head"}, "'head'", "'lora', 'full'"),
+    ("model.trainable", {"model__trainable": "full"}, "'full'", "packed weights have no gradient"),
+    (
+        "model.trainable",
+        {"model__trainable": "full", "model__weights": "bfloat16", "lora__rank": 8},
+        "'full'",
+        "has no adapter for a [lora] section to describe",
+    ),
+    (
+        "grpo.beta",
+        {"model__trainable": "full", "model__weights": "bfloat16", "grpo__beta": 0.1},
+        "0.1",
+        "ask for it with grpo.sync_ref_model = true",
+    ),
+    ("optim.learning_rate", {"optim__learning_rate": 0.0}, "0.0", "must be positive"),
+    ("optim.learning_rate", {"optim__learning_rate": "1e-5"}, "'1e-5'", "must be of type float"),
+    (
+        "optim.lr_scheduler_type",
+        {"optim__lr_scheduler_type": "step"},
+        "'step'",
+        "'cosine', 'linear', 'constant'",
+    ),
+    ("optim.warmup_ratio", {"optim__warmup_ratio": 1.0}, "1.0", "must be in [0, 1)"),
+    ("optim.min_lr_ratio", {"optim__min_lr_ratio": 1.1}, "1.1", "must be in [0, 1]"),
+    (
+        "optim.min_lr_ratio",
+        {"optim__min_lr_ratio": 0.1, "optim__lr_scheduler_type": "constant"},
+        "0.1",
+        'with lr_scheduler_type = "constant", under which',
+    ),
+    ("optim.adam_beta1", {"optim__adam_beta1": 1.0}, "1.0", "must be in [0, 1)"),
+    ("optim.adam_beta2", {"optim__adam_beta2": -0.1}, "-0.1", "must be in [0, 1)"),
+    ("optim.adam_epsilon", {"optim__adam_epsilon": 0.0}, "0.0", "must be positive"),
+    ("optim.weight_decay", {"optim__weight_decay": -0.1}, "-0.1", "must not be negative"),
+    ("optim.max_grad_norm", {"optim__max_grad_norm": 0.0}, "0.0", "must be positive"),
+    (
+        "optim.per_device_train_batch_size",
+        {"optim__per_device_train_batch_size": 0},
+        "0",
+        "must be at least 1",
+    ),
+    (
+        "optim.max_tokens_per_microbatch",
+        {"optim__max_tokens_per_microbatch": 1023},
+        "1023",
+        "data.max_prompt_length + rollout.max_completion_length = 1024",
+    ),
+    (
+        "optim.max_tokens_per_microbatch",
+        {"optim__max_tokens_per_microbatch": 4096, "grpo__loss_type": "bnpo"},
+        "4096",
+        'with grpo.loss_type = "bnpo"',
+    ),
+    (
+        "optim.gradient_accumulation_steps",
+        {"optim__gradient_accumulation_steps": 0},
+        "0",
+        "must be at least 1",
+    ),
+    ("mesh.data", {"mesh__data": 0}, "0", "must be at least 1"),
+    ("mesh.data", {"mesh__data": 9}, "9", "must not exceed the 8 rows of a rollout"),
+    ("mesh.fsdp", {"mesh__fsdp": 0}, "0", "must be at least 1"),
+    (
+        "mesh.fsdp",
+        {"mesh__fsdp": 2, "model__trainable": "full", "model__weights": "bfloat16"},
+        "2",
+        "goes with an adapter",
+    ),
+    (
+        "model.gradient_checkpointing",
+        {"mesh__fsdp": 2, "model__gradient_checkpointing": "none"},
+        "'none'",
+        'would keep the weights that layers gather: take "auto"',
+    ),
+    ("mesh.tensor", {"mesh__tensor": 0}, "0", "must be at least 1"),
+    ("mesh.fsdp", {"mesh__fsdp": 2, "mesh__tensor": 4}, "2", "must be absent with mesh.tensor = 4"),
+    (
+        "mesh.tensor",
+        {"mesh__tensor": 2, "model__trainable": "full", "model__weights": "bfloat16"},
+        "2",
+        "goes with an adapter",
+    ),
+    (
+        "model.gradient_checkpointing",
+        {"mesh__tensor": 2, "model__gradient_checkpointing": "none"},
+        "'none'",
+        'with mesh.tensor "none" would keep the weights',
+    ),
+    ("noise.sigma_start", {"noise__sigma_start": 0.0}, "0.0", "must be positive"),
+    ("noise.sigma_end", {"noise__sigma_end": 0.0}, "0.0", "must be in (0, sigma_start = 0.01]"),
+    ("noise.sigma_end", {"noise__sigma_end": 0.1}, "0.1", "must be in (0, sigma_start = 0.01]"),
+    ("noise.num_stages", {"noise__num_stages": 2}, "2", "must be at least 3"),
+    ("noise.schedule", {"noise__schedule": "step"}, "'step'", "'exponential', 'linear'"),
+    ("noise.exponent", {"noise__exponent": "eq8"}, "'eq8'", "'code', 'paper'"),
+    ("noise.scope", {"noise__scope": "trainer"}, "'trainer'", "'rollout', 'both'"),
+    ("eval.num_problems", {"eval__num_problems": 0}, "0", "must be at least 1"),
+    ("eval.batch_size", {"eval__batch_size": 0}, "0", "must be at least 1"),
+    ("eval.temperature", {"eval__temperature": -1.0}, "-1.0", "must not be negative"),
+    ("eval.top_p", {"eval__top_p": 0.0}, "0.0", "must be in (0, 1]"),
+    ("eval.eval_steps", {"eval__eval_steps": -1}, "-1", "must not be negative"),
+    ("eval.num_generations", {"eval__num_generations": 0}, "0", "must be at least 1"),
+    (
+        "eval.num_generations",
+        {"eval__num_generations": 4, "eval__temperature": 0.0},
+        "4",
+        "1 at temperature 0",
+    ),
+    ("eval.path", {"eval__path": "here"}, "'here'", "needs eval.dataset"),
+    (
+        "report_to[0]",
+        {"report_to": ("mlflow",)},
+        "'mlflow'",
+        "must be one of 'tensorboard', 'wandb'",
+    ),
+    # types
+    ("max_steps", {"max_steps": True}, "True", "must be of type int"),
+    ("max_steps", {"max_steps": 10.0}, "10.0", "must be of type int"),
+    ("lora.rank", {"lora__rank": True}, "True", "must be of type int"),
+    ("lora.alpha", {"lora__alpha": True}, "True", "must be of type float"),
+    ("lora.train_norms", {"lora__train_norms": 1}, "1", "must be of type bool"),
+    ("data.path", {"data__path": 3}, "3", "must be of type str"),
+    ("model", {"model": "qerl-tiny"}, "'qerl-tiny'", "must be a section"),
+    ("noise", {"noise": True}, "True", "must be a section"),
+    # what no file of a run can keep
+    (
+        "model.chat_template_kwargs",
+        {"model__chat_template_kwargs": {"tools": None}},
+        "{'tools': None}",
+        "must hold texts, numbers,",
+    ),
+    (
+        "rewards.options",
+        {"rewards__options": {"accuracy_reward": {"of": [{1: 2}]}}},
+        "{'accuracy_reward': {'of': [{1: 2}]}}",
+        "must hold texts, numbers,",
+    ),
+    (
+        "tools.environment_options",
+        {"tools": {"environment": "guess_number", "environment_options": {"low": print}}},
+        "{'low': <built-in function print>}",
+        "must hold texts, numbers,",
+    ),
+]
+
+
+@pytest.mark.parametrize(("field", "changes", "value", "rule"), BAD)
+def test_a_bad_value_is_an_error_that_names_field_value_and_rule(field, changes, value, rule):
+    with pytest.raises(ConfigError) as error:
+        build(**changes)
+    message = str(error.value)
+    assert message.startswith(f"{field}: got {value}; ")
+    assert rule in message
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda: LoraConfig(rank=0), "lora.rank: got 0; must be at least 1"),
+        (lambda: LoraConfig(dropout=float("nan")), "lora.dropout: got nan; must be in [0, 1)"),
+        (lambda: NoiseConfig(sigma_end=1.0), "noise.sigma_end: got 1.0; must be in (0, sigma"),
+        (
+            lambda: dataclasses.replace(FULL.rollout, kv_cache_fraction=1.0),
+            "rollout.kv_cache_fraction: got 1.0; must be in (0, 1)",
+        ),
+        (lambda: dataclasses.replace(FULL, seed=-1), "seed: got -1; must be in [0, 2**32)"),
+    ],
+)
+def test_a_config_that_is_made_in_python_is_checked_too(made, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        made()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_step": 10}, "max_step: unknown field; the top level has output_dir, model, "),
+        ({"lora__rnk": 8}, "lora.rnk: unknown field; [lora] has rank, alpha, dropout, train_norms"),
+        ({"nois": {}}, "nois: unknown field; the top level has"),
+        ({"model": ...}, "model: missing; the top level needs it"),
+        ({"output_dir": ...}, "output_dir: missing; the top level needs it"),
+        ({"data__dataset": ...}, "data.dataset: missing; [data] needs it"),
+        ({"rewards__functions": ...}, "rewards.functions: missing; [rewards] needs it"),
+    ],
+)
+def test_unknown_and_missing_fields_are_named_with_the_fields_there_are(changes, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        build(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_step": 10}, "; did you mean max_steps?"),
+        ({"lora__rnk": 8}, "; did you mean rank?"),
+        ({"learning_rate": 1e-5}, "; did you mean optim.learning_rate?"),
+        ({"unlike": 1}, "report_to, run_name"),
+    ],
+)
+def test_an_unknown_field_is_told_which_one_it_is_like(changes, message):
+    with pytest.raises(ConfigError, match=f"unknown field; .*{re.escape(message)}$"):
+        build(**changes)
+
+
+@pytest.mark.parametrize("content", [b"max_steps = ", b"a = 1\na = 2", b'output_dir = "\xff"'])
+def test_an_unreadable_file_is_a_config_error_that_names_it(content, tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"{re.escape(str(path))}: not valid TOML"):
+        config.load(path)
+
+
+@pytest.mark.parametrize("name", ["absent.toml", "."])
+def test_a_missing_file_is_a_config_error_that_names_it(name, tmp_path):
+    with pytest.raises(ConfigError, match=f"{re.escape(str(tmp_path / name))}.*no such file"):
+        config.load(tmp_path / name)
+
+
+def test_sizes_follow_from_the_batches():
+    cfg = build(
+        max_steps=12,
+        rollout={"num_generations": 4, "generation_batch_size": 48},
+        optim={"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+        grpo={"num_iterations": 2},
+    )
+    assert cfg.train_batch_size == 8
+    assert cfg.generation_batch_size == 48
+    assert cfg.prompts_per_rollout == 12
+    assert cfg.updates_per_rollout == 12
+    assert build().generation_batch_size == build().train_batch_size == 8
+    # TRL: per_device_train_batch_size * steps_per_generation.
+    assert build(max_steps=12, rollout__steps_per_generation=4).generation_batch_size == 32
+    assert build(max_steps=12, rollout__steps_per_generation=4).updates_per_rollout == 4
+
+
+@pytest.mark.parametrize(
+    ("epochs", "problems", "steps"),
+    [
+        (1.0, 100, 200),  # 2 prompts a rollout: 50 rollouts of 4 steps
+        (2.0, 100, 400),
+        (0.5, 100, 100),
+        (1.0, 7, 16),  # 3.5 rollouts are 4
+        (0.001, 100, 4),  # never less than one rollout
+    ],
+)
+def test_epochs_become_steps_of_whole_rollouts(epochs, problems, steps):
+    cfg = build(
+        max_steps=...,
+        num_train_epochs=epochs,
+        rollout={"num_generations": 8, "generation_batch_size": 16},
+        grpo__num_iterations=2,
+    )
+    assert cfg.total_steps(problems) == steps
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_config_of_the_project_is_valid(path):
+    config.load(path)
+
+
+def test_max_steps_is_the_total_whatever_the_problems():
+    assert build(max_steps=30).total_steps(7) == 30
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("dapo_*.toml")), ids=lambda path: path.stem)
+def test_a_dapo_recipe_punishes_length_by_half_of_what_a_right_answer_is_worth(path):
+    """DAPO's equations 7 and 13 give -1 at most, where answers score 1 or -1."""
+    rewards = config.load(path).rewards
+    (function,) = scoring.resolve(rewards.functions)
+    right, wrong = function[1](completions=["<answer>7</answer> Answer: 7", "8"], answer=["7", "7"])
+    (weight,) = rewards.weights or (1.0,)
+    if rewards.soft_punish_cache is None:
+        assert config.load(path).grpo.mask_truncated_completions
+    else:
+        assert rewards.soft_punish_weight == 0.5 * weight * (right - wrong)
+
+
+# --- what is allowed but seldom meant
+
+
+GSPO = {"grpo__importance_sampling_level": "sequence", "grpo__epsilon": 3e-4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        # Ratios per token, and GSPO as its paper has it, need no warning.
+        ({}, []),
+        (GSPO | {"grpo__loss_type": "grpo"}, []),
+        # Sums over tokens weigh rows by length: the field, its value and the remedy are named.
+        *(
+            (GSPO | {"grpo__loss_type": loss_type}, [("grpo.loss_type", loss_type, '"grpo"')])
+            for loss_type in ("dapo", "bnpo", "dr_grpo")
+        ),
+        (GSPO | {"grpo__loss_type": "luspo"}, []),
+        ({"grpo__loss_type": "luspo"}, [("grpo.loss_type", "luspo", '"sequence"')]),
+        # Noise in ratios of so narrow a range clips before anything is learned.
+        (
+            GSPO | {"grpo__loss_type": "grpo", "noise": {}},
+            [("grpo.old_logprobs", "behaviour", '"recompute"')],
+        ),
+        (GSPO | {"grpo__loss_type": "grpo", "noise": {}, "grpo__old_logprobs": "recompute"}, []),
+        (GSPO | {"grpo__loss_type": "grpo", "noise__scope": "both"}, []),
+        (GSPO | {"grpo__loss_type": "grpo", "noise": {}, "grpo__epsilon": 0.2}, []),
+    ],
+)
+def test_sequence_ratios_that_are_not_gspo_are_warned_of(changes, named):
+    lines = config_rules.advice(build(**changes))
+    assert len(lines) == len(named)
+    for line, (field, value, remedy) in zip(lines, named, strict=True):
+        assert line.startswith(f"warning: {field}: got")
+        assert value in line and remedy in line.rsplit(": set ")[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "objective"),
+    [
+        (
+            "gspo",
+            {
+                "loss_type": "grpo",
+                "importance_sampling_level": "sequence",
+                "epsilon": 3e-4,
+                "epsilon_high": 4e-4,
+                "old_logprobs": "recompute",
+            },
+        ),
+        ("cispo", {"loss_type": "cispo", "epsilon_high": 5.0}),
+        (
+            "dr_grpo",
+            {"loss_type": "dr_grpo", "scale_rewards": "none", "mask_truncated_completions": False},
+        ),
+    ],
+)
+def test_a_recipe_of_another_loss_differs_from_that_of_grpo_by_the_lines_that_matter(
+    name, objective
+):
+    path = CONFIGS / f"{name}_gsm8k_qwen2.5_7b.toml"
+    other = config.to_table(config.load(path))
+    grpo = config.to_table(config.load(CONFIGS / "gsm8k_qwen2.5_7b.toml"))
+    assert dict(other.pop("grpo").items() - grpo.pop("grpo").items()) == objective
+    assert {k: v for k, v in other.items() if v != grpo[k]} == {
+        "output_dir": f"runs/{name}_gsm8k_qwen2.5_7b"
+    }
+    assert not config_rules.advice(config.load(path))
+
+
+def test_lora_without_regret_has_few_ranks_on_all_linears_and_ten_times_the_rate_of_full_tuning():
+    cfg = config.load(CONFIGS / "lora_without_regret_gsm8k_qwen2.5_7b.toml")
+    assert cfg.lora == LoraConfig(rank=1, alpha=32.0)
+    assert (cfg.optim.learning_rate, cfg.train_batch_size, cfg.noise) == (1e-5, 32, None)
+    kept = config.to_table(config.load(CONFIGS / "gsm8k_qwen2.5_7b.toml"))
+    ours = config.to_table(cfg)
+    assert {k for k in kept if kept[k] != ours.get(k)} == {
+        *("output_dir", "lora", "rollout", "optim", "noise")
+    }
+
+
+def test_a_run_of_before_scales_were_searched_is_read_with_those_of_the_maximum(tmp_path):
+    """Its adapter was trained on that base; a user's own config gets the default."""
+    before = config.dump(dataclasses.replace(FULL, model=ModelConfig("base")))
+    before = before.replace('block_scales = "auto"\n', "")
+    (tmp_path / "config.toml").write_text(before)
+    assert config.load(tmp_path / "config.toml").model.block_scales == "auto"
+    assert config.load_run(tmp_path).model.block_scales == "maximum"
+    (tmp_path / "config.toml").write_text(config.dump(FULL))
+    assert config.load_run(tmp_path) == FULL
+
+
+def test_a_config_of_the_package_can_be_named_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert config.load("gsm8k_qwen2.5_7b") == config.load(CONFIGS / "gsm8k_qwen2.5_7b.toml")
+    named = {path.name for path in config.PACKAGED.glob("*.toml")}
+    assert named == {path.name for path in CONFIGS.glob("*.toml")}
+    (tmp_path / "quickstart").mkdir()
+    (tmp_path / "my.toml").touch()
+    assert config.load("quickstart").output_dir == "runs/quickstart"
+    for name, words in (
+        ("gsm8k_qwen2.5_7", "nor a config of the package; did you mean gsm8k_qwen2.5_7b?"),
+        ("unlike", "nor a config of the package; these are bench_7b, bigmath_hard_qwen2.5_32b, "),
+        ("configs/quickstart.toml", "no such file; the package has it as quickstart"),
+        ("quickstart.toml", "got 'quickstart.toml'; no such file; the package has it as"),
+        ("elsewhere/quickstart", "got 'elsewhere/quickstart'; no such file"),
+        ("myy.toml", "got 'myy.toml'; no such file; did you mean my.toml?"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            config.load(name)
+    (tmp_path / "quickstart").rmdir()
+    (tmp_path / "quickstart").write_text("seed = 1\n")
+    assert config.read_table("quickstart") == {"seed": 1}  # a file goes before
+
+
+def test_a_run_that_is_to_be_repeated_exactly_makes_no_drafts(monkeypatch):
+    told = []
+    monkeypatch.setattr(
+        setup.rollouts, "make_sampler", lambda *of, **options: told.append(of[2].drafts)
+    )
+    for deterministic in (False, True):
+        run = build(deterministic=deterministic)
+        setup._sampler(run, *[mock.Mock()] * 3)
+        told.append(run.drafts)
+    assert told == ["auto", "auto", "off", "off"]

@@ -1,0 +1,62 @@
+"""Tests the devices of a run: one device costs nothing extra, and bad meshes are refused."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from qerl_jax.config import MeshConfig
+from qerl_jax.distributed import mesh
+from qerl_jax.distributed.hosts import Hosts
+from qerl_jax.system.checked import ConfigError
+
+
+def test_with_one_device_nothing_is_moved_or_copied():
+    alone = mesh.Replicas.of(MeshConfig(data=1), rows=8)
+    tree = {"a": jnp.ones(3), "b": 1}
+    assert len(alone) == 1 and alone.devices == ()
+    assert alone.hold(tree) is tree and alone.total([tree]) is tree
+    assert alone.each(tree)[0] is tree
+
+
+def test_more_devices_than_there_are_is_an_error():
+    seen = len(jax.local_devices())
+    with pytest.raises(ConfigError, match=rf"mesh.data: got {seen + 1}; this process sees {seen}"):
+        mesh.Replicas.of(MeshConfig(data=seen + 1), rows=64)
+
+
+def test_without_a_number_all_devices_are_taken_that_have_a_row(monkeypatch):
+    monkeypatch.setattr(jax, "local_devices", lambda: ["a device"] * 4)
+    assert [mesh.places(MeshConfig(), rows) for rows in (1, 3, 64)] == [1, 3, 4]
+    assert mesh.places(MeshConfig(data=8), 64) == 8
+
+
+def test_devices_that_share_a_base_are_one_replica(monkeypatch):
+    monkeypatch.setattr(jax, "local_devices", lambda: ["a device"] * 6)
+    assert [mesh.places(MeshConfig(fsdp=n), 64) for n in (1, 2, 4)] == [6, 3, 1]
+    groups = mesh.Replicas(tuple("abcdef"), group=2).groups
+    assert groups == (("a", "b"), ("c", "d"), ("e", "f"))
+    assert len(mesh.Replicas(tuple("abcdef"), group=2)) == 3
+
+
+def test_a_base_cannot_be_shared_by_more_devices_than_a_host_has():
+    seen = len(jax.local_devices())
+    with pytest.raises(ConfigError, match=rf"mesh.fsdp: got {seen + 1}; .* sees {seen} devices? "):
+        mesh.Replicas.of(MeshConfig(fsdp=seen + 1), rows=64)
+
+
+def test_places_of_several_hosts_are_numbered_through():
+    second = mesh.Replicas(tuple("ab"), Hosts(1, 3))
+    assert len(second) == 6 and second.own == range(2, 4)
+    second = mesh.Replicas(tuple("abcd"), Hosts(1, 3), group=2)
+    assert len(second) == 6 and second.own == range(2, 4)
+    assert mesh.Replicas().own == range(1)
+
+
+def test_devices_that_decode_rows_together_are_one_replica_of_one_host(monkeypatch):
+    seen = len(jax.local_devices())
+    with pytest.raises(
+        ConfigError, match=rf"mesh.tensor: got {seen + 1}; .* sees {seen} devices? "
+    ):
+        mesh.Replicas.of(MeshConfig(tensor=seen + 1), rows=64)
+    monkeypatch.setattr(jax, "local_devices", lambda: ["a device"] * 6)
+    assert [mesh.places(MeshConfig(tensor=n), 64) for n in (2, 4)] == [3, 1]

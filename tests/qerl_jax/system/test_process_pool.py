@@ -1,0 +1,305 @@
+"""Tests the process pool: results of calls that hang, die or raise, and that no worker outlives its parent."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from qerl_jax.system.process_pool import Failure, Pool, Worker
+
+ROOT = pathlib.Path(__file__).parents[3]
+FUNCTIONS = """
+import os, signal, sys, time
+sys.stdout.write("printed while importing")
+
+def double(x):
+    print("printed while called")
+    return 2 * x
+
+def pid():
+    return os.getpid()
+
+def pid_after(seconds):
+    time.sleep(seconds)
+    return os.getpid()
+
+def environment():
+    return list(os.environ)
+
+def hang(seconds):
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+    time.sleep(seconds)
+
+def power(base, exponent):
+    return base ** exponent % 10
+
+def leave():
+    os._exit(3)
+
+def eat():
+    held = []
+    while True:
+        held.append(bytearray(1 << 20))
+
+def kill_myself(number):
+    os.kill(os.getpid(), number)
+
+def fail(text):
+    raise KeyError(text)
+
+def loaded(names):
+    return [name for name in names if name in sys.modules]
+"""
+
+
+@pytest.fixture
+def pool(tmp_path, monkeypatch):
+    """Makes pools over FUNCTIONS."""
+    (tmp_path / "worker_functions.py").write_text(FUNCTIONS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = []
+
+    def make(workers=1, seconds=20.0, module="worker_functions", **options):
+        made.append(Pool(module, workers=workers, seconds=seconds, **options))
+        return made[-1]
+
+    yield make
+    for pool in made:
+        pool.close()
+
+
+def is_alive(pid):
+    try:
+        stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    # A zombie has ended, though nobody has looked at it yet.
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_until(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_values_come_in_the_order_of_the_calls(pool):
+    assert pool(workers=2).map("double", [(n,) for n in range(20)]) == list(range(0, 40, 2))
+
+
+def test_text_of_any_kind_survives_the_way(pool):
+    texts = ["two\nlines", "东京 🙂", '"quoted"', "\ud800", "x" * 1_000_000]
+    assert pool().map("double", [(text,) for text in texts]) == [2 * text for text in texts]
+
+
+def test_a_call_over_its_limit_is_killed_and_the_others_are_answered(pool):
+    calls = pool(workers=2, seconds=0.6)
+    assert calls.map("hang", [(0,), (60,), (0,)]) == [None, Failure("timeout"), None]
+
+
+def test_a_loop_that_never_returns_to_python_is_killed_too(pool):
+    # An exponentiation in C holds the interpreter: no signal handler of Python's would run.
+    calls = pool(seconds=2.0)
+    assert calls.map("power", [(7, 2), (7, 10**9)]) == [9, Failure("timeout")]
+
+
+def test_what_a_busy_machine_takes_away_does_not_count(pool):
+    """The worker gets no processor time for longer than its limit, as on a busy machine."""
+    calls = pool(seconds=1.0)
+    (pid,) = calls.map("pid", [()])
+    waking = threading.Timer(2.0, os.kill, (pid, signal.SIGCONT))
+    os.kill(pid, signal.SIGSTOP)
+    waking.start()
+    assert calls.map("double", [(4,)]) == [8]
+    assert calls.map("pid", [()]) == [pid]
+    waking.join()
+
+
+def test_a_call_that_takes_its_process_along_costs_only_itself(pool):
+    calls = pool()
+    assert calls.map("leave", [()]) == [Failure("died")]
+    assert calls.map("double", [(1,)]) == [2]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+def test_a_worker_that_is_killed_within_a_call_is_replaced(pool, number):
+    calls = pool()
+    (before,) = calls.map("pid", [()])
+    assert calls.map("kill_myself", [(int(number),)]) == [Failure("died")]
+    (after,) = calls.map("pid", [()])
+    assert after != before and not is_alive(before)
+
+
+def test_a_call_whose_process_someone_else_kills_is_made_again(pool):
+    calls = pool()
+    (before,) = calls.map("pid", [()])
+    killing = threading.Timer(0.3, os.kill, (before, signal.SIGKILL))
+    killing.start()
+    (after,) = calls.map("pid_after", [(1.0,)])
+    killing.join()
+    assert isinstance(after, int) and after != before
+
+
+def test_a_worker_that_is_stopped_is_killed_and_replaced(pool):
+    """It uses no processor time, and answers nothing."""
+    calls = pool(seconds=0.2)
+    (before,) = calls.map("pid", [()])
+    os.kill(before, signal.SIGSTOP)
+    assert calls.map("double", [(4,)]) == [Failure("timeout")]
+    assert calls.map("double", [(4,)]) == [8] and not is_alive(before)
+
+
+def test_memory_is_bounded(pool):
+    calls = pool(module="builtins")
+    assert calls.map("bytearray", [(1 << 40,)]) == [Failure("raised", "MemoryError: ")]
+
+
+def test_memory_that_is_eaten_bit_by_bit_is_bounded_too(pool):
+    calls = pool(memory_bytes=256 << 20)
+    (failure,) = calls.map("eat", [()])
+    assert failure in (Failure("raised", "MemoryError: "), Failure("died"))
+    (pid,) = calls.map("pid", [()])
+    held = pathlib.Path(f"/proc/{pid}/statm").read_text().split()[1]
+    assert int(held) * os.sysconf("SC_PAGE_SIZE") < 200 << 20
+
+
+def test_an_exception_is_named_and_the_worker_stays(pool):
+    calls = pool()
+    (before,) = calls.map("pid", [()])
+    assert calls.map("fail", [("why",)]) == [Failure("raised", "KeyError: 'why'")]
+    assert calls.map("pid", [()]) == [before]
+
+
+def test_a_worker_that_was_killed_while_idle_is_replaced(pool):
+    calls = pool()
+    (before,) = calls.map("pid", [()])
+    os.kill(before, signal.SIGKILL)
+    wait_until(lambda: not is_alive(before))
+    assert calls.map("double", [(3,)]) == [6]
+
+
+def test_nothing_starts_before_it_is_needed_and_close_ends_it(pool):
+    calls = pool()
+    assert calls.map("pid", []) == []
+    (pid,) = calls.map("pid", [()])
+    assert is_alive(pid)
+    calls.close()
+    assert not is_alive(pid)
+
+
+def test_a_module_that_cannot_be_imported_is_an_error_with_its_reason(pool):
+    with pytest.raises(RuntimeError, match="no_such_module: ModuleNotFoundError: .*no_such_module"):
+        pool(module="no_such_module").map("f", [()])
+
+
+@pytest.mark.parametrize(("workers", "seconds"), [(0, 1.0), (1, 0.0)])
+def test_impossible_pools_are_refused(workers, seconds):
+    with pytest.raises(ValueError, match="must be positive"):
+        Pool("math", workers=workers, seconds=seconds)
+
+
+def test_workers_know_neither_jax_nor_the_parents_main_module(pool):
+    import jax  # noqa: F401 (so that a fork would have it)
+
+    heavy = ["jax", "flax", "transformers", "pytest"]
+    assert pool().map("loaded", [(heavy,)]) == [[]]
+
+
+def test_workers_know_no_secrets_of_the_parent(pool, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "canary")
+    (names,) = pool().map("environment", [()])
+    assert "HF_TOKEN" not in names and "PATH" in names
+
+
+def test_a_module_of_the_user_sees_the_whole_environment(pool, monkeypatch):
+    pool()
+    monkeypatch.setenv("SEARCH_API_KEY", "canary")
+    worker = Worker("worker_functions", 20.0, is_trusted=True)
+    try:
+        assert "SEARCH_API_KEY" in worker.call('["environment", []]')
+    finally:
+        worker.stop()
+
+
+@pytest.fixture
+def stopped_while_starting(pool, monkeypatch):
+    """A worker that another thread stops before its process is known, and the process's id."""
+    pool()
+    worker, popen, pids = Worker("worker_functions", 20.0), subprocess.Popen, []
+    stopping = threading.Thread(target=worker.stop)
+
+    def spawn(*arguments, **options):
+        process = popen(*arguments, **options)
+        pids.append(process.pid)
+        stopping.start()
+        stopping.join(0.5)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", spawn)
+    reply = worker.call('["double", [1]]')
+    stopping.join(20)
+    assert not stopping.is_alive()
+    yield worker, reply, pids
+    for pid in pids:
+        if is_alive(pid):
+            os.killpg(pid, signal.SIGKILL)
+
+
+def test_a_worker_that_is_stopped_while_it_starts_leaves_no_process(stopped_while_starting):
+    _, reply, (pid,) = stopped_while_starting
+    assert reply == Failure("died") and not is_alive(pid)
+
+
+def test_a_worker_that_was_stopped_starts_no_other_process(stopped_while_starting):
+    worker, _, pids = stopped_while_starting
+    assert worker.call('["double", [1]]') == Failure("died") and len(pids) == 1
+
+
+def test_a_call_that_waits_ends_when_its_worker_is_stopped(pool):
+    pool()
+    worker, replies = Worker("worker_functions", 20.0), []
+    pid = worker.call('["pid", []]')
+    calling = threading.Thread(target=lambda: replies.append(worker.call('["pid_after", [60]]')))
+    calling.start()
+    time.sleep(0.3)
+    worker.stop()
+    calling.join(20)
+    assert replies == [Failure("died")] and not is_alive(pid)
+
+
+PARENT = """
+import sys, threading
+sys.path.insert(0, {folder!r})
+from qerl_jax.system.process_pool import Pool
+pool = Pool("worker_functions", workers=2, seconds=0.4)
+idle, busy = pool._idle.get(), pool._idle.get()
+print(idle.call('["pid", []]'), busy.call('["pid", []]'), flush=True)
+busy.call('["{call}", [60]]')
+"""
+
+
+@pytest.mark.parametrize("call", ["hang", "power_tower"])
+def test_workers_end_with_a_parent_that_is_killed(pool, tmp_path, call):
+    pool()
+    more = "def power_tower(_):\n    return 7 ** 10**9\n"
+    path = tmp_path / "worker_functions.py"
+    path.write_text(FUNCTIONS + more)
+    program = PARENT.format(folder=str(tmp_path), call=call)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    try:
+        idle, busy = map(int, parent.stdout.readline().split())
+        assert is_alive(idle) and is_alive(busy)
+        os.kill(parent.pid, signal.SIGKILL)
+        wait_until(lambda: not is_alive(idle) and not is_alive(busy))
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
