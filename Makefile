@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(shell for name in python3.12 python3.13 python3.14 python3 python; do \
 	$$name -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$name && break; done)
 
-.PHONY: help env quickstart test-fast test test-all wheel docs notebooks lint format clean reproduce study-smoke
+.PHONY: help env quickstart test-fast test test-all wheel docs notebooks lint lines format clean reproduce study-smoke
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -79,6 +79,9 @@ $(VENV)/.docs $(VENV)/.notebooks $(VENV)/.cuda: $(VENV)/.%: pyproject.toml const
 lint: env  ## check style and format
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+
+lines: env  ## count the lines of Python of each tree, beside the budget
+	$(BIN)/python -m tests.test_budget
 
 format: env  ## mend what the formatter and the linter can mend
 	$(BIN)/ruff check --fix

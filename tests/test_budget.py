@@ -1,0 +1,40 @@
+"""Tests that the project does not outgrow its budget of lines of Python; `make lines` prints them.
+
+Whoever raises a number gives the reason in the commit.
+"""
+
+import pathlib
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+BUDGET = {
+    "qerl_jax": 31_000,
+    "pallas_kernels": 12_300,
+    "scripts and examples": 7_200,
+    "tests": 32_000,
+    "all": 83_000,
+}
+IS_ENFORCED = False  # becomes True, and goes away, when every tree is within its budget
+
+
+def lines():
+    """Returns the lines of Python of each tree, by the names of the budget."""
+    counts = dict.fromkeys(BUDGET, 0)
+    for name in BUDGET:
+        for tree in name.split(" and "):
+            for path in (ROOT / tree).rglob("*.py"):
+                counts[name] += len(path.read_text().splitlines())
+    return counts | {"all": sum(counts.values())}
+
+
+@pytest.mark.skipif(not IS_ENFORCED, reason="the trees are being made smaller")
+@pytest.mark.parametrize("tree", BUDGET)
+def test_a_tree_is_within_its_budget(tree):
+    assert lines()[tree] <= BUDGET[tree]
+
+
+if __name__ == "__main__":
+    for tree, count in lines().items():
+        sys.stdout.write(f"{tree:22}{count:8,} lines of {BUDGET[tree]:,}\n")
