@@ -187,7 +187,7 @@ def differences(found: dict, expected: dict) -> dict[str, float]:
         is_other = bool(len(unlike)) or len(a.tokens) != len(b.tokens)
         other += is_other
         places += [int(alike)] * is_other
-        apart.append(np.abs(a.logps[:alike] - b.logps[:alike]))
+        apart.append(np.abs(a.behaviour_logps[:alike] - b.behaviour_logps[:alike]))
     gaps = np.concatenate(apart)
     return {
         "rows_that_differ": other / len(expected),

@@ -184,7 +184,7 @@ def compared(check: Check, weights: str, dtype: str) -> dict:
         same = tokens == row["tokens"]
         equal.append(same)
         shared = length if same.all() else int(np.argmin(same))
-        differences.append(np.abs(found.logps[:shared] - row["logps"][:shared]))
+        differences.append(np.abs(found.behaviour_logps[:shared] - row["logps"][:shared]))
     differences = np.concatenate(differences)
     return {
         "equal tokens": float(np.concatenate(equal).mean()),

@@ -66,7 +66,7 @@ def main() -> int:
         engine.completions(variables, queue, 1.0, max_prompt_length=PROMPT),
         key=lambda each: each.row,
     )
-    sampled = np.stack([row.logps for row in rows])
+    sampled = np.stack([row.behaviour_logps for row in rows])
     tokens = np.concatenate([prompts, np.stack([row.tokens for row in rows])], axis=1)
 
     def score(*patches):

@@ -69,7 +69,7 @@ def teach(
             ),
             texts=("",) * rows,
             completion_ids=tuple(np.array(ids, np.int32) for ids, _ in shown),
-            logps=tuple(np.zeros(len(ids), np.float32) for ids, _ in shown),
+            behaviour_logps=tuple(np.zeros(len(ids), np.float32) for ids, _ in shown),
             stopped=(True,) * rows,
             given=tuple(np.array(given) for _, given in shown),
         )

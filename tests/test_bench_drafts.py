@@ -53,7 +53,7 @@ def test_what_was_sampled_leads_over_any_other_token(temperature):
         for number, each in expected.items():
             tokens = np.array(each.tokens)
             tokens[place:] = rng.integers(3, 100, len(tokens) - place)
-            found[number] = row(tokens, each.logps)
+            found[number] = row(tokens, each.behaviour_logps)
         leads = bench_drafts.leads(policy, queue, found, expected, temperature)
         differs = [any(found[n].tokens != expected[n].tokens) for n in expected]
         assert len(leads) == sum(differs) and min(leads) > 0

@@ -132,7 +132,7 @@ def sampled(count, slots, *, fsdp=1, tensor=1, poll=None, **options):
     limits = {"max_prompt_length": engines.WIDTH, "max_concurrent": slots}
     rows = sorted(subject.completions(variables, queue, 1.0, **limits), key=lambda row: row.row)
     times_parked[:] = [subject.times_parked]
-    return [(row.tokens.tolist(), row.logps.tolist(), row.ended) for row in rows]
+    return [(row.tokens.tolist(), row.behaviour_logps.tolist(), row.ended) for row in rows]
 
 
 @devices
@@ -267,7 +267,7 @@ def test_noise_of_rows_is_the_same_on_any_number_of_devices(per):
         rolled.collect_noisy(per),
     )
     assert found.texts == alone.texts
-    for ours, theirs in zip(found.logps, alone.logps, strict=True):
+    for ours, theirs in zip(found.behaviour_logps, alone.behaviour_logps, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 

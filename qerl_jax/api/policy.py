@@ -450,7 +450,7 @@ def _output(index: int, completion: Completion) -> CompletionOutput:
         index,
         completion.text,
         completion.tokens,
-        completion.logps,
+        completion.behaviour_logps,
         completion.finish_reason,
         None if talk is None else list(talk.messages),
         completion.given,
@@ -468,7 +468,7 @@ def _experience(prompts: list, completions: list, widths: Sequence[int]) -> Expe
         prompt_ids=tuple(prompts),
         texts=("",) * len(prompts),
         completion_ids=tuple(completions),
-        logps=tuple(np.zeros(len(ids), np.float32) for ids in completions),
+        behaviour_logps=tuple(np.zeros(len(ids), np.float32) for ids in completions),
         stopped=(True,) * len(prompts),
     )
     return make_experience(

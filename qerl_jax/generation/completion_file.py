@@ -70,7 +70,7 @@ def write(
                     done.text,
                     done.finish_reason,
                     len(done.tokens),
-                    float(done.logps.sum()),
+                    float(done.behaviour_logps.sum()),
                 )
                 said = dict(zip(WRITTEN, values, strict=False))
                 if done.conversation is not None:

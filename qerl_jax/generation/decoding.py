@@ -97,7 +97,7 @@ class _Loop:
     live: jax.Array
     lengths: jax.Array
     tokens: jax.Array
-    logps: jax.Array
+    behaviour_logps: jax.Array
     entropies: jax.Array | None
     seen: jax.Array | None
     pool: tuple[jax.Array, jax.Array]
@@ -130,7 +130,7 @@ def _sample(
         live=slots.live,
         lengths=jnp.zeros(len(rows), jnp.int32),
         tokens=jnp.zeros(shape, jnp.int32),
-        logps=jnp.zeros(shape, jnp.float32),
+        behaviour_logps=jnp.zeros(shape, jnp.float32),
         entropies=jnp.zeros(shape, jnp.float32) if spec.entropies else None,
         seen=seen_in(slots.history, spec, len(head(variables["frozen"]))),
         pool=pool,
@@ -164,7 +164,7 @@ def _sample(
             live=loop.live & ~stops & (steps + 1 < slots.limit),
             lengths=loop.lengths + loop.live,
             tokens=put(loop.tokens, token),
-            logps=put(loop.logps, logp),
+            behaviour_logps=put(loop.behaviour_logps, logp),
             entropies=put(loop.entropies, entropy),
             seen=None if loop.seen is None else loop.seen.at[rows, token].set(True),
             pool=(cache.keys, cache.values),
@@ -193,7 +193,7 @@ def _sample(
         outcome = jax.lax.cond(compares, compared, draft_search.Outcome.start)
         lived = jnp.sum(loop.lengths)
         outcome = dataclasses.replace(outcome, calls=loop.count, rows=lived)
-    results = loop.tokens, loop.logps, loop.lengths, loop.live, loop.entropies, outcome
+    results = loop.tokens, loop.behaviour_logps, loop.lengths, loop.live, loop.entropies, outcome
     return loop.pool, results, moved
 
 

@@ -499,7 +499,7 @@ def whole(chunks: Iterator[list[RowTokens]]) -> Iterator[RowTokens]:
             yield RowTokens(
                 part.row,
                 tokens=np.concatenate([each.tokens for each in parts]),
-                logps=np.concatenate([each.logps for each in parts]),
+                behaviour_logps=np.concatenate([each.behaviour_logps for each in parts]),
                 ended=part.ended,
                 entropies=np.concatenate([each.entropies for each in parts])
                 if has_entropies

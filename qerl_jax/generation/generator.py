@@ -52,7 +52,7 @@ class Completion:
     Attributes:
         text: The text without special tokens, and without the stop string that ended it.
         tokens: int32 [n], including the stop token or the token that completed a stop string.
-        logps: float32 [n], their log-probabilities in nats, at the sampling temperature.
+        behaviour_logps: float32 [n], their log-probabilities in nats, at the sampling temperature.
         finish_reason: "stop", or "length" if the completion was truncated.
         prompt_tokens: int32 [tokens], the prompt as the model saw it.
         given: bool [n], marks tokens of a tool's answer, whose log-probabilities are 0; None without tools.
@@ -61,7 +61,7 @@ class Completion:
 
     text: str
     tokens: np.ndarray
-    logps: np.ndarray
+    behaviour_logps: np.ndarray
     finish_reason: Literal["stop", "length"]
     prompt_tokens: np.ndarray
     given: np.ndarray | None = None
@@ -232,7 +232,7 @@ class Generator:
                 done[row.row] = Completion(
                     stops.before(text),
                     row.tokens,
-                    row.logps,
+                    row.behaviour_logps,
                     row.ended,
                     prompts[row.row],
                     row.given,

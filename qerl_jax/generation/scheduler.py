@@ -72,7 +72,7 @@ class RowTokens:
     Attributes:
         row: Number of the row; rows are numbered through all prompts.
         tokens: int32 [n].
-        logps: float32 [n], in nats; 0 for given tokens.
+        behaviour_logps: float32 [n], in nats; 0 for given tokens.
         ended: Why the row ended: a stop token or string ("stop"), or its limit ("length"); None if it has not ended.
         entropies: float32 [n], the entropy of each token's distribution in nats, 0 for given tokens; None if they
             were not asked for.
@@ -82,7 +82,7 @@ class RowTokens:
 
     row: int
     tokens: np.ndarray
-    logps: np.ndarray
+    behaviour_logps: np.ndarray
     ended: Literal["stop", "length"] | None
     entropies: np.ndarray | None = None
     given: np.ndarray | None = None
@@ -610,7 +610,7 @@ class Schedule:
     def harvest(
         self,
         tokens: np.ndarray,
-        logps: np.ndarray,
+        behaviour_logps: np.ndarray,
         lengths: np.ndarray,
         live: np.ndarray,
         stop_tokens: np.ndarray,
@@ -623,7 +623,7 @@ class Schedule:
 
         Args:
             tokens: int32 [B, n].
-            logps: float32 [B, n], in nats.
+            behaviour_logps: float32 [B, n], in nats.
             lengths: int32 [B], the number of tokens that each row got.
             live: bool [B], which rows have not ended.
             stop_tokens: int32 [k].
@@ -659,7 +659,7 @@ class Schedule:
             RowTokens(
                 row,
                 tokens[slot, :length],
-                logps[slot, :length],
+                behaviour_logps[slot, :length],
                 ended,
                 None if entropies is None else entropies[slot, :length],
                 None if self._turns is None else np.arange(length) < given,

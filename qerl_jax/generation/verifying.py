@@ -38,7 +38,7 @@ class _Loop:
     live: jax.Array
     history: jax.Array
     tokens: jax.Array
-    logps: jax.Array
+    behaviour_logps: jax.Array
     entropies: jax.Array | None
     seen: jax.Array | None
     pool: tuple[jax.Array, jax.Array]
@@ -164,7 +164,7 @@ def sample(
             live=live,
             history=put(loop.history, ends + 1, token),
             tokens=put(loop.tokens, loop.counts, token),
-            logps=put(loop.logps, loop.counts, jnp.where(is_given, 0, logp)),
+            behaviour_logps=put(loop.behaviour_logps, loop.counts, jnp.where(is_given, 0, logp)),
             entropies=None
             if entropy is None
             else put(loop.entropies, loop.counts, jnp.where(is_given, 0, entropy)),
@@ -184,7 +184,7 @@ def sample(
             live=jnp.asarray(slots.live),
             history=jnp.asarray(slots.history),
             tokens=jnp.zeros(shape, jnp.int32),
-            logps=jnp.zeros(shape, jnp.float32),
+            behaviour_logps=jnp.zeros(shape, jnp.float32),
             entropies=jnp.zeros(shape, jnp.float32) if spec.entropies else None,
             seen=seen_in(slots.history, spec, vocab),
             pool=pool,
@@ -202,7 +202,14 @@ def sample(
     if slots.given is not None:
         # The host passes given tokens that are left to the next chunk.
         moved["given"] = jnp.full_like(slots.given, -1)
-    results = loop.tokens, loop.logps, loop.counts, loop.live, loop.entropies, loop.outcome
+    results = (
+        loop.tokens,
+        loop.behaviour_logps,
+        loop.counts,
+        loop.live,
+        loop.entropies,
+        loop.outcome,
+    )
     return loop.pool, results, moved
 
 

@@ -57,7 +57,7 @@ class Supply:
                 for i, (ids, logps, stopped, entropy, each) in enumerate(
                     zip(
                         rollout.completion_ids,
-                        rollout.logps,
+                        rollout.behaviour_logps,
                         rollout.stopped,
                         rollout.entropies or (None,) * len(rollout.texts),
                         self.surplus.per_function,
@@ -100,7 +100,7 @@ class Supply:
             prompt_ids=prompts,
             texts=texts,
             completion_ids=completions,
-            logps=tuple(np.array(row["logps"], np.float32) for row in rows),
+            behaviour_logps=tuple(np.array(row["logps"], np.float32) for row in rows),
             stopped=tuple(row["stopped"] for row in rows),
             entropies=tuple(row["entropy"] for row in rows) if "entropy" in rows[0] else None,
             given=given,

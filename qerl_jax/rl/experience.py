@@ -199,7 +199,7 @@ def make_experience(
         prompt_lengths=prompt_lengths,
         completions=_pad(rollout.completion_ids, width, np.int32),
         mask=mask,
-        behaviour_logps=_pad(rollout.logps, width, np.float32),
+        behaviour_logps=_pad(rollout.behaviour_logps, width, np.float32),
         advantages=np.asarray(advantages, np.float32).reshape(-1),
         judged=judged,
         noise=None if noise is None else (noise[:, 0] if share_prompts else noise.reshape(-1)),

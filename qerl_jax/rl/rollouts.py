@@ -63,7 +63,7 @@ class Rollout:
         texts: The B completions without special tokens; for multi-turn rows the last turn.
         completion_ids: Tokens of each completion, int32 [tokens], including the stop token, or the
             token that completes a stop string.
-        logps: The sampler's log-probability of each token of each completion, float32 [tokens], in nats.
+        behaviour_logps: The sampler's log-probability of each token of each completion, float32 [tokens], in nats.
         stopped: False for each completion that was truncated at the limit.
         entropies: For each completion the sum of the sampler's entropies over its tokens, in nats; None if
             the sampler was not asked for them.
@@ -76,7 +76,7 @@ class Rollout:
     prompt_ids: tuple[np.ndarray, ...]
     texts: tuple[str, ...]
     completion_ids: tuple[np.ndarray, ...]
-    logps: tuple[np.ndarray, ...]
+    behaviour_logps: tuple[np.ndarray, ...]
     stopped: tuple[bool, ...]
     entropies: tuple[float, ...] | None = None
     given: tuple[np.ndarray, ...] | None = None
@@ -337,7 +337,7 @@ def collect(
         prompt_ids=prompts,
         texts=tuple(texts[each.row].result() for each in done),
         completion_ids=tuple(each.tokens for each in done),
-        logps=tuple(each.logps for each in done),
+        behaviour_logps=tuple(each.behaviour_logps for each in done),
         stopped=tuple(each.ended == "stop" for each in done),
         entropies=_entropies(done),
         given=None if talk is None else tuple(each.given for each in done),

@@ -64,7 +64,7 @@ def test_tokens_are_those_without_drafts(temperature, positions):
     expected = run(queue, temperature, chunk=16)
     subject = plain.make(chunk=4, drafts=drafting(positions))
     rows = {
-        row.row: (row.tokens.tolist(), row.logps.tolist(), row.ended)
+        row.row: (row.tokens.tolist(), row.behaviour_logps.tolist(), row.ended)
         for row in subject.completions(
             plain.policy()[1], queue, temperature, max_prompt_length=plain.WIDTH
         )
@@ -195,7 +195,9 @@ def test_noise_of_the_rows_own_is_that_without_drafts(per):
         rows = subject.completions(
             variables | {"noise": own}, queue, 0.3, max_prompt_length=plain.WIDTH
         )
-        by_row = {row.row: (row.tokens.tolist(), row.logps.tolist(), row.ended) for row in rows}
+        by_row = {
+            row.row: (row.tokens.tolist(), row.behaviour_logps.tolist(), row.ended) for row in rows
+        }
         found.append([by_row[row] for row in range(len(by_row))])
     assert_same(found[1], found[0])
     assert_same(found[0], found[0])
@@ -379,7 +381,9 @@ def test_on_its_device_rows_with_drafts_are_those_without_but_for_rounding(slots
             unlike = np.flatnonzero(row.tokens != other.tokens)
             count = unlike[0] if len(unlike) else len(row.tokens)
             alike.append(count / len(row.tokens))
-            np.testing.assert_allclose(row.logps[:count], other.logps[:count], atol=0.1)
+            np.testing.assert_allclose(
+                row.behaviour_logps[:count], other.behaviour_logps[:count], atol=0.1
+            )
     assert np.mean(alike) > 0.7
     # Of 32 rows each can draft one token only.
     assert subject.drafted.accepted_per_call > (1.5 if slots == 8 else 1.2)

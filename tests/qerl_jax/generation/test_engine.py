@@ -79,7 +79,7 @@ def run(queue, temperature=1.0, max_concurrent=None, **options):
             tokens, logps, ended = rows[piece.row]
             assert not ended, "a row that has ended brings nothing more"
             tokens += piece.tokens.tolist()
-            logps += piece.logps.tolist()
+            logps += piece.behaviour_logps.tolist()
             ended += [piece.ended] if piece.ended else []
     return [(tokens, logps, *ended) for tokens, logps, ended in rows]
 
@@ -114,8 +114,8 @@ def test_completions_are_the_rows_of_a_stream_put_together():
     streamed = run(prompts(), max_concurrent=4, stop_tokens=stops())
     assert len(done) == len(streamed)
     for row in done:
-        assert (row.tokens.tolist(), row.logps.tolist(), row.ended) == streamed[row.row]
-        assert (row.tokens.dtype, row.logps.dtype) == (np.int32, np.float32)
+        assert (row.tokens.tolist(), row.behaviour_logps.tolist(), row.ended) == streamed[row.row]
+        assert (row.tokens.dtype, row.behaviour_logps.dtype) == (np.int32, np.float32)
 
 
 def test_rows_end_with_a_stop_token_or_at_their_limit():
@@ -240,7 +240,7 @@ def test_rows_that_are_parked_find_what_kernels_wrote(slots):
     for tokens in (None, slots * 300):
         sampler = Engine(model, EngineSpec(4000, chunk=8), compact=False, kv_cache_tokens=tokens)
         rows = sampler.completions(policy, queue, 1.0, **limits)
-        found.append({row.row: (row.tokens.tolist(), row.logps.tolist()) for row in rows})
+        found.append({row.row: (row.tokens.tolist(), row.behaviour_logps.tolist()) for row in rows})
         parked.append(sampler.times_parked)
     assert found[0] == found[1] and parked[0] == 0 < parked[1]
 
@@ -276,7 +276,7 @@ def test_a_row_is_bitwise_independent_of_the_others_through_all_kernels(
         for pieces in sampler.stream(policy, queue, 1.0, max_concurrent=slots, **limits):
             for piece in pieces:
                 rows[piece.row][0].extend(piece.tokens.tolist())
-                rows[piece.row][1].extend(piece.logps.tolist())
+                rows[piece.row][1].extend(piece.behaviour_logps.tolist())
         return rows[first : first + 6], rows[0]
 
     mine = prompts(7, (300, 390, 400), (1, 3, 2), limit=100)
@@ -326,7 +326,7 @@ def test_other_rows_adapters_and_noise_reach_the_rows_without_recompiling():
     ]:
         limits = {"max_prompt_length": WIDTH, "max_concurrent": 4}
         pieces = [p for ps in sampler.stream(values, queue, temperature, **limits) for p in ps]
-        logps.append(np.concatenate([piece.logps for piece in pieces if piece.row == 0]))
+        logps.append(np.concatenate([piece.behaviour_logps for piece in pieces if piece.row == 0]))
         compiled.append([program._cache_size() for program in programs])
     assert compiled == [compiled[0]] * 4
     for changed in logps[1:3]:

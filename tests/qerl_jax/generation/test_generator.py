@@ -49,7 +49,7 @@ def test_completions_come_in_the_order_of_the_prompts():
     assert len({row.text for row in rows}) > 2
     for row in rows:
         assert row.text == policy().tokenizer.decode(row.tokens)
-        assert len(row.logps) == len(row.tokens) <= 12
+        assert len(row.behaviour_logps) == len(row.tokens) <= 12
         stopped = row.tokens[-1] in policy().tokenizer.stop_tokens
         assert row.finish_reason == ("stop" if stopped else "length")
 
@@ -296,7 +296,7 @@ def test_a_generator_with_tools_gives_whole_conversations():
         decode = policy().tokenizer.decode
         assert answer["content"] in decode(row.tokens[row.given])
         assert decode(row.tokens[np.flatnonzero(row.given)[-1] + 1 :]).endswith(row.text)
-        assert not row.logps[row.given].any() and row.logps[~row.given].any()
+        assert not row.behaviour_logps[row.given].any() and row.behaviour_logps[~row.given].any()
     later = able().completions(PROMPTS[:2], first_row=1, **TURNS)
     for row, expected in zip(later, rows[1:], strict=True):
         np.testing.assert_array_equal(row.tokens, expected.tokens)

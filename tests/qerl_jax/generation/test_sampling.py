@@ -49,14 +49,14 @@ def sampled(engine, variables, tokens, lengths, row_keys, temperature, limit=C):
     width = tokens.shape[1]
     out = types.SimpleNamespace(
         tokens=np.zeros((len(row_keys), limit), np.int32),
-        logps=np.zeros((len(row_keys), limit), np.float32),
+        behaviour_logps=np.zeros((len(row_keys), limit), np.float32),
         entropies=np.zeros((len(row_keys), limit), np.float32),
         lengths=np.zeros(len(row_keys), int),
         stopped=np.zeros(len(row_keys), bool),
     )
     for row in engine.completions(variables, queue, temperature, max_prompt_length=width):
         out.tokens[row.row, : len(row.tokens)] = row.tokens
-        out.logps[row.row, : len(row.tokens)] = row.logps
+        out.behaviour_logps[row.row, : len(row.tokens)] = row.behaviour_logps
         if row.entropies is not None:
             out.entropies[row.row, : len(row.tokens)] = row.entropies
         out.lengths[row.row], out.stopped[row.row] = len(row.tokens), row.ended == "stop"
@@ -127,7 +127,7 @@ def test_greedy_generation_equals_a_loop_without_cache(name):
     tokens, logps = greedy_loop(name)
     actual = sample(name, 0.0)
     np.testing.assert_array_equal(actual.tokens, tokens[ROWS])
-    np.testing.assert_allclose(actual.logps, logps[ROWS], atol=1e-4)
+    np.testing.assert_allclose(actual.behaviour_logps, logps[ROWS], atol=1e-4)
     np.testing.assert_array_equal(actual.lengths, C)
     assert not actual.stopped.any()
 
@@ -135,7 +135,7 @@ def test_greedy_generation_equals_a_loop_without_cache(name):
 def test_rows_of_a_prompt_differ_when_sampled_and_are_one_when_greedy():
     greedy, sampled = sample("qwen2_untied", 0.0), sample("qwen2_untied", 1.0)
     np.testing.assert_array_equal(greedy.tokens[0::G], greedy.tokens[1::G])
-    np.testing.assert_array_equal(greedy.logps[0::G], greedy.logps[1::G])
+    np.testing.assert_array_equal(greedy.behaviour_logps[0::G], greedy.behaviour_logps[1::G])
     assert (sampled.tokens[0::G] != sampled.tokens[1::G]).any(axis=1).all()
 
 
@@ -148,7 +148,7 @@ def test_a_row_depends_on_its_own_prompt_and_key_alone():
         "qwen2_untied", tokens=tokens[order], lengths=LENGTHS[order], row_keys=row_keys[rows]
     )
     np.testing.assert_array_equal(moved.tokens, before.tokens[rows])
-    np.testing.assert_allclose(moved.logps, before.logps[rows], atol=1e-5)
+    np.testing.assert_allclose(moved.behaviour_logps, before.behaviour_logps[rows], atol=1e-5)
 
     others, other_keys = prompts("qwen2_untied", seed=1), keys(1)
     others[1], other_keys = tokens[1], other_keys.at[G : 2 * G].set(row_keys[G : 2 * G])
@@ -172,8 +172,8 @@ def test_a_stop_token_ends_its_row_and_no_other():
     np.testing.assert_array_equal(actual.lengths, lengths)
     np.testing.assert_array_equal(actual.stopped, stopped)
     np.testing.assert_array_equal(actual.tokens, np.where(live, free.tokens, 0))
-    np.testing.assert_array_equal(actual.logps[~live], 0)
-    np.testing.assert_allclose(actual.logps[live], free.logps[live], atol=1e-5)
+    np.testing.assert_array_equal(actual.behaviour_logps[~live], 0)
+    np.testing.assert_allclose(actual.behaviour_logps[live], free.behaviour_logps[live], atol=1e-5)
 
 
 @functools.cache
@@ -207,7 +207,7 @@ def test_returned_log_probabilities_are_the_trainers(temperature):
     actual = sample("qwen2_untied", temperature, **options)
     assert actual.tokens.max() < 500
     expected, _ = recomputed("qwen2_untied", actual.tokens, temperature, 500)
-    np.testing.assert_allclose(actual.logps, expected, atol=1e-4)
+    np.testing.assert_allclose(actual.behaviour_logps, expected, atol=1e-4)
     if temperature == 0:
         at_one, _ = recomputed("qwen2_untied", actual.tokens, 1.0, 500)
         np.testing.assert_array_equal(expected, at_one)
@@ -220,7 +220,7 @@ def test_the_samplers_entropies_are_the_trainers_and_change_no_token(temperature
     actual = sample("qwen2_untied", temperature, entropies=True, **options)
     without = sample("qwen2_untied", temperature, **options)
     np.testing.assert_array_equal(actual.tokens, without.tokens)
-    np.testing.assert_allclose(actual.logps, without.logps, atol=1e-5)
+    np.testing.assert_allclose(actual.behaviour_logps, without.behaviour_logps, atol=1e-5)
     assert not without.entropies.any()
     _, expected = recomputed("qwen2_untied", actual.tokens, temperature, 500)
     np.testing.assert_allclose(actual.entropies, expected, atol=1e-4)
@@ -229,7 +229,7 @@ def test_the_samplers_entropies_are_the_trainers_and_change_no_token(temperature
 def test_the_mean_surprise_of_sampled_tokens_estimates_the_entropies():
     """Tokens are sampled without truncation; the bound is five standard errors."""
     free = sample("qwen2_untied", row_keys=keys(1, P * 64), entropies=True)
-    surplus = free.entropies + free.logps
+    surplus = free.entropies + free.behaviour_logps
     assert abs(surplus.mean()) < 5 * surplus.std() / surplus.size**0.5
 
 
@@ -290,7 +290,7 @@ def test_successive_tokens_of_a_row_are_independent_and_have_their_frequencies()
     out, _ = memoryless(probabilities, 2, (), rows=20_000)
     pairs = np.bincount(out.tokens @ [3, 1], minlength=9)
     assert chi_square(pairs, np.outer(probabilities, probabilities).reshape(-1)) < CRITICAL[8]
-    np.testing.assert_allclose(out.logps, np.log(probabilities)[out.tokens], atol=1e-6)
+    np.testing.assert_allclose(out.behaviour_logps, np.log(probabilities)[out.tokens], atol=1e-6)
 
 
 SCORES = np.array([1.0, -0.5, 0.3, 2.0, 0.0, 1.5, 9.0, 7.0], np.float32)

@@ -75,7 +75,7 @@ def assert_same(actual, expected):
     for a, e in zip(actual, expected, strict=True):
         assert a.tokens.tolist() == e.tokens.tolist() and a.ended == e.ended
         np.testing.assert_array_equal(a.given, e.given)
-        np.testing.assert_allclose(a.logps, e.logps, atol=1e-5)
+        np.testing.assert_allclose(a.behaviour_logps, e.behaviour_logps, atol=1e-5)
 
 
 @pytest.mark.parametrize("positions", [pytest.param(6, marks=pytest.mark.slow), 40])
@@ -108,7 +108,9 @@ def test_turns_end_with_a_stop_and_replies_stand_between_them_as_they_were_given
             assert np.isin(turn, STOPS).tolist() == [False] * (len(turn) - 1) + [True]
         assert row.ended == "length" or own[-1][-1] in STOPS
         assert not row.given[-1] and len(row.tokens) <= LIMIT
-        assert not row.logps[row.given].any() and (row.logps[~row.given] < 0).all()
+        assert (
+            not row.behaviour_logps[row.given].any() and (row.behaviour_logps[~row.given] < 0).all()
+        )
     assert several > 3 and {row.ended for row in rows} == {"stop", "length"}
 
 
@@ -120,7 +122,7 @@ def test_each_turn_is_what_the_policy_says_to_all_that_stands_before_it(rows):
         logps = jax.nn.log_softmax(plain_scores(np.array([*prompt, *row.tokens])))
         places = len(prompt) - 1 + np.arange(len(row.tokens))
         found = logps[places, row.tokens]
-        np.testing.assert_allclose(row.logps, np.where(row.given, 0, found), atol=2e-5)
+        np.testing.assert_allclose(row.behaviour_logps, np.where(row.given, 0, found), atol=2e-5)
 
 
 @functools.cache

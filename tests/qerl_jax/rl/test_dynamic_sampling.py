@@ -33,7 +33,7 @@ def sampled():
         prompt_ids=rollouts.encode(PROBLEMS, tokens()),
         texts=tuple(map(tokens().decode, ids)),
         completion_ids=ids,
-        logps=tuple(rng.normal(size=len(row)).astype(np.float32) for row in ids),
+        behaviour_logps=tuple(rng.normal(size=len(row)).astype(np.float32) for row in ids),
         stopped=(True, False, True, True, False, True),
         entropies=tuple(rng.uniform(size=6).tolist()),
     )
@@ -53,7 +53,7 @@ def scripted(*informative):
             prompt_ids=tuple(np.array([place], np.int32) for place in places),
             texts=tuple(texts),
             completion_ids=tuple(10 * row + np.arange(4, dtype=np.int32) for row in range(4)),
-            logps=(np.zeros(4, np.float32),) * 4,
+            behaviour_logps=(np.zeros(4, np.float32),) * 4,
             stopped=(True,) * 4,
         )
         return Scored(rollout, np.array(places, np.int32), rewards_, rewards_.reshape(4, 1))

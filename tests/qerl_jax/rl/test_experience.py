@@ -18,7 +18,7 @@ def rollout():
         prompt_ids=arrays(np.int32, [5]),
         texts=("a", "b"),
         completion_ids=arrays(np.int32, [1, 2], [3, 4, 5]),
-        logps=arrays(np.float32, [-1, -2], [-3, -4, -5]),
+        behaviour_logps=arrays(np.float32, [-1, -2], [-3, -4, -5]),
         stopped=(True, False),
     )
 
@@ -71,7 +71,7 @@ def test_rows_are_cut_behind_the_longest_prompt_and_the_longest_completion(longe
         prompt_ids=arrays(np.int32, prompt),
         texts=("a", "b"),
         completion_ids=arrays(np.int32, [9], prompt),
-        logps=arrays(np.float32, [0], [0] * longest),
+        behaviour_logps=arrays(np.float32, [0], [0] * longest),
         stopped=(True, True),
     )
     bounds = {"max_prompt_length": 8, "max_completion_length": 8}

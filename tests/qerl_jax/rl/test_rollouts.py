@@ -82,8 +82,8 @@ def test_a_rollout_holds_the_tokens_of_prompts_and_completions_in_the_order_of_t
     assert rollout.problems == tuple(PROBLEMS)
     assert rollout.num_generations == GROUP
     assert [ids.tolist() for ids in rollout.prompt_ids] == prompts
-    assert len(rollout.completion_ids) == len(rollout.logps) == len(rollout.stopped) == 6
-    for ids, logps in zip(rollout.completion_ids, rollout.logps, strict=True):
+    assert len(rollout.completion_ids) == len(rollout.behaviour_logps) == len(rollout.stopped) == 6
+    for ids, logps in zip(rollout.completion_ids, rollout.behaviour_logps, strict=True):
         assert ids.shape == logps.shape and (ids.dtype, logps.dtype) == (np.int32, np.float32)
     assert {ids.dtype for ids in rollout.prompt_ids} == {np.dtype(np.int32)}
     assert rollout.lengths.tolist() == [len(ids) for ids in rollout.completion_ids]
@@ -94,7 +94,7 @@ def test_rows_end_with_their_stop_token_and_nothing_else_stops():
     rollout = collect(0)
     assert any(rollout.stopped) and not all(rollout.stopped)
     for ids, logps, stopped in zip(
-        rollout.completion_ids, rollout.logps, rollout.stopped, strict=True
+        rollout.completion_ids, rollout.behaviour_logps, rollout.stopped, strict=True
     ):
         assert np.isin(ids, STOPS).tolist() == [False] * (len(ids) - 1) + [stopped]
         assert stopped or len(ids) == LONGEST
@@ -111,7 +111,7 @@ def test_texts_are_the_completions_up_to_their_ends():
 
 def test_a_rollout_is_a_function_of_its_key():
     again = collect.__wrapped__(0)
-    for name in ("prompt_ids", "completion_ids", "logps"):
+    for name in ("prompt_ids", "completion_ids", "behaviour_logps"):
         for ours, theirs in zip(getattr(again, name), getattr(collect(0), name), strict=True):
             np.testing.assert_array_equal(ours, theirs)
     assert (again.stopped, again.texts) == (collect(0).stopped, collect(0).texts)
@@ -177,7 +177,7 @@ def written(texts, problems, lengths=None):
         prompt_ids=tuple(np.zeros(4, np.int32) for _ in problems),
         texts=tuple(texts),
         completion_ids=tuple(10 * row + np.arange(lengths[row], dtype=np.int32) for row in rows),
-        logps=tuple(np.zeros(lengths[row], np.float32) for row in rows),
+        behaviour_logps=tuple(np.zeros(lengths[row], np.float32) for row in rows),
         stopped=(True,) * len(texts),
     )
 
@@ -356,7 +356,7 @@ def test_the_trainer_draws_the_noise_under_which_rows_were_sampled(per):
     rollout, (_, variables) = collect_noisy(per), noisy(per)
     numbers = variables["noise"].numbers(PLACES, GROUP)
     found = trainers_logps(rollout, variables, numbers, share_prompts=per == "group")
-    for ours, theirs in zip(found, rollout.logps, strict=True):
+    for ours, theirs in zip(found, rollout.behaviour_logps, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
     # Under the noise of other numbers, and under none, they are other ones.
     for other in (numbers + 1, None):
@@ -367,7 +367,7 @@ def test_the_trainer_draws_the_noise_under_which_rows_were_sampled(per):
         assert (
             max(
                 np.abs(ours - theirs).max()
-                for ours, theirs in zip(apart, rollout.logps, strict=True)
+                for ours, theirs in zip(apart, rollout.behaviour_logps, strict=True)
             )
             > 1e-2
         )
@@ -382,7 +382,7 @@ def test_rows_of_a_group_share_their_noise_and_sequences_do_not():
         found = trainers_logps(rollout, variables, everyone, share_prompts=False)
         rows[per] = [
             np.abs(ours - theirs).max() < 1e-4
-            for ours, theirs in zip(found, rollout.logps, strict=True)
+            for ours, theirs in zip(found, rollout.behaviour_logps, strict=True)
         ]
     assert rows == {"group": [True] * 6, "sequence": [True, False] * 3}
 
@@ -393,7 +393,7 @@ def test_rows_of_a_group_share_their_noise_and_sequences_do_not():
 def test_noise_of_rows_does_not_depend_on_the_slot_or_the_neighbours(per):
     together, apart = collect_noisy(per), collect_noisy(per, max_concurrent=2)
     assert together.texts == apart.texts
-    for ours, theirs in zip(together.logps, apart.logps, strict=True):
+    for ours, theirs in zip(together.behaviour_logps, apart.behaviour_logps, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
@@ -412,7 +412,7 @@ def test_noise_of_tokens_is_a_new_draw_for_every_forward_pass():
         return logprobs.log_softmax(scores, 1.0, tokens().num_tokens)[0], cache
 
     for row, (ids, logps) in enumerate(
-        zip(rollout.completion_ids[:3], rollout.logps[:3], strict=True)
+        zip(rollout.completion_ids[:3], rollout.behaviour_logps[:3], strict=True)
     ):
         prompt, first = rollout.prompt_ids[row // GROUP], numbers[row // GROUP, 0]
         cache = caches.create(ARCH, 1, PROMPT_WIDTH + LONGEST, jnp.float32)

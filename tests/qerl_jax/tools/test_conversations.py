@@ -137,7 +137,7 @@ def test_what_was_said_is_messages_as_trl_has_them(rollout):
 
 def test_rows_of_another_host_come_with_its_conversations(rollout, tokens):
     """This host does not read their turns, but its rewards are told of them, after its own rows."""
-    rows = zip(rollout.completion_ids, rollout.logps, rollout.given, strict=True)
+    rows = zip(rollout.completion_ids, rollout.behaviour_logps, rollout.given, strict=True)
     done = [RowTokens(n, *row[:2], "stop", given=row[2]) for n, row in enumerate(rows)]
     order = [dataclasses.replace(done[n], is_own=n != 2) for n in (3, 0, 1, 2)]
     talks = dict(enumerate(rollout.conversations))
