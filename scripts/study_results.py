@@ -462,7 +462,7 @@ def page(
     Args:
         results: The result of `study.read`.
         timings: The result of `study.read_timings`.
-        start: The lines that `scripts/study_start.py` wrote.
+        start: The lines of docs/measured/study_start.jsonl.
         base: The report that `scripts/warm_up.py` wrote.
     """
     figures = "Figures follow with the first runs."

@@ -27,7 +27,7 @@ _SMALLEST_BUCKET = 64
 # With fewer rows than this, reading the weights bounds a decode step: a smaller batch is not faster.
 _SMALLEST_BATCH = 8
 # While other rows wait, a chunk with drafts ends when its ended rows have been idle for `_IDLE` x slots row-steps in
-# total. See `scripts/replay_chunks.py`.
+# total. A replay of recorded lengths chose the value.
 _IDLE = 0.25
 # The patience (see `Slots`) of a chunk that does not end early.
 _NEVER = 2**30

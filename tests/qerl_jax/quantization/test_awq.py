@@ -11,17 +11,39 @@ import pytest
 from qerl_jax.checkpoint import base_model, packed_formats
 from qerl_jax.checkpoint.hf_folder import TINY
 from qerl_jax.checkpoint.safetensors import Tensors
+from qerl_jax.config import ModelConfig
 from qerl_jax.data import tokenizer
 from qerl_jax.model import architecture, layers
-from qerl_jax.model.transformer import Transformer, run_layer
+from qerl_jax.model.transformer import Transformer, head, run_layer
 from qerl_jax.quantization import awq, calibration, quantizer
 from qerl_jax.quantization.calibration import Calibration, HiddenStates
 from qerl_jax.quantization.quantizer import Recipe
-from scripts.measure_quantization import load, mean_kl
 from tests.golden_files import GOLDEN
 
 TOKENS = tokenizer.load(TINY)
 ROWS = Calibration("arithmetic", num_samples=24, max_length=64)
+
+
+def load(folder, weights):
+    """Loads a model, its frozen base and its tokenizer, to be computed in float32."""
+    return base_model.load_base(ModelConfig(str(folder), weights=weights, dtype="float32"), None)
+
+
+def log_softmax(policy, ids):
+    """Computes log-probabilities [rows, T - 1, ids] of the next tokens, a few rows at a time."""
+    model, frozen, tokens = policy
+    of = jax.jit(lambda frozen, ids: model.apply({"frozen": frozen}, ids)[0][:, :-1])
+    for part in np.split(ids, len(ids) // 8):
+        scores = layers.logits(of(frozen, part), head(frozen))
+        yield jax.nn.log_softmax(scores[..., : tokens.num_tokens])
+
+
+def mean_kl(reference, other, ids, lengths):
+    """Computes the mean KL(reference || other) over all predictions, in nats."""
+    live = (np.arange(ids.shape[1]) < lengths[:, None])[:, 1:]
+    pairs = zip(log_softmax(reference, ids), log_softmax(other, ids), strict=True)
+    kls = [np.asarray(jnp.sum(jnp.exp(a) * (a - b), axis=-1)) for a, b in pairs]
+    return float(np.concatenate(kls)[live].mean())
 
 
 def first_layer(folder):

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from qerl_jax.model.architecture import KNOWN
+from qerl_jax.model.architecture import KNOWN, Architecture
 from qerl_jax.rl import microbatches
-from scripts import count_micro_batches
 
 LIMITS = {"prompt_width": 88, "completion_width": 512, "group": 8, "max_rows": 256}
 
@@ -140,6 +139,9 @@ def padding(shapes, *, rows, mean, sigma, limit, truncated=0.0, prompts=(60, 201
 
 
 SEVEN_B = microbatches.overhead(KNOWN["qwen2.5-7b"])
+SMOLLM2 = microbatches.overhead(
+    Architecture("llama", 49152, 576, 1536, 30, 9, 3, 64, tie_word_embeddings=True, qkv_bias=False)
+)
 
 
 @pytest.mark.parametrize("sigma", [0.5, 1.0])
@@ -167,8 +169,7 @@ def test_less_than_a_tenth_is_padding_of_short_rows():
 
 def test_a_small_model_ends_with_few_micro_batches_instead_of_many():
     """Launching a micro-batch of SmolLM2 costs as much as many tokens, so the rest is not cut into small ones."""
-    overhead = microbatches.overhead(count_micro_batches.SMOLLM2)
-    assert overhead == pytest.approx(1560, abs=100) and SEVEN_B == pytest.approx(250, abs=30)
+    assert SMOLLM2 == pytest.approx(1560, abs=100) and SEVEN_B == pytest.approx(250, abs=30)
     sizes = {"prompt_width": 48, "completion_width": 160, "group": 8, "max_rows": 512}
     rows = rows_of(
         np.full(216, 50), group=8, prompt_lengths=40
@@ -176,20 +177,20 @@ def test_a_small_model_ends_with_few_micro_batches_instead_of_many():
     cheap, dear = (
         [
             b.shape.tokens
-            for b in microbatches.cut(rows, microbatches.shapes(8192, **sizes, overhead=own))
+            for b in microbatches.cut(rows, microbatches.shapes(8192, **sizes, overhead=overhead))
         ]
-        for own in (0.0, overhead)
+        for overhead in (0.0, SMOLLM2)
     )
     assert len(dear) < len(cheap) and sum(dear) > sum(cheap)
 
 
 @pytest.mark.parametrize("silent", [0.0, 0.5])
 def test_less_than_a_tenth_is_padding_of_a_small_model(silent):
-    """SmolLM2's recipe has 512 completions of up to 160 tokens, and takes less time than with a 7B's overhead."""
-    overhead = microbatches.overhead(count_micro_batches.SMOLLM2)
-    ms, _, share = count_micro_batches.count(overhead, 512, silent, 20)
-    assert 0 < share < 0.1
-    assert ms < count_micro_batches.count(SEVEN_B, 512, silent, 20)[0]
+    """SmolLM2's recipe has 512 completions of up to 160 tokens."""
+    sizes = {"prompt_width": 48, "completion_width": 160, "group": 8, "max_rows": 512}
+    shapes = microbatches.shapes(8192, **sizes, overhead=SMOLLM2)
+    lengths = {"mean": 39, "sigma": 0.8, "limit": 160, "prompts": (36, 46)}
+    assert 0 < padding(shapes, rows=512, silent=silent, **lengths) < 0.1
 
 
 def test_micro_batches_go_to_the_device_that_has_the_least_to_do():
