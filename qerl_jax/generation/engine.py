@@ -80,6 +80,9 @@ class Engine:
         poll: Called before each chunk; an exception that it raises ends the sampling.
         drafts: Options of drafting; None for no drafts. Without `compact` there are none either, because the steps
             with drafts round log-probabilities differently.
+        row_lengths: For benchmarks: the number of tokens after which each row ends, as if by a stop token; stop
+            tokens themselves are ignored. They are used in the order of the rows of all calls, and then again from
+            the first. None lets rows end as they do.
     """
 
     def __init__(
@@ -95,10 +98,13 @@ class Engine:
         page_size: int | None = None,
         poll: Callable[[], None] | None = None,
         drafts: Drafting | None = None,
+        row_lengths: Sequence[int] | None = None,
     ):
         self._model, self._spec = model, spec
         self._drafts = drafts if compact else None
         self._poll = poll
+        self._row_lengths, self._num_queued = row_lengths, 0
+        stop_tokens = stop_tokens if row_lengths is None else ()
         # Padded to at least eight with ids that are never sampled, so that calls with and without stop tokens have
         # arrays of one shape and share a program.
         self._stop_tokens = np.array([*stop_tokens, *[-1] * (8 - len(stop_tokens))], np.int32)
@@ -294,11 +300,22 @@ class Engine:
             prompts = [dataclasses.replace(p, earlier=recalled(p.tokens)) for p in prompts]
             ended["ended"] = functools.partial(self._recall.add, self._recall.begin())
         num_pages = self._num_pages(demand.pages(slots), capacity(slots), prompts)
+        row_lengths = self._next_lengths(sum(len(prompt.keys) for prompt in prompts))
         queues = distribute(prompts, places, lengths).of(own)
         return [
-            Schedule(shapes, num_pages, queues, turns, place=place, **ended)
+            Schedule(
+                shapes, num_pages, queues, turns, place=place, row_lengths=row_lengths, **ended
+            )
             for place in range(len(own))
         ]
+
+    def _next_lengths(self, count: int) -> Sequence[int] | None:
+        """Returns the lengths of the next rows, int32 [count]; None if rows end as they do."""
+        if self._row_lengths is None:
+            return None
+        rows = np.arange(self._num_queued, self._num_queued + count)
+        self._num_queued += count
+        return np.take(self._row_lengths, rows, mode="wrap")
 
     def _least_shared(self, prompts: Sequence[QueuedPrompt]) -> int:
         """Returns `Shapes.least_shared`: 0 if attention cannot share pages, or if no prompt has enough of them."""

@@ -352,6 +352,7 @@ class Schedule:
         turns: TurnTaker | None = None,
         *,
         place: int = 0,
+        row_lengths: Sequence[int] | None = None,
         ended: Callable[[np.ndarray, np.ndarray], None] = lambda prompt, completion: None,
     ):
         """Creates a schedule; no row begins yet.
@@ -362,10 +363,12 @@ class Schedule:
             queues: Waiting prompts of this and other devices, from `distribute`.
             turns: Answers rows whose turn has ended; None for single-turn rows.
             place: Index of this device's queue.
+            row_lengths: The number of tokens after which each row ends, as if by a stop token; None lets rows end as
+                they do.
             ended: Called as ended(prompt, completion) with the tokens of each row that ends, if there are drafts.
         """
         self.num_pages = num_pages
-        self._turns, self._ended = turns, ended
+        self._turns, self._ended, self._row_lengths = turns, ended, row_lengths
         self._shapes, self._pages = shapes, Pages(num_pages)
         self._queues, self.place = queues, place
         self._ready: collections.deque[_Row] = collections.deque()
@@ -539,6 +542,8 @@ class Schedule:
             slots.token[slot] = row.made[-1] if row.made else prompt.tokens[-1]
             slots.step[slot] = len(row.made)
             slots.limit[slot] = prompt.limit
+            if self._row_lengths is not None:
+                slots.limit[slot] = min(prompt.limit, self._row_lengths[row.index])
             slots.keys[slot] = row.key
             if slots.shared is not None:
                 # Also for a row whose siblings have ended: how attention splits its pages, which affects rounding,
@@ -642,7 +647,8 @@ class Schedule:
             given = min(length, len(row.given))
             row.given = row.given[given:]
             row.made += tokens[slot, :length].tolist()
-            ended = None if live[slot] else "stop" if row.made[-1] in stop_tokens else "length"
+            stopped = row.made[-1] in stop_tokens or len(row.made) < row.cached.prompt.limit
+            ended = None if live[slot] else "stop" if stopped else "length"
             if stop_strings is not None and length > given:
                 own, before = row.made[row.begun :], max(0, seen - row.begun)
                 if (kept := stop_strings.kept(own, before)) is not None:

@@ -207,6 +207,7 @@ def make_sampler(
     poll: Callable[[], None] | None = None,
     tools: Tools | None = None,
     replicas: Replicas = Replicas(),
+    row_lengths: Sequence[int] | None = None,
 ) -> Sampler:
     """Makes a sampler from a config.
 
@@ -219,6 +220,7 @@ def make_sampler(
         poll: See `Engine`.
         tools: Tools that the policy may call.
         replicas: The devices that sample.
+        row_lengths: For benchmarks, see `Engine`.
     """
     engine = Engine.of(
         model,
@@ -229,6 +231,7 @@ def make_sampler(
         kv_cache_tokens=cfg.kv_cache_tokens,
         kv_cache_fraction=cfg.kv_cache_fraction,
         poll=poll,
+        row_lengths=row_lengths,
     )
     return Sampler(
         engine_of(engine, replicas),

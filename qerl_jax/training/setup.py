@@ -153,6 +153,7 @@ def setup(
     tools: Sequence[environments.Tool] | None = None,
     environment: environments.Tool | Mapping[str, environments.Tool] | None = None,
     stop: stopping.Stop | None = None,
+    row_lengths: Sequence[int] | None = None,
     checked: Callable[[list[str]], None] = lambda notes: None,
     quiet: bool = True,
 ) -> PreparedRun:
@@ -167,6 +168,7 @@ def setup(
         tools: Tools, instead of those that `cfg.tools` names.
         environment: An environment class, or several by name, instead of those that `cfg.tools` names.
         stop: Tells whether a signal has asked the run to end; sampling checks it between chunks of tokens.
+        row_lengths: For benchmarks: the lengths at which sampled rows end, see `Engine`.
         checked: Called with the notes so far when the input is checked, before the base is read.
         quiet: Do not show progress while the base is read.
 
@@ -246,7 +248,7 @@ def setup(
         task.weights,
         task.informative,
         task.total_steps,
-        sampler=_sampler(cfg, task, replicas, stop),
+        sampler=_sampler(cfg, task, replicas, stop, row_lengths),
         updater=_updater(planned, task, replicas, stop),
         noise=noise,
         sigma=stored.get("sigma", noise.first),
@@ -321,7 +323,11 @@ def _weights(
 
 
 def _sampler(
-    cfg: config.RunConfig, task: Task, replicas: Replicas, stop: stopping.Stop
+    cfg: config.RunConfig,
+    task: Task,
+    replicas: Replicas,
+    stop: stopping.Stop,
+    row_lengths: Sequence[int] | None,
 ) -> rollouts.Sampler:
     return rollouts.make_sampler(
         task.model,
@@ -332,6 +338,7 @@ def _sampler(
         poll=stop.poll,
         tools=task.tools,
         replicas=replicas,
+        row_lengths=row_lengths,
     )
 
 

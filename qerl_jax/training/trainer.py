@@ -55,6 +55,7 @@ def train(
     tools: Sequence[environments.Tool] | None = None,
     environment_factory: environments.Tool | Mapping[str, environments.Tool] | None = None,
     on_step: Callable[[int, dict[str, Any]], bool | None] | None = None,
+    row_lengths: Sequence[int] | None = None,
     quiet: bool = False,
 ) -> update.TrainState:
     """Trains a LoRA adapter on a frozen base (or a dense base itself) by GRPO, with noise during sampling.
@@ -72,6 +73,7 @@ def train(
         on_step: Called as on_step(step, metrics) with each row of `metrics.jsonl`, after it is written.
             If it returns False, the run ends after that step. It then writes a checkpoint, from which a later call
             continues, and the trained adapter or model, as at the end of a run.
+        row_lengths: For benchmarks: the lengths at which sampled rows end, see `generation.engine.Engine`.
         quiet: Show nothing in the terminal; files are still written.
 
     Returns:
@@ -115,6 +117,7 @@ def train(
             tools=tools,
             environment=environment_factory,
             stop=stop,
+            row_lengths=row_lengths,
             checked=begin,
             quiet=quiet,
         )

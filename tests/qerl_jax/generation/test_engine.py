@@ -207,6 +207,19 @@ def test_each_prompt_has_its_own_limit():
         assert row[0] == longer[0][:length] and row[2] == "length"
 
 
+def test_rows_of_a_benchmark_end_at_the_lengths_that_it_names():
+    """They end as by a stop token, which itself ends nothing; lengths go on from call to call."""
+    lengths, unbounded = (2, 5, C, 1, 30, 3, 7), run(prompts())
+    engine, variables = make(row_lengths=lengths, stop_tokens=stops()), policy()[1]
+    for call in range(2):
+        limits = {"max_prompt_length": WIDTH, "max_concurrent": 4}
+        rows = {row.row: row for row in engine.completions(variables, prompts(), 1.0, **limits)}
+        for number, (tokens, *_) in enumerate(unbounded):
+            length = lengths[(call * len(unbounded) + number) % len(lengths)]
+            assert rows[number].tokens.tolist() == tokens[:length]
+            assert rows[number].ended == ("stop" if length < C else "length")
+
+
 def test_at_a_fixed_number_of_slots_a_row_is_bitwise_independent_of_the_others():
     """Row 3 runs among others that are longer or shorter, and end elsewhere."""
     options = {"compact": False, "max_concurrent": 4}
