@@ -1,4 +1,7 @@
-"""A MkDocs hook: links from docs/ to files outside of it lead to the repository, and a broken one is a warning.
+"""A MkDocs hook for links and the search.
+
+Links from docs/ to files outside of it lead to the repository, and a broken one is a warning. Pages for maintainers are not
+in the search, which answers users.
 
 MkDocs only builds the pages of docs/. Those pages also link to code, configs and files at the top of the checkout, with
 relative links that work on a forge such as GitHub.
@@ -11,11 +14,14 @@ import re
 
 ROOT = pathlib.Path(__file__).parents[1]
 LINK = re.compile(r"\]\((\.\./[^()\s#]+)(#[^()\s]*)?\)")
+NOT_SEARCHED = ("design/", "checked.md", "tried-and-rejected.md", "where-is.md")
 log = logging.getLogger("mkdocs.hooks.docs_links")
 
 
 def on_page_markdown(markdown, page, config, files):
     """Rewrites the links of a page that leave docs/. `mkdocs build --strict` fails on a warning."""
+    if page.file.src_uri.startswith(NOT_SEARCHED):
+        page.meta["search"] = {"exclude": True}
     folder = (pathlib.Path(config.docs_dir) / page.file.src_uri).parent
 
     def rewritten(link):

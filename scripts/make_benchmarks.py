@@ -5,7 +5,6 @@ Each line of docs/measured/benchmarks.jsonl is one measured number with its cont
 - table: key of the table that it belongs to, see `TABLES`
 - name, value, unit: what was measured; lines with one name and different devices become one row
 - baseline, baseline_value, ratio: what it is compared with, or null
-- target: a number, a sentence, or null
 - more: values of further columns, by heading
 - command, date, device, versions, conditions: the run; equal ones become one row of the last table
 - note: what else a reader of the row must know
@@ -26,7 +25,7 @@ DOCS = pathlib.Path(__file__).parents[1] / "docs"
 SOURCE = DOCS / "measured" / "benchmarks.jsonl"
 PAGE = DOCS / "benchmarks.md"
 FIELDS = (
-    "table name value unit baseline baseline_value ratio target more command date device versions "
+    "table name value unit baseline baseline_value ratio more command date device versions "
     "conditions note"
 ).split()
 RUN = ("command", "date", "device", "versions", "conditions")
@@ -36,13 +35,13 @@ BEGIN, END = "<!-- results: scripts/make_benchmarks.py -->", "<!-- end of result
 HEAD = """\
 # Benchmarks
 
-The speed of QeRL-JAX, with baselines and targets. `scripts/make_benchmarks.py` writes this page from
-[measured/benchmarks.jsonl](measured/benchmarks.jsonl): change the numbers there. The [lab notes](lab-notes.md) say what was tried and
-what limits the numbers.
+The speed of QeRL-JAX, beside others and beside what the hardware allows. `scripts/make_benchmarks.py` writes this page from
+[measured/benchmarks.jsonl](measured/benchmarks.jsonl): change the numbers there. [Tried and rejected](tried-and-rejected.md) says what
+limits the numbers, and which targets they miss.
 
 Absolute times depend on the machine. Compare the ratio to a baseline, which was measured in the same run unless stated otherwise. The
 last column has the run for each device, in the order of the device columns. [Runs](#runs) lists the command, date, device and versions
-of each run. A target, met or missed, is that of the first device, unless another one is named.
+of each run; scripts that are gone since are at commit 8aab746. "Of bound" is the shortest time that the hardware allows, divided by ours.
 """
 
 
@@ -54,13 +53,11 @@ class Table:
       key: The `table` of its lines.
       title: The heading above it.
       text: What a reader must know before the numbers.
-      higher_is_better: Whether a value above a target meets it.
     """
 
     key: str
     title: str
     text: str
-    higher_is_better: bool = False
 
 
 TABLES = (
@@ -70,26 +67,29 @@ TABLES = (
         "Random weights in Qwen2.5 shapes, NVFP4 base with LoRA of rank 32, distinct prompts of 256 tokens, 512 new tokens, end tokens "
         "ignored, temperature 1, without prefill. vLLM was measured earlier, on a card of the same kind: 7B with LoRA, 14B "
         "and 32B without. Bound: the time to read weights, head, adapters and live keys and values at 4.3 TB/s.",
-        True,
+    ),
+    Table(
+        "rivals",
+        "Decoding beside vLLM",
+        "Ours: NVFP4 with LoRA of rank 32, with log-probabilities. vLLM (all linears, prefix caching off, no log-probabilities): BF16 and FP8 as a "
+        "library runs it that merges the adapter into the weights, NVFP4 by Marlin, and NVFP4 with the same LoRA. Random weights, distinct prompts of 256 "
+        "tokens. Rate: rows x 480 / (time of 512 tokens - time of 32). The ratio is to the fastest of vLLM's without LoRA.",
     ),
     Table(
         "bfloat16",
         "NVFP4 beside a 16-bit base",
         "Our own BF16 base with the same LoRA, on the same card, measured right before or after, unless the note says more.",
-        True,
     ),
     Table(
         "plain",
         "Decoding without the fused layers",
         "The plain layers decode what the fused layers do not support: more than 128 rows, NF4 and MXFP4 (without jax-triton), shapes without kernels. "
         "7B as above. The baseline is the fused layers with NVFP4, from another run on such a card unless the note says more.",
-        True,
     ),
     Table(
         "portable",
         "Decoding with the portable kernels",
         "The Triton kernels for cards that are not Hopper, on a Hopper card, since there is no other to time them on. NVFP4 as above.",
-        True,
     ),
     Table(
         "portable_linears",
@@ -101,16 +101,13 @@ TABLES = (
         "portable_many",
         "Linears of many rows with the portable kernels",
         "bfloat16's time divided by ours. With LoRA of rank 32 added on both sides, as in a layer, by the wall time of a loop, in one run; the "
-        'device column is for 8192 rows, forward. "Alone": products without LoRA beside `jnp.dot`, by kernel times, in another run. Targets: '
-        "0.85 at 2048 rows, 0.95 at 8192.",
-        True,
+        'device column is for 8192 rows, forward. "Alone": products without LoRA beside `jnp.dot`, by kernel times, in another run.',
     ),
     Table(
         "drafts",
         "Drafts",
         "How many times as fast a policy is sampled with drafts as without, in one run: SmolLM2-135M-Instruct in NVFP4 after 24 steps on "
         "GSM8K, temperature .6, 128 completions of at most 512 tokens. Tokens/s are of the first device.",
-        True,
     ),
     Table("lora", "The cost of LoRA", "7B, decoding with and without the adapter."),
     Table("rollouts", "Prefill, mixed lengths, agreement, start", "7B, NVFP4, LoRA of rank 32."),
@@ -143,21 +140,19 @@ TABLES = (
     Table(
         "linears",
         "Products with packed weights, up to 128 rows",
-        "Kernel time of the four linears, all layers of a model. Every linear: [lab notes](lab-notes.md#decode-kernels-linear-by-linear).",
+        "Kernel time of the four linears, all layers of a model.",
     ),
     Table(
         "attention",
         "Decode attention",
         "Ours rotates, writes to the cache and reads pages; cuDNN only attends, over a contiguous cache. cuDNN was timed with "
-        "earlier versions of ours. Floor: the time to read keys and values.",
+        "earlier versions of ours. Bound: the time to read keys and values.",
     ),
     Table(
         "wide",
         "Products of many rows",
-        "Speed relative to a bfloat16 product of the same run, by rows of x; dX is the derivative with respect to x. The targets are "
-        "0.90 up to 1024 rows and 0.95 above; for dX 0.93 at 2048 rows and 0.97 at 8192. Ranges are over several runs and kernels. The "
+        "Speed relative to a bfloat16 product of the same run, by rows of x; dX is the derivative with respect to x. Ranges are over several runs and kernels. The "
         "device column is for 8192 rows, forward.",
-        True,
     ),
     Table(
         "quantization",
@@ -175,7 +170,6 @@ TABLES = (
         "tiny",
         "Accuracy of the quickstart",
         "512 unseen arithmetic problems, temperature 1. The task is too easy to show a difference between NVFP4 and BF16, or from noise.",
-        True,
     ),
 )
 
@@ -293,27 +287,6 @@ def shown(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def target(line: dict, higher_is_better: bool) -> str:
-    """Returns the target and whether the value meets it. A target that is a sentence is returned as it is."""
-    goal, value = number(line["target"]), number(line["value"])
-    if goal is None or value is None:
-        return shown(line["target"])
-    met = value >= goal if higher_is_better else value <= goal
-    return f"{shown(line['target'])}, {'met' if met else 'missed'}"
-
-
-def targets(measured: list[dict], higher_is_better: bool) -> str:
-    """Returns the target of the first device, and those of others that have one, with their names."""
-    first, *others = measured
-    said = [target(first, higher_is_better)]
-    for line in others:
-        if line["target"] is not None:
-            said.append(
-                f"{line['device'].removeprefix('NVIDIA ')}: {target(line, higher_is_better)}"
-            )
-    return "; ".join(filter(None, said))
-
-
 def markdown(rows: list[list[str]]) -> str:
     """Returns rows of cells as a Markdown table; the first row is the head. Empty columns are left out."""
     columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
@@ -329,14 +302,15 @@ def table(spec: Table, lines: list[dict], devices: list[str], runs: dict[tuple, 
         if line["device"] in row:
             raise ValueError(f"{spec.key}: {line['name']!r} comes twice for {line['device']}")
         row[line["device"]] = line
-    further = list(dict.fromkeys(heading for line in lines for heading in line["more"]))
+    further = dict.fromkeys(heading for line in lines for heading in line["more"])
+    further = sorted(further, key=lambda heading: heading != "of bound")
     columns = [device for device in devices if any(device in row for row in rows.values())]
     units = {line["unit"] for line in lines}
     baselines = {line["baseline"] for line in lines} - {None}
     unit = f", {next(iter(units))}" if len(units) == 1 else ""
     one = next(iter(baselines)) if len(baselines) == 1 else ""
     head = ["what", "" if unit else "unit", *(device + unit for device in columns)]
-    head += ["" if one else "beside", one or "its value", "ratio", "target"]
+    head += ["" if one else "beside", one or "its value", "ratio"]
     cells = [[*head, *further, "note", "run"]]
     for name, row in rows.items():
         first = row[next(device for device in columns if device in row)]
@@ -349,7 +323,6 @@ def table(spec: Table, lines: list[dict], devices: list[str], runs: dict[tuple, 
                 "" if one else shown(first["baseline"]),
                 shown(first["baseline_value"]),
                 shown(first["ratio"]),
-                targets(measured, spec.higher_is_better),
                 *(shown(first["more"].get(heading)) for heading in further),
                 "; ".join(dict.fromkeys(line["note"] for line in measured if line["note"])),
                 ", ".join(str(runs[run(line)]) for line in measured),

@@ -1,12 +1,13 @@
 """Writes docs/checked.md, the table of `scripts.check_device` on each card: `python -m scripts.make_checked`.
 
-It reads docs/measured/check_device_*.jsonl, but only files whose lines say on which device and when. `--check` writes nothing and
-fails if the page is out of date.
+It reads docs/measured/check_device.jsonl, which has the last run on each card, case by case; `--add FILE` adds a new one. `--check`
+writes nothing and fails if the page is out of date.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import pathlib
 import sys
@@ -14,8 +15,10 @@ from typing import Any
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "checked.md"
-# What a line must say of its run.
-ABOUT = {"date", "device", "jax", "driver", "kernels"}
+SOURCE = DOCS / "measured" / "check_device.jsonl"
+# What is kept of a run of a case, and what is kept with two digits.
+SHOWN = ("device", "kernels", "jax", "driver", "date", "ok", "error", "fused", "seconds")
+ROUNDED = ("difference", "effect")
 HEAD = """\
 # Every path, case by case
 
@@ -61,21 +64,44 @@ def page(files: list[list[Row]]) -> str:
     return "\n".join(parts)
 
 
-def read() -> list[list[Row]]:
-    """Reads the files, by name."""
-    files = sorted((DOCS / "measured").glob("check_device_*.jsonl"))
-    found = [[json.loads(text) for text in file.read_text().splitlines()] for file in files]
-    return [rows for rows in found if all(ABOUT <= row.keys() for row in rows)]
+def read(path: pathlib.Path = SOURCE) -> list[list[Row]]:
+    """Reads the rows of each card and its kernels, by case."""
+    tables: dict[tuple[str, str], list[Row]] = {}
+    for line in map(json.loads, path.read_text().splitlines()):
+        for run in line.pop("runs"):
+            tables.setdefault((run["device"], run["kernels"]), []).append(line | run)
+    return [rows for _, rows in sorted(tables.items())]
+
+
+def add(output: pathlib.Path, path: pathlib.Path = SOURCE) -> None:
+    """Adds what `scripts.check_device --out` wrote, in place of earlier runs on that card with those kernels."""
+    new = [json.loads(text) for text in output.read_text().splitlines()]
+    replaced = {(row["device"], row["kernels"]) for row in new}
+    old = [rows for rows in read(path) if (rows[0]["device"], rows[0]["kernels"]) not in replaced]
+    cases: dict[tuple[int, str], list[Row]] = {}
+    for row in itertools.chain(*old, new):
+        cells = {name: row[name] for name in SHOWN if name in row}
+        cells |= {name: float(f"{row[name]:.2g}") for name in ROUNDED if name in row}
+        cases.setdefault((row["number"], row["name"]), []).append(cells)
+    lines = [
+        {"number": number, "name": name, "runs": runs}
+        for (number, name), runs in sorted(cases.items())
+    ]
+    path.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
 
 
 def main() -> int:
     """Writes the page, or checks it. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--add", type=pathlib.Path, metavar="FILE", help="of check_device --out")
     parser.add_argument("--check", action="store_true", help="only check that it is up to date")
-    made = page(read())
-    if parser.parse_args().check:
-        return int(PAGE.read_text() != made)
-    PAGE.write_text(made)
+    args = parser.parse_args()
+    if args.add:
+        add(args.add)
+    page_ = page(read())
+    if args.check:
+        return int(PAGE.read_text() != page_)
+    PAGE.write_text(page_)
     return 0
 
 

@@ -16,7 +16,7 @@ from scripts.reproduce import GSM8K_TRAIN
 
 MEASURED = pathlib.Path(__file__).parents[1] / "docs" / "measured"
 STEP = "GSM8K, 7B: a rollout of 512 and its 4 updates, 1 % at the limit"
-# Seconds of that step's rollout in which at most 8 rows are left (docs/lab-notes.md, "SmolLM2 after learning").
+# Seconds of that step's rollout in which at most 8 rows are left (docs/tried-and-rejected.md).
 FEW_ROWS = 9.0
 # Problems of a rollout.
 PROMPTS = 64

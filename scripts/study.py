@@ -16,9 +16,9 @@ end within `--seconds` is repeated by the next call. In pieces of at most ten mi
 each time:
 
     python -m scripts.warm_up smollm2 warm                                      # the same weights each time
-    python -m scripts.study warm --out docs/measured/study --jobs 4 --seconds 500   # as often as needed
-    python -m scripts.study warm --out docs/measured/study --timing             # each arm alone, for seconds per step
-    python -m scripts.study_results                                             # tables, figures, docs/results.md
+    python -m scripts.study warm --out runs/results --jobs 4 --seconds 500      # as often as needed
+    python -m scripts.study warm --out runs/results --timing                    # each arm alone, for seconds per step
+    python -m scripts.study_results --add runs/results                          # tables, figures, docs/results.md
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Writes the results of the study to docs/results.md, with figures: `python -m scripts.study_results`.
 
-It reads docs/measured/study, with a file for each run of `scripts/study.py`. Where runs are missing, the page says that
-they were not measured. All numbers in its tables come from these files. The sentences that sum them up are in
+It reads docs/measured/study.jsonl, with a line for each run of `scripts/study.py`; `--add FOLDER` adds those of a folder, with what
+the page needs of them. Where runs are missing, the page says that they were not measured. All numbers in its tables come from these files. The sentences that sum them up are in
 `study_page.md`, with their date; their {{names}} are filled with numbers from the files. Intervals are Student's 95 %
 intervals over seeds. Two arms are compared by the differences between runs with the same seed, which had the same
 problems in the same order.
@@ -27,7 +27,7 @@ from scripts.study import ARMS, FIRST_SEEDS, MORE_SEEDS, RATES, RUNS, Piece
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS, PAGE, FIGURES = (
-    ROOT / "docs/measured/study",
+    ROOT / "docs/measured/study.jsonl",
     ROOT / "docs/results.md",
     ROOT / "docs/figures",
 )
@@ -71,8 +71,37 @@ def gain(run: Mapping[str, Any]) -> float:
 
 def late_kl(run: Mapping[str, Any]) -> float:
     """Median divergence from the base in the last fifth of the steps: that of one batch may be ten times as much."""
-    values = run["steps"]["kl"]
-    return float(np.median(values[-max(1, len(values) // 5) :]))
+    return run["late_kl"]
+
+
+def record(run: Mapping[str, Any]) -> dict[str, Any]:
+    """What the page needs of the result of a run: two series, and the others summed up."""
+    steps = run["steps"]
+    late = steps["kl"][-max(1, len(steps["kl"]) // 5) :]
+    ends = {
+        when: {name: run[when][name] for name in ("accuracy", "pass@8")}
+        for when in ("start", "end")
+    }
+    sums = {"late_kl": float(np.median(late)), "mismatch": float(np.mean(steps["mismatch"]))}
+    series = {"steps": {name: steps[name] for name in ("reward", "entropy")}}
+    return {name: run[name] for name in ("base", "device", "date")} | ends | sums | series
+
+
+def read(path: pathlib.Path = RESULTS) -> tuple[Results, Results]:
+    """Reads the runs of a file, and what `--timing` measured, by name."""
+    lines = map(json.loads, path.read_text().splitlines())
+    runs = {line.pop("name"): line for line in lines}
+    timings = {name: run for name, run in runs.items() if name.startswith("timing_")}
+    return {name: run for name, run in runs.items() if name not in timings}, timings
+
+
+def add(folder: pathlib.Path, path: pathlib.Path = RESULTS) -> None:
+    """Adds the runs of a folder to a file, in place of those of the same name."""
+    results, timings = read(path) if path.is_file() else ({}, {})
+    new = {name: record(run) for name, run in study.read(folder).items()}
+    runs = dict(sorted({**results, **timings, **new, **study.read_timings(folder)}.items()))
+    lines = (json.dumps({"name": name, **run}, separators=(",", ":")) for name, run in runs.items())
+    path.write_text("".join(line + "\n" for line in lines))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,7 +290,7 @@ def arms_table(results: Results, timings: Results) -> str:
         "entropy, first step": entropy_at_start,
         "entropy, last step": lambda run: run["steps"]["entropy"][-1],
         kl: late_kl,
-        "sampler - trainer, nats": lambda run: float(np.mean(run["steps"]["mismatch"])),
+        "sampler - trainer, nats": lambda run: run["mismatch"],
     }
     rows = [["arm", "best rate", "seeds", *measures, "s per step, alone"]]
     for arm, about in ARMS.items():
@@ -604,13 +633,16 @@ def main() -> None:
     """Writes the page and the figures, or checks the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS)
+    parser.add_argument("--add", type=pathlib.Path, metavar="FOLDER", help="of scripts.study")
     parser.add_argument("--page", type=pathlib.Path, default=PAGE)
     parser.add_argument("--figures", type=pathlib.Path, default=FIGURES)
     parser.add_argument(
         "--check", action="store_true", help="write nothing; fail if the page is out of date"
     )
     args = parser.parse_args()
-    results, timings = study.read(args.results), study.read_timings(args.results)
+    if args.add:
+        add(args.add, args.results)
+    results, timings = read(args.results)
     made = page(results, timings, read_start(), read_base())
     if args.check:
         if made != args.page.read_text():

@@ -1,9 +1,11 @@
 """Tests tables, verdicts and figures of the study, and that the committed pages are up to date."""
 
+import json
+
 import numpy as np
 import pytest
 
-from scripts import make_benchmarks, paper_tables, study, study_results
+from scripts import make_benchmarks, paper_tables, study_results
 from scripts.study import ARMS, FIRST_SEEDS, MORE_SEEDS, Piece
 from scripts.study_results import (
     CLAIMS,
@@ -19,12 +21,12 @@ from scripts.study_results import (
 
 
 def run(reward=0.5, end=0.6, start=0.3, entropy=0.2, **more):
-    columns = {"reward": reward, "entropy": entropy, "kl": 0.01, "mismatch": 0.02}
+    columns = {"reward": reward, "entropy": entropy}
     ends = {
         "start": {"accuracy": start, "pass@8": start + 0.2},
         "end": {"accuracy": end, "pass@8": end + 0.2},
     }
-    about = {"base": "b", "device": "H100", "date": "2026-11-23"}
+    about = {"base": "b", "device": "H100", "date": "2026-11-23", "late_kl": 0.01, "mismatch": 0.02}
     return ends | about | {"steps": {name: [value] * 10 for name, value in columns.items()}} | more
 
 
@@ -39,6 +41,23 @@ def whole(**ends):
                 reward = 0.6 if rate == best else 0.5
                 results[Piece(arm, rate, seed).name] = run(reward=reward, end=end)
     return results
+
+
+def test_runs_of_a_folder_are_added_with_what_the_page_needs(tmp_path):
+    names = ("reward", "entropy", "kl", "mismatch", "seconds")
+    steps = {name: [0.1 * step for step in range(10)] for name in names}
+    result = run(jobs=8) | {"steps": steps}
+    (tmp_path / "bf16_0.0003_0.json").write_text(json.dumps(result))
+    (tmp_path / "timing_bf16.json").write_text('{"step": 0.5}')
+    path = tmp_path / "study.jsonl"
+    study_results.add(tmp_path, path)
+    study_results.add(tmp_path, path)
+    results, timings = study_results.read(path)
+    assert timings == {"timing_bf16": {"step": 0.5}} and list(results) == ["bf16_0.0003_0"]
+    added = results["bf16_0.0003_0"]
+    assert set(added) == set(run()) and added["end"] == result["end"]
+    assert added["steps"] == {name: steps[name] for name in names[:2]}
+    np.testing.assert_allclose((added["late_kl"], added["mismatch"]), (0.85, 0.45))
 
 
 def test_an_interval_is_student_s():
@@ -98,8 +117,8 @@ def test_growth_is_not_level():
 
 
 def test_one_batch_does_not_decide_the_divergence():
-    runs = [{"steps": {"kl": [5.0] * 80 + [value] * 19 + [9.0]}} for value in (0.1, 0.2, 0.4)]
-    assert [study_results.late_kl(run) for run in runs] == [0.1, 0.2, 0.4]
+    steps = run()["steps"] | {"kl": [5.0] * 80 + [0.2] * 19 + [9.0], "mismatch": [0.0]}
+    assert study_results.late_kl(study_results.record(run() | {"steps": steps})) == 0.2
     assert study_results.middle([0.1, 0.4, 0.2]) == "0.200 (0.100 to 0.400)"
 
 
@@ -145,8 +164,7 @@ def test_the_page_says_which_formats_the_grid_favours():
 
 
 def test_the_committed_pages_are_what_the_scripts_make():
-    results = study.read(study_results.RESULTS)
-    timings = study.read_timings(study_results.RESULTS)
+    results, timings = study_results.read()
     made = study_results.page(
         results, timings, study_results.read_start(), study_results.read_base()
     )

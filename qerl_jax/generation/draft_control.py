@@ -14,7 +14,7 @@ from qerl_jax.generation.draft_search import KINDS, LONGEST_MATCH, MOST, Outcome
 # Time of a step by the number of its tokens, in units of a step of at most 8 rows without drafts, measured with 7B on
 # an H200. Steps with drafts were measured with 8 rows; the time to find drafts is included. They have become cheaper
 # since attention reads a row's pages once. But rows that have ended are idle until their chunk ends, and with these
-# prices the estimated gain is near the measured one (docs/lab-notes.md, "Drafts on an H100").
+# prices the estimated gain is near the measured one (docs/tried-and-rejected.md).
 _PRICES = {8: 1.0, 32: 1.28, 64: 1.76, 128: 2.73}
 _PRICES_WITH_DRAFTS = {8: 1.22, 16: 1.33, 32: 1.46, 64: 1.65}
 # Possible numbers of tokens of a step with drafts; each is compiled as a program.

@@ -30,7 +30,7 @@ _EVEN = 1.05
 # and 1/128 for every 512 slots of the row's width.
 _SLOT_COST, _ROW_WIDTH = 1 / 128, 512
 # Fixed time of a micro-batch on a Hopper GPU: seconds of kernel launches per layer, and of dequantization per
-# parameter. With SmolLM2 launches take twice as long (docs/lab-notes.md, "SmolLM2's step"), but with that value more
+# parameter. With SmolLM2 launches take twice as long (docs/tried-and-rejected.md), but with that value more
 # than a tenth of its tokens would be padding. Time of a token: seconds for any model, and seconds per parameter.
 _LAYER_SECONDS, _DEQUANTIZING_SECONDS = 0.25e-3, 1.1e-12
 _TOKEN_SECONDS, _PARAMETER_SECONDS = 3.9e-6, 7.5e-15
