@@ -3,7 +3,7 @@ r"""The stock reward functions, all verifiable, with the signature that `scoring
 Rewards of correctness compare the answer that `data.answers` extracts, or that verl would extract
 (`data.verl_answers`). `math_verify_reward` uses a computer algebra system, and `code_reward` runs the program.
 Rewards of format check think/answer tags. Rewards of length and repetition come from factories with TRL's names,
-configured by `[rewards.options.NAME]`. DAPO's overlong punishment is in `rl.grpo`.
+configured by `[rewards.options.NAME]`; that of DAPO's overlong punishment is configured by `rewards.soft_punish_cache`.
 
 Most functions judge one text; `_by_text` and `_by_answer` give them the common signature. A reward that compares
 mathematically has an attribute `votes`, which groups answers that count as the same vote (`votes.mathematical`).
@@ -342,6 +342,30 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
         return [judge(list(map(int, ids))) for ids in completion_ids]
 
     return repetition_penalty_reward
+
+
+def get_soft_overlong_punishment(
+    max_completion_length: int, soft_punish_cache: int
+) -> RewardFunction:
+    """Makes a reward that punishes a completion for each of the last allowed tokens that it uses.
+
+        0                                     where length <= max_completion_length - cache
+        (max_completion_length - cache - length) / cache             from there on, down to -1
+
+    Args:
+        max_completion_length: The most tokens of a completion.
+        soft_punish_cache: The number of last tokens over which the punishment rises; positive.
+
+    Returns:
+        The reward function, which takes `completion_ids`. DAPO (arXiv:2503.14476), eq. 13; names are TRL's.
+    """
+
+    def soft_overlong_punishment_reward(completion_ids: Sequence, **_) -> list[float]:
+        lengths = np.array([len(ids) for ids in completion_ids])
+        over = np.float32(lengths - (max_completion_length - soft_punish_cache))
+        return (-np.clip(over / np.float32(soft_punish_cache), 0, 1)).tolist()
+
+    return soft_overlong_punishment_reward
 
 
 def get_code_reward(

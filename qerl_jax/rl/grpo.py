@@ -52,27 +52,6 @@ def combine_rewards(per_function: Array, weights: Array) -> Array:
     return jnp.where(jnp.any(given, axis=1), rewards, jnp.nan)
 
 
-@functools.partial(jax.jit, static_argnames=("max_completion_length", "soft_punish_cache"))
-def soft_overlong_punishment(
-    lengths: Array, *, max_completion_length: int, soft_punish_cache: int
-) -> Array:
-    """Penalizes completions in proportion to how many of the last `soft_punish_cache` allowed tokens they use.
-
-        0                                     where length <= max_completion_length - cache
-        (max_completion_length - cache - length) / cache             from there on, down to -1
-
-    Args:
-        lengths: [B], tokens of each completion.
-        max_completion_length: the most tokens of a completion.
-        soft_punish_cache: the length over which the penalty rises, in tokens; positive.
-
-    Returns:
-        float32 [B], between -1 and 0. DAPO (arXiv:2503.14476), eq. 13; names are TRL's.
-    """
-    over = lengths - (max_completion_length - soft_punish_cache)
-    return -jnp.clip(over / soft_punish_cache, 0, 1).astype(jnp.float32)
-
-
 @jax.jit
 def informative(rewards: Array) -> Array:
     """Marks the groups whose rewards differ; only these give a gradient.

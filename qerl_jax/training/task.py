@@ -13,7 +13,7 @@ from qerl_jax.distributed.hosts import Hosts
 from qerl_jax.model import transformer
 from qerl_jax.planning import memory
 from qerl_jax.rewards import imports, scoring, stock
-from qerl_jax.rl import dynamic_sampling, grpo, rollouts
+from qerl_jax.rl import dynamic_sampling, rollouts
 from qerl_jax.system.checked import require
 from qerl_jax.tools import environments
 from qerl_jax.tools.conversations import Tools
@@ -208,14 +208,8 @@ def _rewards(
     if cache is None:
         return functions, weights
 
-    def punish(completion_ids, **_):
-        return grpo.soft_overlong_punishment(
-            np.array([len(ids) for ids in completion_ids]),
-            max_completion_length=cfg.rollout.max_completion_length,
-            soft_punish_cache=cache,
-        ).tolist()
-
-    functions.append(("soft_overlong_punishment_reward", punish))
+    punish = stock.get_soft_overlong_punishment(cfg.rollout.max_completion_length, cache)
+    functions.append((punish.__name__, punish))
     return functions, [*weights, cfg.rewards.soft_punish_weight]
 
 

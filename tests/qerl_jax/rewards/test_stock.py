@@ -437,3 +437,17 @@ def test_code_is_never_run_where_it_cannot_be_isolated(monkeypatch):
     monkeypatch.setattr(sandbox, "unavailable", lambda: "no bwrap")
     with pytest.raises(NotImplementedError, match="cannot be isolated here.*no bwrap"):
         STOCK["code_reward"](completions=[code("print(2)")], verification_info=[DOUBLE])
+
+
+@pytest.mark.parametrize(
+    ("length", "punishment"),
+    [(0, 0.0), (1, 0.0), (80, 0.0), (81, -0.05), (85, -0.25), (90, -0.5), (99, -0.95), (100, -1.0)],
+)
+def test_the_overlong_punishment_falls_from_0_to_minus_1_over_the_last_tokens(length, punishment):
+    reward = stock.get_soft_overlong_punishment(100, 20)
+    assert reward(completion_ids=[[7] * length], answer=["1"]) == [np.float32(punishment)]
+
+
+def test_a_slope_as_long_as_the_completion_punishes_every_token():
+    reward = stock.get_soft_overlong_punishment(4, 4)
+    assert reward(completion_ids=[[], [7], [7] * 4]) == [0, -0.25, -1]

@@ -692,25 +692,6 @@ def test_advantages_of_a_batch_of_equal_rewards_are_zero_not_nan():
     )
 
 
-@pytest.mark.parametrize(
-    ("length", "punishment"),
-    [(0, 0.0), (1, 0.0), (80, 0.0), (81, -0.05), (85, -0.25), (90, -0.5), (99, -0.95), (100, -1.0)],
-)
-def test_the_overlong_punishment_falls_from_0_to_minus_1_over_the_last_tokens(length, punishment):
-    found = grpo.soft_overlong_punishment(
-        np.array([length]), max_completion_length=100, soft_punish_cache=20
-    )
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found, [punishment], rtol=1e-6)
-
-
-def test_a_slope_as_long_as_the_completion_punishes_every_token():
-    found = grpo.soft_overlong_punishment(
-        np.array([0, 1, 4]), max_completion_length=4, soft_punish_cache=4
-    )
-    np.testing.assert_array_equal(found, [0, -0.25, -1])
-
-
 def test_reward_functions_add_up_and_may_abstain():
     nan = jnp.nan
     per_function = jnp.array([[1.0, 0.5], [nan, 0.5], [1.0, nan], [nan, nan]])
@@ -825,15 +806,12 @@ def test_a_wrong_argument_is_named(call, message):
 def test_each_function_of_a_batch_is_one_program(caplog):
     """Operation by operation they would be sixty, and each takes a tenth of a second to compile on a GPU."""
     scores = np.random.default_rng(0).normal(size=(7, 5, 3)).astype(np.float32)
-    rows, weights, lengths = scores.reshape(35, 3), np.ones(3, np.float32), np.arange(35)
+    rows, weights = scores.reshape(35, 3), np.ones(3, np.float32)
     calls = {
         "combine_rewards": lambda: grpo.combine_rewards(rows, weights),
         "informative": lambda: grpo.informative(scores[..., 0]),
         "group_advantages": lambda: grpo.group_advantages(scores[..., 0], estimator="rloo"),
         "decoupled_advantages": lambda: grpo.decoupled_advantages(scores, weights),
-        "soft_overlong_punishment": lambda: grpo.soft_overlong_punishment(
-            lengths, max_completion_length=33, soft_punish_cache=9
-        ),
     }
     for name, call in calls.items():
         assert compiled(caplog, call) == [name]
