@@ -5,22 +5,21 @@ The package imports only jax, numpy and ml_dtypes; the portable kernels import t
 launched.
 """
 
-from pallas_kernels.formats import mxfp4, nf4, nvfp4
-from pallas_kernels.formats.mxfp4 import MXFP4Tensor
-from pallas_kernels.formats.nf4 import NF4Tensor
+from pallas_kernels.formats import nvfp4
+from pallas_kernels.formats.number_format import NumberFormat, PackedTensor
 from pallas_kernels.formats.nvfp4 import NVFP4Tensor, dequantize, quantize
+from pallas_kernels.formats.registry import FORMATS
 from pallas_kernels.formats.rounding import rounded
 from pallas_kernels.nvfp4_matmul import nvfp4_matmul, prepare, unprepare
 from pallas_kernels.packed_matmul import PackedWeight, packed_matmul
 
 __all__ = [
-    "MXFP4Tensor",
-    "NF4Tensor",
+    "FORMATS",
     "NVFP4Tensor",
+    "NumberFormat",
+    "PackedTensor",
     "PackedWeight",
     "dequantize",
-    "mxfp4",
-    "nf4",
     "nvfp4",
     "nvfp4_matmul",
     "packed_matmul",

@@ -1,6 +1,6 @@
 """Products with weights of any packed format.
 
-NVFP4 weights, and weights in a kernel's layout, use `nvfp4_matmul`. Other MXFP4 and NF4 weights are unpacked to the
+NVFP4 weights, and weights in a kernel's layout, use `nvfp4_matmul`. Weights of other formats are unpacked to the
 activations' dtype and then multiplied, as bitsandbytes does for many rows. XLA fuses the unpacking into one pass,
 whose result is freed after the product.
 """
@@ -9,13 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.formats import mxfp4, nf4
-from pallas_kernels.formats.mxfp4 import MXFP4Tensor
-from pallas_kernels.formats.nf4 import NF4Tensor
+from pallas_kernels.formats.number_format import PackedTensor
+from pallas_kernels.formats.registry import format_of
 from pallas_kernels.formats.rounding import rounded
 from pallas_kernels.nvfp4_matmul import api
 
-PackedWeight = api.PackedWeight | MXFP4Tensor | NF4Tensor
+PackedWeight = api.PackedWeight | PackedTensor
 
 
 def packed_matmul(
@@ -42,8 +41,9 @@ def packed_matmul(
         return api.nvfp4_matmul(x, w, out_dtype=out_dtype)
     if not isinstance(w, PackedWeight):
         raise ValueError(f"w must be a packed weight; got {type(w).__name__}")
-    if w.codes.ndim != (2 if isinstance(w, MXFP4Tensor) else 1):
-        raise ValueError(f"w must be one [N, K] matrix; its codes have shape {w.codes.shape}")
+    shape = jax.eval_shape(lambda: format_of(w).dequantize(w, x.dtype)).shape
+    if len(shape) != 2:
+        raise ValueError(f"w must be one [N, K] matrix; got a stack {shape}")
     if x.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"x must be float32 or bfloat16; got {x.dtype}")
     n, k = w.shape
@@ -53,7 +53,7 @@ def packed_matmul(
 
 
 @jax.custom_vjp
-def _matmul(x: jax.Array, w: MXFP4Tensor | NF4Tensor) -> jax.Array:
+def _matmul(x: jax.Array, w: PackedTensor) -> jax.Array:
     return _dot(x, w, contract=1)
 
 
@@ -68,11 +68,10 @@ def _matmul_bwd(w, dy):
 _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 
-def _dot(x: jax.Array, w: MXFP4Tensor | NF4Tensor, *, contract: int) -> jax.Array:
-    dequantize = mxfp4.dequantize if isinstance(w, MXFP4Tensor) else nf4.dequantize
+def _dot(x: jax.Array, w: PackedTensor, *, contract: int) -> jax.Array:
     product = jax.lax.dot_general(
         x,
-        dequantize(w, x.dtype),
+        format_of(w).dequantize(w, x.dtype),
         (((1,), (contract,)), ((), ())),
         # By default a GPU multiplies float32 in TF32.
         precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,

@@ -5,187 +5,149 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.formats import mxfp4, nf4, nvfp4
-from pallas_kernels.formats.mxfp4 import MXFP4Tensor
-from pallas_kernels.formats.nf4 import NF4Tensor
-from pallas_kernels.formats.nvfp4 import NVFP4Tensor
+from pallas_kernels.formats.number_format import Axis, PackedTensor, Tiling
+from pallas_kernels.formats.registry import format_of
 from pallas_kernels.nvfp4_matmul import layout
 from pallas_kernels.nvfp4_matmul.layout import HopperNVFP4
 from pallas_kernels.packed_matmul import PackedWeight
 from pallas_kernels.portable import layout as portable
 from pallas_kernels.portable.layout import PortableWeight
 
-type Axis = Literal["rows", "columns"]
 type Weight = PackedWeight | jax.Array
 
-_PREPARED = {HopperNVFP4: layout, PortableWeight: portable}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Cut:
-    """Describes how an array may be cut along the rows, or along the columns, of its matrix.
-
-    Attributes:
-      axis: the axis of the array that runs along the rows or columns.
-      unit: number of rows or columns that must stay together.
-      entries: number of array entries along `axis` that hold one unit.
-    """
-
-    axis: int
-    unit: int = 1
-    entries: int = 1
-
-
-_TILES = {"axis": -2, "unit": portable.TILE, "entries": portable.TILE}
-_CUTS: dict[type, dict[Axis, dict[str, _Cut]]] = {
-    NVFP4Tensor: {
-        "rows": {"codes": _Cut(-2), "scales": _Cut(-2)},
-        "columns": {"codes": _Cut(-1, 2), "scales": _Cut(-1, nvfp4.BLOCK)},
-    },
-    MXFP4Tensor: {
-        "rows": {"codes": _Cut(-2), "scales": _Cut(-2)},
-        "columns": {"codes": _Cut(-1, 2), "scales": _Cut(-1, mxfp4.BLOCK)},
-    },
-    # For the arrays that `_by_rows` returns.
-    NF4Tensor: {
-        "rows": {"codes": _Cut(-2), "absmax": _Cut(-2)},
-        "columns": {"codes": _Cut(-1, 2), "absmax": _Cut(-1, nf4.BLOCK)},
-    },
+_LAYOUTS = {HopperNVFP4: layout, PortableWeight: portable}
+_PORTABLE = {"axis": -2, "size": portable.TILE, "entries": portable.TILE}
+# As `NumberFormat.tilings`, of the kernels' layouts.
+_TILINGS: dict[type, dict[Axis, dict[str, Tiling]]] = {
     HopperNVFP4: {
-        "rows": {"words": _Cut(-4, layout.TILE)},
-        "columns": {"words": _Cut(-3, layout.TILE)},
+        "rows": {"words": Tiling(-4, layout.TILE)},
+        "columns": {"words": Tiling(-3, layout.TILE)},
     },
     PortableWeight: {
-        "rows": {"words": _Cut(**_TILES), "scales": _Cut(**_TILES | {"axis": -1})},
-        "columns": {"words": _Cut(-3, portable.CHUNK), "scales": _Cut(-2, portable.CHUNK)},
+        "rows": {"words": Tiling(**_PORTABLE), "scales": Tiling(**_PORTABLE | {"axis": -1})},
+        "columns": {"words": Tiling(-3, portable.CHUNK), "scales": Tiling(-2, portable.CHUNK)},
     },
 }
 
 
-def assembled(sources: Sequence[Weight], places: np.ndarray, axis: Axis) -> Weight:
+def assembled(sources: Sequence[Weight], indices: np.ndarray, axis: Axis) -> Weight:
     """Assembles a weight from rows or columns of other weights.
 
     Args:
       sources: weights [N, K], or stacks of them, packed or dense, all of the same format, layout and shape. If a
         global scale is one per weight, it must be the same in all.
-      places: int [n, 2]. For each row or column of the result: the index of its source, and its index in that
+      indices: int [n, 2]. For each row or column of the result: the index of its source, and its index in that
         source. A negative source gives zeros.
-      axis: "rows" or "columns", whichever `places` lists.
+      axis: "rows" or "columns", whichever `indices` lists.
 
     Returns:
       The weight in the format and layout of its sources, [n, K] or [N, n]. NF4's scales are decoded, which changes no
       value. Rows in pairs are put back in order if n is no multiple of 64.
 
     Raises:
-      ValueError: a block of the format would be cut, or a block of NF4 crosses the end of a row.
+      ValueError: a tile of the format would be divided, or a block of NF4 crosses the end of a row.
     """
-    first, places = sources[0], np.asarray(places)
+    first, indices = sources[0], np.asarray(indices)
     if isinstance(first, jax.Array | np.ndarray):
-        return _joined(sources, places, _Cut(-2 if axis == "rows" else -1))
+        return _joined(sources, indices, Tiling(-2 if axis == "rows" else -1))
     n, k = first.shape
     size = n if axis == "rows" else k
-    shape = (len(places), k) if axis == "rows" else (n, len(places))
-    if isinstance(first, NF4Tensor):
-        rows = [_by_rows(source) for source in sources]
-        found = {
-            name: _joined([arrays[name] for arrays in rows], places, cut, size)
-            for name, cut in _CUTS[NF4Tensor][axis].items()
-        }
-        found = {name: x.reshape(*x.shape[:-2], -1) for name, x in found.items()}
-        return NF4Tensor(absmax2=None, offset=None, shape=shape, **found)
+    shape = (len(indices), k) if axis == "rows" else (n, len(indices))
     if getattr(first, "is_paired", False):
-        return _assembled_in_pairs(sources, places, axis)
-    joined = lambda name, cut, **fill: _joined(
-        [getattr(source, name) for source in sources], places, cut, size, **fill
+        return _assembled_in_pairs(sources, indices, axis)
+    form = format_of(first) if isinstance(first, PackedTensor) else None
+    if form is not None:
+        sources = [form.by_rows(source) for source in sources]
+    join = lambda name, tiling, **fill: _joined(
+        [getattr(source, name) for source in sources], indices, tiling, size, **fill
     )
+    tilings = _TILINGS[type(first)] if form is None else form.tilings
     try:
-        found = {name: joined(name, cut) for name, cut in _CUTS[type(first)][axis].items()}
+        arrays = {name: join(name, tiling) for name, tiling in tilings[axis].items()}
     except ValueError:
-        if (prepared := _PREPARED.get(type(first))) is None:
+        if form is not None:
             raise
-        # A tile of the layout would be cut. A block of the format may be smaller, so retry in the format.
-        return prepared.prepare(assembled([prepared.unprepare(s) for s in sources], places, axis))
+        # A tile of the layout would be divided. Tiles of the format may be smaller, so retry in the format.
+        kind = _LAYOUTS[type(first)]
+        return kind.prepare(assembled([kind.unprepare(s) for s in sources], indices, axis))
     divisor = getattr(first, "global_scale", None)
     if axis == "rows" and divisor is not None and divisor.shape[-1] > 1:
-        found["global_scale"] = joined("global_scale", _Cut(-1), fill=1)
-    return dataclasses.replace(first, shape=shape, **found)
+        arrays["global_scale"] = join("global_scale", Tiling(-1), fill=1)
+    weight = dataclasses.replace(sources[0], shape=shape, **arrays)
+    return weight if form is None else form.from_rows(weight)
 
 
 def _assembled_in_pairs(
-    sources: Sequence[HopperNVFP4], places: np.ndarray, axis: Axis
+    sources: Sequence[HopperNVFP4], indices: np.ndarray, axis: Axis
 ) -> HopperNVFP4:
-    """Assembles weights whose rows are in pairs. `places` counts rows in their original order."""
+    """Assembles weights whose rows are in pairs. `indices` counts rows in their original order."""
     if axis == "rows":
-        if not layout.can_pair(len(places)):
-            return layout.prepare(assembled([layout.unprepare(s) for s in sources], places, axis))
+        if not layout.can_pair(len(indices)):
+            return layout.prepare(assembled([layout.unprepare(s) for s in sources], indices, axis))
         rows_of = lambda n: layout.paired_rows(np.arange(n), 0)
-        lies_at = np.argsort(rows_of(sources[0].shape[0]))
-        moved = np.where(places[:, :1] < 0, places, np.c_[places[:, 0], lies_at[places[:, 1]]])
-        places = moved[rows_of(len(places))]
-    whole = assembled([source.as_it_lies for source in sources], places, axis)
-    return dataclasses.replace(whole, is_paired=True)
-
-
-def _by_rows(t: NF4Tensor) -> dict[str, jax.Array]:
-    """Returns codes [..., N, K / 2] and decoded scales [..., N, K / 64]."""
-    n, k = t.shape
-    if k % nf4.BLOCK:
-        raise ValueError(f"NF4's blocks of {nf4.BLOCK} cross the ends of rows; got K = {k}")
-    rows = lambda x: x.reshape(*x.shape[:-1], n, -1)
-    return {"codes": rows(t.codes), "absmax": rows(nf4.scales(t))}
+        positions = np.argsort(rows_of(sources[0].shape[0]))
+        moved = np.where(
+            indices[:, :1] < 0, indices, np.c_[indices[:, 0], positions[indices[:, 1]]]
+        )
+        indices = moved[rows_of(len(indices))]
+    weight = assembled([source.as_it_lies for source in sources], indices, axis)
+    return dataclasses.replace(weight, is_paired=True)
 
 
 def _joined(
-    arrays: Sequence[jax.Array], places: np.ndarray, cut: _Cut, size: int = 0, fill: float = 0
+    arrays: Sequence[jax.Array],
+    indices: np.ndarray,
+    tiling: Tiling,
+    size: int = 0,
+    fill: float = 0,
 ) -> jax.Array:
     """Joins slices of the sources' arrays, each of `size` rows or columns; puts `fill` where there is no source."""
-    first, axis = arrays[0], cut.axis
-    found = []
-    for source, start, stop in _runs(_units(places, cut.unit, size)):
-        start, stop = start * cut.entries, stop * cut.entries
+    first, axis = arrays[0], tiling.axis
+    slices = []
+    for source, start, stop in _runs(_tiles(indices, tiling.size, size)):
+        start, stop = start * tiling.entries, stop * tiling.entries
         if source < 0:
             shape = list(first.shape)
             shape[axis] = stop - start
-            found.append(jnp.full(shape, fill, first.dtype))
+            slices.append(jnp.full(shape, fill, first.dtype))
         else:
-            found.append(jax.lax.slice_in_dim(arrays[source], start, stop, axis=axis % first.ndim))
-    return jnp.concatenate(found, axis=axis)
+            slices.append(jax.lax.slice_in_dim(arrays[source], start, stop, axis=axis % first.ndim))
+    return jnp.concatenate(slices, axis=axis)
 
 
-def _units(places: np.ndarray, unit: int, size: int) -> list[tuple[int, int]]:
-    """Converts places of rows or columns to places (source, index) of units; (-1, -1) for a unit of zeros."""
-    if unit == 1:
-        return [(s, i) if s >= 0 else (-1, -1) for s, i in places.tolist()]
-    groups = np.pad(places, ((0, -len(places) % unit), (0, 0)), constant_values=-1)
-    found = []
-    for group in groups.reshape(-1, unit, 2):
+def _tiles(indices: np.ndarray, tile: int, size: int) -> list[tuple[int, int]]:
+    """Converts indices of rows or columns to indices (source, tile) of tiles; (-1, -1) for a tile of zeros."""
+    if tile == 1:
+        return [(s, i) if s >= 0 else (-1, -1) for s, i in indices.tolist()]
+    groups = np.pad(indices, ((0, -len(indices) % tile), (0, 0)), constant_values=-1)
+    tiles = []
+    for group in groups.reshape(-1, tile, 2):
         source, start = group[0].tolist()
         count = int((group[:, 0] >= 0).sum())
         if count == 0:
-            found.append((-1, -1))
+            tiles.append((-1, -1))
             continue
-        neighbours = np.array_equal(group[:count], [(source, start + i) for i in range(count)])
-        # The last unit of a source may be incomplete; the rest of it is zeros.
-        if not neighbours or start % unit or (count < unit and start + count != size):
-            raise ValueError(f"blocks of {unit} rows or columns would be cut")
-        found.append((source, start // unit))
-    return found
+        adjacent = np.array_equal(group[:count], [(source, start + i) for i in range(count)])
+        # The last tile of a source may be incomplete; the rest of it is zeros.
+        if not adjacent or start % tile or (count < tile and start + count != size):
+            raise ValueError(f"blocks of {tile} rows or columns would be divided")
+        tiles.append((source, start // tile))
+    return tiles
 
 
-def _runs(units: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Yields runs of units that are adjacent in their source too: the source's index, the first unit, the end."""
+def _runs(tiles: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Yields runs of tiles that are adjacent in their source too: the source's index, the first tile, the end."""
 
-    def kept(at: int) -> tuple[int, int]:  # the same for all units of a run
-        source, number = units[at]
-        return source, number - at if source >= 0 else 0
+    def run_of(position: int) -> tuple[int, int]:  # the same for all tiles of a run
+        source, tile = tiles[position]
+        return source, tile - position if source >= 0 else 0
 
-    for (source, _), run in itertools.groupby(range(len(units)), kept):
+    for (source, _), run in itertools.groupby(range(len(tiles)), run_of):
         run = list(run)
-        start = max(0, units[run[0]][1])
+        start = max(0, tiles[run[0]][1])
         yield source, start, start + len(run)

@@ -74,15 +74,14 @@ def launches(capability: int, rows: Sequence[int] = (8, 64)) -> list[Any]:
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels import mxfp4, nf4, nvfp4, runtime
+    from pallas_kernels import FORMATS, runtime
     from pallas_kernels.portable import attention, epilogue, launch, layout, matmul, tuning
 
     card = card_of(capability)
     array = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype)
-    random = {"nvfp4": nvfp4.random, "mxfp4": mxfp4.random, "nf4": nf4.random}
 
     def weight(kind: str, *shape: int) -> Any:
-        make = lambda: layout.prepare(random[kind](jax.random.key(0), shape))
+        make = lambda: layout.prepare(FORMATS[kind].random(jax.random.key(0), shape))
         return jax.eval_shape(make)
 
     def linear(name: str, m: int, rank: int = 32, kind: str = "nvfp4") -> None:
@@ -122,7 +121,7 @@ def launches(capability: int, rows: Sequence[int] = (8, 64)) -> list[Any]:
     }
     # Under another name, so that the rule divides what a table has, too.
     with runtime.on(dataclasses.replace(card, name="a card")), launch.writing_down() as found:
-        kinds = [kind for kind in random if layout.unless_format(kind) is None]
+        kinds = [kind for kind in FORMATS if layout.unless_format(kind) is None]
         for m in rows:
             for name in linears:
                 linear(name, m)

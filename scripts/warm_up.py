@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from pallas_kernels import mxfp4, nf4, nvfp4, runtime
+from pallas_kernels import FORMATS, runtime
 from qerl_jax.checkpoint import base_model, hf_folder, safetensors
 from qerl_jax.config import ModelConfig
 from qerl_jax.data import answers, arithmetic, tokenizer
@@ -210,8 +210,8 @@ _LINEAR = "model.layers.1.mlp.down_proj.weight"
 def rounding_errors(weight: np.ndarray) -> dict[str, float]:
     """Relative error of a matrix rounded to nearest, by format, which shows whether the matrix's grid favours one."""
     errors = {}
-    for name, form in (("nvfp4", nvfp4), ("mxfp4", mxfp4), ("nf4", nf4)):
-        rounded = np.asarray(form.dequantize(form.quantize(jnp.asarray(weight))), np.float32)
+    for name, form in FORMATS.items():
+        rounded = np.asarray(form.unpack(form.pack([jnp.asarray(weight)])[0]))
         errors[name] = float(f"{np.linalg.norm(rounded - weight) / np.linalg.norm(weight):.4f}")
     return errors
 

@@ -393,7 +393,7 @@ def test_a_divided_base_of_any_format_is_whole_in_updates_and_a_sum_in_rollouts(
         return model.apply(variables, tokens)[0]
 
     def hidden_of_parts(variables, tokens):
-        return hidden(parted.own_part, parted.division.own(variables), tokens)
+        return hidden(parted.own_part, parted.division.local(variables), tokens)
 
     alone = np.asarray(jax.jit(functools.partial(hidden, model))({"frozen": base}, tokens))
     whole = sharding.in_group(count, functools.partial(hidden, parted))

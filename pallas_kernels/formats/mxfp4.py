@@ -11,14 +11,20 @@ Two rules for rounding the scale are in use. `quantize` supports both.
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from pallas_kernels.formats.number_format import (
+    NumberFormat,
+    PackedTensor,
+    ScaleRounding,
+    Tiling,
+)
 from pallas_kernels.formats.nvfp4 import (
+    ASCENDING,
     CODE_VALUES,
     block_errors,
     nearest_codes,
@@ -28,8 +34,6 @@ from pallas_kernels.formats.nvfp4 import (
 )
 
 BLOCK = 32
-
-type Rounding = Literal["nearest", "floor"]
 
 # The exponents that `search_scales` tries, relative to the exponent that `quantize` uses.
 SEARCHED_STEPS = (1, -1)
@@ -43,7 +47,7 @@ _SCALE_MAX = 253
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class MXFP4Tensor:
+class MXFP4Tensor(PackedTensor):
     """An [N, K] weight of y = x W^T, packed in 4.25 bits per entry, or a stack of such weights.
 
     Attributes:
@@ -56,14 +60,9 @@ class MXFP4Tensor:
     scales: jax.Array
     shape: tuple[int, int] = dataclasses.field(metadata={"static": True})
 
-    @property
-    def nbytes(self) -> int:
-        """Size of all leaves in bytes. Leaves may be arrays or `jax.ShapeDtypeStruct`."""
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
-
 
 def quantize(
-    w: jax.Array, *, rounding: Rounding = "nearest", scales: jax.Array | None = None
+    w: jax.Array, *, rounding: ScaleRounding = "nearest", scales: jax.Array | None = None
 ) -> MXFP4Tensor:
     """Rounds a weight to MXFP4.
 
@@ -95,7 +94,7 @@ def quantize(
 
 
 def search_scales(
-    w: jax.Array, moments: jax.Array | None = None, *, rounding: Rounding = "nearest"
+    w: jax.Array, moments: jax.Array | None = None, *, rounding: ScaleRounding = "nearest"
 ) -> jax.Array:
     """Finds for each block the scale that rounds it with the smallest squared error.
 
@@ -191,7 +190,7 @@ def _blocks(w: jax.Array) -> jax.Array:
     return w.astype(jnp.float32).reshape(*w.shape[:-1], -1, BLOCK)
 
 
-def _scales_of_maxima(blocks: jax.Array, rounding: Rounding) -> jax.Array:
+def _scales_of_maxima(blocks: jax.Array, rounding: ScaleRounding) -> jax.Array:
     """Computes the E8M0 scales of blocks, as int32, from the exponents of their largest entries."""
     bits = jax.lax.bitcast_convert_type(jnp.max(jnp.abs(blocks), axis=-1), jnp.uint32)
     # Adding a quarter of the mantissa's range carries into the exponent if the significand is 1.75 or more.
@@ -218,3 +217,32 @@ def _check_shape(shape: Sequence[int]) -> None:
         raise ValueError(f"an MXFP4 weight has axes [..., N, K]; got shape {tuple(shape)}")
     if shape[-1] % BLOCK:
         raise ValueError(f"MXFP4 blocks hold {BLOCK} values along K; got K = {shape[-1]}")
+
+
+def _search(
+    parts: Sequence[jax.Array], moments: jax.Array | None, rounding: ScaleRounding
+) -> list[MXFP4Tensor]:
+    scales = [search_scales(part, moments, rounding=rounding) for part in parts]
+    return [quantize(part, scales=best) for part, best in zip(parts, scales, strict=True)]
+
+
+FORMAT = NumberFormat(
+    name="mxfp4",
+    tensor=MXFP4Tensor,
+    multiple=BLOCK,
+    group=BLOCK,
+    grid=CODE_VALUES[ASCENDING],
+    quantize=lambda parts, options: [
+        quantize(part, rounding=options.scale_rounding) for part in parts
+    ],
+    search=lambda parts, moments, like, options: _search(parts, moments, options.scale_rounding),
+    recode=lambda w, t: quantize(w, scales=t.scales),
+    steps=steps,
+    dequantize=dequantize,
+    fuse=lambda parts, shared: fuse(parts),
+    random=random,
+    tilings={
+        "rows": {"codes": Tiling(-2), "scales": Tiling(-2)},
+        "columns": {"codes": Tiling(-1, 2), "scales": Tiling(-1, BLOCK)},
+    },
+)

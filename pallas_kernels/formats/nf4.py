@@ -14,6 +14,7 @@ Bytes and tables are those of bitsandbytes.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from pallas_kernels.formats.number_format import NumberFormat, PackedTensor, Tiling
 from pallas_kernels.formats.nvfp4 import block_errors
 
 BLOCK = 64
@@ -63,7 +65,7 @@ SCALE_VALUES = _scale_values()
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class NF4Tensor:
+class NF4Tensor(PackedTensor):
     """An [N, K] weight of y = x W^T, or a stack of such weights.
 
     It is packed in 4.5 bits per entry, or in 4.13 with double quantization.
@@ -82,11 +84,6 @@ class NF4Tensor:
     absmax2: jax.Array | None
     offset: jax.Array | None
     shape: tuple[int, int] = dataclasses.field(metadata={"static": True})
-
-    @property
-    def nbytes(self) -> int:
-        """Size of all leaves in bytes. Leaves may be arrays or `jax.ShapeDtypeStruct`."""
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
 
 def pack_codes(codes: jax.Array) -> jax.Array:
@@ -314,3 +311,45 @@ def _mean(x: jax.Array) -> jax.Array:
 
 def _decoded(t: NF4Tensor) -> NF4Tensor:
     return dataclasses.replace(t, absmax=scales(t), absmax2=None, offset=None)
+
+
+def _search(parts: Sequence[jax.Array], moments: jax.Array | None, double: bool) -> list[NF4Tensor]:
+    absmax = [search_scales(part, moments) for part in parts]
+    return [
+        quantize(part, double=double, absmax=best) for part, best in zip(parts, absmax, strict=True)
+    ]
+
+
+def _by_rows(t: NF4Tensor) -> NF4Tensor:
+    """Returns a weight with codes [..., N, K / 2] and decoded scales [..., N, K / 64].
+
+    Raises:
+      ValueError: blocks cross the ends of rows.
+    """
+    n, k = t.shape
+    if k % BLOCK:
+        raise ValueError(f"NF4's blocks of {BLOCK} cross the ends of rows; got K = {k}")
+    return jax.tree.map(lambda x: x.reshape(*x.shape[:-1], n, -1), _decoded(t))
+
+
+FORMAT = NumberFormat(
+    name="nf4",
+    tensor=NF4Tensor,
+    multiple=1,
+    group=BLOCK,
+    grid=CODE_VALUES,
+    quantize=lambda parts, options: [quantize(part, double=options.double_quant) for part in parts],
+    search=lambda parts, moments, like, options: _search(parts, moments, options.double_quant),
+    recode=recode,
+    steps=steps,
+    dequantize=dequantize,
+    fuse=lambda parts, shared: fuse(parts),
+    random=functools.partial(random, double=True),
+    # For the arrays of `_by_rows`.
+    tilings={
+        "rows": {"codes": Tiling(-2), "absmax": Tiling(-2)},
+        "columns": {"codes": Tiling(-1, 2), "absmax": Tiling(-1, BLOCK)},
+    },
+    by_rows=_by_rows,
+    from_rows=lambda t: jax.tree.map(lambda x: x.reshape(*x.shape[:-2], -1), t),
+)

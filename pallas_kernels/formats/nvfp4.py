@@ -20,6 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
+from pallas_kernels.formats.number_format import NumberFormat, PackedTensor, Tiling
+
 BLOCK = 16
 CODE_VALUES = np.array(
     [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32
@@ -46,7 +48,7 @@ _RANDOM_SCALE_BITS = np.arange(0x68, 0x78, dtype=np.uint8)
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class NVFP4Tensor:
+class NVFP4Tensor(PackedTensor):
     """An [N, K] weight of y = x W^T, packed in 4.5 bits per entry, or a stack of such weights.
 
     Attributes:
@@ -61,11 +63,6 @@ class NVFP4Tensor:
     scales: jax.Array
     global_scale: jax.Array
     shape: tuple[int, int] = dataclasses.field(metadata={"static": True})
-
-    @property
-    def nbytes(self) -> int:
-        """Size of all leaves in bytes. Leaves may be arrays or `jax.ShapeDtypeStruct`."""
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
     @property
     def multiplier(self) -> jax.Array:
@@ -256,6 +253,19 @@ def _search_rows(
     return scales, errors / divisor**2
 
 
+def pack(parts: Sequence[jax.Array]) -> list[NVFP4Tensor]:
+    """Rounds weights with one common input to NVFP4, as `quantize`, with the smallest of their global scales for all.
+
+    vLLM needs one global scale for the linears that it fuses.
+    """
+    shared = _shared_scale(parts)
+    return [quantize(part, shared) for part in parts]
+
+
+def _shared_scale(parts: Sequence[jax.Array]) -> jax.Array:
+    return functools.reduce(jnp.minimum, [global_scale(part) for part in parts])
+
+
 def search(
     parts: Sequence[jax.Array],
     moments: jax.Array | None = None,
@@ -277,7 +287,7 @@ def search(
     Returns:
       A packed weight for each part.
     """
-    shared = functools.reduce(jnp.minimum, [global_scale(part) for part in parts])
+    shared = _shared_scale(parts)
     roomy = shared * (_ROOMY_SCALE_MAX / _SCALE_MAX)
     sizes = [len(part) for part in parts]
     whole = jnp.concatenate(parts)
@@ -487,3 +497,26 @@ def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     high = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFFF000), jnp.float32)
     return high, x - high
+
+
+# Indices of the E2M1 codes with values from -6 to 6 in ascending order, with only one zero.
+ASCENDING = np.array([*range(15, 8, -1), *range(8)])
+FORMAT = NumberFormat(
+    name="nvfp4",
+    tensor=NVFP4Tensor,
+    multiple=BLOCK,
+    group=BLOCK,
+    grid=CODE_VALUES[ASCENDING],
+    quantize=lambda parts, options: pack(parts),
+    search=lambda parts, moments, like, options: search(parts, moments, like),
+    recode=lambda w, t: quantize(w, t.global_scale, t.scales),
+    steps=steps,
+    dequantize=dequantize,
+    fuse=fuse,
+    random=random,
+    tilings={
+        "rows": {"codes": Tiling(-2), "scales": Tiling(-2)},
+        "columns": {"codes": Tiling(-1, 2), "scales": Tiling(-1, BLOCK)},
+    },
+    is_searched=True,
+)

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels import runtime
-from pallas_kernels.formats.mxfp4 import MXFP4Tensor
-from pallas_kernels.formats.nf4 import NF4Tensor
+from pallas_kernels.formats.number_format import PackedTensor
 from pallas_kernels.formats.nvfp4 import NVFP4Tensor
 from pallas_kernels.formats.rounding import rounded
 from pallas_kernels.nvfp4_matmul import config as configs
@@ -167,18 +166,14 @@ _PORTABLE_IMPLEMENTATIONS: dict[str, Any] = {
 
 
 def prepare(
-    t: NVFP4Tensor | MXFP4Tensor | NF4Tensor,
-    dtype: DTypeLike,
-    *,
-    is_gated: bool = False,
-    rank: int = 0,
-) -> PackedWeight | MXFP4Tensor | NF4Tensor:
+    t: PackedTensor, dtype: DTypeLike, *, is_gated: bool = False, rank: int = 0
+) -> PackedWeight | PackedTensor:
     """Converts a weight, or a stack of weights, to the layout that this device's kernels read.
 
     Args:
       t: the weight, in any packed format.
       dtype: dtype of the activations. All kernels need bfloat16. The Hopper kernels read NVFP4; the portable
-        kernels read every format. If no kernel fits, the weight is returned unchanged.
+        kernels read what `portable.layout.supports`. If no kernel fits, the weight is returned unchanged.
       is_gated: whether the rows are gate and up of a SwiGLU. For the Hopper kernels they are then put in pairs
         (`layout.paired_rows`) if `layout.can_pair` and `runtime.pairs_gates` say so.
       rank: rank of LoRA on this weight; 0 without LoRA.
@@ -194,7 +189,7 @@ def prepare(
     return t
 
 
-def unprepare(w: PackedWeight) -> NVFP4Tensor | MXFP4Tensor | NF4Tensor:
+def unprepare(w: PackedWeight | PackedTensor) -> PackedTensor:
     """Inverts `prepare`, exactly with two exceptions.
 
     In both layouts, NVFP4 codes whose scale is zero become zero. Doubly quantized NF4 scales come back decoded.

@@ -23,7 +23,9 @@ from pallas_kernels import runtime
 from pallas_kernels.formats import mxfp4, nf4, nvfp4
 from pallas_kernels.formats.mxfp4 import MXFP4Tensor
 from pallas_kernels.formats.nf4 import NF4Tensor
+from pallas_kernels.formats.number_format import PackedTensor
 from pallas_kernels.formats.nvfp4 import NVFP4Tensor
+from pallas_kernels.formats.registry import format_of
 
 CHUNK = 64
 # Rows are padded with zeros to a multiple of this.
@@ -66,22 +68,24 @@ def whole(n: int) -> int:
     return n + -n % TILE
 
 
-def unless_format(kind: str) -> str | None:
-    """Returns why a format ("nvfp4", "mxfp4" or "nf4") cannot be used on this device, or None if it can."""
-    if kind == "mxfp4" and runtime.tensor_core_type() == "float16":
+def unless_format(name: str, k: int = CHUNK) -> str | None:
+    """Returns why weights [N, K] of a format cannot be used on this device, or None if they can."""
+    if name not in ("nvfp4", "mxfp4", "nf4"):
+        return f"cannot read {name.upper()}"
+    if name == "nf4" and k % CHUNK:
+        return f"needs NF4's blocks of {nf4.BLOCK} within rows; got K = {k}"
+    if name == "mxfp4" and runtime.tensor_core_type() == "float16":
         least = "compute capability 8.0"
         return f"needs {least} for MXFP4, whose exponents exceed float16's; this is {runtime.device_kind()}"
     return None
 
 
-def supports(t: NVFP4Tensor | MXFP4Tensor | NF4Tensor) -> str | None:
+def supports(t: PackedTensor) -> str | None:
     """Returns why a weight cannot be converted to this layout, or None if it can."""
-    if isinstance(t, NF4Tensor) and t.shape[1] % CHUNK:
-        return f"needs NF4's blocks of {nf4.BLOCK} within rows; got K = {t.shape[1]}"
-    return unless_format("mxfp4") if isinstance(t, MXFP4Tensor) else None
+    return unless_format(format_of(t).name, t.shape[1])
 
 
-def prepare(t: NVFP4Tensor | MXFP4Tensor | NF4Tensor) -> PortableWeight:
+def prepare(t: PackedTensor) -> PortableWeight:
     """Converts a weight, or a stack of weights, to the layout of the portable kernels.
 
     NVFP4 scales must not be negative, because their sign is lost. Codes whose scale is zero become zeros.
@@ -124,7 +128,7 @@ def prepare(t: NVFP4Tensor | MXFP4Tensor | NF4Tensor) -> PortableWeight:
     )
 
 
-def unprepare(w: PortableWeight) -> NVFP4Tensor | MXFP4Tensor | NF4Tensor:
+def unprepare(w: PortableWeight) -> PackedTensor:
     """Inverts `prepare`, exactly with two exceptions.
 
     NVFP4 codes whose scale is zero have become zeros, and quantized NF4 scales are returned in float32.

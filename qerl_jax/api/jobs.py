@@ -16,7 +16,7 @@ from qerl_jax.api.settings import Config, Mesh, given_mesh, run_config
 from qerl_jax.checkpoint import export as exports
 from qerl_jax.checkpoint import policy as sources
 from qerl_jax.checkpoint.policy import PolicySource
-from qerl_jax.config import BlockScales, Drafts, MeshConfig
+from qerl_jax.config import BlockScales, Drafts, MeshConfig, PackedFormat
 from qerl_jax.evaluation import benchmark
 from qerl_jax.planning import cards, memory
 from qerl_jax.planning.memory import MemoryPlan
@@ -242,7 +242,7 @@ def quantize(
     source: str | os.PathLike,
     target: str | os.PathLike,
     *,
-    format: Literal["nvfp4", "mxfp4", "nf4"] = "nvfp4",
+    format: PackedFormat = "nvfp4",
     method: quantizer.Method = "rtn",
     block_scales: BlockScales = "auto",
     scale_rounding: Literal["nearest", "floor"] = "nearest",
@@ -290,7 +290,7 @@ def quantize(
         ValueError: When the source is quantized already, cannot be packed, or will not fit on disk.
     """
     for name, value, values in (
-        ("format", format, ("nvfp4", "mxfp4", "nf4")),
+        ("format", format, typing.get_args(PackedFormat)),
         ("method", method, typing.get_args(quantizer.Method)),
         ("block_scales", block_scales, typing.get_args(BlockScales)),
         ("scale_rounding", scale_rounding, ("nearest", "floor")),

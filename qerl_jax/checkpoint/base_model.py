@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import PackedWeight, prepare, runtime
+from pallas_kernels import NumberFormat, PackedTensor, PackedWeight, prepare, runtime
 from qerl_jax.checkpoint import hf_folder, packed_formats, safetensors
 from qerl_jax.config import DENSE, BlockScales, LoraConfig, ModelConfig
 from qerl_jax.data import tokenizer
@@ -189,11 +189,11 @@ def read_base(
     branches = lora.shapes(model.lora, arch) if model.lora else {}
 
     @functools.partial(jax.jit, static_argnums=1)
-    def arrange(weight: packed_formats.Packed, linear: str) -> PackedWeight:
+    def arrange(weight: PackedTensor, linear: str) -> PackedWeight:
         rank = branches[linear].rank if linear in branches else 0
         return prepare(weight, model.dtype, is_gated=linear == "gate_up", rank=rank)
 
-    shared = _shared_scales(arch, tensors, source) if source and source.name == "nvfp4" else set()
+    shared = set() if source is None else _shared_scales(arch, tensors, source)
     in_16_bits = {linear: set(at) for linear, at in kept}
     _, partly = model.kept_linears()
     stacks: dict[str, jax.Array] = {}
@@ -210,14 +210,15 @@ def read_base(
                 stacks[linear] = jnp.zeros((len(places), *whole.shape[1:]), dtype)
             stacks[linear] = _put(stacks[linear], whole[0], places.index(index))
             # All layers must have the same structure: this one gets a packed weight too, which is never read.
-            parts = source.pack(dense)
+            parts = source.numbers.pack(dense)
         elif source is None:
             parts = [jnp.asarray(tensors[f"{name}.weight"]) for name in names]
-            return arrange(_pack(packed_formats.named(model.weights), scales, parts), linear)
+            return arrange(
+                _pack(packed_formats.named(model.weights).numbers, scales, parts), linear
+            )
         else:
             parts = [source.read(tensors, name) for name in names]
-        apart = {"shared": False} if source.name == "nvfp4" and linear not in shared else {}
-        return arrange(source.fuse(parts, **apart), linear)
+        return arrange(source.numbers.fuse(parts, shared=linear in shared), linear)
 
     read = read_linear
     if model.division.count > 1:
@@ -228,12 +229,12 @@ def read_base(
 
 
 def read_dense(
-    tensors: Mapping[str, Any], source: packed_formats.Format | None, name: str, dtype
+    tensors: Mapping[str, Any], source: packed_formats.FolderFormat | None, name: str, dtype
 ) -> jax.Array:
     """Reads a linear's weight [N, K], in its stored dtype, or dequantized to `dtype` if it is packed."""
     if source is None or _in_16_bits(tensors, name):
         return jnp.asarray(tensors[f"{name}.weight"])
-    return source.unpack(source.read(tensors, name), dtype)
+    return source.numbers.unpack(source.read(tensors, name), dtype)
 
 
 def kept_linears(folder: str | pathlib.Path, arch: architecture.Architecture) -> Kept:
@@ -347,21 +348,22 @@ def read_layer(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _pack(
-    form: packed_formats.Format, scales: BlockScales, parts: list[jax.Array]
-) -> packed_formats.Packed:
-    return form.fuse(form.packed(parts, scales))
+def _pack(form: NumberFormat, scales: BlockScales, parts: list[jax.Array]) -> PackedTensor:
+    return form.fuse(form.pack(parts, scales), shared=True)
 
 
 def _shared_scales(
-    arch: architecture.Architecture, tensors: safetensors.Tensors, source: packed_formats.Format
+    arch: architecture.Architecture,
+    tensors: safetensors.Tensors,
+    source: packed_formats.FolderFormat,
 ) -> set[str]:
-    """Returns the fused linears whose parts share one global scale in every layer.
+    """Returns the fused linears whose parts share one global scale in every layer; all if the format has none.
 
     The others get one scale per row, in all layers, because stacked layers must have the same structure. That costs
     one more multiplication per output; folders that follow vLLM's rule do not need it.
     """
-
+    if not source.numbers.has_global_scale:
+        return set(arch.linears())
     return {
         linear
         for linear in arch.linears()
@@ -376,7 +378,7 @@ def _shared_scales(
 def check_names(
     arch: architecture.Architecture,
     tensors: safetensors.Tensors,
-    source: packed_formats.Format | None,
+    source: packed_formats.FolderFormat | None,
 ) -> None:
     """Checks names, dtypes and shapes of all tensors before anything is loaded.
 
@@ -429,7 +431,7 @@ def _check_kind(
     tensors: safetensors.Tensors,
     name: str,
     suffix: str,
-    source: packed_formats.Format | None,
+    source: packed_formats.FolderFormat | None,
     has_place: bool,
 ) -> None:
     """Checks that a linear's tensor has an expected dtype, and does not change the linear in an unsupported way."""

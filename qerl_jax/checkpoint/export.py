@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import NVFP4Tensor
+from pallas_kernels import NumberFormat
 from qerl_jax import config
 from qerl_jax.checkpoint import base_model, hf_folder, packed_formats, peft, run_state
 from qerl_jax.checkpoint.policy import saved, trained_model
@@ -380,8 +380,8 @@ class _Sums:
     source: pathlib.Path
     arch: architecture.Architecture
     tensors: Mapping[str, Any]
-    stored: packed_formats.Format | None
-    held: packed_formats.Format | None
+    stored: packed_formats.FolderFormat | None
+    held: packed_formats.FolderFormat | None
     scales: config.BlockScales
     params: dict[str, Any]
     branches: Mapping[str, lora.LinearShape]
@@ -413,7 +413,7 @@ class _Sums:
         )
 
     @property
-    def form(self) -> packed_formats.Format | None:
+    def form(self) -> packed_formats.FolderFormat | None:
         """The format of the base's packed linears; None if none are packed."""
         return self.stored or self.held
 
@@ -427,7 +427,7 @@ class _Sums:
         if self.held is None:
             return None
         weights = [jnp.asarray(self.tensors[f"{name}.weight"]) for name in names]
-        return self.held.packed(weights, self.scales)
+        return self.held.numbers.pack(weights, self.scales)
 
     def weights(self, linear: str, index: int, packed: list[Any] | None) -> list[jax.Array]:
         """Returns the weights [N, K] of a linear's parts with the adapter added, float32 if there is an adapter.
@@ -435,7 +435,7 @@ class _Sums:
         `packed` is the result of `packed`.
         """
         if packed is not None:
-            weights = [self.form.unpack(part, jnp.float32) for part in packed]
+            weights = [self.form.numbers.unpack(part, jnp.float32) for part in packed]
         else:
             names = self.arch.linear_names(linear, index)
             read = functools.partial(base_model.read_dense, self.tensors, self.stored)
@@ -546,7 +546,7 @@ def _write_pair(
 
 
 def _write_model(
-    folder: pathlib.Path, sums: _Sums, form: packed_formats.Format | None, dtype: np.dtype
+    folder: pathlib.Path, sums: _Sums, form: packed_formats.FolderFormat | None, dtype: np.dtype
 ) -> None:
     """Writes a merged model layer by layer.
 
@@ -576,7 +576,8 @@ def _write_model(
                 files = [{"weight": np.asarray(weight.astype(dtype))} for weight in weights]
             else:
                 if linear in sums.params or packed is None or sums.form.name != form.name:
-                    packed = form.packed(weights, "search", like=_like(form, packed))
+                    like = _like(form.numbers, packed)
+                    packed = form.numbers.pack(weights, "search", like=like)
                 files = map(form.write, jax.device_get(packed))
             for name, file in zip(names, files, strict=True):
                 written |= {f"{name}.{suffix}": array for suffix, array in file.items()}
@@ -594,12 +595,12 @@ def _write_model(
     )
 
 
-def _like(form: packed_formats.Format, packed: list[Any] | None) -> list[Any] | None:
+def _like(form: NumberFormat, packed: list[Any] | None) -> list[Any] | None:
     """Returns the packed weights if the search for new scales may try theirs too, else None.
 
-    They must be NVFP4, and all parts must have the same global scale.
+    They must have this format, and all parts must have the same global scale.
     """
-    if form.name != "nvfp4" or packed is None or not isinstance(packed[0], NVFP4Tensor):
+    if packed is None or not isinstance(packed[0], form.tensor) or not form.has_global_scale:
         return None
     return packed if len({float(part.global_scale[0]) for part in packed}) == 1 else None
 

@@ -1,4 +1,4 @@
-"""The packed formats: how weights are packed, and how a Hugging Face folder stores them.
+"""How a Hugging Face folder stores the weights of each packed number format.
 
 NVFP4 and MXFP4 folders have the format of compressed-tensors, which transformers can read, and vLLM should (not
 tested). NF4 folders have the format that transformers writes with bitsandbytes.
@@ -13,40 +13,30 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import MXFP4Tensor, NF4Tensor, NVFP4Tensor, mxfp4, nf4, nvfp4
+from pallas_kernels import NumberFormat
+from pallas_kernels.formats import mxfp4, nf4, nvfp4
+from pallas_kernels.formats.mxfp4 import MXFP4Tensor
+from pallas_kernels.formats.nf4 import NF4Tensor
+from pallas_kernels.formats.number_format import DEFAULT_OPTIONS, Options
+from pallas_kernels.formats.nvfp4 import NVFP4Tensor
+from pallas_kernels.formats.registry import with_options
 from qerl_jax.checkpoint.safetensors import Tensors
-from qerl_jax.config import BlockScales
 from qerl_jax.model.architecture import Architecture
 from qerl_jax.system.checked import require
 from qerl_jax.system.files import parse_json, read_json
-
-type Packed = NVFP4Tensor | MXFP4Tensor | NF4Tensor
 
 _STATE_BYTES = 192
 _QUANT_STATE = "quant_state.bitsandbytes__nf4"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Format:
-    """One packed format; most attributes are functions.
+class FolderFormat:
+    """How a folder stores packed weights; most attributes are functions.
 
     Attributes:
-        name: Name of the format in `model.weights`.
-        block: K must be a multiple of this.
-        group: Number of consecutive entries that share a scale.
-        pack: Packs weights [N, K] that read the same input: rounds to nearest, with scales from the largest entry of
-            each block, and with NVFP4's common global scale. The bytes equal those of the reference libraries.
-            Compiled.
-        search: Like `pack`, but with the scale that gives each block the smallest error. Arguments: weights, the
-            `moments` that weight the errors or None, and packed weights whose scales are tried too or None. Compiled.
-        recode: Rounds a weight to nearest with the scales of a packed weight of the same shape.
-        steps: Returns the value of one code unit at each entry of a packed weight, float32 [N, K].
-        grid: Values of the codes, in ascending order.
-        unpack: Dequantizes a packed weight to [N, K] in a given dtype. Compiled.
-        fuse: Joins packed weights that read the same input along N.
+        numbers: The number format.
         shapes: Maps (N, K) to the shapes of the tensors that store a weight in a file, by the last part of their
             names.
         nbytes: Maps (N, K) to the bytes of these tensors.
@@ -56,16 +46,7 @@ class Format:
         config: `quantization_config` of a folder.
     """
 
-    name: str
-    block: int
-    group: int
-    pack: Callable[[Sequence[jax.Array]], list[Any]]
-    search: Callable[..., list[Any]]
-    recode: Callable[[jax.Array, Any], Any]
-    steps: Callable[[Any], jax.Array]
-    grid: np.ndarray
-    unpack: Callable[..., jax.Array]
-    fuse: Callable[[Sequence[Any]], Any]
+    numbers: NumberFormat
     shapes: Callable[[int, int], dict[str, tuple[int, ...]]]
     nbytes: Callable[[int, int], int]
     types: dict[str, tuple[str, ...]]
@@ -73,91 +54,48 @@ class Format:
     read: Callable[[Tensors, str], Any]
     config: dict[str, Any]
 
-    def packed(
-        self,
-        parts: Sequence[jax.Array],
-        scales: BlockScales,
-        moments: jax.Array | None = None,
-        like: Sequence[Any] | None = None,
-    ) -> list[Any]:
-        """Packs weights that read the same input, with block scales chosen by `scales`.
+    @property
+    def name(self) -> str:
+        """Name of the number format in `model.weights`."""
+        return self.numbers.name
 
-        Args:
-            parts: The weights, [N_i, K] each.
-            scales: How block scales are chosen: "search", "maximum", or "auto" for the choice that suits the format.
-            moments: The result of `moments` for the Gram matrix of the inputs. With it, a search minimizes the error
-                of each block's contribution to the output, without it the error of the weights.
-            like: Packed weights of these shapes that may be close to the new ones. A search tries their scales too,
-                so that unchanged weights keep their codes.
-
-        Returns:
-            The packed weights, in order.
-        """
-        # Without inputs, a search is worth its time only for NVFP4 (docs/quantization.md).
-        pays = self.name == "nvfp4" or moments is not None
-        searches = scales == "search" or (scales == "auto" and pays)
-        return self.search(parts, moments, like) if searches else self.pack(parts)
-
-    def moments(self, gram: jax.Array) -> jax.Array | None:
-        """Returns the diagonal blocks of a Gram matrix, one for each scale block of a row.
-
-        Args:
-            gram: float32 [K, K], or its diagonal [K].
-
-        Returns:
-            float32 [K / group, group, group]; None if K is not a multiple of the group, so that scale blocks cross
-            the ends of rows.
-        """
-        blocks, more = divmod(len(gram), self.group)
-        if more:
-            return None
-        if gram.ndim == 1:
-            return gram.reshape(blocks, self.group, 1) * jnp.eye(self.group, dtype=jnp.float32)
-        index = jnp.arange(blocks)
-        return gram.reshape(blocks, self.group, blocks, self.group)[index, :, index]
-
-    def config_without(self, kept: Sequence[str]) -> dict[str, Any]:
-        """Returns the `quantization_config` of a folder that keeps the linears with these names in 16 bits."""
+    def config_without(self, dense: Sequence[str]) -> dict[str, Any]:
+        """Returns the `quantization_config` of a folder that stores the linears with these names in 16 bits."""
         field = "ignore" if "ignore" in self.config else "llm_int8_skip_modules"
-        return self.config | {field: [*self.config[field], *kept]}
+        return self.config | {field: [*self.config[field], *dense]}
 
     def check(self, arch: Architecture) -> None:
         """Checks that every linear of an architecture can be packed.
 
         Raises:
-            ConfigError: If a linear's K is not a multiple of `block`; the error names `model.weights`.
+            ConfigError: If a linear's K is not a multiple of `numbers.multiple`; the error names `model.weights`.
         """
         for linear in arch.linears():
-            width = arch.input_width(linear)
+            width, multiple = arch.input_width(linear), self.numbers.multiple
             require(
-                width % self.block == 0,
+                width % multiple == 0,
                 "model.weights",
                 self.name,
-                f"{linear} has {width} input features (K), and {self.name.upper()} needs a "
-                f"multiple of {self.block}",
+                f"{linear} has {width} input features (K), and {self.name.upper()} needs a multiple of {multiple}",
             )
 
 
-def named(
-    name: str, *, scale_rounding: mxfp4.Rounding = "nearest", double_quant: bool = True
-) -> Format:
-    """Returns a format by its name.
+def named(name: str, options: Options = DEFAULT_OPTIONS) -> FolderFormat:
+    """Returns how folders are written that hold a number format.
 
     Args:
-        name: "nvfp4", "mxfp4" or "nf4".
-        scale_rounding: How MXFP4 rounds its scales; see `mxfp4.quantize`.
-        double_quant: Whether NF4's scales are quantized too, as in QLoRA.
+        name: Name of the number format.
+        options: Its options.
 
     Raises:
-        ValueError: If the name is unknown.
+        ConfigError: If the name is unknown.
     """
-    require(name in ("nvfp4", "mxfp4", "nf4"), "format", name, "must be 'nvfp4', 'mxfp4' or 'nf4'")
-    if name == "nf4":
-        return _nf4(double_quant)
-    return _NVFP4 if name == "nvfp4" else _MXFP4[scale_rounding]
+    rule = f"must be {' or '.join(map(repr, WRITTEN))}"
+    require(name in WRITTEN, "format", name, rule)
+    return WRITTEN[name](options)
 
 
-def of_folder(folder: str | pathlib.Path) -> Format | None:
+def of_folder(folder: str | pathlib.Path) -> FolderFormat | None:
     """Returns the format of a model folder, by `quantization_config` in config.json, or by hf_quant_config.json.
 
     Keys that do not concern the weights are ignored, whatever library version wrote them. Scales for quantized
@@ -192,14 +130,12 @@ def of_folder(folder: str | pathlib.Path) -> Format | None:
     }.get(method, "format")
     form = quantization.get(field)
     require(isinstance(form, str | None), f"{folder}: quantization_config: {field}", form, rule)
-    double_quant = bool(quantization.get("bnb_4bit_use_double_quant"))
-    known = _FOLDERS | {("bitsandbytes", "nf4"): _nf4(double_quant)}
+    readable = ", ".join(f"{method} {form!r}" for method, form in _READ)
     require(
-        (method, form) in known,
+        (method, form) in _READ,
         f"quantization_config: quant_method, {field}",
         (method, form),
-        "must be absent, or compressed-tensors 'nvfp4-pack-quantized' or 'mxfp4-pack-quantized', ModelOpt 'NVFP4' or "
-        "bitsandbytes nf4",
+        f"must be absent, or one of {readable}",
         NotImplementedError,
     )
     if quantization.get("transform_config"):
@@ -215,7 +151,10 @@ def of_folder(folder: str | pathlib.Path) -> Format | None:
         "only 'dense' can be read",
         NotImplementedError,
     )
-    return known[method, form]
+    options = DEFAULT_OPTIONS
+    if method == "bitsandbytes":
+        options = Options(double_quant=bool(quantization.get("bnb_4bit_use_double_quant")))
+    return _READ[method, form](options)
 
 
 def _compressed_tensors(form: str, **weights: Any) -> dict[str, Any]:
@@ -255,13 +194,6 @@ def _write_fp4(t: NVFP4Tensor | MXFP4Tensor) -> dict[str, np.ndarray]:
     return dict(zip(names, map(np.asarray, jax.tree.leaves(t)), strict=False))
 
 
-@jax.jit
-def _pack_nvfp4(parts: Sequence[jax.Array]) -> list[NVFP4Tensor]:
-    # vLLM needs one global scale for the linears that it fuses; the smallest one fits all.
-    shared = functools.reduce(jnp.minimum, [nvfp4.global_scale(part) for part in parts])
-    return [nvfp4.quantize(part, shared) for part in parts]
-
-
 def _nvfp4_tensor(codes: np.ndarray, scales: np.ndarray, global_scale: np.ndarray) -> NVFP4Tensor:
     shape = (codes.shape[0], 2 * codes.shape[1])
     return NVFP4Tensor(codes, scales, np.asarray(global_scale, np.float32).reshape(1), shape)
@@ -272,36 +204,26 @@ def _read_nvfp4(tensors: Tensors, name: str) -> NVFP4Tensor:
     return _nvfp4_tensor(*(tensors[f"{name}.{suffix}"] for suffix in suffixes))
 
 
-# Indices of the E2M1 codes with values from -6 to 6 in ascending order, with only one zero.
-_RISING = np.array([*range(15, 8, -1), *range(8)])
-
-_NVFP4 = Format(
-    name="nvfp4",
-    block=nvfp4.BLOCK,
-    group=nvfp4.BLOCK,
-    pack=_pack_nvfp4,
-    search=jax.jit(nvfp4.search),
-    recode=lambda w, t: nvfp4.quantize(w, t.global_scale, t.scales),
-    steps=nvfp4.steps,
-    grid=nvfp4.CODE_VALUES[_RISING],
-    unpack=jax.jit(nvfp4.dequantize, static_argnums=1),
-    fuse=functools.partial(nvfp4.fuse, shared=True),
-    shapes=lambda n, k: {
-        "weight_packed": (n, k // 2),
-        "weight_scale": (n, k // nvfp4.BLOCK),
-        "weight_global_scale": (1,),
-    },
-    nbytes=lambda n, k: n * k // 2 + n * k // nvfp4.BLOCK + 4,
-    types={"weight_packed": ("U8",), "weight_scale": ("F8_E4M3",)},
-    write=_write_fp4,
-    read=_read_nvfp4,
-    config=_compressed_tensors(
-        "nvfp4-pack-quantized",
-        strategy="tensor_group",
-        group_size=nvfp4.BLOCK,
-        scale_dtype="torch.float8_e4m3fn",
-    ),
-)
+@functools.cache
+def _nvfp4(options: Options) -> FolderFormat:
+    return FolderFormat(
+        numbers=with_options("nvfp4", options),
+        shapes=lambda n, k: {
+            "weight_packed": (n, k // 2),
+            "weight_scale": (n, k // nvfp4.BLOCK),
+            "weight_global_scale": (1,),
+        },
+        nbytes=lambda n, k: n * k // 2 + n * k // nvfp4.BLOCK + 4,
+        types={"weight_packed": ("U8",), "weight_scale": ("F8_E4M3",)},
+        write=_write_fp4,
+        read=_read_nvfp4,
+        config=_compressed_tensors(
+            "nvfp4-pack-quantized",
+            strategy="tensor_group",
+            group_size=nvfp4.BLOCK,
+            scale_dtype="torch.float8_e4m3fn",
+        ),
+    )
 
 
 def _read_modelopt(tensors: Tensors, name: str) -> NVFP4Tensor:
@@ -310,16 +232,18 @@ def _read_modelopt(tensors: Tensors, name: str) -> NVFP4Tensor:
     return _nvfp4_tensor(tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"], scale)
 
 
-_MODELOPT_NVFP4 = dataclasses.replace(
-    _NVFP4,
-    shapes=lambda n, k: {
-        "weight": (n, k // 2),
-        "weight_scale": (n, k // nvfp4.BLOCK),
-        "weight_scale_2": (1,),
-    },
-    types={"weight": ("U8",), "weight_scale": ("F8_E4M3",)},
-    read=_read_modelopt,
-)
+@functools.cache
+def _modelopt(options: Options) -> FolderFormat:
+    return dataclasses.replace(
+        _nvfp4(options),
+        shapes=lambda n, k: {
+            "weight": (n, k // 2),
+            "weight_scale": (n, k // nvfp4.BLOCK),
+            "weight_scale_2": (1,),
+        },
+        types={"weight": ("U8",), "weight_scale": ("F8_E4M3",)},
+        read=_read_modelopt,
+    )
 
 
 def _read_mxfp4(tensors: Tensors, name: str) -> MXFP4Tensor:
@@ -327,22 +251,10 @@ def _read_mxfp4(tensors: Tensors, name: str) -> MXFP4Tensor:
     return MXFP4Tensor(codes, scales, (codes.shape[0], 2 * codes.shape[1]))
 
 
-def _mxfp4(rounding: mxfp4.Rounding) -> Format:
-    def search(parts, moments, like):
-        scales = [mxfp4.search_scales(part, moments, rounding=rounding) for part in parts]
-        return [mxfp4.quantize(part, scales=own) for part, own in zip(parts, scales, strict=True)]
-
-    return Format(
-        name="mxfp4",
-        block=mxfp4.BLOCK,
-        group=mxfp4.BLOCK,
-        pack=jax.jit(lambda parts: [mxfp4.quantize(part, rounding=rounding) for part in parts]),
-        search=jax.jit(search),
-        recode=lambda w, t: mxfp4.quantize(w, scales=t.scales),
-        steps=mxfp4.steps,
-        grid=mxfp4.CODE_VALUES[_RISING],
-        unpack=jax.jit(mxfp4.dequantize, static_argnums=1),
-        fuse=mxfp4.fuse,
+@functools.cache
+def _mxfp4(options: Options) -> FolderFormat:
+    return FolderFormat(
+        numbers=with_options("mxfp4", options),
         shapes=lambda n, k: {"weight_packed": (n, k // 2), "weight_scale": (n, k // mxfp4.BLOCK)},
         nbytes=lambda n, k: n * k // 2 + n * k // mxfp4.BLOCK,
         types={"weight_packed": ("U8",), "weight_scale": ("U8",)},
@@ -355,18 +267,6 @@ def _mxfp4(rounding: mxfp4.Rounding) -> Format:
             scale_dtype="torch.uint8",
         ),
     )
-
-
-_MXFP4 = {rounding: _mxfp4(rounding) for rounding in ("nearest", "floor")}
-# Maps (`quant_method`, the format's name in that method's field) to the format.
-_FOLDERS = {
-    ("compressed-tensors", "nvfp4-pack-quantized"): _NVFP4,
-    ("compressed-tensors", "mxfp4-pack-quantized"): _MXFP4["nearest"],
-    ("modelopt", "NVFP4"): _MODELOPT_NVFP4,
-    ("modelopt", "W4A16_NVFP4"): _MODELOPT_NVFP4,
-    ("modelopt_fp4", "NVFP4"): _MODELOPT_NVFP4,
-    ("modelopt_fp4", "W4A16_NVFP4"): _MODELOPT_NVFP4,
-}
 
 
 # NF4
@@ -415,7 +315,9 @@ def _read_nf4(tensors: Tensors, name: str) -> NF4Tensor:
 
 
 @functools.cache
-def _nf4(double: bool) -> Format:
+def _nf4(options: Options) -> FolderFormat:
+    double = options.double_quant
+
     def shapes(n: int, k: int) -> dict[str, tuple[int, ...]]:
         blocks = math.ceil(n * k / nf4.BLOCK)
         nested = {"weight.nested_absmax": (math.ceil(blocks / nf4.GROUP),)} if double else {}
@@ -427,24 +329,8 @@ def _nf4(double: bool) -> Format:
         scales = blocks + 4 * math.ceil(blocks / nf4.GROUP) if double else 4 * blocks
         return n * k // 2 + scales + tables
 
-    def search(parts, moments, like):
-        found = [nf4.search_scales(part, moments) for part in parts]
-        return [
-            nf4.quantize(part, double=double, absmax=own)
-            for part, own in zip(parts, found, strict=True)
-        ]
-
-    return Format(
-        name="nf4",
-        block=1,
-        group=nf4.BLOCK,
-        pack=jax.jit(lambda parts: [nf4.quantize(part, double=double) for part in parts]),
-        search=jax.jit(search),
-        recode=nf4.recode,
-        steps=nf4.steps,
-        grid=nf4.CODE_VALUES,
-        unpack=jax.jit(nf4.dequantize, static_argnums=1),
-        fuse=nf4.fuse,
+    return FolderFormat(
+        numbers=with_options("nf4", options),
         shapes=shapes,
         nbytes=nbytes,
         types={"weight": ("U8",)},
@@ -464,3 +350,21 @@ def _nf4(double: bool) -> Format:
             "llm_int8_threshold": 6.0,
         },
     )
+
+
+# How folders are written, by the name of the number format.
+WRITTEN: dict[str, Callable[[Options], FolderFormat]] = {
+    "nvfp4": _nvfp4,
+    "mxfp4": _mxfp4,
+    "nf4": _nf4,
+}
+# How folders are read, by (`quant_method`, the format's name in that method's field).
+_READ: dict[tuple[str, str], Callable[[Options], FolderFormat]] = {
+    ("compressed-tensors", "nvfp4-pack-quantized"): _nvfp4,
+    ("compressed-tensors", "mxfp4-pack-quantized"): _mxfp4,
+    ("modelopt", "NVFP4"): _modelopt,
+    ("modelopt", "W4A16_NVFP4"): _modelopt,
+    ("modelopt_fp4", "NVFP4"): _modelopt,
+    ("modelopt_fp4", "W4A16_NVFP4"): _modelopt,
+    ("bitsandbytes", "nf4"): _nf4,
+}

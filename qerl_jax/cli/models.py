@@ -7,6 +7,7 @@ import tyro
 
 import qerl_jax
 from qerl_jax.cli.common import log
+from qerl_jax.config import PackedFormat
 
 
 def export(
@@ -55,7 +56,7 @@ def quantize(
     target: pathlib.Path,
     /,
     *,
-    format: Literal["nvfp4", "mxfp4", "nf4"] = "nvfp4",
+    format: PackedFormat = "nvfp4",
     method: Literal["rtn", "awq", "gptq", "awq+gptq"] = "rtn",
     block_scales: Literal["auto", "search", "maximum"] = "auto",
     scale_rounding: Literal["nearest", "floor"] = "nearest",

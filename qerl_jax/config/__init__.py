@@ -23,6 +23,7 @@ from qerl_jax.config.sections import (
     ModelConfig,
     NoiseConfig,
     OptimConfig,
+    PackedFormat,
     PromptTemplate,
     Remat,
     RepetitionPenalty,

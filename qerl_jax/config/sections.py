@@ -24,8 +24,10 @@ from qerl_jax.system.checked import (
     require,
 )
 
+# The packed number formats: those of `pallas_kernels.FORMATS`.
+PackedFormat = Literal["nvfp4", "mxfp4", "nf4"]
 # Storage format of the linears' weights.
-Weights = Literal["nvfp4", "mxfp4", "nf4", "bfloat16", "float32"]
+Weights = Literal[PackedFormat, "bfloat16", "float32"]
 # The values of `Weights` that are not packed.
 DENSE = ("bfloat16", "float32")
 # How the scale of each block of a packed weight is chosen: by its largest entry, as other libraries do, or as

@@ -64,4 +64,4 @@ def program(*static_argnames: str, gives: Any = BY_HEADS):
 def _of_part(function, model: Transformer, static: dict[str, Any], variables, *arrays):
     """Calls a function with this device's part of the model."""
     static = static | {"model": model.own_part}
-    return function(model.division.own(variables), *arrays, **static)
+    return function(model.division.local(variables), *arrays, **static)

@@ -10,20 +10,21 @@ Uneven parts are padded with zeros, which change no sum.
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import parts
+from pallas_kernels import FORMATS, parts
+from qerl_jax.config import DENSE
 from qerl_jax.distributed import sharding
 from qerl_jax.model.architecture import Architecture
 from qerl_jax.system.checked import require
 
-# MLP channels are divided in these units: tiles of the kernels, or in small models the blocks that share a scale.
+# MLP channels are divided in tiles of the kernels, or in small models in those of the number format.
 _TILE = 64
-_BLOCKS = {"nvfp4": 16, "mxfp4": 32, "nf4": 64}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,17 +49,25 @@ class Division:
         Raises:
             ConfigError: If the policy cannot be divided so; the error names `mesh.tensor`.
         """
-        arch, block = self.arch, _BLOCKS.get(self.weights, 1)
+        arch, tile = self.arch, self._tile("columns")
         rule = f"must not exceed the {arch.num_heads} heads of the model"
         require(self.count <= arch.num_heads, "mesh.tensor", self.count, rule)
-        rule = f"NF4's blocks of {block} must not cross the ends of rows, and the model's width is {arch.width}"
-        require(self.weights != "nf4" or arch.width % block == 0, "mesh.tensor", self.count, rule)
-        width = self.part.query_width
-        rule = (
-            f"each device would have {width} inputs of o_proj, in heads of {arch.head_size}, and blocks of "
-            f"{block} that share a scale ({self.weights}) would be cut"
-        )
-        require(_has_whole_blocks(self.inputs("o"), block), "mesh.tensor", self.count, rule)
+        rule = f"blocks of {tile} must not cross the ends of rows ({self.weights}), and the model's width is {arch.width}"
+        require(arch.width % tile == 0, "mesh.tensor", self.count, rule)
+        queries, keys, _ = self.outputs("qkv")
+        for what, heads, size in (
+            ("inputs of o_proj", queries, tile),
+            ("outputs of k_proj", keys, self._tile("rows")),
+        ):
+            rule = (
+                f"each device would have {heads.shape[1]} {what}, in heads of {arch.head_size}, and blocks of {size} "
+                f"that share a scale ({self.weights}) would be divided"
+            )
+            require(_has_whole_tiles(heads, size), "mesh.tensor", self.count, rule)
+
+    def _tile(self, axis: parts.Axis) -> int:
+        """Returns the number of rows or columns of a weight that must stay on one device."""
+        return 1 if self.weights in DENSE else FORMATS[self.weights].tile(axis)
 
     @functools.cached_property
     def part(self) -> Architecture:
@@ -73,25 +82,25 @@ class Division:
     def inputs(self, linear: str) -> np.ndarray | None:
         """Returns the columns of a linear's weight that each device has, int [count, K']; None if each has all."""
         if linear == "o":
-            return _times(self._heads, self.arch.head_size)
+            return _entries(self._heads, self.arch.head_size)
         return self._columns if linear == "down" else None
 
     def outputs(self, linear: str) -> tuple[np.ndarray, ...] | None:
         """Returns each device's rows, int [count, N'], of each part of a fused linear; None if each has all."""
         size = self.arch.head_size
         if linear == "qkv":
-            kv = _times(self._kv_heads, size)
-            return _times(self._heads, size), kv, kv
+            kv = _entries(self._kv_heads, size)
+            return _entries(self._heads, size), kv, kv
         return (self._columns, self._columns) if linear == "gate_up" else None
 
     def rows(self, linear: str) -> np.ndarray | None:
         """Returns `outputs` as rows of the fused weight, int [count, sum of the N']; None if each device has all."""
-        if (found := self.outputs(linear)) is None:
+        if (outputs := self.outputs(linear)) is None:
             return None
         sizes = [size for _, size in self.arch.linears()[linear]]
         starts = np.cumsum([0, *sizes[:-1]])
-        moved = [np.where(x < 0, -1, x + start) for x, start in zip(found, starts, strict=True)]
-        return np.concatenate(moved, axis=1)
+        rows = [np.where(x < 0, -1, x + start) for x, start in zip(outputs, starts, strict=True)]
+        return np.concatenate(rows, axis=1)
 
     def split(self, linear: str, weight: parts.Weight, axis: int = 0) -> parts.Weight:
         """Splits a weight into its parts, stacked along a new axis: 0, or 1 for a stack [L, ...] of weights.
@@ -100,36 +109,36 @@ class Division:
         """
         if self.count == 1:
             return weight
-        places, of_matrix = self._places(linear)
-        each = [parts.assembled([weight], _of_source(0, place), of_matrix) for place in places]
-        return jax.tree.map(lambda *x: jnp.stack(x, axis), *each)
+        indices, of_matrix = self._indices(linear)
+        split = [parts.assembled([weight], _of_source(0, index), of_matrix) for index in indices]
+        return jax.tree.map(lambda *x: jnp.stack(x, axis), *split)
 
     def whole(self, linear: str, stack: parts.Weight) -> parts.Weight:
         """Joins the parts of a weight, stacked along the first axis: the inverse of `split` with axis 0."""
         if self.count == 1:
             return stack
-        places, axis = self._places(linear)
-        each = [jax.tree.map(lambda x, n=n: x[n], stack) for n in range(self.count)]
-        found = np.full((places.max() + 1, 2), -1)
+        indices, axis = self._indices(linear)
+        split = [jax.tree.map(lambda x, n=n: x[n], stack) for n in range(self.count)]
+        origins = np.full((indices.max() + 1, 2), -1)
         # If several devices have the same key/value head, the first one's copy is taken.
         for device in reversed(range(self.count)):
-            held = places[device] >= 0
-            found[places[device][held]] = _of_source(device, np.flatnonzero(held))
-        return parts.assembled(each, found, axis)
+            mask = indices[device] >= 0
+            origins[indices[device][mask]] = _of_source(device, np.flatnonzero(mask))
+        return parts.assembled(split, origins, axis)
 
-    def own(self, variables: dict[str, Any]) -> dict[str, Any]:
+    def local(self, variables: dict[str, Any]) -> dict[str, Any]:
         """Returns this device's part of a policy's variables; call it inside `sharding.in_group`.
 
         Weights are already divided (`sharding.Part`). Of biases, adapters and the dense weights of some layers, which
         every device holds whole, it takes its part.
         """
-        place = jax.lax.axis_index(sharding.GROUP)
+        device = jax.lax.axis_index(sharding.GROUP)
 
-        def taken(x: jax.Array, index: np.ndarray | None, axis: int) -> jax.Array:
+        def take(x: jax.Array, index: np.ndarray | None, axis: int) -> jax.Array:
             if index is None:
                 return x
             # Negative indices would count from the end; an index past it gives zeros.
-            at = jnp.asarray(np.where(index < 0, x.shape[axis], index))[place]
+            at = jnp.asarray(np.where(index < 0, x.shape[axis], index))[device]
             return jnp.take(x, at, axis=axis, mode="fill", fill_value=0)
 
         def part_of(path: tuple[Any, ...], x: Any) -> Any:
@@ -141,14 +150,14 @@ class Division:
                 return x
             match names[-1]:
                 case "a":
-                    return taken(x, self.inputs(linear), -2)
-                case "b" if (found := self.outputs(linear)) is not None:
-                    joined = [name for name, _ in self.arch.linears()[linear]]
-                    return taken(x, found[joined.index(names[-2])], -1)
+                    return take(x, self.inputs(linear), -2)
+                case "b" if (outputs := self.outputs(linear)) is not None:
+                    fused = [name for name, _ in self.arch.linears()[linear]]
+                    return take(x, outputs[fused.index(names[-2])], -1)
                 case "bias":
-                    return taken(x, self.rows(linear), -1)
+                    return take(x, self.rows(linear), -1)
                 case name if name == linear:  # dense weights of some layers
-                    return taken(taken(x, self.rows(linear), -2), self.inputs(linear), -1)
+                    return take(take(x, self.rows(linear), -2), self.inputs(linear), -1)
             return x
 
         is_part = lambda x: isinstance(x, sharding.Part)
@@ -159,7 +168,7 @@ class Division:
             for name, tree in variables.items()
         }
 
-    def _places(self, linear: str) -> tuple[np.ndarray, parts.Axis]:
+    def _indices(self, linear: str) -> tuple[np.ndarray, parts.Axis]:
         """Returns the indices [count, n] of a weight that each device has, and the axis along which they lie."""
         if (rows := self.rows(linear)) is not None:
             return rows, "rows"
@@ -170,52 +179,55 @@ class Division:
         """Key/value heads of each device, int [count, n]."""
         count = self.arch.num_kv_heads
         if self.count > count:
-            each = np.arange(self.count)[:, None] // (self.count // count)
+            heads = np.arange(self.count)[:, None] // (self.count // count)
         else:
-            each = _dealt(count, self.count)
-        return np.where(each < count, each, -1)
+            heads = _runs(count, self.count)
+        return np.where(heads < count, heads, -1)
 
     @functools.cached_property
     def _heads(self) -> np.ndarray:
         """Query heads of each device, int [count, n]: equally many for each of its key/value heads."""
         heads, kv_heads = self.arch.num_heads, self.arch.num_kv_heads
         group, sharing = heads // kv_heads, max(1, self.count // kv_heads)
-        shares = _dealt(group, sharing)[np.arange(self.count) % sharing]
-        found = self._kv_heads[:, :, None] * group + shares[:, None]
-        held = (self._kv_heads[:, :, None] >= 0) & (shares[:, None] >= 0)
-        return np.where(held, found, -1).reshape(self.count, -1)
+        shares = _runs(group, sharing)[np.arange(self.count) % sharing]
+        indices = self._kv_heads[:, :, None] * group + shares[:, None]
+        mask = (self._kv_heads[:, :, None] >= 0) & (shares[:, None] >= 0)
+        return np.where(mask, indices, -1).reshape(self.count, -1)
 
     @functools.cached_property
     def _columns(self) -> np.ndarray:
         """MLP channels of each device, int [count, n]."""
         width = self.arch.ffn_width
-        unit = _TILE if width >= _TILE * self.count else _BLOCKS.get(self.weights, 1)
-        return _times(_dealt(-(-width // unit), self.count), unit, most=width)
+        # gate_up is divided along its rows, and down along its columns.
+        tile = math.lcm(self._tile("rows"), self._tile("columns"))
+        if width >= _TILE * self.count:
+            tile = math.lcm(_TILE, tile)
+        return _entries(_runs(-(-width // tile), self.count), tile, limit=width)
 
 
-def _dealt(total: int, count: int) -> np.ndarray:
+def _runs(total: int, count: int) -> np.ndarray:
     """Divides 0 ... total - 1 into `count` consecutive runs of equal length: [count, n], padded with -1."""
-    found = np.arange(count * -(-total // count)).reshape(count, -1)
-    return np.where(found < total, found, -1)
+    indices = np.arange(count * -(-total // count)).reshape(count, -1)
+    return np.where(indices < total, indices, -1)
 
 
-def _times(numbers: np.ndarray, size: int, most: int | None = None) -> np.ndarray:
-    """Expands indices [count, n] of units of `size` entries to indices [count, n * size] of entries, below `most`."""
-    found = numbers[:, :, None] * size + np.arange(size)
-    held = (numbers[:, :, None] >= 0) & (most is None or found < most)
-    return np.where(held, found, -1).reshape(len(numbers), -1)
+def _entries(tiles: np.ndarray, size: int, limit: int | None = None) -> np.ndarray:
+    """Expands indices [count, n] of tiles of `size` entries to indices [count, n * size] of entries, below `limit`."""
+    indices = tiles[:, :, None] * size + np.arange(size)
+    mask = (tiles[:, :, None] >= 0) & (limit is None or indices < limit)
+    return np.where(mask, indices, -1).reshape(len(tiles), -1)
 
 
-def _of_source(source: int, places: np.ndarray) -> np.ndarray:
-    """Returns (source, place) pairs [..., 2] for `parts.assembled`; -1 stays -1."""
-    return np.stack([np.where(places < 0, -1, source), places], axis=-1)
+def _of_source(source: int, indices: np.ndarray) -> np.ndarray:
+    """Returns (source, index) pairs [..., 2] for `parts.assembled`; -1 stays -1."""
+    return np.stack([np.where(indices < 0, -1, source), indices], axis=-1)
 
 
-def _has_whole_blocks(places: np.ndarray, block: int) -> bool:
-    """Whether each device's indices consist of whole blocks."""
-    if places.shape[1] % block:
+def _has_whole_tiles(indices: np.ndarray, tile: int) -> bool:
+    """Whether each device's indices consist of whole tiles."""
+    if indices.shape[1] % tile:
         return False
-    blocks = places.reshape(-1, block)
-    firsts = blocks[:, :1]
-    wanted = np.where(firsts < 0, -1, firsts + np.arange(block))
-    return bool(np.array_equal(blocks, wanted) and np.all(firsts[firsts >= 0] % block == 0))
+    tiles = indices.reshape(-1, tile)
+    firsts = tiles[:, :1]
+    expected = np.where(firsts < 0, -1, firsts + np.arange(tile))
+    return bool(np.array_equal(tiles, expected) and np.all(firsts[firsts >= 0] % tile == 0))

@@ -24,6 +24,7 @@ from pallas_kernels.finished_linear import epilogue, gated
 from pallas_kernels.finished_linear.lora import Branch, pack_branch
 from pallas_kernels.portable import epilogue as portable
 from pallas_kernels.portable import layout as portable_layout
+from qerl_jax.config import DENSE
 from qerl_jax.model import kv_cache, layers, lora, transformer
 
 LINEARS = ("qkv", "o", "gate_up", "down")
@@ -92,7 +93,7 @@ def supports_portably(
     """Returns why the portable kernels cannot decode a model on this device, or None if they can; see `supports`."""
     if reason := runtime.unless_portable():
         return reason
-    if model.dtype != jnp.bfloat16 or model.weights not in ("nvfp4", "mxfp4", "nf4"):
+    if model.dtype != jnp.bfloat16 or model.weights in DENSE:
         return (
             f"needs activations in bfloat16 and packed weights; got {model.dtype}, {model.weights}"
         )
@@ -109,8 +110,8 @@ def supports_portably(
         return f"attention {reason}"
     branches = _branches(model, adapter)
     for name, parts in arch.linears().items():
-        if model.weights == "nf4" and arch.input_width(name) % 64:
-            return f"{name} needs K of whole blocks of 64; got K = {arch.input_width(name)}"
+        if reason := portable_layout.unless_format(model.weights, arch.input_width(name)):
+            return f"{name} {reason}"
         sizes = [size for _, size in parts]
         rank = branches[name].rank if name in branches else 0
         if reason := portable.supports(rows, sizes, arch.input_width(name), rank=rank):
@@ -194,7 +195,7 @@ def slow_because(
         return f"{what}: they take at most {MAX_ROWS} rows, got {asked}: {remedy}"
     reason = (supports if is_hopper else supports_portably)(model, rows, own_noise=own_noise)
     remedy = "expect about half the speed"
-    if model.weights in ("mxfp4", "nf4") and is_hopper:
+    if model.weights not in ("nvfp4", *DENSE) and is_hopper:
         remedy = (
             'each step unpacks all weights; set model.weights to "nvfp4" for four times the speed'
         )

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels import decode_attention, mxfp4, nf4, nvfp4, prepare, rounded
+from pallas_kernels import FORMATS, decode_attention, prepare, rounded
 from pallas_kernels.finished_linear import finished_linear, prepare_branches
 from qerl_jax.config import DENSE, LoraConfig, Remat, Weights
 from qerl_jax.distributed import sharding
@@ -217,16 +217,12 @@ class FusedLinear(nn.Module):
 
     def _random(self, key, features, x):
         shape = (features, x.shape[-1])
-        match self.weights:
-            case "nvfp4":
-                is_gated = [name for name, _ in self.parts] == ["gate_proj", "up_proj"]
-                beside = {"is_gated": is_gated, "rank": self.shape.rank if self.shape else 0}
-                return prepare(nvfp4.random(key, shape, std=0.02), x.dtype, **beside)
-            case "mxfp4":
-                return prepare(mxfp4.random(key, shape, std=0.02), x.dtype)
-            case "nf4":
-                return prepare(nf4.random(key, shape, std=0.02, double=True), x.dtype)
-        return 0.02 * jax.random.normal(key, shape, _dtype(self.weights))
+        if self.weights in DENSE:
+            return 0.02 * jax.random.normal(key, shape, _dtype(self.weights))
+        is_gated = [name for name, _ in self.parts] == ["gate_proj", "up_proj"]
+        rank = self.shape.rank if self.shape else 0
+        weight = FORMATS[self.weights].random(key, shape)
+        return prepare(weight, x.dtype, is_gated=is_gated, rank=rank)
 
 
 class Block(nn.Module):

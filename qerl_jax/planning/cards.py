@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 
-from pallas_kernels import mxfp4, nf4, nvfp4, prepare, runtime
+from pallas_kernels import FORMATS, prepare, runtime
 from pallas_kernels.nvfp4_matmul.layout import HopperNVFP4
 from pallas_kernels.portable.layout import PortableWeight
 from qerl_jax.config import DENSE, RunConfig
@@ -97,7 +97,7 @@ def _product_kernels(model: Transformer) -> str:
     """Returns which kernels multiply with the model's weights, from the layout that `prepare` chooses."""
     if model.weights in DENSE or model.full:
         return "cuBLAS"
-    random = {"nvfp4": nvfp4.random, "mxfp4": mxfp4.random, "nf4": nf4.random}[model.weights]
+    random = FORMATS[model.weights].random
     shape = (64, model.arch.width)
     match jax.eval_shape(lambda: prepare(random(jax.random.key(0), shape), model.dtype)):
         case HopperNVFP4():

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qerl_jax.checkpoint.packed_formats import Format
+from pallas_kernels import NumberFormat
 from qerl_jax.config import BlockScales
 from qerl_jax.model.architecture import PARENT, Architecture
 
@@ -88,7 +88,7 @@ def observe(seen: Inputs, x: jax.Array, live: jax.Array) -> Inputs:
 
 def fold(
     arch: Architecture,
-    form: Format,
+    form: NumberFormat,
     scales: BlockScales,
     tensors: dict[str, Any],
     prefix: str,
@@ -154,7 +154,7 @@ def fold(
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=5)
 def _search(
-    form: Format,
+    form: NumberFormat,
     scales: BlockScales,
     heads: tuple[int, int] | None,
     weights: list[jax.Array],
@@ -195,7 +195,7 @@ def _search(
         if moments is not None:
             own = s.reshape(-1, form.group)
             scaled = moments / own[:, None] / own[..., None]
-        return form.packed(jnp.split(weight * s, ends), scales, scaled)
+        return form.pack(jnp.split(weight * s, ends), scales, scaled)
 
     def error(packed, s):
         rounded = jnp.concatenate([form.unpack(part, jnp.float32) for part in packed])

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qerl_jax.checkpoint.packed_formats import Format
+from pallas_kernels import NumberFormat
 from qerl_jax.config import BlockScales
 from qerl_jax.quantization.awq import output_error
 
@@ -40,7 +40,7 @@ _HIGHEST = jax.lax.Precision.HIGHEST
 
 
 def pack(
-    form: Format,
+    form: NumberFormat,
     scales: BlockScales,
     weights: list[jax.Array],
     gram: jax.Array,
@@ -71,7 +71,7 @@ def pack(
 def _start(form, scales, weights, order, lower):
     """Rounds the weights to nearest, with the scales that GPTQ will keep."""
     costs = jnp.zeros(len(order)).at[order].set(jnp.diag(lower) ** 2)
-    return form.packed(weights, scales, form.moments(costs))
+    return form.pack(weights, scales, form.moments(costs))
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -20,9 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import mxfp4, runtime
+from pallas_kernels import NumberFormat, runtime
+from pallas_kernels.formats.number_format import Options, ScaleRounding
 from qerl_jax.checkpoint import base_model, hf_folder, packed_formats, safetensors
-from qerl_jax.config import BlockScales
+from qerl_jax.config import BlockScales, PackedFormat
 from qerl_jax.data import tokenizer
 from qerl_jax.model import architecture, transformer
 from qerl_jax.quantization import awq, gptq, sensitivity
@@ -47,7 +48,7 @@ class Recipe:
         method: "rtn" rounds to nearest; "awq" scales input channels; "gptq" lets later columns compensate the errors
             of earlier ones; "awq+gptq" does both in this order. All but "rtn" use calibration. See `awq` and `gptq`.
         block_scales: How block scales are chosen: "search" takes the scales with the smallest error, "maximum" the
-            formula of other libraries, "auto" the choice that suits the format (`Format.packed`).
+            formula of other libraries, "auto" the choice that suits the format (`NumberFormat.pack`).
         scale_rounding: How MXFP4's scales are rounded: compressed-tensors' "nearest", or the OCP
             specification's "floor".
         double_quant: Whether NF4's scales are quantized too.
@@ -56,10 +57,10 @@ class Recipe:
             "*.down_proj". If one matches, all linears that read the same input are kept.
     """
 
-    format: Literal["nvfp4", "mxfp4", "nf4"] = "nvfp4"
+    format: PackedFormat = "nvfp4"
     method: Method = "rtn"
     block_scales: BlockScales = "auto"
-    scale_rounding: mxfp4.Rounding = "nearest"
+    scale_rounding: ScaleRounding = "nearest"
     double_quant: bool = True
     calibration: Calibration = Calibration()
     keep: tuple[str, ...] = ()
@@ -91,7 +92,7 @@ def kept_linears(arch: architecture.Architecture, patterns: Sequence[str]) -> Ke
 
 
 def expected_size(
-    arch: architecture.Architecture, form: packed_formats.Format, kept: Kept = frozenset()
+    arch: architecture.Architecture, form: packed_formats.FolderFormat, kept: Kept = frozenset()
 ) -> int:
     """Returns the bytes of a quantized folder's tensors; those that are not packed count 16 bits per number."""
     dense, packed = arch.num_parameters(), 0
@@ -119,7 +120,7 @@ class _Job:
     source: pathlib.Path
     target: pathlib.Path
     arch: architecture.Architecture
-    form: packed_formats.Format
+    form: packed_formats.FolderFormat
     kept: Kept
     progress: Progress
 
@@ -231,9 +232,8 @@ def _size(nbytes: int) -> str:
 
 def _open(source: pathlib.Path, target: pathlib.Path, recipe: Recipe) -> _Job:
     """Checks that the source can be quantized into the target, and opens the job, with files of an earlier call."""
-    form = packed_formats.named(
-        recipe.format, scale_rounding=recipe.scale_rounding, double_quant=recipe.double_quant
-    )
+    options = Options(recipe.scale_rounding, recipe.double_quant)
+    form = packed_formats.named(recipe.format, options)
     arch = architecture.load(source)
     require(
         packed_formats.of_folder(source) is None,
@@ -281,7 +281,7 @@ def _quantized_layer(
     move: Callable[[float], None],
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Returns the packed tensors of a layer, and the errors of its weights and, with calibration, of its outputs."""
-    prefix, form, tensors = f"model.layers.{index}.", job.form, _stored(job, index)
+    prefix, form, tensors = f"model.layers.{index}.", job.form.numbers, _stored(job, index)
     type_of = lambda linear: tensors[f"{job.arch.linear_names(linear, index)[0]}.weight"].dtype
     types = {linear: type_of(linear) for linear in job.arch.linears()}
     for name, values in tensors.items():
@@ -331,19 +331,19 @@ def _quantized_layer(
             outputs[linear] = float(nearest), float(found[1])
         else:
             grams.pop(linear, None)
-            parts = packed.pop(linear, None) or form.packed(weights, recipe.block_scales)
+            parts = packed.pop(linear, None) or form.pack(weights, recipe.block_scales)
         errors[linear] = float(_weight_error(form, weights, parts))
         if probe is not None:
             unpacked = jnp.concatenate([form.unpack(part, probe.dtype) for part in parts])
             probe.add(linear, layer, unpacked)
         for name, part in zip(names, jax.device_get(parts), strict=True):
-            written |= {f"{name}.{suffix}": array for suffix, array in form.write(part).items()}
+            written |= {f"{name}.{suffix}": array for suffix, array in job.form.write(part).items()}
     found = {"weights": errors, "outputs": outputs}
     return written, {name: values for name, values in found.items() if values}
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _weight_error(form: packed_formats.Format, weights: list[jax.Array], packed: list[Any]):
+def _weight_error(form: NumberFormat, weights: list[jax.Array], packed: list[Any]):
     """Computes the relative error of packed weights that read the same input."""
     off = whole = 0.0
     for weight, part in zip(weights, packed, strict=True):

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import mxfp4, nvfp4
+from pallas_kernels.formats import mxfp4, nvfp4
 from tests import golden_files
 
 VECTORS = golden_files.load("mxfp4/vectors.safetensors")

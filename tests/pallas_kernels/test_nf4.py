@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import nf4
+from pallas_kernels.formats import nf4
 from tests import golden_files
 
 VECTORS = golden_files.load("nf4/vectors.safetensors")

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import mxfp4, nf4, nvfp4, nvfp4_matmul, packed_matmul
+from pallas_kernels import nvfp4_matmul, packed_matmul
+from pallas_kernels.formats import mxfp4, nf4, nvfp4
 
 QUANTIZE = {
     "mxfp4": mxfp4.quantize,

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import nf4, nvfp4
+from pallas_kernels.formats import nf4, nvfp4
 
 pytest.importorskip("triton", reason="needs triton")
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import mxfp4, nf4, nvfp4
+from pallas_kernels.formats import mxfp4, nf4, nvfp4
 from pallas_kernels.formats.nvfp4 import NVFP4Tensor
 from pallas_kernels.portable import layout
 

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import mxfp4, nf4, nvfp4, nvfp4_matmul, packed_matmul, prepare, runtime
+from pallas_kernels import nvfp4_matmul, packed_matmul, prepare, runtime
+from pallas_kernels.formats import mxfp4, nf4, nvfp4
 from pallas_kernels.nvfp4_matmul import shapes
 from pallas_kernels.portable import layout, matmul, tuning
 from pallas_kernels.portable.layout import PortableWeight

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import mxfp4, nf4, nvfp4
+from pallas_kernels.formats import mxfp4, nf4, nvfp4
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 # E4M3's positive values from 2^-9 to 448: byte b is entry b - 1.

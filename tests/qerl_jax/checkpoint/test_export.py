@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import nf4, nvfp4
+from pallas_kernels.formats import nf4, nvfp4
 from qerl_jax import config
 from qerl_jax.checkpoint import base_model, export, hf_folder, packed_formats, peft
 from qerl_jax.checkpoint.run_state import StateFiles

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qerl_jax.checkpoint import base_model, packed_formats
+from pallas_kernels import FORMATS
+from qerl_jax.checkpoint import base_model
 from qerl_jax.config import ConfigError, LoraConfig, ModelConfig
 from qerl_jax.model import layers
 from qerl_jax.model.transformer import abstract_base, head, init_params, random_base
@@ -31,7 +32,7 @@ def test_a_packed_base_learns_as_its_unpacked_self(weights):
     model, frozen, _ = base_model.load_base(cfg, LoraConfig(4, 8.0))
     params = init_params(model, frozen, jax.random.key(0))
     params = jax.tree.map(lambda x: x + 0.02, params)
-    unpack, dense = jax.jit(jax.vmap(packed_formats.named(weights).unpack)), dict(frozen["layers"])
+    unpack, dense = jax.jit(jax.vmap(FORMATS[weights].dequantize)), dict(frozen["layers"])
     for linear in model.arch.linears():
         dense[linear] = dense[linear] | {"weight": unpack(dense[linear]["weight"])}
     other = model.clone(weights="float32")

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from jax.experimental import io_callback
 
-from pallas_kernels import nvfp4, parts, runtime
+from pallas_kernels import nvfp4, runtime
+from pallas_kernels.formats.registry import format_of
 from pallas_kernels.nvfp4_matmul import layout
 from pallas_kernels.nvfp4_matmul.config import Config
 from pallas_kernels.portable import layout as portable
@@ -86,8 +87,7 @@ def values(weight):
         weight = layout.unprepare(weight)
     if isinstance(weight, portable.PortableWeight):
         weight = portable.unprepare(weight)
-    modules = {"NVFP4Tensor": nvfp4, "MXFP4Tensor": parts.mxfp4, "NF4Tensor": parts.nf4}
-    return modules[type(weight).__name__].dequantize(weight)
+    return format_of(weight).dequantize(weight)
 
 
 def test_rows_in_pairs_are_moved_in_whole_tiles():
@@ -187,7 +187,7 @@ def in_parts(model, variables, function):
 
     def of_device(held):
         mark = lambda path, x: sharding.Part(x[:, None]) if is_parted(path) else x
-        return function(model.own_part, model.division.own(mapped(mark, held)))
+        return function(model.own_part, model.division.local(mapped(mark, held)))
 
     run = jax.vmap(of_device, (axes,), axis_name=sharding.GROUP, axis_size=model.tensor)
     return jax.jit(run)(held)

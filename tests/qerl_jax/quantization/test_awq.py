@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qerl_jax.checkpoint import base_model, packed_formats
+from pallas_kernels import FORMATS
+from qerl_jax.checkpoint import base_model
 from qerl_jax.checkpoint.hf_folder import TINY
 from qerl_jax.checkpoint.safetensors import Tensors
 from qerl_jax.config import ModelConfig
@@ -86,7 +87,7 @@ def test_folding_changes_nothing_but_the_rounding(name, monkeypatch):
     }
     folded = awq.fold(
         arch,
-        packed_formats.named("nvfp4" if name == "llama3" else "mxfp4"),
+        FORMATS["nvfp4" if name == "llama3" else "mxfp4"],
         "maximum",
         tensors,
         "model.layers.0.",

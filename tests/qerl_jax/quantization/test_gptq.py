@@ -7,13 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qerl_jax.checkpoint import packed_formats
+from pallas_kernels import FORMATS
 from qerl_jax.quantization import awq, gptq, quantizer
 from qerl_jax.quantization.quantizer import Recipe
 from tests.qerl_jax.quantization.test_awq import ROWS
 
 N, K = 24, 192
-FORMATS = ("nvfp4", "mxfp4", "nf4")
 
 
 def problem(seed=0, width=K):
@@ -48,7 +47,7 @@ def error(weight, other, gram):
 @pytest.mark.parametrize("name", FORMATS)
 def test_gptq_gives_what_plain_elimination_gives(name):
     """192 columns are a block and a half, with errors within blocks, between them, and padding."""
-    form = packed_formats.named(name)
+    form = FORMATS[name]
     weight, gram = problem()
     (found,), errors = gptq.pack(form, "search", [jnp.asarray(weight)], jnp.asarray(gram))
     # Only the codes are by its own equations: the scales are those that are kept.
@@ -68,17 +67,17 @@ def test_gptq_gives_what_plain_elimination_gives(name):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_gptq_loses_much_less_than_rounding_to_nearest_and_than_the_search(name):
-    form = packed_formats.named(name)
+    form = FORMATS[name]
     weight, gram = problem(1)
     (nearest,) = form.pack([jnp.asarray(weight)])
-    (searched,) = form.packed([jnp.asarray(weight)], "search", form.moments(jnp.asarray(gram)))
+    (searched,) = form.pack([jnp.asarray(weight)], "search", form.moments(jnp.asarray(gram)))
     (found,), _ = gptq.pack(form, "search", [jnp.asarray(weight)], jnp.asarray(gram))
     of = [error(weight, form.unpack(t, jnp.float32), gram) for t in (nearest, searched, found)]
     assert of[2] < 0.6 * of[0] and of[2] < 0.8 * of[1]
 
 
 def test_parts_of_a_linear_go_together_and_keep_their_scales():
-    form = packed_formats.named("nvfp4")
+    form = FORMATS["nvfp4"]
     weight, gram = problem(2, 64)
     parts = [jnp.asarray(weight[:16]), jnp.asarray(weight[16:])]
     start = form.pack(parts)
@@ -94,7 +93,7 @@ def test_parts_of_a_linear_go_together_and_keep_their_scales():
 @pytest.mark.parametrize("kind", ["never seen", "one row", "not finite"])
 def test_inputs_that_say_little_do_no_harm(kind):
     """There are dead channels, fewer rows than channels, and a Gram matrix that cannot be factored."""
-    form = packed_formats.named("nvfp4")
+    form = FORMATS["nvfp4"]
     weight, gram = problem(3, 64)
     if kind == "never seen":
         gram[:, ::3] = gram[::3] = 0
@@ -126,7 +125,7 @@ def test_a_job_by_gptq_reports_smaller_errors_of_outputs_in_every_linear(tmp_pat
 
 
 def test_of_gptq_and_what_was_there_before_the_better_is_kept():
-    form = packed_formats.named("nvfp4")
+    form = FORMATS["nvfp4"]
     weight, gram = problem(4, 64)
     (found,), errors = gptq.pack(form, "search", [jnp.asarray(weight)], jnp.asarray(gram))
     for before, is_kept in ((found, True), (form.pack([jnp.asarray(weight)])[0], False)):
@@ -140,13 +139,13 @@ def test_of_gptq_and_what_was_there_before_the_better_is_kept():
 
 def test_scales_are_searched_by_what_an_error_costs_once_later_columns_make_up_for_it(monkeypatch):
     """This cost is the inverse of the diagonal of an inverse, over the column itself and the later ones."""
-    form, seen = packed_formats.named("nvfp4"), []
+    form, seen = FORMATS["nvfp4"], []
     monkeypatch.setattr(gptq, "DAMPING", 1e-6)
     record = lambda parts, scales, moments: seen.append(np.asarray(moments)) or form.pack(parts)
     weight, gram = problem(5, 32)
     order = np.argsort(np.diag(gram), kind="stable")
     with jax.disable_jit():
-        fake = types.SimpleNamespace(packed=record, moments=form.moments)
+        fake = types.SimpleNamespace(pack=record, moments=form.moments)
         lower = gptq.factor(jnp.asarray(gram), jnp.asarray(order))
         gptq._start(fake, "search", [jnp.asarray(weight)], jnp.asarray(order), lower)
     for place, k in enumerate(order):

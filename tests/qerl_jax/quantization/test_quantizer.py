@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import nvfp4
+from pallas_kernels.formats.number_format import Options
 from qerl_jax.checkpoint import base_model, packed_formats
 from qerl_jax.checkpoint.safetensors import Tensors
 from qerl_jax.cli import main
@@ -76,12 +77,10 @@ def test_a_quantized_folder_is_what_its_report_says(name, bfloat16, tmp_path):
     report = quantizer.quantize(bfloat16, tmp_path / "out", recipe, QUIET)
     packed, dense = (load(tmp_path / "out", weights) for weights in (recipe.format, "float32"))
     original = load(bfloat16, "float32")
-    form = packed_formats.named(
-        recipe.format, scale_rounding=recipe.scale_rounding, double_quant=recipe.double_quant
-    )
+    form = packed_formats.named(recipe.format, Options(recipe.scale_rounding, recipe.double_quant))
     for linear in arch.linears():
         weight, before = (base["layers"][linear].pop("weight") for base in (dense, original))
-        unpacked = form.unpack(packed["layers"][linear]["weight"])
+        unpacked = form.numbers.unpack(packed["layers"][linear]["weight"])
         np.testing.assert_allclose(weight, unpacked, rtol=1e-6)
         off = np.asarray(weight - before)
         for layer, errors in enumerate(report["layers"]):
