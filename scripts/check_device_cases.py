@@ -16,14 +16,16 @@ import math
 import pathlib
 import random
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, get_args
+
+from qerl_jax.config import PackedFormat, Weights
 
 type Case = dict[str, Any]
 type Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
 FILE = pathlib.Path(__file__).with_suffix(".jsonl")
 
-PACKED = ("nvfp4", "mxfp4", "nf4")
+PACKED = get_args(PackedFormat)
 _MERGED = ("merged_original", "merged_packed")
 _EVALUATIONS = ("eval_at_ends", "eval_scheduled", "eval")
 QUANTIZED = ("rtn", "awq", "gptq")
@@ -31,7 +33,7 @@ EXPORTS = ("peft", *_MERGED, "nvfp4_original", "nvfp4_packed")
 
 # The first value of a factor is the default of a config. A case's name leaves it out.
 FACTORS: dict[str, tuple[Any, ...]] = {
-    "weights": ("nvfp4", "mxfp4", "nf4", "bfloat16", "float32"),
+    "weights": get_args(Weights),
     "dtype": ("bfloat16", "float32"),
     "family": ("qwen2", "qwen3", "llama", "mistral", "smollm2"),
     "group": (1, 3, 4, 7, 8, 16),  # query heads per key head
@@ -346,7 +348,9 @@ def fits(case: Case, mesh: dict[str, int]) -> bool:
     """Whether a case can run on a mesh."""
     if max(mesh.get("fsdp", 1), mesh.get("tensor", 1)) == 1:
         return True
-    block = {"mxfp4": 32, "nf4": 64}.get(case["weights"], 16)
+    from pallas_kernels import FORMATS  # only here: it needs JAX
+
+    block = FORMATS[packed_format(case)].tile("columns")
     enough = mesh.get("tensor", 1) <= architecture(case)["num_attention_heads"]
     divides = "tensor" not in mesh or (enough and case["head"] % block == 0)
     return divides and case["trains"] != "full" and case["remat"] != "none"
