@@ -238,15 +238,17 @@ def measure_update(args: argparse.Namespace) -> dict[str, Any]:
     lengths = np.array(completion_lengths(args.sigma[0], args.truncated[0], limit)[:rows])
     prompt_lengths = np.array(json.loads(LENGTHS.read_text())["prompt_tokens"][:prompts], np.int32)
     rng = np.random.default_rng(0)
-    real = np.arange(limit) < lengths[:, None]
-    cut = (lengths == limit) & cfg.grpo.mask_truncated_completions
+    # Truncated rows that are masked have no tokens.
+    masked = (lengths == limit) & cfg.grpo.mask_truncated_completions
+    learned = np.where(masked, 0, lengths)
     experience = Experience(
-        rng.integers(0, 50_000, (prompts, cfg.data.max_prompt_length), np.int32),
-        prompt_lengths,
-        rng.integers(0, 50_000, real.shape, np.int32),
-        real & ~cut[:, None],
+        rng.integers(0, 50_000, prompt_lengths.sum(), np.int32),
+        np.append(0, np.cumsum(prompt_lengths)),
+        rng.integers(0, 50_000, learned.sum(), np.int32),
+        np.append(0, np.cumsum(learned)),
+        np.ones(learned.sum(), bool),
         # Close to what random weights give, so that no ratio is clipped.
-        np.where(real, -12.0, 0.0).astype(np.float32),
+        np.full(learned.sum(), -12.0, np.float32),
         np.where(np.arange(rows) % 2, 1.0, -1.0).astype(np.float32),
     )
     lora = config.LoraConfig(cfg.lora.rank, cfg.lora.alpha)

@@ -293,14 +293,15 @@ def _time_update(row: Row, cfg: config.RunConfig, profile: bool) -> dict:
     rng = np.random.default_rng(0)
     rows = row.prompts * row.group
     shared = row.prompts if cfg.optim.share_prompts else rows
-    shape = (rows, row.completion)
+    size = rows * row.completion
     experience = Experience(
-        prompts=rng.integers(0, 151643, (shared, row.prompt), np.int32),
-        prompt_lengths=np.full(shared, row.prompt, np.int32),
-        completions=rng.integers(0, 151643, shape, np.int32),
-        mask=np.ones(shape, bool),
+        prompts=rng.integers(0, 151643, shared * row.prompt, np.int32),
+        prompt_offsets=np.arange(shared + 1) * row.prompt,
+        completions=rng.integers(0, 151643, size, np.int32),
+        offsets=np.arange(rows + 1) * row.completion,
+        mask=np.ones(size, bool),
         # Close to what random weights give, so that no ratio is clipped.
-        behaviour_logps=np.full(shape, -12.0, np.float32),
+        behaviour_logps=np.full(size, -12.0, np.float32),
         advantages=np.where(np.arange(rows) % 2, 1.0, -1.0).astype(np.float32),
     )
     times = []
@@ -310,7 +311,7 @@ def _time_update(row: Row, cfg: config.RunConfig, profile: bool) -> dict:
         jax.block_until_ready(state)
         times.append(time.perf_counter() - started)
         assert math.isfinite(metrics["grad_norm"]) and metrics["grad_norm"] > 0, metrics
-    tokens = shared * row.prompt + experience.completions.size
+    tokens = shared * row.prompt + size
     result = {"update": statistics.median(times[1:]), "first_step": times[0], "tokens": tokens}
     if not profile:
         return result

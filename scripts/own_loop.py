@@ -52,7 +52,7 @@ def train(
         batch = datasets.batch(problems, step, batch_size=prompts, seed=seed)
         rollout = rl.collect(sampler, variables, batch, jax.random.fold_in(sample_key, step))
         rewards, _ = rl.score(rollout, reward, None)
-        experience = rl.make_experience(rollout, rl.group_advantages(rewards), **lengths)
+        experience = rl.make_experience(rollout, rl.group_advantages(rewards))
         key = jax.random.fold_in(update_key, step)
         state, metrics = updater(state, frozen, experience, None, key)
         rewards_by_step.append(float(rewards.mean()))

@@ -73,7 +73,7 @@ def teach(
             stopped=(True,) * rows,
             given=tuple(np.array(given) for _, given in shown),
         )
-        experience = rl.make_experience(rollout, np.ones((rows, 1)), **LENGTHS)
+        experience = rl.make_experience(rollout, np.ones((rows, 1)))
         key = jax.random.fold_in(jax.random.key(seed), step)
         state, metrics = updater(state, policy.variables["frozen"], experience, None, key)
         if step % 20 == 19:

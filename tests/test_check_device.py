@@ -20,11 +20,9 @@ from qerl_jax import config
 from qerl_jax.checkpoint import base_model, packed_formats
 from qerl_jax.checkpoint.safetensors import Tensors
 from qerl_jax.cli import main as cli
-from qerl_jax.data import datasets, tokenizer
 from qerl_jax.model import architecture, fused_decode
 from qerl_jax.model.division import Division
 from qerl_jax.model.transformer import Transformer
-from qerl_jax.rl import microbatches
 from scripts import (
     check_device,
     check_device_cases,
@@ -226,19 +224,6 @@ def test_every_command_and_kind_of_export_of_the_readme_is_run():
     assert set(FACTORS["then"]) == set(check_device_run._THEN) | {
         *("none", "resume", "eval_at_ends", "eval_scheduled")
     }
-
-
-def test_the_prompts_of_all_rollouts_are_padded_to_one_width():
-    """Two prompts are the fewest that a case samples; dynamic sampling takes three rounds of them."""
-    cfg = run_config(CASES[0])
-    tokens = tokenizer.load(ROOT / "qerl_jax" / "assets" / "tiny")
-    problems = datasets.from_config(cfg.data, split="train", seed=cfg.seed)
-    widths = set()
-    for place in range(9):
-        drawn = datasets.batch(problems, place, batch_size=2, seed=cfg.seed)
-        longest = max(map(len, tokens.encode([problem.prompt for problem in drawn])))
-        widths.add(microbatches.round_up(longest, cfg.data.max_prompt_length))
-    assert widths == {check_device_cases.PROMPT * 3 // 4}
 
 
 @pytest.mark.parametrize("family", FACTORS["family"])

@@ -25,6 +25,7 @@ from qerl_jax.distributed import sharding
 from qerl_jax.generation.generator import Completion, Generator, check_limits
 from qerl_jax.generation.sampling_params import SamplingParams
 from qerl_jax.model.transformer import Transformer, init_params
+from qerl_jax.rl import microbatches
 from qerl_jax.rl.experience import Experience, make_experience
 from qerl_jax.rl.objective import token_logps
 from qerl_jax.rl.rollouts import Rollout
@@ -275,26 +276,25 @@ class Policy:
         widths = [_power_of_two(max(map(len, each))) for each in (prompt_ids, ids)]
         size = max(1, min(_SCORED_TOKENS // sum(widths), _power_of_two(len(ids), 1)))
         variables = self.generator.replicas.each(self.variables)[0]
-        scored: list[np.ndarray] = []
-        for start in range(0, len(ids), size):
-            rows = slice(start, start + size)
-            # Repeats fill up the last rows, so that all calls have one shape and one compilation.
-            missing = size - len(ids[rows])
-            experience = _experience(
-                prompt_ids[rows] + missing * [prompt_ids[-1]],
-                ids[rows] + missing * [ids[-1]],
-                widths,
-            )
-            values = _token_logps(
-                self.model,
-                variables,
-                experience,
-                jnp.float32(temperature),
-                num_tokens=self.tokenizer.num_tokens,
-                adapter=adapter,
-            )
-            scored += list(np.asarray(values)[: size - missing])
-        return [row[: len(each)] for row, each in zip(scored, ids, strict=True)]
+        experience = _experience(prompt_ids, ids)
+        # One shape, which calls with similar lengths share.
+        lengths = {"prompt_width": widths[0], "completion_width": widths[1]}
+        shapes = microbatches.shapes_of_rows(size, prompts=size, **lengths)[:1]
+        rows = experience.rows_to_divide(np.arange(len(ids)))
+        logps = [
+            np.asarray(
+                _token_logps(
+                    self.model,
+                    variables,
+                    experience.pack(batch, {}),
+                    jnp.float32(temperature),
+                    num_tokens=self.tokenizer.num_tokens,
+                    adapter=adapter,
+                )
+            )[: batch.rows.lengths.sum()]
+            for batch in microbatches.by_rows(rows, size, shapes)
+        ]
+        return np.split(np.concatenate(logps), experience.offsets[1:-1])
 
     def save_pretrained(self, folder: str | os.PathLike) -> pathlib.Path:
         """Writes the adapter as a PEFT folder; of a policy without one, the whole 16-bit model.
@@ -461,8 +461,8 @@ def _power_of_two(number: int, least: int = _NARROWEST) -> int:
     return max(least, 1 << max(0, number - 1).bit_length())
 
 
-def _experience(prompts: list, completions: list, widths: Sequence[int]) -> Experience:
-    """Rows with one completion per prompt, padded to widths that other calls share."""
+def _experience(prompts: list, completions: list) -> Experience:
+    """Rows with one completion per prompt."""
     rollout = Rollout(
         problems=tuple(Problem("", {}) for _ in prompts),
         prompt_ids=tuple(prompts),
@@ -471,18 +471,13 @@ def _experience(prompts: list, completions: list, widths: Sequence[int]) -> Expe
         behaviour_logps=tuple(np.zeros(len(ids), np.float32) for ids in completions),
         stopped=(True,) * len(prompts),
     )
-    return make_experience(
-        rollout,
-        np.zeros((len(prompts), 1)),
-        max_prompt_length=widths[0],
-        max_completion_length=widths[1],
-    )
+    return make_experience(rollout, np.zeros((len(prompts), 1)))
 
 
 @functools.partial(jax.jit, static_argnames=("model", "num_tokens", "adapter"))
-def _token_logps(model, variables, experience, temperature, *, num_tokens, adapter):
-    def scored(variables, experience, temperature):
+def _token_logps(model, variables, batch, temperature, *, num_tokens, adapter):
+    def scored(variables, batch, temperature):
         options = {"temperature": temperature, "num_tokens": num_tokens, "adapter": adapter}
-        return token_logps(model, variables, experience, **options)[0]
+        return token_logps(model, variables, batch, **options)[0]
 
-    return sharding.in_group(model.group, scored)(variables, experience, temperature)
+    return sharding.in_group(model.group, scored)(variables, batch, temperature)

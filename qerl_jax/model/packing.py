@@ -82,45 +82,6 @@ class Packing:
         return _by_row(self, flat)
 
 
-def rectangle(prompt_lengths: jax.Array, prompt_width: int, rows: int, width: int) -> Packing:
-    """Describes right-padded completions [B, C] and prompts [P, Tp] as a packing that keeps the padding.
-
-    Args:
-        prompt_lengths: int32 [P], tokens of each prompt without padding.
-        prompt_width: Tp.
-        rows: B, the number of completions; the B / P completions of a prompt are consecutive.
-        width: C, the padded length of a completion.
-
-    Returns:
-        A packing of T = B * C + P * Tp tokens: all completions, then all prompts.
-    """
-    prompts = len(prompt_lengths)
-    group = rows // prompts
-    per_row = jnp.repeat(prompt_lengths, group).astype(jnp.int32)
-    first, slot = jnp.arange(prompts) * group, jnp.arange(prompt_width)
-    is_real = slot < prompt_lengths[:, None]
-    return Packing(
-        rows=jnp.concatenate(
-            [
-                jnp.repeat(jnp.arange(rows), width),
-                jnp.where(is_real, first[:, None], rows).reshape(-1),
-            ]
-        ),
-        positions=jnp.concatenate(
-            [
-                (per_row[:, None] + jnp.arange(width)).reshape(-1),
-                jnp.where(is_real, slot, 0).reshape(-1),
-            ]
-        ),
-        prompt_starts=rows * width + jnp.repeat(jnp.arange(prompts) * prompt_width, group),
-        prompt_lengths=per_row,
-        starts=jnp.arange(rows) * width,
-        lengths=jnp.full(rows, width),
-        arrays=((rows, prompt_width + width),),
-        prompt_width=prompt_width,
-    )
-
-
 def pack(
     prompts: np.ndarray,
     prompt_lengths: np.ndarray,

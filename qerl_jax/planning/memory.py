@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels import runtime
 from qerl_jax.checkpoint import base_model, hf_folder
@@ -26,7 +25,7 @@ from qerl_jax.distributed import sharding
 from qerl_jax.distributed.mesh import places
 from qerl_jax.generation import kv_capacity
 from qerl_jax.generation.draft_control import Drafting
-from qerl_jax.model import architecture, fused_decode, kv_cache, layers, packing
+from qerl_jax.model import architecture, fused_decode, kv_cache, layers
 from qerl_jax.model.division import Division
 from qerl_jax.model.transformer import Kept, Transformer, abstract_base, trainable
 from qerl_jax.rl import experience, grpo, microbatches, optimizer
@@ -424,15 +423,7 @@ def compiled_update(
     cfg = planned(cfg, arch, limit=limit, device=device)
     model, params, frozen = abstract_policy(cfg, arch)
     made = max(update_shapes(cfg), key=lambda shape: (shape.tokens, shape.slots))
-    empty = np.zeros(made.num_rows, np.int32)
-    layout = packing.pack(
-        empty - 1,
-        empty,
-        empty,
-        tokens=made.tokens,
-        arrays=made.arrays,
-        prompt_width=made.prompt_width,
-    )
+    layout = microbatches.MicroBatch(made, microbatches.empty_rows(made.num_rows)).packing
     shape = jax.ShapeDtypeStruct
     number, logps = shape((), jnp.int32), shape((made.tokens,), jnp.float32)
     batch = experience.PackedRows(

@@ -6,7 +6,7 @@ that it samples from, and an update returns the new state.
     rollout = rl.collect(sampler, variables, problems, key)               # sample
     rewards, per_function = rl.score(rollout, functions, None)            # judge
     advantages = rl.group_advantages(rewards)                             # compare
-    experience = rl.make_experience(rollout, advantages, ...)             # pad
+    experience = rl.make_experience(rollout, advantages)                  # join
     state, metrics = updater(state, frozen, experience, None, key)        # learn
 
 `scripts/own_loop.py` is a complete loop. This package may import `generation`, `rewards` and what those import.

@@ -48,12 +48,12 @@ def high_entropy(entropies: np.ndarray, mask: np.ndarray, quantile: float) -> np
     """Marks the tokens with the highest entropies (arXiv:2506.01939), as TRL's `top_entropy_quantile` does.
 
     Args:
-        entropies: float32 [B, C], in nats.
-        mask: bool [B, C], the tokens that count.
+        entropies: float32, in nats, of any shape.
+        mask: bool of the same shape, the tokens that count.
         quantile: Share of the counted tokens that is marked; tokens equal to the threshold are marked, too.
 
     Returns:
-        float32 [B, C], 1 or 0.
+        float32 of the same shape, 1 or 0.
     """
     counted = entropies[mask]
     if not counted.size:

@@ -1,4 +1,4 @@
-"""Inputs of the update: rows of prompts and completions, padded to one of few widths, and packed micro-batches."""
+"""Inputs of the update: rows of prompts and completions without padding, and packed micro-batches of them."""
 
 import dataclasses
 import functools
@@ -36,19 +36,19 @@ class PackedRows:
     noise: jax.Array | None = None
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Experience:
-    """One rollout, or some rows of it, for the trainer: P prompts, g completions of each, B = P * g rows.
+    """One rollout, or some rows of it, on the host: P prompts, g completions of each, B = P * g rows.
 
-    The rows of a prompt are neighbours.
+    The N tokens of all completions are on one axis, without padding. The rows of a prompt are neighbours.
 
     Attributes:
-        prompts: int32 [P, Tp], right-padded; the padding may have any values.
-        prompt_lengths: int32 [P], in tokens.
-        completions: int32 [B, C], right-padded.
-        mask: bool [B, C], the completion tokens that are learned from.
-        behaviour_logps: float32 [B, C], the sampler's log-probabilities in nats.
+        prompts: int32, the tokens of all prompts.
+        prompt_offsets: int [P + 1]: prompt p has the tokens from `prompt_offsets[p]` to `prompt_offsets[p + 1]`.
+        completions: int32 [N], the tokens of all completions.
+        offsets: int [B + 1]: row b has the tokens from `offsets[b]` to `offsets[b + 1]`.
+        mask: bool [N], the tokens that are learned from.
+        behaviour_logps: float32 [N], the sampler's log-probabilities in nats.
         advantages: float32 [B].
         judged: bool [B], False for rows without a reward; the loss does not count them in its divisor. None means
             that all rows have one.
@@ -56,159 +56,139 @@ class Experience:
             own.
     """
 
-    prompts: jax.Array
-    prompt_lengths: jax.Array
-    completions: jax.Array
-    mask: jax.Array
-    behaviour_logps: jax.Array
-    advantages: jax.Array
-    judged: jax.Array | None = None
-    noise: jax.Array | None = None
+    prompts: np.ndarray
+    prompt_offsets: np.ndarray
+    completions: np.ndarray
+    offsets: np.ndarray
+    mask: np.ndarray
+    behaviour_logps: np.ndarray
+    advantages: np.ndarray
+    judged: np.ndarray | None = None
+    noise: np.ndarray | None = None
 
     @property
     def rows(self) -> np.ndarray:
         """The indices of the rows of each prompt, int [P, g]."""
-        return np.arange(len(self.completions)).reshape(len(self.prompts), -1)
+        return np.arange(len(self.advantages)).reshape(len(self.prompt_offsets) - 1, -1)
 
     @functools.cached_property
-    def lengths(self) -> np.ndarray:
-        """The number of completion tokens of each row up to the last that is learned from, int [B]."""
-        return np.max(np.where(self.mask, np.arange(1, self.mask.shape[1] + 1), 0), axis=1)
+    def row_of_token(self) -> np.ndarray:
+        """The row of each completion token, int [N]."""
+        return np.repeat(np.arange(len(self.advantages)), np.diff(self.offsets))
 
-    def rows_to_cut(self, numbers: np.ndarray) -> microbatches.Rows:
-        """Returns the rows with indices int [N], in the form that is divided into micro-batches."""
+    @functools.cached_property
+    def num_learned(self) -> np.ndarray:
+        """The number of tokens of each row that are learned from, int [B]."""
+        return np.bincount(self.row_of_token[self.mask], minlength=len(self.advantages))
+
+    def rows_to_divide(self, numbers: np.ndarray) -> microbatches.Rows:
+        """Returns the rows with indices int [k], in the form that is divided into micro-batches."""
         prompts = numbers // self.rows.shape[1]
-        return microbatches.Rows(
-            numbers, self.lengths[numbers], prompts, np.asarray(self.prompt_lengths)[prompts]
-        )
+        lengths, prompt_lengths = np.diff(self.offsets), np.diff(self.prompt_offsets)
+        return microbatches.Rows(numbers, lengths[numbers], prompts, prompt_lengths[prompts])
+
+    def tokens_of(self, rows: np.ndarray) -> np.ndarray:
+        """Returns where the tokens of rows int [k] are among the N tokens, row after row; negative rows have none."""
+        return _ranges(self.offsets, rows[rows >= 0])
 
     def take(self, rows: np.ndarray) -> Self:
-        """Returns the rows with indices int [n, k], k rows of each of n prompts, on the host."""
-        prompts, flat = rows[:, 0] // self.rows.shape[1], rows.reshape(-1)
+        """Returns the rows with indices int [n, k], k rows of each of n prompts."""
+        prompts, rows = rows[:, 0] // self.rows.shape[1], rows.reshape(-1)
+        tokens = self.tokens_of(rows)
         return Experience(
-            self.prompts[prompts],
-            self.prompt_lengths[prompts],
-            self.completions[flat],
-            self.mask[flat],
-            self.behaviour_logps[flat],
-            self.advantages[flat],
-            None if self.judged is None else self.judged[flat],
-            noise=None if self.noise is None else self.noise[prompts],
+            self.prompts[_ranges(self.prompt_offsets, prompts)],
+            _offsets(np.diff(self.prompt_offsets)[prompts]),
+            self.completions[tokens],
+            _offsets(np.diff(self.offsets)[rows]),
+            self.mask[tokens],
+            self.behaviour_logps[tokens],
+            self.advantages[rows],
+            None if self.judged is None else self.judged[rows],
+            None if self.noise is None else self.noise[prompts],
         )
 
     def pack(self, batch: microbatches.MicroBatch, fixed: dict[str, np.ndarray]) -> PackedRows:
-        """Packs a micro-batch, on the host.
+        """Copies the rows of a micro-batch to its token axis.
 
         Args:
-            batch: Its rows and its shape.
-            fixed: Per-token values float32 [B, C], by name.
+            batch: Rows of this experience, and their layout.
+            fixed: Per-token values float32 [N], by name.
         """
-        shape, is_real = batch.shape, batch.rows >= 0
-        chosen = self.rows_to_cut(np.where(is_real, batch.rows, 0))
-        prompts = np.where(is_real, chosen.prompts, -1)
-        layout = packing.pack(
-            prompts,
-            chosen.prompt_lengths,
-            chosen.lengths,
-            tokens=shape.tokens,
-            arrays=shape.arrays,
-            prompt_width=shape.prompt_width,
-        )
-        place = self._places(batch, layout)
-        count = len(place[0])
-        filled = lambda x: np.pad(x[place], (0, shape.tokens - count))
-        tokens = filled(self.completions)
-        rows, slots = layout.rows[count:], layout.positions[count:]
-        shared = rows < len(batch.rows)
-        tokens[count:][shared] = self.prompts[chosen.prompts[rows[shared]], slots[shared]]
+        layout, numbers, prompts = batch.packing, batch.rows.numbers, batch.rows.prompts
+        index = self.tokens_of(numbers)
+        flat = lambda x: np.pad(x[index], (0, batch.shape.tokens - len(index)))
+        tokens = flat(self.completions)
+        # The tokens of prompts follow, then padding, which belongs to no row.
+        rows, positions = layout.rows[len(index) :], layout.positions[len(index) :]
+        rows = rows[rows < len(numbers)]
+        index_of_prompts = self.prompt_offsets[prompts[rows]] + positions[: len(rows)]
+        tokens[len(index) :][: len(rows)] = self.prompts[index_of_prompts]
         return PackedRows(
             layout,
             tokens,
-            filled(self.mask),
-            filled(self.behaviour_logps),
-            np.where(is_real, self.advantages[chosen.numbers], 0),
-            {name: filled(x) for name, x in fixed.items()},
-            None if self.noise is None else self.noise[chosen.prompts],
+            flat(self.mask),
+            flat(self.behaviour_logps),
+            np.where(numbers >= 0, self.advantages[numbers], 0),
+            {name: flat(x) for name, x in fixed.items()},
+            None if self.noise is None else self.noise[prompts],
         )
-
-    def _places(
-        self, batch: microbatches.MicroBatch, layout: packing.Packing
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns row and column in [B, C] of each completion token of a micro-batch, in flat order."""
-        rows = layout.rows[: layout.lengths.sum()]
-        return batch.rows[rows], layout.positions[: len(rows)] - layout.prompt_lengths[rows]
-
-    def unpack(
-        self,
-        into: np.ndarray,
-        batch: microbatches.MicroBatch,
-        values: np.ndarray,
-    ) -> None:
-        """Writes the values [T] of a micro-batch's completion tokens to an array [B, C], in place."""
-        place = self._places(batch, self.pack(batch, {}).packing)
-        into[place] = values[: len(place[0])]
 
 
 def make_experience(
     rollout: rollouts.Rollout,
     advantages: np.ndarray,
     *,
-    max_prompt_length: int,
-    max_completion_length: int,
     mask_truncated_completions: bool = False,
     share_prompts: bool = True,
     judged: np.ndarray | None = None,
     noise: np.ndarray | None = None,
 ) -> Experience:
-    """Pads a rollout on the host, to widths that hold its longest prompt and its longest completion.
+    """Joins the rows of a rollout, each up to its last token that is learned from.
 
-    There are seven widths, from the maximum down to an eighth of it. Tokens of a tool's answer are part of a row,
-    but are not learned from. The device gets only the real tokens, see `Experience.pack`.
+    Tokens of a tool's answer are part of a row, but are not learned from. A row without a token to learn from is empty.
 
     Args:
         rollout: P problems, B = P * G completions.
         advantages: float [P, G].
-        max_prompt_length: The most tokens of a prompt in this run.
-        max_completion_length: The most tokens of a completion in this run.
         mask_truncated_completions: Whether truncated completions are left out of the loss.
         share_prompts: Whether a prompt is stored once for all of its completions; otherwise once for each.
         judged: bool [P, G], False for completions without a reward: they are left out of the loss and of its
             divisor. None means that all have one.
         noise: int32 [P, G], numbers of the rows' noise if they have their own. Completions that share a
             prompt get the number of the first.
-
-    Returns:
-        The experience, in NumPy arrays.
     """
-    lengths, prompts = rollout.lengths, rollout.prompt_ids
+    prompts = rollout.prompt_ids
     if not share_prompts:
         prompts = [ids for ids in prompts for _ in range(rollout.num_generations)]
-    prompt_lengths = np.array([len(ids) for ids in prompts], np.int32)
-    width = microbatches.round_up(int(lengths.max()), max_completion_length)
-    mask = np.arange(width) < lengths[:, None]
-    if mask_truncated_completions:
-        mask &= np.array(rollout.stopped)[:, None]
-    judged = np.ones(len(lengths), bool) if judged is None else np.reshape(judged, -1)
-    mask &= judged[:, None]
+    judged = np.ones(len(rollout.texts), bool) if judged is None else np.reshape(judged, -1)
+    counts = judged & np.array(rollout.stopped) if mask_truncated_completions else judged
+    masks = [np.full(n, is_counted) for n, is_counted in zip(rollout.lengths, counts, strict=True)]
     if rollout.given is not None:
-        mask &= ~_pad(rollout.given, width, bool)
+        masks = [mask & ~given for mask, given in zip(masks, rollout.given, strict=True)]
+    ends = [np.max(np.flatnonzero(mask) + 1, initial=0) for mask in masks]
+    joined = lambda rows, dtype: np.concatenate(
+        [row[:end] for row, end in zip(rows, ends, strict=True)], dtype=dtype
+    )
     return Experience(
-        prompts=_pad(
-            prompts, microbatches.round_up(int(prompt_lengths.max()), max_prompt_length), np.int32
-        ),
-        prompt_lengths=prompt_lengths,
-        completions=_pad(rollout.completion_ids, width, np.int32),
-        mask=mask,
-        behaviour_logps=_pad(rollout.behaviour_logps, width, np.float32),
+        prompts=np.concatenate(prompts, dtype=np.int32),
+        prompt_offsets=_offsets([len(ids) for ids in prompts]),
+        completions=joined(rollout.completion_ids, np.int32),
+        offsets=_offsets(ends),
+        mask=joined(masks, bool),
+        behaviour_logps=joined(rollout.behaviour_logps, np.float32),
         advantages=np.asarray(advantages, np.float32).reshape(-1),
         judged=judged,
         noise=None if noise is None else (noise[:, 0] if share_prompts else noise.reshape(-1)),
     )
 
 
-def _pad(rows: Sequence[np.ndarray], width: int, dtype: type) -> np.ndarray:
-    """Right-pads rows with zeros to an array [rows, width]."""
-    padded = np.zeros((len(rows), width), dtype)
-    for line, row in zip(padded, rows, strict=True):
-        line[: len(row)] = row
-    return padded
+def _offsets(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Returns where rows of these lengths begin on a common axis, and where the last one ends."""
+    return np.concatenate([[0], np.cumsum(lengths, dtype=int)])
+
+
+def _ranges(offsets: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Returns the indices from `offsets[row]` to `offsets[row + 1]` of each row, one after the other."""
+    lengths = np.diff(offsets)[rows]
+    begins = np.repeat(offsets[rows] - _offsets(lengths)[:-1], lengths)
+    return begins + np.arange(len(begins))

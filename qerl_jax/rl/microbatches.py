@@ -1,6 +1,7 @@
 """Divides rows into micro-batches and chooses their shapes: plain index arithmetic on the host."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -9,10 +10,9 @@ from typing import Self
 import numpy as np
 
 from qerl_jax.config import OptimConfig
+from qerl_jax.model import packing
 from qerl_jax.model.architecture import Architecture
 
-# Widths to which rollouts are padded on the host, as shares of the largest.
-_WIDTHS = (1, 3 / 4, 1 / 2, 3 / 8, 1 / 4, 3 / 16, 1 / 8)
 # Sizes of micro-batches: (divisor of the token budget, factor on attention rows per token compared with full size).
 _SIZES = ((1, 1), (2, 1), (12, 2))
 # The same if all rows have one width, so that there are fewer other shapes.
@@ -89,11 +89,27 @@ class Rows:
         """Returns some of the rows, by indices or a mask [N]."""
         return type(self)(*(getattr(self, f.name)[chosen] for f in dataclasses.fields(self)))
 
+    def in_slots(self, slots: np.ndarray) -> Self:
+        """Returns the rows of a micro-batch by their indices int [n]; -1 gives an empty row, with number -1."""
+        values = (self.numbers, self.lengths, self.prompts, self.prompt_lengths)
+        return Rows(
+            *(np.append(x, fill)[slots] for x, fill in zip(values, _EMPTY_ROW, strict=True))
+        )
+
     @property
     def tokens(self) -> int:
         """The number of tokens of all completions, and of each prompt once."""
         _, first = np.unique(self.prompts, return_index=True)
         return int(self.lengths.sum() + self.prompt_lengths[first].sum())
+
+
+# Number, length, prompt and length of the prompt.
+_EMPTY_ROW = (-1, 0, -1, 0)
+
+
+def empty_rows(count: int) -> Rows:
+    """Returns rows without tokens, which fill a micro-batch."""
+    return Rows(*(np.full(count, value) for value in _EMPTY_ROW))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,11 +118,23 @@ class MicroBatch:
 
     Attributes:
         shape: The shape that the program is compiled for.
-        rows: int [n], the index of the rollout's row in each attention row; -1 for an empty one.
+        rows: The n rows by attention row; an empty one has number -1, no prompt and no tokens.
     """
 
     shape: Shape
-    rows: np.ndarray
+    rows: Rows
+
+    @functools.cached_property
+    def packing(self) -> packing.Packing:
+        """The layout of the token axis. All passes over the micro-batch use it."""
+        return packing.pack(
+            self.rows.prompts,
+            self.rows.prompt_lengths,
+            self.rows.lengths,
+            tokens=self.shape.tokens,
+            arrays=self.shape.arrays,
+            prompt_width=self.shape.prompt_width,
+        )
 
 
 def overhead(arch: Architecture) -> float:
@@ -279,7 +307,7 @@ def cut(rows: Rows, shapes: Sequence[Shape]) -> list[MicroBatch]:
         }
     if not batches:
         least = min(shapes, key=lambda shape: shape.cost)
-        batches.append(MicroBatch(least, np.full(least.num_rows, -1)))
+        batches.append(MicroBatch(least, empty_rows(least.num_rows)))
     return batches
 
 
@@ -331,9 +359,10 @@ def alike(
         for of_shape in by_shape.values()
         for numbers in itertools.batched(of_shape, width)
     ]
-    none = lambda batch: MicroBatch(batch.shape, np.full(len(batch.rows), -1))
+    empty = lambda like: MicroBatch(like.shape, empty_rows(len(like.rows.numbers)))
     return [
-        (numbers, [*chosen, *[none(chosen[0])] * (width - len(chosen))]) for numbers, chosen in sets
+        (numbers, [*chosen, *[empty(chosen[0])] * (width - len(chosen))])
+        for numbers, chosen in sets
     ]
 
 
@@ -357,12 +386,12 @@ def by_rows(rows: Rows, micro_rows: int, shapes: Sequence[Shape]) -> list[MicroB
     """
     batches = []
     for start in range(0, len(rows.numbers), micro_rows):
-        some = rows.take(np.arange(start, min(start + micro_rows, len(rows.numbers))))
+        slots = np.arange(start, start + micro_rows)
+        some = rows.in_slots(np.where(slots < len(rows.numbers), slots, -1))
         longest = np.max(some.lengths + some.prompt_lengths)
         fitting = [s for s in shapes if s.tokens >= some.tokens and s.arrays[0][1] >= longest]
         least = min(fitting, key=lambda shape: shape.cost)
-        missing = micro_rows - len(some.numbers)
-        batches.append(MicroBatch(least, np.pad(some.numbers, (0, missing), constant_values=-1)))
+        batches.append(MicroBatch(least, some))
     return batches
 
 
@@ -380,16 +409,6 @@ def shapes_of_rows(
         for width in _row_widths(prompt_width + completion_width)
         if tokens == budget or tokens >= _FEWEST
     )
-
-
-def round_up(length: int, limit: int) -> int:
-    """Returns the smallest of seven widths, from `limit` down to an eighth of it, that holds `length` tokens."""
-    return min(width for width in widths(limit) if width >= length)
-
-
-def widths(limit: int) -> Sequence[int]:
-    """Returns the widths to which rollouts are padded on the host, widest first."""
-    return [math.ceil(limit * share) for share in _WIDTHS]
 
 
 class _Filling:
@@ -430,10 +449,10 @@ class _Filling:
 
     def micro_batch(self) -> MicroBatch:
         """Returns the micro-batch, with the rows in the order of its attention rows."""
-        places = []
+        slots = []
         for (count, _), array in zip(self.shape.arrays, self.arrays, strict=True):
-            places += [int(self.rows.numbers[i]) for i in array] + [-1] * (count - len(array))
-        return MicroBatch(self.shape, np.array(places))
+            slots += array + [-1] * (count - len(array))
+        return MicroBatch(self.shape, self.rows.in_slots(np.array(slots)))
 
 
 def _fill(shape: Shape, groups: list[list[int]], rows: Rows, spans: np.ndarray) -> _Filling:

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from qerl_jax.aqn.draw import of_rows
 from qerl_jax.config import GrpoConfig, Remat
 from qerl_jax.distributed import sharding
-from qerl_jax.model import logprobs, packing, transformer
+from qerl_jax.model import logprobs, transformer
 from qerl_jax.rl import grpo, masked, update_metrics
-from qerl_jax.rl.experience import Experience, PackedRows
+from qerl_jax.rl.experience import PackedRows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,61 +37,7 @@ class Objective:
 def token_logps(
     model: transformer.Transformer,
     variables: dict[str, Any],
-    experience: Experience,
-    *,
-    temperature: jax.Array | float,
-    num_tokens: int,
-    adapter: bool = True,
-    remat: Remat = "none",
-    dropout_key: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Computes the log-probability of every completion token, and the entropy of its distribution.
-
-    Each prompt is computed once for all of its completions. If rows have their own noise, `variables` has it as
-    `RowNoise`, and it is computed from the experience's numbers.
-
-    Args:
-        model: The policy.
-        variables: Its collections `frozen`, `params` (the adapter) and `noise`.
-        experience: The completions.
-        temperature: Divides the logits.
-        num_tokens: Number of ids that the tokenizer has.
-        adapter: Whether the adapter is applied; False computes the base.
-        remat: What the backward pass recomputes.
-        dropout_key: Key of LoRA's dropout; None for no dropout.
-
-    Returns:
-        Log-probabilities and entropies, float32 [B, C] each, in nats. Values at padding are undefined.
-    """
-    rows, length = experience.completions.shape
-    if experience.noise is not None:
-        variables = of_rows(
-            variables, jnp.repeat(experience.noise, rows // len(experience.prompts))
-        )
-    layout = packing.rectangle(
-        experience.prompt_lengths, experience.prompts.shape[1], rows=rows, width=length
-    )
-    tokens = jnp.concatenate([experience.completions.reshape(-1), experience.prompts.reshape(-1)])
-    found = packed_logps(
-        model,
-        variables,
-        layout,
-        tokens,
-        temperature=temperature,
-        num_tokens=num_tokens,
-        adapter=adapter,
-        remat=remat,
-        dropout_key=dropout_key,
-    )
-    logps, entropy = (x[: rows * length].reshape(rows, length) for x in found)
-    return logps, entropy
-
-
-def packed_logps(
-    model: transformer.Transformer,
-    variables: dict[str, Any],
-    layout: packing.Packing,
-    tokens: jax.Array,
+    batch: PackedRows,
     *,
     temperature: jax.Array | float,
     num_tokens: int,
@@ -100,38 +46,40 @@ def packed_logps(
     dropout_key: jax.Array | None = None,
     entropy_slopes: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes `token_logps` of packed rows.
+    """Computes the log-probability of every completion token, and the entropy of its distribution.
+
+    Each prompt is computed once for all of its completions. If rows have their own noise, `variables` has it as
+    `RowNoise`, and it is computed from the rows' numbers.
 
     Args:
         model: The policy.
-        variables: Its collections.
-        layout: The layout of the token axis.
-        tokens: int32 [T]; completions come first.
+        variables: Its collections `frozen`, `params` (the adapter) and `noise`.
+        batch: The completions and their prompts, T tokens: see `Experience.pack`.
         temperature: Divides the logits.
         num_tokens: Number of ids that the tokenizer has.
-        adapter: Whether the adapter is applied.
+        adapter: Whether the adapter is applied; False computes the base.
         remat: What the backward pass recomputes.
-        dropout_key: Key of the adapter's dropout; None for no dropout.
+        dropout_key: Key of LoRA's dropout; None for no dropout.
         entropy_slopes: Whether gradients flow through the entropies.
 
     Returns:
         Log-probabilities and entropies, float32 [T] each, in nats; valid only at tokens of completions.
     """
     hidden, _ = model.apply(
-        variables,
-        tokens[None],
-        packed=layout,
+        of_rows(variables, batch.noise),
+        batch.tokens[None],
+        packed=batch.packing,
         adapter=adapter,
         remat=remat,
         rngs=None if dropout_key is None else {"dropout": dropout_key},
     )
     return logprobs.of_targets(
-        layout.before(hidden[0]),
+        batch.packing.before(hidden[0]),
         transformer.head(variables["frozen"]),
-        tokens,
+        batch.tokens,
         temperature=temperature,
         num_tokens=num_tokens,
-        count=jnp.sum(layout.lengths),
+        count=jnp.sum(batch.packing.lengths),
         entropy_slopes=entropy_slopes,
     )
 
@@ -161,11 +109,10 @@ def loss(
         `update_metrics.drift`, and the sum of the entropies in nats.
     """
     cfg, lora, layout = objective.grpo, objective.model.lora, batch.packing
-    logps, entropies = packed_logps(
+    logps, entropies = token_logps(
         objective.model,
-        _variables(params, frozen, noise, batch),
-        layout,
-        batch.tokens,
+        _variables(params, frozen, noise),
+        batch,
         temperature=objective.temperature,
         num_tokens=objective.num_tokens,
         remat=objective.remat,
@@ -173,23 +120,24 @@ def loss(
         entropy_slopes=cfg.has_entropy_bonus,
     )
     drift = update_metrics.drift(jax.lax.stop_gradient(logps), batch)
-    # From here on arrays are by row, [n, S].
+    # From here on arrays are by row, [n, S], as the equations of `grpo` are. Sums by segments of [T] would be other
+    # roundings of the same numbers, and a sum by segments is a scatter, which is slow on a GPU and has no fixed order.
     fixed = {name: layout.by_row(x) for name, x in batch.fixed.items()}
-    behaviour, mask = layout.by_row(batch.behaviour_logps), layout.by_row(batch.mask)
+    behaviour_logps, mask = layout.by_row(batch.behaviour_logps), layout.by_row(batch.mask)
     by_row = layout.by_row(logps)
     current = jax.lax.stop_gradient(by_row)
-    old = behaviour if cfg.old_logprobs == "behaviour" else fixed.get("old_logps", current)
+    old_logps = fixed.get("old_logps", current)
     weights = grpo.sampling_weights(
-        cfg, current, fixed.get("old_logps"), behaviour, batch.advantages, mask
+        cfg, current, fixed.get("old_logps"), behaviour_logps, batch.advantages, mask
     )
     rows = grpo.LossInputs(
         by_row,
-        old,
+        behaviour_logps if cfg.old_logprobs == "behaviour" else old_logps,
         batch.advantages,
         mask,
         fixed.get("ref_logps"),
         weights,
-        correction=grpo.sampling_correction(cfg, fixed.get("old_logps", current), behaviour, mask),
+        correction=grpo.sampling_correction(cfg, old_logps, behaviour_logps, mask),
         entropies=layout.by_row(entropies) if cfg.has_entropy_bonus else None,
         high_entropy=fixed.get("high_entropy"),
     )
@@ -219,11 +167,10 @@ def score(objective, params, frozen, noise, batch, adapter, of="logps"):
     """
 
     def scored(params, frozen, noise, batch):
-        logps, entropies = packed_logps(
+        logps, entropies = token_logps(
             objective.model,
-            _variables(params, frozen, noise, batch),
-            batch.packing,
-            batch.tokens,
+            _variables(params, frozen, noise),
+            batch,
             temperature=objective.temperature,
             num_tokens=objective.num_tokens,
             adapter=adapter,
@@ -243,6 +190,5 @@ def compiler_options(objective: Objective) -> dict[str, bool]:
     return {} if objective.remat == "layer" else {"xla_gpu_enable_dynamic_slice_fusion": False}
 
 
-def _variables(params, frozen, noise, batch: PackedRows):
-    variables = {"params": params, "frozen": frozen} | ({} if noise is None else {"noise": noise})
-    return of_rows(variables, batch.noise)
+def _variables(params, frozen, noise):
+    return {"params": params, "frozen": frozen} | ({} if noise is None else {"noise": noise})

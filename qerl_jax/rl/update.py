@@ -54,8 +54,8 @@ class NonFinite:
         step: Optimizer steps done before it.
         params: The parameters in that step.
         experience: The rows of the step.
-        fixed: float32 [B, C] each: log-probabilities under fixed policies (see `anchors`), and the mask of
-            high-entropy tokens, if they are used.
+        fixed: float32 [N] each, by completion token: log-probabilities under fixed policies (see `anchors`), and the
+            mask of high-entropy tokens, if they are used.
         noise: The noise of the policy in that step, or None.
         entropy_coef: The coefficient of the entropy bonus in that step.
     """
@@ -211,9 +211,9 @@ class Updater:
         optim: AdamW and the sizes of its batches: m is `per_device_train_batch_size`, a is
             `gradient_accumulation_steps`.
         total_steps: Optimizer steps of the whole run, for the learning rate.
+        max_prompt_length: Most tokens of a prompt.
         max_completion_length: Most tokens of a completion; `dr_grpo` divides by it.
         on_non_finite: Called with each step that was skipped because loss or gradient was not finite.
-        max_prompt_length: Most tokens of a prompt; None means the width of a rollout's prompts.
         replicas: The devices; all of them hold the state, the frozen weights and the noise. On several hosts all
             must make each call with the same arguments.
         poll: Called before each micro-batch until the first optimizer step; it may raise to abandon the rollout.
@@ -222,9 +222,9 @@ class Updater:
     objective: Objective
     optim: OptimConfig
     total_steps: int
+    max_prompt_length: int
     max_completion_length: int
     on_non_finite: Callable[[NonFinite], None] | None = None
-    max_prompt_length: int | None = None
     replicas: Replicas = Replicas()
     poll: Callable[[], None] = lambda: None
 
@@ -311,7 +311,10 @@ class Updater:
                         int(state.step) - 1,
                         params=state.params,
                         experience=experience.take(rows),
-                        fixed={name: x[rows.reshape(-1)] for name, x in held.items()},
+                        fixed={
+                            name: x[experience.tokens_of(rows.reshape(-1))]
+                            for name, x in held.items()
+                        },
                         noise=noise,
                         entropy_coef=coef,
                     )
@@ -350,9 +353,9 @@ def make_updater(
         ),
         cfg.optim,
         total_steps,
+        max_prompt_length=cfg.data.max_prompt_length,
         max_completion_length=cfg.rollout.max_completion_length,
         on_non_finite=on_non_finite,
-        max_prompt_length=cfg.data.max_prompt_length,
         replicas=replicas,
         poll=poll,
     )
@@ -372,7 +375,7 @@ def anchors(
     They are computed for the rows in `cuts`, the micro-batches of each optimizer batch; others are 0.
 
     Returns:
-        float32 [B, C] each, in nats: "old_logps", computed with `noise`, if `old_logprobs` is "recompute" and there
+        float32 [N] each, by completion token, in nats: "old_logps", computed with `noise`, if `old_logprobs` is "recompute" and there
         are several steps; "ref_logps", computed without noise, if `beta` is not 0.
     """
     cfg, fixed = updater.objective.grpo, {}
@@ -399,7 +402,7 @@ def all_logps(
     *,
     adapter: bool = True,
 ) -> np.ndarray:
-    """Computes the log-probabilities of the given rows int [N] of a rollout: float32 [B, C]; 0 for other rows.
+    """Computes the log-probabilities of some rows of a rollout: float32 [N]; 0 at the tokens of other rows.
 
     Args:
         updater: The updater that computes them.
@@ -407,27 +410,27 @@ def all_logps(
         frozen: The rest of the policy.
         experience: The rollout.
         noise: AQN's noise, or None.
-        rows: int [N], indices of rows.
+        rows: int [k], indices of rows.
         adapter: Whether the adapter is applied; False computes the base.
     """
     return _of_tokens(updater, params, frozen, experience, noise, rows, adapter, "logps")
 
 
 def _of_tokens(updater, params, frozen, experience, noise, rows, adapter, of) -> np.ndarray:
-    """Computes `score` for the given rows int [N] of a rollout: float32 [B, C]; 0 for other rows."""
-    found, objective = np.zeros(experience.completions.shape, np.float32), updater.objective
+    """Computes `score` for rows int [k] of a rollout: float32 [N]; 0 at the tokens of other rows."""
+    values, objective = np.zeros(len(experience.completions), np.float32), updater.objective
     policies = updater.replicas.each((params, frozen, noise))
-
     cut = cut_rows(updater, experience, rows)
 
     def scored(numbers, batches, own):
-        packed = updater.replicas.apart([experience.pack(each, {}) for each in batches], own)
+        packed = updater.replicas.apart([experience.pack(batch, {}) for batch in batches], own)
         return score(objective, *policies[own], packed, adapter, of)
 
     scores = _computed(updater, cut, scored, program=(objective, adapter, of))
-    for batch, values in zip(cut, scores, strict=True):
-        experience.unpack(found, batch, np.asarray(values))
-    return found
+    for batch, of_batch in zip(cut, scores, strict=True):
+        index = experience.tokens_of(batch.rows.numbers)
+        values[index] = np.asarray(of_batch)[: len(index)]
+    return values
 
 
 def _computed[Found](
@@ -488,7 +491,7 @@ def _high_entropy(
     noise: Any,
     rows: np.ndarray,
 ) -> dict[str, np.ndarray]:
-    """Returns the mask float32 [B, C] of tokens of an optimizer batch [n, k] that the policy learns from.
+    """Returns the mask float32 [N] of tokens of an optimizer batch [n, k] that the policy learns from.
 
     The result is empty if it learns from all tokens. All rows with tokens are computed, even those without a signal,
     because the quantile is that of the whole batch.
@@ -496,12 +499,10 @@ def _high_entropy(
     quantile = updater.objective.grpo.top_entropy_quantile
     if quantile == 1:
         return {}
-    chosen = rows.reshape(-1)
-    chosen = chosen[experience.lengths[chosen] > 0]
-    found = _of_tokens(updater, params, frozen, experience, noise, chosen, True, "entropies")
-    mask = np.zeros_like(experience.mask)
-    mask[chosen] = experience.mask[chosen]
-    return {"high_entropy": high_entropy(found, mask, quantile)}
+    rows = _with_tokens(experience, rows.reshape(-1))
+    entropies = _of_tokens(updater, params, frozen, experience, noise, rows, True, "entropies")
+    mask = experience.mask & np.isin(experience.row_of_token, rows)
+    return {"high_entropy": high_entropy(entropies, mask, quantile)}
 
 
 def _entropy_coef(cfg: GrpoConfig, control: EntropyControl | None) -> float:
@@ -512,7 +513,7 @@ def _entropy_coef(cfg: GrpoConfig, control: EntropyControl | None) -> float:
 def _entropy_tokens(experience: Experience, fixed: dict[str, np.ndarray], rows: np.ndarray) -> int:
     """Returns the number of tokens of an optimizer batch [n, k] whose entropies the bonus sums."""
     counted = fixed.get("high_entropy", experience.mask)
-    return int(np.count_nonzero(counted[rows.reshape(-1)]))
+    return int(np.count_nonzero(counted[experience.tokens_of(rows.reshape(-1))]))
 
 
 def optimizer_batches(updater: Updater, rows: np.ndarray, key: jax.Array) -> np.ndarray:
@@ -543,7 +544,7 @@ def micro_batches(
     if len(learned):
         return cut_rows(updater, experience, learned)
     # The last micro-batch is kept, only to compare policy and sampler.
-    return cut_rows(updater, experience, chosen[experience.lengths[chosen] > 0])[-1:]
+    return cut_rows(updater, experience, _with_tokens(experience, chosen))[-1:]
 
 
 def summed_gradient(
@@ -580,7 +581,7 @@ def summed_gradient(
     counted = rows.size if judged is None else judged[chosen].sum()
     totals = grpo.BatchTotals(
         rows=np.int32(max(counted, 1)),
-        tokens=experience.mask[chosen].sum(dtype=np.int32),
+        tokens=experience.num_learned[chosen].sum(dtype=np.int32),
         max_completion_length=updater.max_completion_length,
         num_micro_batches=updater.optim.gradient_accumulation_steps,
     )
@@ -634,21 +635,25 @@ def replay_step(
 def _learns(cfg: GrpoConfig, experience: Experience) -> np.ndarray:
     """Returns which rows have a signal, bool [B]: tokens, and an advantage, a KL term or an entropy bonus."""
     always = bool(cfg.beta) or cfg.has_entropy_bonus
-    return (experience.lengths > 0) & ((experience.advantages != 0) | always)
+    return (experience.num_learned > 0) & ((experience.advantages != 0) | always)
+
+
+def _with_tokens(experience: Experience, rows: np.ndarray) -> np.ndarray:
+    """Returns those of the rows int [k] that have tokens to learn from."""
+    return rows[experience.num_learned[rows] > 0]
 
 
 def cut_rows(
     updater: Updater, experience: Experience, numbers: np.ndarray, *, largest: bool = False
 ) -> list[microbatches.MicroBatch]:
-    """Divides rows int [N] of a rollout into micro-batches; with `largest`, all have the shape that fits any row."""
+    """Divides rows int [k] of a rollout into micro-batches; with `largest`, all have the shape that fits any row."""
     optim, group = updater.optim, experience.rows.shape[1]
-    prompt_width = updater.max_prompt_length or experience.prompts.shape[1]
-    rows, cfg = experience.rows_to_cut(numbers), updater.objective.grpo
+    rows, cfg = experience.rows_to_divide(numbers), updater.objective.grpo
     shapes = microbatches.update_shapes(
         optim,
         cfg.loss_type,
         group=group,
-        prompt_width=prompt_width,
+        prompt_width=updater.max_prompt_length,
         completion_width=updater.max_completion_length,
         overhead=microbatches.overhead(updater.objective.model.arch),
     )
@@ -660,8 +665,8 @@ def cut_rows(
 
 
 def _rows_of(cuts: Sequence[Sequence[microbatches.MicroBatch]]) -> np.ndarray:
-    """Returns the rows that are in any micro-batch, int [N], in ascending order."""
-    rows = np.unique(np.concatenate([batch.rows for cut in cuts for batch in cut]))
+    """Returns the rows that are in any micro-batch, int [k], in ascending order."""
+    rows = np.unique(np.concatenate([batch.rows.numbers for cut in cuts for batch in cut]))
     return rows[rows >= 0]
 
 
@@ -669,7 +674,7 @@ def _packing_metrics(
     experience: Experience, cuts: Sequence[Sequence[microbatches.MicroBatch]]
 ) -> dict[str, float]:
     """Returns metrics of packing: the number of computed rows, the share of padding, and the number of shapes."""
-    real = sum(experience.rows_to_cut(_rows_of([cut])).tokens for cut in cuts)
+    real = sum(experience.rows_to_divide(_rows_of([cut])).tokens for cut in cuts)
     shapes = [batch.shape for cut in cuts for batch in cut]
     return {
         "update/padding": 1 - real / sum(shape.tokens for shape in shapes),

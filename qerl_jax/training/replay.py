@@ -126,13 +126,12 @@ def _read(path: pathlib.Path) -> dict[str, np.ndarray]:
 def _bad_rows(rows: experience.Experience, fixed: dict[str, np.ndarray]) -> list[str]:
     """Reports the rows whose inputs to the step were not finite."""
     tokens = {"behaviour_logps": rows.behaviour_logps, **fixed}
-    bad = {name: (rows.mask & ~np.isfinite(value)).any(axis=1) for name, value in tokens.items()}
-    bad["advantages"] = ~np.isfinite(rows.advantages)
-    return [
-        f"row {row}: {name} not finite"
-        for name, where in bad.items()
-        for row in np.flatnonzero(where)
-    ]
+    bad = {
+        name: np.unique(rows.row_of_token[rows.mask & ~np.isfinite(value)])
+        for name, value in tokens.items()
+    }
+    bad["advantages"] = np.flatnonzero(~np.isfinite(rows.advantages))
+    return [f"row {row}: {name} not finite" for name, indices in bad.items() for row in indices]
 
 
 def _non_finite(tree: Any) -> list[str]:

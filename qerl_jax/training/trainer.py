@@ -411,8 +411,6 @@ def _experience(
     return make_experience(
         scored.rollout,
         advantages,
-        max_prompt_length=cfg.data.max_prompt_length,
-        max_completion_length=cfg.rollout.max_completion_length,
         mask_truncated_completions=cfg.grpo.mask_truncated_completions,
         share_prompts=cfg.optim.share_prompts,
         judged=~np.isnan(scored.rewards),

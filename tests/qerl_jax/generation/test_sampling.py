@@ -17,8 +17,8 @@ from qerl_jax.generation.sampling import Truncation
 from qerl_jax.generation.scheduler import QueuedPrompt
 from qerl_jax.model import architecture, layers, logprobs
 from qerl_jax.model.transformer import Transformer, head
-from qerl_jax.rl.experience import Experience
 from qerl_jax.rl.objective import token_logps
+from tests.experiences import in_one_batch, of_lines
 from tests.golden_files import GOLDEN
 
 P, G, C = 3, 2, 6
@@ -180,24 +180,25 @@ def test_a_stop_token_ends_its_row_and_no_other():
 def scorer(name, num_tokens):
     model, _ = policy(name)
 
-    def score(variables, experience, temperature):
+    def score(variables, batch, temperature):
         options = {"temperature": temperature, "num_tokens": num_tokens}
-        return token_logps(model, variables, experience, **options)
+        return token_logps(model, variables, batch, **options)
 
     return jax.jit(score)
 
 
 def recomputed(name, completions, temperature, num_tokens):
     """Computes the trainer's log-probabilities and entropies of completions, [B, C] each."""
-    experience = Experience(
-        prompts=prompts(name),
-        prompt_lengths=LENGTHS,
-        completions=completions,
-        mask=np.ones_like(completions, bool),
-        behaviour_logps=np.zeros_like(completions, np.float32),
-        advantages=np.zeros(P * G, np.float32),
+    experience = of_lines(
+        prompts(name),
+        LENGTHS,
+        completions,
+        np.ones_like(completions, bool),
+        np.zeros_like(completions, np.float32),
+        np.zeros(P * G, np.float32),
     )
-    return scorer(name, num_tokens)(policy(name)[1], experience, temperature)
+    values = scorer(name, num_tokens)(policy(name)[1], in_one_batch(experience), temperature)
+    return [np.reshape(x[: completions.size], completions.shape) for x in values]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])

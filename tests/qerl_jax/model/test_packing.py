@@ -12,6 +12,7 @@ from qerl_jax.model import packing
 from qerl_jax.model.architecture import Architecture
 from qerl_jax.model.transformer import Transformer, head, init_params, random_base
 from qerl_jax.rl import objective
+from qerl_jax.rl.experience import PackedRows
 
 # Two prompts, 1 2 and 5 6 7. Completions: 3 4 and 13 14 of the first, 8 9 and 18 of the second. The
 # long row stands in the first array of attention, others in the second, where one row is empty.
@@ -85,21 +86,6 @@ def test_slopes_go_back_through_folding():
     # Of rows that are not the first of their prompt, only the completion comes back.
     assert slopes[0][..., 0].tolist() == [[8, 9, 10, 1, 2, 0]]
     assert slopes[1][..., 0].tolist() == [[11, 12, 3, 4], [0, 0, 5, 6], [0, 0, 0, 7], [0, 0, 0, 0]]
-
-
-def test_a_rectangle_is_right_padded_rows():
-    """Two prompts of one and two tokens in three slots have two completions of two tokens each."""
-    rectangle = packing.rectangle(jnp.array([1, 2]), prompt_width=3, rows=4, width=2)
-    flat = jnp.arange(1.0, 15)[:, None]  # completions 1 to 8; prompts 9 and 12 13
-    (array,) = rectangle.unfold(flat)
-    assert array[..., 0].tolist() == [
-        [9, 1, 2, 0, 0],
-        [9, 3, 4, 0, 0],
-        [12, 13, 5, 6, 0],
-        [12, 13, 7, 8, 0],
-    ]
-    assert rectangle.before(flat)[:8, 0].tolist() == [9, 1, 9, 3, 13, 5, 13, 7]
-    assert rectangle.fold((array,))[:, 0].tolist() == [*range(1, 10), 0, 0, 12, 13, 0]
 
 
 @pytest.mark.parametrize(
@@ -202,13 +188,14 @@ def test_packed_rows_have_the_log_probabilities_and_slopes_of_rows_by_themselves
     flat = np.pad(flat, (0, tokens - len(flat)), constant_values=63)
     model, variables = policy()
     weights = jax.random.normal(jax.random.key(3), (lengths.sum(),))
+    unused = {"mask": None, "behaviour_logps": None, "advantages": None, "fixed": {}}
+    batch = PackedRows(layout, jnp.asarray(flat, jnp.int32), **unused)
 
     def packed(params):
-        logps, _ = objective.packed_logps(
+        logps, _ = objective.token_logps(
             model,
             variables | {"params": params},
-            layout,
-            jnp.asarray(flat, jnp.int32),
+            batch,
             temperature=0.7,
             num_tokens=64,
             remat=remat,

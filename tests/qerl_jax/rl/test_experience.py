@@ -1,10 +1,14 @@
 """Tests how a rollout becomes rows for the trainer."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
+from qerl_jax.rl import microbatches
 from qerl_jax.rl.experience import make_experience
 from qerl_jax.rl.rollouts import Rollout
+from tests.experiences import of_lines
 
 
 def arrays(dtype, *rows):
@@ -24,67 +28,91 @@ def rollout():
 
 
 @pytest.mark.parametrize(
-    ("mask_truncated", "mask"),
+    ("mask_truncated", "completions", "behaviour_logps", "offsets"),
     [
-        (False, [[True, True, False], [True, True, True]]),
-        (True, [[True, True, False], [False, False, False]]),
+        (False, [1, 2, 3, 4, 5], [-1, -2, -3, -4, -5], [0, 2, 5]),
+        (True, [1, 2], [-1, -2], [0, 2, 2]),
     ],
 )
-def test_experience_is_learned_from_up_to_the_stop_token(mask_truncated, mask):
-    advantages = np.array([[1.5, -1.5]])
+def test_rows_lie_one_behind_the_other(mask_truncated, completions, behaviour_logps, offsets):
+    """A row that is not learned from has no tokens."""
     made = make_experience(
-        rollout(),
-        advantages,
-        max_prompt_length=1,
-        max_completion_length=3,
-        mask_truncated_completions=mask_truncated,
-        share_prompts=False,
+        rollout(), np.array([[1.5, -1.5]]), mask_truncated_completions=mask_truncated
     )
-    assert made.mask.tolist() == mask
-    assert made.advantages.tolist() == [1.5, -1.5] and made.advantages.dtype == np.float32
-    assert made.prompts.tolist() == [[5], [5]] and made.prompt_lengths.tolist() == [1, 1]
-    assert made.completions.tolist() == [[1, 2, 0], [3, 4, 5]]
-    assert made.behaviour_logps.tolist() == [[-1, -2, 0], [-3, -4, -5]]
+    assert made.completions.tolist() == completions and made.mask.tolist() == [True] * offsets[-1]
+    assert made.behaviour_logps.tolist() == behaviour_logps and made.offsets.tolist() == offsets
+    assert made.num_learned.tolist() == np.diff(offsets).tolist()
+    assert made.advantages.tolist() == [1.5, -1.5] and made.judged.tolist() == [True, True]
     assert made.completions.dtype == made.prompts.dtype == np.int32
-    assert made.behaviour_logps.dtype == np.float32
+    assert made.behaviour_logps.dtype == made.advantages.dtype == np.float32
 
 
 def test_a_completion_that_nobody_judged_is_not_learned_from():
-    made = make_experience(
-        rollout(),
-        np.zeros((1, 2)),
-        max_prompt_length=1,
-        max_completion_length=3,
-        judged=np.array([[False, True]]),
-    )
-    assert made.mask.tolist() == [[False, False, False], [True, True, True]]
+    made = make_experience(rollout(), np.zeros((1, 2)), judged=np.array([[False, True]]))
+    assert made.completions.tolist() == [3, 4, 5] and made.offsets.tolist() == [0, 0, 3]
     assert made.judged.tolist() == [False, True]
 
 
-@pytest.mark.parametrize(
-    ("longest", "width"), [(1, 1), (2, 2), (3, 3), (4, 4), (5, 6), (7, 8), (8, 8)]
-)
-def test_rows_are_cut_behind_the_longest_prompt_and_the_longest_completion(longest, width):
-    prompt = list(range(1, longest + 1))
-    rows = Rollout(
-        problems=(None,),
-        prompt_ids=arrays(np.int32, prompt),
-        texts=("a", "b"),
-        completion_ids=arrays(np.int32, [9], prompt),
-        behaviour_logps=arrays(np.float32, [0], [0] * longest),
-        stopped=(True, True),
+def test_a_row_ends_with_the_last_token_that_the_policy_sampled():
+    answers = arrays(bool, [True, False], [False, True, True])
+    made = make_experience(dataclasses.replace(rollout(), given=answers), np.zeros((1, 2)))
+    assert made.completions.tolist() == [1, 2, 3] and made.mask.tolist() == [False, True, True]
+    assert made.offsets.tolist() == [0, 2, 3] and made.num_learned.tolist() == [1, 1]
+
+
+def test_nothing_is_learned_from_a_rollout_of_empty_completions():
+    empty = arrays(np.int32, [], [])
+    made = make_experience(
+        dataclasses.replace(rollout(), completion_ids=empty, behaviour_logps=empty),
+        np.zeros((1, 2)),
     )
-    bounds = {"max_prompt_length": 8, "max_completion_length": 8}
-    shared, apart = (
-        make_experience(rows, np.zeros((1, 2)), **bounds, share_prompts=share)
-        for share in (True, False)
+    assert made.offsets.tolist() == made.take(made.rows).offsets.tolist() == [0, 0, 0]
+    assert made.num_learned.tolist() == [0, 0]
+
+
+def several():
+    """Makes three prompts of two rows each, of which two are empty; the first prompt and a row are long."""
+    return of_lines(
+        np.arange(12, dtype=np.int32).reshape(3, 4) + 100,
+        np.array([4, 1, 2]),
+        np.arange(36, dtype=np.int32).reshape(6, 6),
+        np.arange(6) < np.array([2, 0, 6, 1, 0, 3])[:, None],
+        -np.arange(36, dtype=np.float32).reshape(6, 6),
+        np.arange(6, dtype=np.float32),
+        noise=np.array([7, 8, 9], np.int32),
     )
-    padded = prompt + [0] * (width - longest)
-    assert shared.prompts.tolist() == [padded]
-    assert apart.prompts.tolist() == [padded, padded]
-    assert shared.completions.tolist()[1] == padded
-    assert shared.rows.tolist() == [[0, 1]] and apart.rows.tolist() == [[0], [1]]
-    for made in (shared, apart):
-        shapes = {made.completions.shape, made.mask.shape, made.behaviour_logps.shape}
-        assert shapes == {(2, width)}
-        assert made.lengths.tolist() == made.mask.sum(axis=1).tolist() == [1, longest]
+
+
+def test_some_rows_are_taken_with_their_prompts():
+    taken = several().take(np.array([[5], [2]]))
+    assert taken.prompts.tolist() == [108, 109, 104] and taken.prompt_offsets.tolist() == [0, 2, 3]
+    assert taken.completions.tolist() == [30, 31, 32, *range(12, 18)]
+    assert taken.offsets.tolist() == [0, 3, 9] and taken.advantages.tolist() == [5, 2]
+    assert taken.rows.tolist() == [[0], [1]] and taken.noise.tolist() == [9, 8]
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_a_prompt_is_stored_once_for_its_completions_or_once_for_each(share):
+    made = make_experience(rollout(), np.zeros((1, 2)), share_prompts=share)
+    assert made.prompts.tolist() == [5] * (1 if share else 2)
+    assert made.rows.tolist() == ([[0, 1]] if share else [[0], [1]])
+
+
+def test_a_micro_batch_has_its_completions_in_order_then_their_prompts_then_padding():
+    rows = several()
+    shape = microbatches.Shape(16, ((2, 7), (3, 5)), 4)
+    # The longest row comes first, and a slot is empty in each array.
+    slots = np.array([2, -1, 5, 3, -1])
+    batch = microbatches.MicroBatch(
+        shape, rows.rows_to_divide(rows.rows.reshape(-1)).in_slots(slots)
+    )
+    packed = rows.pack(batch, {"ref_logps": rows.behaviour_logps * 2})
+    logps = [*range(-12, -18, -1), -30, -31, -32, -18]
+    assert packed.tokens.tolist() == [*(-x for x in logps), 104, 108, 109, 0, 0, 0]
+    assert packed.behaviour_logps.tolist() == logps + [0] * 6
+    assert packed.fixed["ref_logps"].tolist() == [2 * x for x in logps] + [0] * 6
+    assert packed.mask.tolist() == [True] * 10 + [False] * 6
+    assert packed.advantages.tolist() == [2, 0, 5, 3, 0]
+    assert packed.noise[[0, 2, 3]].tolist() == [8, 9, 8]
+    assert packed.packing is batch.packing
+    assert packed.packing.lengths.tolist() == [6, 0, 3, 1, 0]

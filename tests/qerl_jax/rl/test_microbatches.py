@@ -17,8 +17,12 @@ def rows_of(lengths, group=1, prompt_lengths=10):
     return microbatches.Rows(np.arange(len(lengths)), lengths, prompts, prompt_lengths)
 
 
+def numbers_of(batch):
+    return batch.rows.numbers[batch.rows.numbers >= 0]
+
+
 def named(batches):
-    return [sorted(batch.rows[batch.rows >= 0].tolist()) for batch in batches]
+    return [sorted(numbers_of(batch).tolist()) for batch in batches]
 
 
 FEW = {"prompt_width": 100, "completion_width": 900, "group": 3, "max_rows": 6}
@@ -48,9 +52,9 @@ def test_the_narrowest_rows_that_are_wide_enough_are_taken():
     widths = [width for _, width in shapes[0].arrays]
     assert widths == [4352, 1536, 512]
     (batch,) = microbatches.cut(rows_of([4000, 1000, 300, 290]), shapes[:1])
-    places = np.flatnonzero(batch.rows >= 0)
+    places = np.flatnonzero(batch.rows.numbers >= 0)
     of_row = np.repeat(widths, [count for count, _ in batch.shape.arrays])
-    assert dict(zip(batch.rows[places], of_row[places], strict=True)) == {
+    assert dict(zip(batch.rows.numbers[places], of_row[places], strict=True)) == {
         **{0: 4352, 1: 1536},
         **{2: 512, 3: 512},
     }
@@ -67,16 +71,16 @@ def test_every_row_is_in_one_micro_batch_within_its_shape(seed, budget):
     rows = rows_of(np.clip(lengths, 1, 512), group=8, prompt_lengths=rng.integers(1, 89, 32))
     shapes = microbatches.shapes(budget, **LIMITS)
     batches = microbatches.cut(rows, shapes)
-    taken = np.concatenate([batch.rows for batch in batches])
+    taken = np.concatenate([batch.rows.numbers for batch in batches])
     assert sorted(taken[taken >= 0]) == list(range(256))
     for batch in batches:
         assert batch.shape in shapes and batch.shape.tokens <= budget
-        chosen = batch.rows[batch.rows >= 0]
-        assert len(batch.rows) == batch.shape.num_rows
+        chosen = numbers_of(batch)
+        assert len(batch.rows.numbers) == batch.shape.num_rows
         assert rows.take(chosen).tokens <= batch.shape.tokens
         widths = np.repeat(*np.array(batch.shape.arrays).T[::-1])
         spans = (rows.lengths + rows.prompt_lengths)[chosen]
-        assert np.all(spans <= widths[batch.rows >= 0])
+        assert np.all(spans <= widths[batch.rows.numbers >= 0])
 
 
 @pytest.mark.parametrize("budget", [600, 1000, 5000, 10**6])
@@ -94,7 +98,7 @@ def test_shapes_are_at_most_five_whatever_the_limits(budget, limit):
 def test_without_rows_there_is_one_empty_micro_batch():
     shapes = microbatches.shapes(600, **LIMITS)
     (batch,) = microbatches.cut(rows_of([5]).take(np.arange(0)), shapes)
-    assert batch.shape.tokens == 300 and (batch.rows == -1).all()
+    assert batch.shape.tokens == 300 and (batch.rows.numbers == -1).all()
 
 
 def test_a_budget_below_one_row_is_an_error():
@@ -111,7 +115,7 @@ def test_micro_batches_by_rows_are_cut_as_they_come_and_no_larger_than_needed():
     assert [batch.shape.tokens for batch in batches] == [3700, 925]
     # Fewer rows than a micro-batch has: some places stay empty.
     batches = microbatches.by_rows(rows.take(np.arange(6)), 4, shapes)
-    assert [batch.rows.tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, -1, -1]]
+    assert [batch.rows.numbers.tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, -1, -1]]
 
 
 @pytest.mark.parametrize(
@@ -194,7 +198,9 @@ def test_less_than_a_tenth_is_padding_of_a_small_model(silent):
 
 
 def test_micro_batches_go_to_the_device_that_has_the_least_to_do():
-    of = lambda tokens: microbatches.MicroBatch(microbatches.Shape(tokens, (), 1), np.array([]))
+    of = lambda tokens: microbatches.MicroBatch(
+        microbatches.Shape(tokens, (), 1), microbatches.empty_rows(0)
+    )
     batches = list(map(of, [200, 1600, 1700, 3200, 800]))
     # The costliest comes first and goes to device 0, the next to 1 and 2, then 800 to 2 and 200 to 1.
     assert microbatches.dealt(batches, 3) == [1, 2, 1, 0, 2]
@@ -211,7 +217,7 @@ def test_several_devices_get_about_as_much_to_do(places):
     )
     whole, found = microbatches.cut(rows, shapes), microbatches.cut_for(rows, shapes, places)
     assert microbatches.cut_for(rows, shapes, 1)[0].shape == whole[0].shape
-    taken = np.concatenate([batch.rows for batch in found])
+    taken = np.concatenate([batch.rows.numbers for batch in found])
     assert sorted(taken[taken >= 0]) == list(range(48))
 
     def busiest(batches):
@@ -226,7 +232,7 @@ def test_several_devices_get_about_as_much_to_do(places):
 def test_micro_batches_of_one_shape_are_computed_together():
     small, large = microbatches.Shape(4, ((2, 4),), 1), microbatches.Shape(8, ((2, 8),), 1)
     made = [
-        microbatches.MicroBatch(shape, np.array([number, -1]))
+        microbatches.MicroBatch(shape, rows_of(np.ones(5)).in_slots(np.array([number, -1])))
         for number, shape in enumerate((small, large, small, small, large))
     ]
     found = microbatches.alike(made, 2)
@@ -234,5 +240,5 @@ def test_micro_batches_of_one_shape_are_computed_together():
     for numbers, batches in found:
         assert len(batches) == 2 and len({batch.shape for batch in batches}) == 1
         assert named(batches) == [[n] for n in numbers] + [[]] * (2 - len(numbers))
-        assert {len(batch.rows) for batch in batches} == {2}
+        assert {len(batch.rows.numbers) for batch in batches} == {2}
     assert microbatches.alike(made, 1) == [((n,), [batch]) for n, batch in enumerate(made)]

@@ -23,6 +23,7 @@ from qerl_jax.rl import rollouts
 from qerl_jax.rl.experience import make_experience
 from qerl_jax.rl.objective import token_logps
 from qerl_jax.rl.rollouts import Rollout, Sampler
+from tests.experiences import in_one_batch
 from tests.qerl_jax.model import caches
 
 ARCH = Architecture("qwen2", 512, 32, 48, 2, 4, 2, 8)
@@ -334,19 +335,17 @@ def trainers_logps(rollout, variables, numbers, share_prompts):
     experience = make_experience(
         rollout,
         np.zeros((len(PROBLEMS), GROUP)),
-        max_prompt_length=PROMPT_WIDTH,
-        max_completion_length=LONGEST,
         share_prompts=share_prompts,
         noise=numbers,
     )
     logps, _ = token_logps(
         policy_model(),
         variables,
-        experience,
+        in_one_batch(experience),
         temperature=1.0,
         num_tokens=tokens().num_tokens,
     )
-    return [row[:n] for row, n in zip(np.asarray(logps), rollout.lengths, strict=True)]
+    return np.split(logps[: rollout.lengths.sum()], np.cumsum(rollout.lengths)[:-1])
 
 
 @pytest.mark.parametrize("per", ["group", pytest.param("sequence", marks=pytest.mark.slow)])

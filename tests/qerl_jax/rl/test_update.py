@@ -24,6 +24,7 @@ from qerl_jax.rl import update, update_metrics
 from qerl_jax.rl.entropy import EntropyControl
 from qerl_jax.rl.experience import Experience
 from qerl_jax.rl.objective import Objective
+from tests.experiences import in_lines, of_lines
 from tests.programs import compiled
 
 ARCH = Architecture("qwen2", 64, 32, 48, 2, 4, 2, 8)
@@ -31,6 +32,7 @@ NUM_TOKENS, TEMPERATURE = 60, 0.7
 PROMPT_LENGTHS = np.array([1, 2, 3, 4, 5, 5, 2, 3], np.int32)
 LENGTHS = np.array([6, 1, 4, 5, 6, 2, 3, 6], np.int32)
 ROWS, WIDTH, LONGEST = 8, 11, 6
+BOUNDS = {"max_prompt_length": WIDTH - LONGEST, "max_completion_length": LONGEST}
 CUT_ROW = 4  # masked as a whole, as a truncated completion would be
 PLAIN = OptimConfig(
     learning_rate=0.05,
@@ -121,7 +123,17 @@ def sample_experience():
     advantages = rng.normal(size=ROWS).astype(np.float32)
     advantages[1] = 0
     prompts = tokens[:, : WIDTH - LONGEST]
-    return Experience(prompts, PROMPT_LENGTHS, completions, mask, behaviour, advantages)
+    return of_lines(prompts, PROMPT_LENGTHS, completions, mask, behaviour, advantages)
+
+
+def masks(experience):
+    """Returns bool [B, C]: the tokens that are learned from."""
+    return in_lines(experience, experience.mask, LONGEST)
+
+
+def behaviour_logps(experience):
+    """Returns the sampler's log-probabilities, float32 [B, C]."""
+    return in_lines(experience, experience.behaviour_logps, LONGEST)
 
 
 def own_logps():
@@ -141,7 +153,7 @@ def geometry(micro_rows, accumulation):
 @functools.cache
 def _make(grpo, optim, dropout, remat):
     objective = Objective(model(dropout), grpo, TEMPERATURE, NUM_TOKENS, remat)
-    return update.Updater(objective, optim, 10, max_completion_length=LONGEST)
+    return update.Updater(objective, optim, 10, **BOUNDS)
 
 
 def state_of(params):
@@ -170,9 +182,9 @@ def gradient(state):
 def grouped(share):
     """Makes the example with two prompts of 3 and 5 tokens for four rows each, or with one prompt per row."""
     alone = sample_experience()
-    kept = np.array([2, 4]) if share else np.repeat([2, 4], 4)
+    prompts = alone.take(np.array([2, 4] if share else np.repeat([2, 4], 4))[:, None])
     return dataclasses.replace(
-        alone, prompts=alone.prompts[kept], prompt_lengths=alone.prompt_lengths[kept]
+        alone, prompts=prompts.prompts, prompt_offsets=prompts.prompt_offsets
     )
 
 
@@ -204,7 +216,7 @@ def shuffled_rows(seed=0):
 
 def learned_tokens(experience):
     """Returns bool [B, C]: tokens of rows that an update without a divergence computes."""
-    return experience.mask & (experience.advantages != 0)[:, None]
+    return masks(experience) & (experience.advantages != 0)[:, None]
 
 
 def direct_loss(logps, experience, grpo, optim, old, ref, weights):
@@ -212,7 +224,7 @@ def direct_loss(logps, experience, grpo, optim, old, ref, weights):
     high = grpo.epsilon if grpo.epsilon_high is None else grpo.epsilon_high
     sums, counts = [], []
     for row in range(ROWS):
-        n = int(experience.mask[row].sum())
+        n = int(experience.num_learned[row])
         advantage = experience.advantages[row]
         log_ratio = logps[row, :n] - old[row, :n]
         if grpo.importance_sampling_level == "sequence" and n:
@@ -245,7 +257,7 @@ def direct_loss_and_gradient(grpo, optim=PLAIN, weights=None):
     experience = sample_experience()
     policy = lambda params: jitted_direct_logps(params, sample_tokens())[0]
     logps, pull_back = jax.vjp(policy, trained_params())
-    old = logps if grpo.old_logprobs == "recompute" else experience.behaviour_logps
+    old = logps if grpo.old_logprobs == "recompute" else behaviour_logps(experience)
     ref = jitted_direct_logps(trained_params(), sample_tokens(), adapter=False)[0]
     weights = np.ones(logps.shape) if weights is None else weights
     loss, cotangent = jax.value_and_grad(direct_loss)(
@@ -360,9 +372,9 @@ def test_metrics_of_the_policy_and_its_sampler_equal_a_direct_computation():
     experience = sample_experience()
     mask = learned_tokens(experience)
     logps, entropies = jitted_direct_logps(trained_params(), sample_tokens())
-    ratio = np.exp(logps - experience.behaviour_logps)[mask]
-    difference = np.abs(logps - experience.behaviour_logps)[mask]
-    log_ratio = (logps - experience.behaviour_logps)[mask]
+    ratio = np.exp(logps - behaviour_logps(experience))[mask]
+    difference = np.abs(logps - behaviour_logps(experience))[mask]
+    log_ratio = (logps - behaviour_logps(experience))[mask]
     _, metrics = run()
     expected = {
         "entropy": np.mean(entropies[mask]),
@@ -390,15 +402,14 @@ def test_two_estimates_of_the_divergence_from_the_sampler_find_the_exact_one():
     sampler, trainer = (rng.dirichlet(np.ones(6)) for _ in range(2))
     tokens = rng.choice(6, 40_000, p=sampler)
     sampled = Experience(
-        *(np.zeros((1, 1), np.int32), np.ones(1, np.int32)),
-        completions=tokens[None].astype(np.int32),
-        mask=np.ones((1, len(tokens)), bool),
-        behaviour_logps=np.log(sampler)[tokens][None].astype(np.float32),
+        *(np.zeros(1, np.int32), np.array([0, 1])),
+        completions=tokens.astype(np.int32),
+        offsets=np.array([0, len(tokens)]),
+        mask=np.ones(len(tokens), bool),
+        behaviour_logps=np.log(sampler)[tokens].astype(np.float32),
         advantages=np.zeros(1, np.float32),
     )
-    drift = jax.device_get(
-        update_metrics.drift(jnp.log(jnp.asarray(trainer))[tokens][None], sampled)
-    )
+    drift = jax.device_get(update_metrics.drift(jnp.log(jnp.asarray(trainer))[tokens], sampled))
     found = update_metrics.of_sampling(jax.tree.map(np.ravel, drift))
     exact = np.sum(sampler * np.log(sampler / trainer))
     assert exact > 0.1
@@ -406,19 +417,12 @@ def test_two_estimates_of_the_divergence_from_the_sampler_find_the_exact_one():
         np.testing.assert_allclose(found[name], exact, rtol=0.05)
 
 
-def test_what_lies_beyond_the_end_of_a_row_changes_nothing():
-    clean = sample_experience()
-    rng = np.random.default_rng(4)
-    live = np.arange(LONGEST) < LENGTHS[:, None]
-    anything = rng.integers(0, NUM_TOKENS, clean.prompts.shape)
-    real = np.arange(clean.prompts.shape[1]) < PROMPT_LENGTHS[:, None]
-    junk = dataclasses.replace(
-        clean,
-        prompts=np.where(real, clean.prompts, anything).astype(np.int32),
-        completions=np.where(live, clean.completions, 7).astype(np.int32),
-        behaviour_logps=np.where(live, clean.behaviour_logps, np.nan).astype(np.float32),
-    )
-    assert_equal(run(experience=junk), run())
+def test_the_order_of_rows_changes_nothing():
+    """The shortest and the longest rows, and an empty one, change places."""
+    moved = sample_experience().take(np.array([4, 7, 1, 0, 6, 3, 2, 5])[:, None])
+    (state, metrics), (expected, by_order) = run(experience=moved, grpo=GRPO), run(grpo=GRPO)
+    assert_close(gradient(state), gradient(expected), atol=1e-6)
+    assert_close(metrics, by_order, atol=1e-5)
 
 
 RECOMPUTE = GrpoConfig(
@@ -428,8 +432,8 @@ RECOMPUTE = GrpoConfig(
 
 def test_a_single_recomputed_step_has_ratio_1_and_the_weights_of_the_correction():
     experience = sample_experience()
-    weights = np.exp(own_logps() - experience.behaviour_logps)
-    assert np.any(weights[experience.mask] > 1.1)
+    weights = np.exp(own_logps() - behaviour_logps(experience))
+    assert np.any(weights[masks(experience)] > 1.1)
     loss, expected = direct_loss_and_gradient(RECOMPUTE, weights=np.minimum(weights, 1.1))
     state, metrics = run(grpo=RECOMPUTE)
     assert_close(metrics["loss"], loss)
@@ -445,13 +449,13 @@ MASKED = GrpoConfig(
 @pytest.mark.slow
 def test_masks_of_the_sampling_ratio_are_those_of_the_policy_that_learns():
     experience, own = sample_experience(), own_logps()
-    ratio = np.exp(own - experience.behaviour_logps)
+    ratio = np.exp(own - behaviour_logps(experience))
     weights = ((ratio <= 1.3) & (ratio >= 1 / 1.3)).astype(float)
     for row in range(ROWS):
-        live = experience.mask[row]
-        away = np.mean((experience.behaviour_logps - own)[row, live]) if live.any() else 0
+        live = masks(experience)[row]
+        away = np.mean((behaviour_logps(experience) - own)[row, live]) if live.any() else 0
         weights[row] *= experience.advantages[row] >= 0 or away <= 0.1
-    assert 0 < weights[experience.mask].mean() < 1
+    assert 0 < weights[masks(experience)].mean() < 1
     loss, expected = direct_loss_and_gradient(MASKED, weights=weights)
     state, metrics = run(grpo=MASKED)
     assert_close(metrics["loss"], loss)
@@ -485,10 +489,10 @@ def explored():
 def explores_directly(logps, entropies):
     """Computes CISPO on high-entropy tokens with an entropy bonus, from log-probabilities and entropies."""
     experience = explored()
-    counted, (now, surprise) = experience.mask, np.asarray(direct_values())
+    counted, (now, surprise) = masks(experience), np.asarray(direct_values())
     high = counted & (surprise >= np.quantile(surprise[counted], 0.5))
     assert 0 < high.sum() < counted.sum() and high[7].any()  # a row without an advantage
-    difference = np.where(counted, experience.behaviour_logps - now, 0)
+    difference = np.where(counted, behaviour_logps(experience) - now, 0)
     away = difference.sum(axis=1) / np.maximum(counted.sum(axis=1), 1)
     weights = np.minimum(np.exp(-difference), 1.2) * experience.advantages[:, None] * high
     weights *= ((experience.advantages >= 0) | (away <= 0.1))[:, None]
@@ -583,7 +587,9 @@ def test_later_steps_of_a_rollout_leave_the_recomputed_policy_behind():
 
 @pytest.mark.slow
 def test_behaviour_is_recompute_where_the_sampler_was_the_policy():
-    own = dataclasses.replace(sample_experience(), behaviour_logps=np.asarray(own_logps()))
+    own = dataclasses.replace(
+        sample_experience(), behaviour_logps=np.asarray(own_logps())[masks(sample_experience())]
+    )
     behaviour = dataclasses.replace(SEVERAL_STEPS, old_logprobs="behaviour")
     expected, _ = run(grpo=SEVERAL_STEPS, experience=own, optim=TWO_BATCHES)
     state, metrics = run(grpo=behaviour, experience=own, optim=TWO_BATCHES)
@@ -607,8 +613,7 @@ def test_every_pass_takes_the_shuffled_batches_in_the_same_order():
     several = GrpoConfig(num_iterations=2)
     at_once, _ = run(grpo=several, optim=TWO_BATCHES, seed=3)
     batches = [
-        jax.tree.map(lambda x, rows=rows: x[rows], sample_experience())
-        for rows in shuffled_rows(seed=3).reshape(2, 4)
+        sample_experience().take(rows[:, None]) for rows in shuffled_rows(seed=3).reshape(2, 4)
     ]
     state = state_of(trained_params())
     for batch in (*batches, *batches):
@@ -674,7 +679,7 @@ def test_all_weights_of_the_layers_train_where_the_model_is_full():
     dense = random_base(bare, jax.random.key(0))
     params, rest = trainable(full_model(), dense, jax.random.key(1))
     experience = sample_experience()
-    rows, index = np.nonzero(experience.mask)
+    rows, index = np.nonzero(masks(experience))
     places = PROMPT_LENGTHS[rows] + index
 
     def loss(frozen):
@@ -682,7 +687,7 @@ def test_all_weights_of_the_layers_train_where_the_model_is_full():
         scores_ = hidden @ head(frozen).T / TEMPERATURE
         seen = jax.nn.log_softmax(scores_[..., :NUM_TOKENS])[rows, places - 1]
         logps = seen[np.arange(len(rows)), sample_tokens()[rows, places]]
-        ratio = jnp.exp(logps - experience.behaviour_logps[rows, index])
+        ratio = jnp.exp(logps - behaviour_logps(experience)[rows, index])
         advantage = experience.advantages[rows]
         clipped = jnp.clip(ratio, 0.8, 1.2)
         capped = jnp.minimum(ratio, 3.0)  # what `delta` is by default
@@ -690,7 +695,7 @@ def test_all_weights_of_the_layers_train_where_the_model_is_full():
 
     value, slopes = jax.jit(jax.value_and_grad(loss))(dense)
     objective = Objective(full_model(), DAPO, TEMPERATURE, NUM_TOKENS, "layer")
-    improve = update.Updater(objective, PLAIN, 10, max_completion_length=LONGEST)
+    improve = update.Updater(objective, PLAIN, 10, **BOUNDS)
     before = jax.device_get(params)
     state, metrics = jax.device_get(
         improve(update.init_state(params, PLAIN), rest, experience, None, jax.random.key(0))
@@ -711,7 +716,7 @@ def test_all_weights_of_the_layers_train_where_the_model_is_full():
 def test_kl_is_to_the_policy_without_its_adapter():
     experience = sample_experience()
     reference = jitted_direct_logps(trained_params(), sample_tokens(), adapter=False)[0]
-    d = (reference - own_logps())[experience.mask]
+    d = (reference - own_logps())[masks(experience)]
     _, metrics = run(grpo=GRPO)
     np.testing.assert_allclose(metrics["kl"], np.mean(np.exp(d) - d - 1), rtol=1e-4)
 
@@ -760,7 +765,7 @@ def after_one_good_step():
     return run()[0]
 
 
-ALL_MASKED = {"mask": np.zeros((ROWS, LONGEST), bool)}
+ALL_MASKED = {"mask": np.zeros(LENGTHS.sum() - LENGTHS[CUT_ROW], bool)}
 NO_ADVANTAGE = {"advantages": np.zeros(ROWS, np.float32)}
 INFINITE = {"advantages": np.array([1, 1, 1, np.inf, 1, 1, 1, 1], np.float32)}
 
@@ -838,7 +843,7 @@ def test_rows_that_cannot_learn_are_left_out_and_the_gradient_stays(monkeypatch,
     state, metrics = run(grpo=grpo, experience=experience, optim=geometry(2, 4))
     # The fifth row has an advantage, and no token.
     assert metrics["update/rows"] == 3
-    monkeypatch.setattr(update, "_learns", lambda cfg, experience: experience.mask.any(axis=1))
+    monkeypatch.setattr(update, "_learns", lambda cfg, experience: experience.num_learned > 0)
     whole, all_rows = run(grpo=grpo, experience=experience, optim=geometry(2, 4))
     assert all_rows["update/rows"] == ROWS - 1
     np.testing.assert_allclose(metrics["loss"], all_rows["loss"], rtol=1e-6)
@@ -861,7 +866,7 @@ def test_metrics_are_of_the_rows_that_are_computed():
     _, metrics = run(experience=experience)
     mask = learned_tokens(experience)
     logps, entropies = jitted_direct_logps(trained_params(), sample_tokens())
-    difference = np.abs(logps - experience.behaviour_logps)[mask]
+    difference = np.abs(logps - behaviour_logps(experience))[mask]
     assert_close(metrics["entropy"], np.mean(entropies[mask]))
     assert_close(metrics["sampling/sampling_logp_difference/mean"], difference.mean())
     assert_close(metrics["sampling/sampling_logp_difference/max"], difference.max())
@@ -880,15 +885,17 @@ def test_padding_is_what_is_neither_a_row_nor_its_prompt():
     experience = grouped(True)
     _, metrics = run(experience=experience, optim=geometry(8, 1))
     # The longest rows of two groups, in one micro-batch of 88 tokens.
-    learned = (sample_experience().advantages != 0) & experience.mask.any(axis=1)
-    real = LENGTHS[learned].sum() + experience.prompt_lengths.sum()
+    learned = (sample_experience().advantages != 0) & (experience.num_learned > 0)
+    real = LENGTHS[learned].sum() + len(experience.prompts)
     assert metrics["update/programs"] == 1
     np.testing.assert_allclose(metrics["update/padding"], 1 - real / 88)
 
 
-def test_the_second_rollout_does_not_recompile(caplog):
+@pytest.mark.parametrize("rows", [np.arange(ROWS), np.repeat([0, 5], 4), np.repeat([3, 7], 4)])
+def test_no_rollout_recompiles_whatever_its_lengths(caplog, rows):
     run()
-    assert compiled(caplog, lambda: run(seed=1)) == []
+    others = sample_experience().take(rows[:, None])
+    assert compiled(caplog, lambda: run(seed=1, experience=others)) == []
 
 
 @pytest.mark.slow
@@ -897,7 +904,7 @@ def test_nothing_is_scored_where_the_samplers_log_probabilities_serve(caplog):
     for cfg, passes in ((DAPO, []), (RECOMPUTE, []), (GRPO, ["score"])):
         # With a temperature that no other test has, so that all is compiled here.
         objective = Objective(model(), cfg, 0.71, NUM_TOKENS)
-        improve = update.Updater(objective, PLAIN, 10, max_completion_length=LONGEST)
+        improve = update.Updater(objective, PLAIN, 10, **BOUNDS)
         arguments = (base(), sample_experience(), None, jax.random.key(0))
         state = state_of(trained_params())
         names = compiled(caplog, functools.partial(improve, state, *arguments))

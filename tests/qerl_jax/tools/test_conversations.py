@@ -228,16 +228,12 @@ def test_rows_of_several_environments_are_shown_their_own_tools(tokens):
 
 
 def test_nothing_is_learned_from_what_was_given(rollout):
-    experience = make_experience(
-        rollout, np.ones((1, 4)), max_prompt_length=WIDTH, max_completion_length=LIMIT
-    )
-    for row, (ids, given) in enumerate(zip(rollout.completion_ids, rollout.given, strict=True)):
-        mask = experience.mask[row]
-        assert mask[: len(ids)].tolist() == (~given).tolist() and not mask[len(ids) :].any()
-        assert experience.completions[row, : len(ids)].tolist() == ids.tolist()
+    experience = make_experience(rollout, np.ones((1, 4)))
+    assert experience.mask.tolist() == (~np.concatenate(rollout.given)).tolist()
+    assert experience.completions.tolist() == np.concatenate(rollout.completion_ids).tolist()
     assert rollout.given[1].any() and not rollout.given[0].any()
     # A row that is cut in the middle of an answer ends with what the policy said before.
-    assert experience.lengths.tolist() == [len(ids) for ids in rollout.completion_ids]
+    assert np.diff(experience.offsets).tolist() == [len(ids) for ids in rollout.completion_ids]
 
 
 def test_an_answer_that_does_not_fit_was_never_given(tokens, tools):

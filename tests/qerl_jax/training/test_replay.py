@@ -36,11 +36,12 @@ def run_config(folder):
 def experience():
     rng = np.random.default_rng(0)
     return Experience(
-        prompts=rng.integers(0, 64, (4, 3), np.int32),
-        prompt_lengths=np.array([3, 2, 3, 1], np.int32),
-        completions=rng.integers(0, 64, (8, 4), np.int32),
-        mask=np.ones((8, 4), bool),
-        behaviour_logps=np.full((8, 4), -1, np.float32),
+        prompts=rng.integers(0, 64, 9, np.int32),
+        prompt_offsets=np.array([0, 3, 5, 8, 9]),
+        completions=rng.integers(0, 64, 32, np.int32),
+        offsets=np.arange(0, 33, 4),
+        mask=np.ones(32, bool),
+        behaviour_logps=np.full(32, -1, np.float32),
         advantages=np.array([1, -1, 1, -1, 1, np.inf, 1, -1], np.float32),
     )
 
@@ -55,6 +56,7 @@ def test_a_skipped_step_is_written_and_runs_once_more(tmp_path):
         Objective(model, cfg.grpo, temperature=1.0, num_tokens=tokenizer.num_tokens),
         cfg.optim,
         total_steps=4,
+        max_prompt_length=cfg.data.max_prompt_length,
         max_completion_length=cfg.rollout.max_completion_length,
         on_non_finite=lambda failure: written.append(replay.write(tmp_path, failure)),
     )
