@@ -1,174 +1,121 @@
-"""Times the NVFP4 products of real models on one GPU, beside bf16: `python -m scripts.bench_kernels`.
+"""Benchmarks of kernels, for `scripts.bench`: products, gate_up, decode attention, quantizing; and tuning.
 
-Values are checked before every timing. First, all 16 codes times every block scale go through the decoder, with one-hot
-inputs, and must be right bit for bit. Then each shape, at full size, must be within one bfloat16 ulp of the largest
-output from a float32 product.
-
-    bytes   N * K * 9 / 16 + 2 * M * (N + K)         (bf16: 2 * (N * K + M * (N + K)))
-    flops   2 * M * N * K
-    floor   the larger of bytes / 4.3 TB/s and flops / 790 TFLOP/s, which JAX reaches on one H200; on another card the
-            same share of its bandwidth
-
-Calls rotate among enough copies of a weight to miss the L2 cache, each with its own x. `kernel` is the device time of
-the product kernel. `call` is that of all kernels of a call, including the reduction of partial sums. Both are from
-CUPTI. `loop` is the wall time per call in a jitted loop. The H100 time is a projection, not a measurement: the kernel's
-time plus the extra time for its bytes at 3.35 TB/s instead of 4.8. The script needs only jax and numpy, and ends itself
-if a kernel hangs.
-
-`--kernels portable` times the Triton kernels instead, which need the packages of `.[triton]`: up to M = 128 the
-fused kernel, above that the product with an unpacked copy. `--kernels reference` times the fallback that uses no
-kernel. (`scripts.bench_wide` times the Hopper kernels for more rows.) `--dx` times the derivative with respect to x.
-`--rank` times each product as a layer has it, with LoRA added, and bf16 with the same LoRA.
-
-    python -m scripts.bench_kernels --kernels portable --m 1 8 16 32 64
-    python -m scripts.bench_kernels --kernels portable --m 2048 8192 --layers gate_up down
-    python -m scripts.bench_kernels --kernels portable --m 2048 8192 --layers gate_up down --dx
-    python -m scripts.bench_kernels --kernels portable --m 2048 8192 --rank 32
+Shapes are those of `pallas_kernels.nvfp4_matmul.shapes`. Values are checked before every timing. Calls rotate among
+enough copies of a weight to miss the L2 cache, each with its own x. `kernel_us` is the device time of the longest
+kernel of a call, `call_us` that of all its kernels (both from CUPTI), and `loop_us` the wall time of a call in a jitted
+loop. `of_floor` is the share of the larger of two times: of all bytes at the bandwidth that the card reaches, and of all
+operations at 790 TFLOP/s, which JAX reaches on one H200.
 """
 
-import argparse
+from __future__ import annotations
+
+import atexit
+import concurrent.futures
 import dataclasses
-import datetime
-import faulthandler
 import functools
 import json
 import pathlib
 import re
+import shutil
 import statistics
-import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
-from jax.experimental.layout import Layout, with_layout_constraint
-from jax.experimental.mosaic.gpu import profiler
 
 from pallas_kernels import nvfp4, runtime
+from pallas_kernels.decode_attention import config as attention_configs
+from pallas_kernels.decode_attention import decode as attention
+from pallas_kernels.decode_attention import decode_attention as attend_any
+from pallas_kernels.decode_attention import reference as attention_reference
 from pallas_kernels.finished_linear import decode as fused
-from pallas_kernels.finished_linear import finished_linear, lora
+from pallas_kernels.finished_linear import epilogue, finished_linear, gated, lora
 from pallas_kernels.formats.nvfp4 import NVFP4Tensor
 from pallas_kernels.nvfp4_matmul import config as configs
-from pallas_kernels.nvfp4_matmul import (
-    decode,
-    layout,
-    nvfp4_matmul,
-    reference,
-    shapes,
-)
-from pallas_kernels.nvfp4_matmul.config import Config
-from pallas_kernels.nvfp4_matmul.layout import HopperNVFP4
+from pallas_kernels.nvfp4_matmul import layout, nvfp4_matmul, reference, shapes
 from pallas_kernels.portable import layout as portable_layout
 from pallas_kernels.portable import matmul as portable
 from pallas_kernels.portable import tuning as portable_tuning
-from scripts.limits import BF16_RATE, REACHED, bandwidth
+from qerl_jax.checkpoint import base_model, hf_folder, safetensors
+from qerl_jax.model import architecture
+from qerl_jax.model.architecture import LAYER_NORMS, PARENT, Architecture
+from qerl_jax.model.transformer import Transformer
+from qerl_jax.quantization import quantizer
+from qerl_jax.quantization.calibration import Calibration
+from scripts import bench
+from scripts.bench import BF16_RATE, Benchmark, Tell
+from scripts.bench_sampling import shape_of
 
-# Bandwidths that an H200 and an H100 reach.
-H200_BANDWIDTH, H100_BANDWIDTH = 4.8e12 * REACHED, 3.35e12 * REACHED
-KERNEL = "nvfp4_matmul"
 LAYERS = ("qkv", "o", "gate_up", "down")
-# Microseconds of a call with PEER_M rows, measured on a card of the same kind: vLLM 0.26's Marlin kernel with NVFP4
-# weights, and bitsandbytes 0.50.2 with NF4.
-PEER_M = (1, 8, 16, 32, 64, 128)
-PEERS = {
-    ("qwen2.5-7b", "qkv"): (
-        (11.4, 11.4, 12.2, 13.4, 19.1, 27.4),
-        (11.7, 43.4, 43.4, 28.2, 28.9, 30.2),
-    ),
-    ("qwen2.5-7b", "o"): (
-        (10.1, 9.9, 10.4, 12.0, 16.7, 22.8),
-        (10.0, 23.8, 24.1, 24.5, 23.2, 24.0),
-    ),
-    ("qwen2.5-7b", "gate_up"): (
-        (36.6, 36.7, 39.7, 44.9, 62.9, 115.3),
-        (65.9, 138.3, 141.3, 147.3, 193.3, 222.4),
-    ),
-    ("qwen2.5-7b", "down"): (
-        (30.8, 26.1, 27.0, 30.1, 46.5, 79.7),
-        (41.4, 119.3, 117.2, 116.8, 119.2, 121.4),
-    ),
-    ("qwen2.5-32b", "qkv"): (
-        (15.8, 15.2, 15.7, 19.7, 28.9, 39.7),
-        (23.9, 62.0, 61.0, 62.9, 63.3, 66.6),
-    ),
-    ("qwen2.5-32b", "o"): (
-        (13.9, 13.4, 14.3, 16.5, 24.1, 34.5),
-        (15.8, 45.0, 45.0, 45.3, 46.5, 48.6),
-    ),
-    ("qwen2.5-32b", "gate_up"): (
-        (71.1, 69.8, 76.0, 84.2, 118.4, 228.7),
-        (124.7, 273.3, 277.9, 289.1, 381.4, 459.9),
-    ),
-    ("qwen2.5-32b", "down"): (
-        (49.0, 39.9, 40.9, 53.9, 82.2, 118.6),
-        (74.8, 233.6, 229.7, 230.6, 232.1, 236.1),
-    ),
-}
-# The data read between two uses of a weight is this many times the size of the L2 cache.
-_ROTATION = 5
 # How a weight is laid out for kernels; the reference reads it as it is stored.
-_PREPARE = {
+PREPARE = {
     "hopper": layout.prepare,
     "portable": portable_layout.prepare,
     "reference": lambda tensor: tensor,
 }
-# Kernels of the timing loop itself: they fetch x or count.
-_BOOKKEEPING = re.compile("dynamic_slice|add_fusion|compare|mem(cpy|set)", re.IGNORECASE)
-# The same where a call adds LoRA: the loop's own additions take a microsecond, and are counted.
-_WITHOUT_SUMS = re.compile("dynamic_slice|compare|mem(cpy|set)", re.IGNORECASE)
-# Most seconds for one check or timing with its compilation; then the process ends.
-_PATIENCE_S = 90
+# The data read between two uses of a weight is this many times the size of the L2 cache.
+_ROTATION = 5
+# Kernels of the timing loop itself: they fetch an operand, count, or keep a result.
+_BOOKKEEPING = re.compile(
+    "(?<!update_)dynamic_slice|add_fusion|compare|mem(cpy|set)", re.IGNORECASE
+)
+EPS = 1e-6
+TINY_PROBLEM = shapes.Problem("tiny", "qkv", 128, 128)
 
 
-@dataclasses.dataclass(frozen=True)
-class Timing:
-    """Microseconds of one call: the product kernel, all kernels, and wall time including gaps."""
-
-    kernel: float
-    call: float
-    loop: float
-
-
-def bytes_moved(m: int, n: int, k: int) -> float:
-    """Bytes that an NVFP4 product must read and write, each once."""
-    return n * k * 9 / 16 + 2 * m * (n + k)
+def problem_of(case: SimpleNamespace) -> shapes.Problem:
+    """The shape of a case's linear."""
+    name = case.model if "." in case.model or "-" in case.model else f"qwen2.5-{case.model}"
+    for problem in (*shapes.PROBLEMS, dataclasses.replace(TINY_PROBLEM, layer=case.layer)):
+        if problem.layer == case.layer and problem.model in (name, case.model):
+            return problem
+    raise ValueError(f"--model {case.model} --layer {case.layer}: no such product in shapes.py")
 
 
-def floor_us(m: int, n: int, k: int) -> float:
-    """The least time that an NVFP4 product needs on the card at hand, in microseconds."""
-    return max(bytes_moved(m, n, k) / bandwidth(), 2 * m * n * k / BF16_RATE) * 1e6
+def kernels_of(case: SimpleNamespace) -> str:
+    """The kernels of a case: those of the device at hand for "auto"."""
+    if runtime.platform() == "gpu":  # elsewhere kernels are interpreted
+        runtime.use_kernels(case.kernels)
+    if case.kernels != "auto":
+        return case.kernels
+    return "hopper" if runtime.unless_hopper() is None else "reference"
 
 
-def projected_h100_us(kernel: float, m: int, n: int, k: int) -> float:
-    """Projects the time of a kernel on an H200 to an H100, in microseconds."""
-    return kernel + bytes_moved(m, n, k) * (1 / H100_BANDWIDTH - 1 / H200_BANDWIDTH) * 1e6
+def floor_us(m: int, n: int, k: int, weight_bytes: float = 9 / 16) -> float:
+    """The least time of a product on the card at hand, in microseconds."""
+    moved = n * k * weight_bytes + 2 * m * (n + k)
+    return max(moved / bench.bandwidth(), 2 * m * n * k / BF16_RATE) * 1e6
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def random_weights(key: jax.Array, copies: int, n: int, k: int) -> HopperNVFP4:
-    """Makes a stack of `copies` random weights in the kernel's layout."""
-    return layout.prepare(nvfp4.random(key, (copies, n, k), std=k**-0.5))
+def copies_of(n: int, k: int, weight_bytes: float) -> int:
+    """The number of copies of a weight that miss the L2 cache together; two without a GPU."""
+    if runtime.platform() != "gpu":
+        return 2
+    return max(2, round(_ROTATION * runtime.device().l2_bytes / (n * k * weight_bytes)))
 
 
-def rounds_of(call: Callable[..., jax.Array], out: Any) -> Callable[..., Any]:
+def rounds_of(call: Callable[..., jax.Array], out: jax.ShapeDtypeStruct) -> Callable[..., Any]:
     """Makes a jitted function of (x, weights, rounds) that computes `call(x[r, i], weights[i])` for all r, i.
 
     Args:
-      call: the product.
-      out: shape and dtype of its result.
+        call: What is timed.
+        out: Shape and dtype of its result.
 
     x is [2, copies, M, K], for two rounds, because XLA would move a single round out of the loop. Weights are a stack
-    of `copies`, or a list of them.
+    of copies, or a list of them, where XLA would copy slices of a stack.
     """
 
     def run(x, weights, rounds):
         copies = x.shape[1]
 
         def one_round(r, y):
-            if isinstance(weights, list):  # XLA would copy slices of a stack
+            if isinstance(weights, list):
                 return [call(x[r % 2, i], w) for i, w in enumerate(weights)]
             at = lambda i: jax.tree.map(lambda leaf: leaf[i], weights)
             return jax.lax.fori_loop(0, copies, lambda i, y: call(x[r % 2, i], at(i)), y)
@@ -180,449 +127,650 @@ def rounds_of(call: Callable[..., jax.Array], out: Any) -> Callable[..., Any]:
     return jax.jit(run)
 
 
-def measure(
-    run: Callable[..., Any],
-    x: jax.Array,
-    weights: Any,
-    *,
-    repeats: int = 7,
-    name: str | None = KERNEL,
-    bookkeeping: re.Pattern = _BOOKKEEPING,
-) -> Timing:
-    """Times a function made by `rounds_of`. `loop` is the median of several runs; `kernel` is the kernel of that
-    name, or all of a call if there is none; kernels with names of `bookkeeping` are left out.
-    """
-    copies = x.shape[1]
+def timing(run: Callable[..., Any], *arguments: Any, calls: int, repeats: int = 3) -> dict:
+    """Microseconds of a call of `run(*arguments, rounds)`, which makes so many calls in each round."""
 
-    def wall(rounds):
-        begin = time.perf_counter()
-        jax.block_until_ready(run(x, weights, jnp.int32(rounds)))
-        return time.perf_counter() - begin
+    def wall(rounds: int) -> float:
+        started = time.perf_counter()
+        jax.block_until_ready(run(*arguments, jnp.int32(rounds)))
+        return time.perf_counter() - started
 
-    few, many = 2, 2 + max(2, 200 // copies)
+    few, on_gpu = 2, runtime.platform() == "gpu"
     wall(few)
-    walls = [(wall(few), wall(many)) for _ in range(repeats)]
-    loop = statistics.median(long - short for short, long in walls) / ((many - few) * copies)
+    # Enough calls for a tenth of a second, according to the first estimate.
+    many = few + max(2, min(200 // calls + 2, round(0.1 / (wall(few) / few))))
+    walls = [(wall(few), wall(many)) for _ in range(repeats if on_gpu else 1)]
+    loop = 1e6 * statistics.median(long - short for short, long in walls) / ((many - few) * calls)
+    if not on_gpu:
+        return {"kernel_us": loop, "call_us": loop, "loop_us": loop}
+    from jax.experimental.mosaic.gpu import profiler
 
-    _, kernels = profiler.measure(run, aggregate=False)(x, weights, jnp.int32(few))
-    named = [ms for kernel, ms in kernels if name and name in kernel]
-    per_call = sum(ms for kernel, ms in kernels if not bookkeeping.search(kernel))
-    per_call /= few * copies
-    kernel = statistics.median(named) if named else per_call
-    return Timing(kernel=1e3 * kernel, call=1e3 * per_call, loop=1e6 * loop)
-
-
-def nvfp4_inputs(m: int, n: int, k: int) -> tuple[jax.Array, HopperNVFP4]:
-    """Makes random x and weights for `rounds_of`."""
-    copies = max(2, round(_ROTATION * runtime.device().l2_bytes / (n * k * 9 / 16)))
-    x = jax.random.normal(jax.random.key(1), (2, copies, m, k), jnp.bfloat16)
-    return x, random_weights(jax.random.key(2), copies, n, k)
-
-
-def nvfp4_rounds(m: int, n: int, config: Config) -> Callable[..., Any]:
-    """Makes the function of `rounds_of` for the kernel."""
-
-    def call(x, w):
-        # The next product would read y row-major; without this constraint the loop keeps y^T.
-        return with_layout_constraint(decode.matmul(x, w, config), Layout((0, 1)))
-
-    return rounds_of(call, jax.ShapeDtypeStruct((m, n), jnp.bfloat16))
+    _, kernels = profiler.measure(run, aggregate=False)(*arguments, jnp.int32(few))
+    spent: dict[str, float] = {}
+    for name, ms in kernels:
+        if not _BOOKKEEPING.search(name):
+            spent[name] = spent.get(name, 0.0) + 1e3 * ms / (few * calls)
+    longest = max(spent.values(), default=loop)
+    return {"kernel_us": longest, "call_us": sum(spent.values()) or loop, "loop_us": loop}
 
 
-@functools.lru_cache(maxsize=1)
-def by_format(kernels: str, n: int, k: int, *, is_stack: bool) -> Any:
-    """Makes random weights in the layout that the kernels read, enough of them to miss the L2 cache."""
-    copies = max(2, round(_ROTATION * runtime.device().l2_bytes / (n * k * 9 / 16)))
-    prepare = _PREPARE[kernels]
-    make = jax.jit(lambda key: prepare(nvfp4.random(key, (n, k), std=k**-0.5)))
-    weights = [make(key) for key in jax.random.split(jax.random.key(2), copies)]
-    return (
-        jax.jit(lambda *w: jax.tree.map(lambda *x: jnp.stack(x), *w))(*weights)
-        if is_stack
-        else weights
-    )
+def random_weights(kernels: str, n: int, k: int, *, is_paired: bool = False) -> Any:
+    """Random packed weights that miss the L2 cache: a stack for Hopper's kernels, else a list."""
+    copies, std = copies_of(n, k, 9 / 16), k**-0.5
+    if kernels == "hopper":
+        prepare = functools.partial(layout.prepare, is_paired=is_paired)
+        return jax.jit(lambda key: prepare(nvfp4.random(key, (copies, n, k), std=std)))(
+            jax.random.key(2)
+        )
+    make = jax.jit(lambda key: PREPARE[kernels](nvfp4.random(key, (n, k), std=std)))
+    return [make(key) for key in jax.random.split(jax.random.key(2), copies)]
 
 
-def other_inputs(
-    kernels: str, m: int, n: int, k: int, *, config: Any = None, is_dx: bool = False
-) -> tuple[jax.Array, Any]:
-    """Makes x, or dy, and weights: a stack for `stacked_rounds` if a configuration is given, else a list."""
-    weights = by_format(kernels, n, k, is_stack=config is not None)
-    copies = len(weights.words) if config is not None else len(weights)
-    shape = (2, copies, m, n if is_dx else k)
-    return jax.random.normal(jax.random.key(1), shape, jnp.bfloat16), weights
+def length_of(weights: Any) -> int:
+    """The number of copies in a stack or a list."""
+    return len(weights) if isinstance(weights, list) else len(jax.tree.leaves(weights)[0])
 
 
-def linear_rounds(
-    m: int, n: int, k: int, *, rank: int = 0, is_dx: bool = False
-) -> Callable[..., Any]:
-    """Makes the function of `rounds_of` for a list of weights, packed or dense, or for the derivative of x.
-
-    With a rank it is the linear as a layer has it, with LoRA's branch added. Without, a dense weight is [K, N].
-    """
-    a = jax.random.normal(jax.random.key(9), (k, rank), jnp.bfloat16)
-    b = jax.random.normal(jax.random.key(10), (rank, n), jnp.bfloat16)
-
-    def linear(x, w):
-        if rank:
-            return finished_linear(x, w, ((x @ a, b),))
-        return x @ w if isinstance(w, jax.Array) else nvfp4_matmul(x, w)
-
-    def call(x, w):
-        if not is_dx:
-            return linear(x, w)
-        like = jnp.zeros((m, k), jnp.bfloat16)
-        return jax.vjp(functools.partial(linear, w=w), like)[1](x)[0]
-
-    return rounds_of(call, jax.ShapeDtypeStruct((m, k if is_dx else n), jnp.bfloat16))
+@jax.jit
+def ulps(actual: jax.Array, expected: jax.Array) -> jax.Array:
+    """Largest error, in bfloat16 ulps of the largest expected value."""
+    ulp = jnp.exp2(jnp.floor(jnp.log2(jnp.abs(expected).max())) - 7)
+    return jnp.abs(actual.astype(jnp.float32) - expected).max() / ulp
 
 
-def stacked_rounds(m: int, n: int, config: Any) -> Callable[..., Any]:
-    """Makes the function of `rounds_of` for the portable kernel, with a stack and a layer's number as in decoding."""
-    out = jax.ShapeDtypeStruct((m, n), jnp.bfloat16)
-
-    def run(x, stack, rounds):
-        def indexed(r, i):
-            sums = portable.product(x[r % 2, i], stack, layer=i[None], config=config)
-            y = _rounded(jnp.sum(sums.partials, axis=0)[:, :n]) * stack.multiplier[i]
-            return y.astype(x.dtype)
-
-        one_round = lambda r, y: jax.lax.fori_loop(0, x.shape[1], lambda i, y: indexed(r, i), y)
-        return jax.lax.fori_loop(0, rounds, one_round, jnp.zeros(out.shape, out.dtype))
-
-    return jax.jit(run)
-
-
-def check_other(kernels: str, m: int, n: int, k: int, *, config: Any = None) -> float:
-    """Does the check of `check_product` for `nvfp4_matmul` with any kernels, or for the portable kernel."""
-    t = jax.jit(nvfp4.random, static_argnums=1)(jax.random.key(5), (n, k))
-    x = jax.random.normal(jax.random.key(6), (m, k), jnp.bfloat16)
-    w = jax.jit(_PREPARE[kernels])(t)
-    if config is None:
-        actual = jax.jit(nvfp4_matmul)(x, w)
-    else:
-        run = jax.jit(functools.partial(portable.product, config=config))
-        sums = jnp.sum(run(x, w).partials, axis=0)[:, :n]
-        actual = (_rounded(sums) * w.multiplier).astype(x.dtype)
-    error = float(_ulps(actual, jax.jit(reference.forward)(x.astype(jnp.float32), t)))
-    # Both the sums and the results are rounded.
-    assert error <= 2, f"{(m, n, k)} {config}: {error} ulp"
-    return error
-
-
-def time_bf16(m: int, n: int, k: int, *, rank: int = 0, is_dx: bool = False) -> Timing:
-    """Times the same as `linear_rounds` with weights in bfloat16: [K, N], or as in a layer [N, K] if there is a rank.
-
-    Without a rank, dX is timed as the product with weights [N, K], which is what it is.
-    """
-    if is_dx and not rank:
-        n, k, is_dx = k, n, False
-    copies = max(2, round(_ROTATION * runtime.device().l2_bytes / (n * k * 2)))
-    keys = jax.random.split(jax.random.key(3), copies)
-    shape = (n, k) if rank else (k, n)
-    weights = [jax.random.normal(key, shape, jnp.bfloat16) for key in keys]
-    x = jax.random.normal(jax.random.key(4), (2, copies, m, n if is_dx else k), jnp.bfloat16)
-    bookkeeping = _WITHOUT_SUMS if rank else _BOOKKEEPING
-    rounds = linear_rounds(m, n, k, rank=rank, is_dx=is_dx)
-    return measure(rounds, x, weights, bookkeeping=bookkeeping)
-
-
-def check_decoder(kernels: str = "hopper") -> None:
-    """Checks all 16 codes times all scales except NaN with one-hot inputs; raises AssertionError unless all bits are
-    right.
-    """
+def check_decoder(kernels: str) -> None:
+    """Checks all 16 codes times all scales except NaN with one-hot inputs; all bits must be right."""
     scale_bytes = np.arange(127, dtype=np.uint8)
     k = nvfp4.BLOCK * len(scale_bytes)
     codes = (np.arange(64)[:, None] + np.arange(k)) % 16
     scales = np.broadcast_to(scale_bytes, (64, len(scale_bytes))).view(jnp.float8_e4m3fn)
-    t = NVFP4Tensor(
+    tensor = NVFP4Tensor(
         codes=nvfp4.pack_codes(jnp.asarray(codes, jnp.uint8)),
         scales=jnp.asarray(scales),
         global_scale=jnp.array([38400 / 7], jnp.float32),
         shape=(64, k),
     )
     exact = nvfp4.CODE_VALUES[codes] * np.repeat(np.float32(scales), nvfp4.BLOCK, axis=-1)
-    expected = exact.T * np.asarray(t.multiplier)
-    product = functools.partial(nvfp4_matmul, implementation=kernels, out_dtype=jnp.float32)
-    product, w = jax.jit(product), jax.jit(_PREPARE[kernels])(t)
+    expected = exact.T * np.asarray(tensor.multiplier)
+    product = jax.jit(functools.partial(nvfp4_matmul, out_dtype=jnp.float32))
+    weight = jax.jit(PREPARE[kernels])(tensor)
     one_hot = jnp.eye(k, dtype=jnp.bfloat16).reshape(nvfp4.BLOCK, len(scale_bytes), k)
-    actual = np.concatenate([product(rows, w) for rows in one_hot])
+    actual = np.concatenate([product(rows, weight) for rows in one_hot])
     np.testing.assert_array_equal(actual, expected)  # `==` takes 0 and -0 as equal
 
 
-def check_product(m: int, n: int, k: int, config: Config, *, global_scale: float = 1.0) -> float:
-    """Largest error of a random product, in bfloat16 ulps of the largest output.
+def check_product(kernels: str, m: int, n: int, k: int, *, is_paired: bool = False) -> dict:
+    """Errors of a random product and of its dX, in ulps; at most 2, where a sum near a tie is rounded twice."""
+    tensor = jax.jit(nvfp4.random, static_argnums=1)(jax.random.key(5), (n, k))
+    prepare = functools.partial(layout.prepare, is_paired=True) if is_paired else PREPARE[kernels]
+    weight = jax.jit(prepare)(tensor)
+    # The reference is slow without tensor cores.
+    some = np.linspace(0, m - 1, min(m, 384)).astype(int)
+    errors = {}
+    for name, width, oracle in (("ulp", k, reference.forward), ("dx_ulp", n, reference.backward)):
+        x = jax.random.normal(jax.random.key(6), (m, width), jnp.bfloat16)
+        like = jnp.zeros((m, k), jnp.bfloat16)
+        product = (
+            nvfp4_matmul if name == "ulp" else lambda dy, w, like=like: derivative(dy, w, like)
+        )
+        actual = jax.jit(product)(x, weight)[some]
+        errors[name] = float(ulps(actual, jax.jit(oracle)(x[some].astype(jnp.float32), tensor)))
+        assert errors[name] <= 2, f"{name} of {(m, n, k)}: {errors[name]}"
+    return errors
 
-    Raises:
-      AssertionError: it is more than 1.
+
+def derivative(dy: jax.Array, weight: Any, like: jax.Array) -> jax.Array:
+    """The derivative with respect to x, [M, K] as `like`."""
+    return jax.vjp(lambda x: nvfp4_matmul(x, weight), like)[1](dy)[0]
+
+
+def values(case: SimpleNamespace) -> Callable[[Tell], None]:
+    """Products of a full-size weight beside a float32 product, for several numbers of rows; nothing is timed."""
+    kernels, problem = kernels_of(case), problem_of(case)
+    check_decoder(kernels)
+    paired = kernels == "hopper" and case.layer == "gate_up"
+
+    def measure(tell: Tell) -> None:
+        errors = [
+            check_product(kernels, m, problem.n, problem.k, is_paired=is_paired)
+            for m in case.all_m
+            for is_paired in {False, paired}
+        ]
+        largest = lambda name: max(error[name] for error in errors)
+        tell({"ulp": largest("ulp"), "dx_ulp": largest("dx_ulp"), "n": problem.n, "k": problem.k})
+
+    return measure
+
+
+def product(case: SimpleNamespace) -> Callable[[Tell], None]:
+    """A linear of a model, y = x W^T or dX = dY W, by the kernel that the library chooses for M, or in bfloat16.
+
+    With `--rank` LoRA is added on both sides, as in a layer.
     """
-    t = jax.jit(nvfp4.random, static_argnums=1)(jax.random.key(5), (n, k))
-    t = dataclasses.replace(t, global_scale=t.global_scale * global_scale)
-    x = jax.random.normal(jax.random.key(6), (m, k), jnp.bfloat16)
-    actual = jax.jit(functools.partial(decode.matmul, config=config))(x, jax.jit(layout.prepare)(t))
-    error = float(_ulps(actual, jax.jit(reference.forward)(x.astype(jnp.float32), t)))
-    assert error <= 1, f"{(m, n, k)} {config}: {error} ulp"
+    kernels, problem, m = kernels_of(case), problem_of(case), case.m
+    n, k = problem.n, problem.k
+    is_dx, is_packed = case.direction == "dx", case.base != "bfloat16"
+    errors = check_product(kernels, m, n, k) if is_packed else {}
+    if is_packed:
+        weights = random_weights(kernels, n, k)
+    else:
+        keys = jax.random.split(jax.random.key(3), copies_of(n, k, 2))
+        shape = (n, k) if case.rank or is_dx else (k, n)
+        weights = [jax.random.normal(key, shape, jnp.bfloat16) for key in keys]
+    a = jax.random.normal(jax.random.key(9), (k, case.rank), jnp.bfloat16)
+    b = jax.random.normal(jax.random.key(10), (case.rank, n), jnp.bfloat16)
+    like = jnp.zeros((m, k), jnp.bfloat16)
+
+    def linear(x, w):
+        if case.rank:
+            return finished_linear(x, w, ((x @ a, b),))
+        return nvfp4_matmul(x, w) if is_packed else x @ w
+
+    def call(x, w):
+        if not is_dx:
+            return linear(x, w)
+        if not is_packed and not case.rank:
+            return x @ w
+        return jax.vjp(lambda rows: linear(rows, w), like)[1](x)[0]
+
+    wide = (n, k) if is_dx else (k, n)
+    x = jax.random.normal(jax.random.key(4), (2, length_of(weights), m, wide[0]), jnp.bfloat16)
+    run = rounds_of(call, jax.ShapeDtypeStruct((m, wide[1]), jnp.bfloat16))
+    floor = floor_us(m, n, k, 9 / 16 if is_packed else 2)
+
+    def measure(tell: Tell) -> None:
+        spent = timing(run, x, weights, calls=length_of(weights))
+        tell({**spent, "floor_us": floor, "of_floor": floor / spent["call_us"], **errors})
+
+    measure(lambda row: None)
+    return measure
+
+
+def branch_of(n: int, k: int, rank: int, *, is_paired: bool) -> Any:
+    """LoRA's branches of gate and up, packed for the kernels; None for rank 0."""
+    if not rank:
+        return None
+    normal = lambda seed, shape, std: std * jax.random.normal(jax.random.key(seed), shape)
+    pairs = [(normal(s, (k, rank), k**-0.5), normal(s + 9, (rank, n // 2), 1.0)) for s in (1, 2)]
+    return lora.pack_branch(pairs, 1.0, is_packed=True, is_paired=is_paired)
+
+
+def gate_up(case: SimpleNamespace) -> Callable[[Tell], None]:
+    """gate_up of a decoding step after a norm, with LoRA and SwiGLU: in one kernel, or in two, on Hopper only.
+
+    Both must agree within two ulps, equal calls must give equal bits, and a row must not depend on the others.
+    """
+    problem, m = problem_of(case), fused.padded(case.m)
+    n, k = problem.n, problem.k
+    stream = epilogue.stream(
+        3 * jax.random.normal(jax.random.key(8), (m, k), jnp.bfloat16), jnp.ones(k)
+    )
+    changed = epilogue.stream(stream.values.T.at[1:].multiply(-3), jnp.ones(k))
+    tensor = jax.jit(nvfp4.random, static_argnums=1)(jax.random.key(7), (n, k))
+    options = {"eps": EPS, "is_swiglu": True, "interpret": runtime.platform() != "gpu"}
+
+    def whole(stream, is_paired):
+        weight = layout.prepare(tensor, is_paired=is_paired)
+        branch = branch_of(n, k, case.rank, is_paired=is_paired)
+        return fused.linear(stream, weight, branch=branch, **options)
+
+    one, two = (jax.jit(functools.partial(whole, is_paired=paired)) for paired in (True, False))
+    result = np.float32(one(stream))
+    assert (result == np.float32(one(stream))).all(), "equal calls gave different results"
+    assert (np.float32(one(changed))[0] == result[0]).all(), "a row depends on the other rows"
+    error = float(ulps(jnp.asarray(result), two(stream).astype(jnp.float32)))
+    assert error <= 2, f"one kernel and two differ by {error} ulp"
+    is_paired = case.kernel == "one"
+    branch = branch_of(n, k, case.rank, is_paired=is_paired)
+    weights = random_weights("hopper", n, k, is_paired=is_paired)
+    counters = jnp.zeros((length_of(weights), 64), jnp.int32)
+    x = jax.random.normal(jax.random.key(1), (2, length_of(weights), m, k), jnp.bfloat16)
+
+    def call(x, operands):
+        weight, counters = operands
+        more = {"counters": counters} if is_paired else {}
+        rows = dataclasses.replace(stream, scaled=x)
+        return fused.linear(rows, weight, branch=branch, **options, **more)
+
+    run = rounds_of(call, jax.ShapeDtypeStruct((m, n // 2), jnp.bfloat16))
+    operands, floor = (weights, counters), floor_us(m, n, k)
+    ranks = lora.filled_rank(case.rank) if case.rank else 0
+    config = gated.pick_config(m, n, k, rank=ranks) if is_paired else None
+
+    def measure(tell: Tell) -> None:
+        spent = timing(run, x, operands, calls=length_of(weights))
+        row = {**spent, "of_floor": floor / spent["call_us"], "ulp": error}
+        tell(row | {"config": str(dataclasses.astuple(config)) if config else ""})
+
+    measure(lambda row: None)
+    return measure
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows that attend.
+
+    Attributes:
+        lengths: Tokens of each row, including the new one.
+        width: W, most pages of a row.
+        heads: H, query heads.
+        key_heads: J, key/value heads.
+        head_size: C, channels per head.
+        siblings: Rows of each prompt; 1 if rows share no pages.
+        shared: Pages of each prompt, which its rows share.
+    """
+
+    lengths: Sequence[int]
+    width: int
+    heads: int = 28
+    key_heads: int = 4
+    head_size: int = 128
+    siblings: int = 1
+    shared: int = 0
+
+    @property
+    def floor_us(self) -> float:
+        """The time to read keys and values on the card at hand, in microseconds; shared pages are read once."""
+        again = len(self.lengths) - len(self.lengths) // self.siblings
+        tokens = sum(self.lengths) - again * self.shared * attention_configs.PAGE
+        return 4 * self.key_heads * self.head_size * tokens / bench.bandwidth() * 1e6
+
+    @property
+    def layers(self) -> int:
+        """The number of layers whose caches together exceed the L2 cache; two without a GPU."""
+        if runtime.platform() != "gpu":
+            return 2
+        size = self.floor_us * bench.bandwidth() / 1e6
+        return max(2, round(_ROTATION * runtime.device().l2_bytes / size))
+
+
+def log_normal(rows: int, mean: float) -> list[int]:
+    """Row lengths from a log-normal distribution with sigma 1, at most 4096, with a fixed seed."""
+    lengths = np.random.default_rng(0).lognormal(np.log(mean) - 0.5, 1, rows)
+    return np.clip(lengths.round(), 1, 4096).astype(int).tolist()
+
+
+def uniform(rows: int) -> list[int]:
+    """Row lengths from 256 to 768, like rows of a rollout that began together."""
+    return np.linspace(256, 768, rows).astype(int).tolist()
+
+
+def grouped(prompt: int, mean: int = 125) -> Rows:
+    """16 prompts of so many tokens with 8 completions each, of exponential lengths with a mean, with a fixed seed."""
+    lengths = prompt + 1 + np.random.default_rng(0).exponential(mean, 128).astype(int)
+    page = attention_configs.PAGE
+    width = -(-int(lengths.max()) // page)
+    return Rows(lengths.tolist(), width, siblings=8, shared=prompt // page)
+
+
+# Shapes are those of 7B unless the name says otherwise.
+ATTENTION: dict[str, Callable[[], Rows]] = {
+    "1x4096": lambda: Rows([4096], 64),
+    "8x512": lambda: Rows(uniform(8), 12),
+    "16x512": lambda: Rows(uniform(16), 12),
+    "64xlog-normal": lambda: Rows(log_normal(64, 512), 64),
+    "64x512": lambda: Rows(uniform(64), 12),
+    "128xlog-normal": lambda: Rows(log_normal(128, 512), 64),
+    "32b-16x512": lambda: Rows(uniform(16), 12, heads=40, key_heads=8),
+    "0.5b-64x512": lambda: Rows(uniform(64), 12, heads=14, key_heads=2, head_size=64),
+    "1x32768": lambda: Rows([32768], 512),
+    **{f"16x8-{n}": functools.partial(grouped, n) for n in (256, 1024, 2048)},
+    "tiny": lambda: Rows([70, 3], 2, 4, 2, 64),
+}
+
+
+def attention_inputs(rows: Rows, layers: int) -> tuple[tuple[jax.Array, ...], tuple]:
+    """Random inputs: (qkv, cos, sin, tables, ends), with qkv for two rounds of all layers, and (keys, values)."""
+    rng, page = np.random.default_rng(1), attention_configs.PAGE
+    lengths, size = np.asarray(rows.lengths), rows.head_size
+    counts = -(-lengths // page)
+    pages = rng.permutation(counts.sum()) + 1  # page 0 is for unused rows
+    tables = np.zeros((len(lengths), rows.width), np.int32)
+    for row, mine in enumerate(np.split(pages, np.cumsum(counts)[:-1])):
+        tables[row, : len(mine)] = mine
+        first = row - row % rows.siblings
+        tables[row, : rows.shared] = tables[first, : rows.shared]
+    angles = rng.uniform(0, 2 * np.pi, (len(lengths), size // 2)).astype(np.float32)
+    random = lambda seed, shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+    all_heads = rows.heads + 2 * rows.key_heads
+    cache = (layers, len(pages) + 1, rows.key_heads, page, size)
+    small = (
+        random(1, (2, layers, len(lengths), all_heads, size)),
+        *map(jnp.asarray, (np.cos(angles), np.sin(angles), tables, lengths.astype(np.int32) - 1)),
+    )
+    return small, (random(2, cache), random(3, cache))
+
+
+def check_attention(rows: Rows, attend: Callable[..., Any]) -> float:
+    """The kernel's largest error relative to the allowed bfloat16 rounding; above 1 the case fails.
+
+    The cache may differ only in the last bit of a new key, and a row's bits must not change when the others are gone.
+    """
+    (qkv, cos, sin, tables, ends), (keys, values) = attention_inputs(rows, 2)
+    qkv, layer = qkv[0, 1], jnp.int32(1)
+    # Rows in use write to distinct pages, so the two caches may differ only by rounding.
+    oracle, run = jax.jit(attention_reference.decode_attention), jax.jit(attend)
+    out, *caches = run(qkv, cos, sin, keys, values, layer, tables, ends)
+    expected, *expected_caches = oracle(qkv, cos, sin, keys, values, layer, tables, ends)
+    value_heads = -rows.key_heads
+    positive = qkv.at[:, value_heads:].set(jnp.abs(qkv[:, value_heads:]))
+    # Weights and result are rounded, and a query or a key may be rounded in the other direction.
+    bound, *_ = oracle(positive, cos, sin, keys, jnp.abs(values), layer, tables, ends)
+    difference = np.abs(np.asarray(out, np.float32) - np.asarray(expected, np.float32))
+    error = float((difference / (np.asarray(bound, np.float32) * 2**-7)).max())
+    assert error <= 1, f"the error is {error} times what rounding allows"
+    for name, a, b in zip(("keys", "values"), caches, expected_caches, strict=True):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        assert (np.abs(a - b) <= 2**-7 * np.maximum(np.abs(b), 1e-6)).all(), f"{name} are wrong"
+    alone = (tables.at[1:].set(0), ends.at[1:].set(0))
+    same, *_ = run(qkv, cos, sin, keys, values, layer, *alone)
+    assert bool((same[0] == out[0]).all()), "a row depends on the other rows"
     return error
 
 
-@jax.jit
-def _ulps(actual: jax.Array, expected: jax.Array) -> jax.Array:
-    """Largest error, in bfloat16 ulps of the largest expected value."""
-    ulp = jnp.exp2(jnp.floor(jnp.log2(jnp.abs(expected).max())) - 7)
-    return jnp.abs(actual.astype(jnp.float32) - expected).max() / ulp
+def decode_attention(case: SimpleNamespace) -> Callable[[Tell], None]:
+    """Decode attention of a layer: it rotates, appends to the cache and attends; or cuDNN's, which only attends.
 
-
-def check_values(
-    problem: shapes.Problem, ms: Sequence[int], rank: int, kernels: str = "hopper"
-) -> list[dict[str, Any]]:
-    """Compares products of one random full-size weight, for all M, with one float32 product.
-
-    Args:
-      problem: the product's shape.
-      ms: numbers of rows of x.
-      rank: 0 for the product alone. Otherwise the product has LoRA of this rank, the epilogue finishes it, and M is
-          padded, as in a decoding layer. Only the Hopper kernels have that.
-      kernels: the kernels that compute the product.
-
-    Returns:
-      A row for each M with its error in bfloat16 ulps of the largest output. At most 1 is allowed, or 2 with LoRA and
-      for other kernels, where a sum near a tie is rounded twice.
-
-    Raises:
-      AssertionError: an error is larger than that.
+    `together` reads the shared pages of a prompt once for its rows, `apart` for each row.
     """
-    n, k = problem.n, problem.k
-    ms = sorted({fused.padded(m) for m in ms}) if rank else ms
-    t = jax.jit(nvfp4.random, static_argnums=1)(jax.random.key(7), (n, k))
-    w = jax.jit(_PREPARE[kernels])(t)
-    x = jax.random.normal(jax.random.key(8), (max(ms), k), jnp.bfloat16)
-    branch, added = None, 0.0
-    if rank:
-        a = k**-0.5 * jax.random.normal(jax.random.key(9), (k, rank), jnp.bfloat16)
-        b = jax.random.normal(jax.random.key(10), (rank, n), jnp.bfloat16)
-        branch = lora.pack_branch([(a, b)], 1.0, is_packed=True)
-        in_float32 = functools.partial(
-            jnp.dot, precision="highest", preferred_element_type="float32"
-        )
-        added = _rounded(in_float32(in_float32(x, a).astype(x.dtype), b))
-    expected = jax.jit(reference.forward)(x.astype(jnp.float32), t)
-    if rank:
-        expected = _rounded(expected / t.multiplier) * t.multiplier
-    expected = np.asarray(expected + added)
-
-    def lowered(m):
-        if kernels != "hopper":
-            return jax.jit(nvfp4_matmul).lower(x[:m], w)
-        if rank:
-            return jax.jit(fused.linear).lower(x[:m], w, branch=branch)
-        config = configs.pick_config(m, n, k)
-        return jax.jit(functools.partial(decode.matmul, config=config)).lower(x[:m], w)
-
-    with ThreadPoolExecutor() as pool:
-        compiled = list(pool.map(lambda program: program.compile(), map(lowered, ms)))
-    rows = []
-    for m, product in zip(ms, compiled, strict=True):
-        y = product(x[:m], w, branch=branch) if rank else product(x[:m], w)
-        error = float(_ulps(y, expected[:m]))
-        assert error <= (2 if rank or kernels != "hopper" else 1), (
-            f"{problem.model} {problem.layer}, M = {m}: {error} ulp"
-        )
-        row = {"model": problem.model, "layer": problem.layer, "m": m, "n": n, "k": k}
-        rows.append(row | {"kernels": kernels, "rank": rank, "ulp": error})
-    return rows
-
-
-def _rounded(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.bfloat16).astype(jnp.float32)
-
-
-def watch() -> None:
-    """Starts the time limit of the next piece of work. The process ends if it is exceeded."""
-    faulthandler.dump_traceback_later(_PATIENCE_S, exit=True)
-
-
-def versions() -> dict[str, str]:
-    """Versions of the software and the device, which belong to every measurement."""
-    return {
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "date": datetime.date.today().isoformat(),
-    }
-
-
-def problems(models: Sequence[str], layers: Sequence[str]) -> list[shapes.Problem]:
-    """Selects problems of `shapes.PROBLEMS` by name."""
-    return [p for p in shapes.PROBLEMS if p.model in models and p.layer in layers]
-
-
-def bench(
-    problem: shapes.Problem,
-    m: int,
-    *,
-    with_bf16: bool,
-    kernels: str = "hopper",
-    is_dx: bool = False,
-    rank: int = 0,
-) -> dict[str, Any]:
-    """Makes one row: checks the values, then times."""
-    n, k = problem.n, problem.k
-    watch()
-    row = {"model": problem.model, "layer": problem.layer, "m": m, "n": n, "k": k}
-    row |= {"kernels": kernels, "is_dx": is_dx, "rank": rank}
-    is_plain = not is_dx and not rank
-    if kernels == "hopper" and m <= configs.MAX_M and is_plain:
-        config = configs.pick_config(m, n, k)
-        row |= {"config": dataclasses.asdict(config), "ulp": check_product(m, n, k, config)}
-        watch()
-        timing = measure(nvfp4_rounds(m, n, config), *nvfp4_inputs(m, n, k))
-    else:
-        is_fused = kernels == "portable" and m <= portable.MAX_M and is_plain
-        config = portable_tuning.pick_config(m, n, k) if is_fused else None
-        row |= {"config": dataclasses.asdict(config) if config else {}}
-        row |= {"ulp": check_other(kernels, m, n, k)}
-        watch()
-        run = (
-            stacked_rounds(m, n, config)
-            if is_fused
-            else linear_rounds(m, n, k, rank=rank, is_dx=is_dx)
-        )
-        inputs = other_inputs(kernels, m, n, k, config=config, is_dx=is_dx)
-        bookkeeping = _WITHOUT_SUMS if rank else _BOOKKEEPING
-        name = "product" if is_fused else None
-        timing = measure(run, *inputs, name=name, bookkeeping=bookkeeping)
-    row |= {"us": dataclasses.asdict(timing), "floor": floor_us(m, n, k)}
-    if with_bf16:
-        watch()
-        row["bf16"] = dataclasses.asdict(time_bf16(m, n, k, rank=rank, is_dx=is_dx))
-    return row
-
-
-def markdown(row: dict[str, Any]) -> str:
-    """Formats a row of the table with the header `HEAD`."""
-    us, config = row["us"], row["config"]
-    problem = (row["m"], row["n"], row["k"])
-    bf16 = row.get("bf16", {}).get("kernel")
-    marlin, nf4 = (None, None) if row.get("is_dx") or row.get("rank") else _peers(row)
-    # A separate kernel writes a copy of the weight.
-    ours = us["kernel"] if row.get("kernels", "hopper") == "hopper" else us["call"]
-    of = lambda other, own: f"{other:.1f}, {other / own:.2f}" if other else ""
-    cells = (
-        f"{row['model']} {row['layer']} {row['k']}x{row['n']}",
-        row["m"],
-        "/".join(str(int(value)) for value in config.values()),
-        f"{us['kernel']:.1f}",
-        f"{us['call']:.1f}",
-        f"{us['loop']:.1f}",
-        f"{100 * row['floor'] / us['kernel']:.0f}%",
-        of(bf16, ours),
-        of(marlin, us["call"]),
-        of(nf4, us["call"]),
-        f"{projected_h100_us(us['kernel'], *problem):.1f}",
-        f"{row['ulp']:.2f}",
-    )
-    return "| " + " | ".join(str(cell) for cell in cells) + " |"
-
-
-def _peers(row: dict[str, Any]) -> tuple[float | None, float | None]:
-    known = PEERS.get((row["model"], row["layer"]))
-    if known is None or row["m"] not in PEER_M:
-        return None, None
-    return tuple(times[PEER_M.index(row["m"])] for times in known)
-
-
-HEAD = """| linear (K x N) | M | groups/step/stages/blocks | kernel us | call us | loop us | of floor | bf16 us, / kernel | Marlin us, / call | NF4 us, / call | H100 us, projected | error, ulp |
-| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
-
-
-def print_values(args: argparse.Namespace) -> None:
-    """Prints the largest errors of products, and the problems of the tuned table that were not checked."""
-    rows = []
-    is_hopper = args.kernels == "hopper"
-    untried = set(configs.table_of(jax.devices()[0].device_kind)) if is_hopper else set()
-    print("| product | N x K | M | largest error, ulp |\n| --- | --- | --- | --- |")
-    for problem in problems(args.models, args.layers):
-        watch()
-        found = check_values(problem, args.m, args.rank, args.kernels)
-        rows += found
-        untried -= {(row["m"], row["n"], row["k"]) for row in found}
-        worst, ms = max(row["ulp"] for row in found), " ".join(str(row["m"]) for row in found)
-        print(
-            f"| {problem.model} {problem.layer} | {problem.n} x {problem.k} | {ms} | {worst:.3f} |"
-        )
-        sys.stdout.flush()
-        if args.out:
-            args.out.write_text(json.dumps(versions() | {"rows": rows}, indent=1))
-    faulthandler.cancel_dump_traceback_later()
-    worst = max(row["ulp"] for row in rows)
-    print(f"\n{len(rows)} products, largest error {worst:.3f} ulp")
+    rows, is_hopper = ATTENTION[case.problem](), runtime.unless_hopper() is None
+    if case.kernel == "cudnn":
+        return cudnn(rows)
+    layers, shape = rows.layers, (len(rows.lengths), rows.key_heads, rows.head_size)
+    shared = None
+    if case.kernel == "together" and rows.shared:
+        shared = jnp.full(len(rows.lengths), rows.shared, jnp.int32)
+    config = attention_configs.pick_config(*shape) if is_hopper else None
+    attend = attend_any
     if is_hopper:
-        print(f"problems of the tuned table that were not tried: {sorted(untried) or 'none'}")
+        attend = functools.partial(attention.decode_attention, config=config, shared=shared)
+    error = check_attention(rows, attend)
+    small, caches = attention_inputs(rows, layers)
+
+    def run(small, caches, rounds):
+        qkv, *rest, tables, ends = small
+        more = {}
+        if is_hopper:
+            more = {"plan": attention.plan(caches[0].shape, tables, ends, config, shared)}
+
+        def one_layer(layer, carry):
+            r, _, keys, values = carry
+            place = (keys, values, layer, tables, ends)
+            return r, *attend(qkv[r % 2, layer], *rest, *place, **more)
+
+        def one_round(r, carry):
+            return jax.lax.fori_loop(0, layers, one_layer, (r, *carry))[1:]
+
+        out = jnp.zeros_like(qkv[0, 0, :, : -2 * caches[0].shape[2]])
+        return jax.lax.fori_loop(0, rounds, one_round, (out, *caches))[0]
+
+    run = jax.jit(run)
+
+    def measure(tell: Tell) -> None:
+        spent = timing(run, small, caches, calls=layers)
+        tell({**spent, "of_floor": rows.floor_us / spent["kernel_us"], "error": error})
+
+    measure(lambda row: None)
+    return measure
 
 
-def main() -> None:
-    """Checks, times and prints."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--models",
-        nargs="+",
-        help="models to time; default: qwen2.5-7b, or all models with --values",
+def cudnn(rows: Rows) -> Callable[[Tell], None]:
+    """Times `jax.nn.dot_product_attention` on a contiguous cache with as many slots as the longest row."""
+    page, layers = attention_configs.PAGE, rows.layers
+    count, slots = len(rows.lengths), -(-max(rows.lengths) // page) * page
+    lengths = jnp.asarray(rows.lengths, jnp.int32)
+    random = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+    cache = (count, slots, rows.key_heads, rows.head_size)
+    # A list, because XLA would copy the slices of a stack.
+    caches = [(random(2 * i, *cache), random(2 * i + 1, *cache)) for i in range(layers)]
+    queries = random(99, 2, layers, count, 1, rows.heads, rows.head_size)
+    attend = functools.partial(
+        jax.nn.dot_product_attention,
+        query_seq_lengths=jnp.ones_like(lengths),
+        key_value_seq_lengths=lengths,
+        implementation="cudnn" if runtime.platform() == "gpu" else "xla",
     )
-    parser.add_argument("--layers", nargs="+", default=LAYERS)
-    parser.add_argument("--m", nargs="+", type=int, default=[1, 16, 64, 128])
-    parser.add_argument("--kernels", default="hopper", choices=("hopper", "portable", "reference"))
-    parser.add_argument("--dx", action="store_true", help="time the derivative with respect to x")
-    parser.add_argument("--no-bf16", action="store_true", help="do not time bf16")
-    parser.add_argument(
-        "--values", action="store_true", help="check values of products for all M, without timing"
-    )
-    parser.add_argument(
-        "--rank", type=int, default=0, help="rank of a LoRA that is added, here and in bf16"
-    )
-    parser.add_argument("--out", type=pathlib.Path, help="write all measurements to this JSON file")
-    args = parser.parse_args()
-    known = dict.fromkeys(problem.model for problem in shapes.PROBLEMS)
-    args.models = args.models or (list(known) if args.values else ["qwen2.5-7b"])
-    is_hopper = args.kernels == "hopper"
-    if is_hopper and not args.values and (args.dx or args.rank or max(args.m) > configs.MAX_M):
-        parser.error("scripts.bench_wide times the Hopper kernels of many rows, and for dx")
-    if args.values and args.rank and not is_hopper:
-        parser.error("--values --rank needs --kernels hopper")
 
-    runtime.use_kernels(args.kernels)
-    print(versions(), args.kernels)
-    watch()
-    check_decoder(args.kernels)
-    if args.kernels == "hopper":
-        for scale in (1e-6, 1e6):
-            check_product(8, 256, 512, Config(2, 128, 2, 3), global_scale=scale)
-    print("the decoder is exact for 16 codes x 127 scales\n", flush=True)
-    if args.values:
-        print_values(args)
-        return
+    def run(queries, caches, rounds):
+        def one_round(r, outs):
+            # A call depends on the one before, as in a model's layers.
+            for i, (keys, values) in enumerate(caches):
+                query = queries[r % 2, i] + 0 * outs[i - 1]
+                outs = [*outs[:i], attend(query, keys, values), *outs[i + 1 :]]
+            return outs
 
-    print(HEAD, flush=True)
-    rows = []
-    for problem in problems(args.models, args.layers):
-        for m in args.m:
-            traits = {"kernels": args.kernels, "is_dx": args.dx, "rank": args.rank}
-            rows.append(bench(problem, m, with_bf16=not args.no_bf16, **traits))
-            print(markdown(rows[-1]), flush=True)
-            if args.out:
-                args.out.write_text(json.dumps(versions() | {"rows": rows}, indent=1))
-    faulthandler.cancel_dump_traceback_later()
+        return jax.lax.fori_loop(0, rounds, one_round, [jnp.zeros_like(queries[0, 0])] * layers)
 
-    print(
-        "\n| four linears of a layer | M | kernel us | call us | bf16 us |\n| --- | --- | --- | --- | --- |"
-    )
-    for model in args.models:
-        for m in args.m:
-            layer = [row for row in rows if (row["model"], row["m"]) == (model, m)]
-            total = lambda part, field, layer=layer: sum(
-                row.get(part, {}).get(field, 0) for row in layer
-            )
-            sums = (total("us", "kernel"), total("us", "call"), total("bf16", "kernel"))
-            print(f"| {model} | {m} | " + " | ".join(f"{value:.1f}" for value in sums) + " |")
+    run = jax.jit(run)
+
+    def measure(tell: Tell) -> None:
+        spent = timing(run, queries, caches, calls=layers)
+        tell({**spent, "of_floor": rows.floor_us / spent["call_us"]})
+
+    return measure
 
 
-if __name__ == "__main__":
-    main()
+# LoRA rank while tuning.
+RANK = 32
+
+
+def tune(case: SimpleNamespace) -> Callable[[Tell], None]:
+    """Finds the fastest configuration of a product, and writes it into the table of this card, or of `--table`.
+
+    All candidates are timed: on Hopper as a decoding layer uses them, with LoRA of rank 32 and the epilogue, because a
+    finer split makes the epilogue longer; the portable kernel with the sum of its parts. Those with wrong values are
+    left out.
+    """
+    kernels, problem, m = kernels_of(case), problem_of(case), case.m
+    n, k = problem.n, problem.k
+    tables = portable_tuning if kernels == "portable" else configs
+    table = pathlib.Path(case.table or tables.path_of(runtime.device_kind()))
+    if m not in tables.TUNED_M:
+        raise ValueError(f"--m: got {m}; a table is read at {tables.TUNED_M} only")
+    weights = random_weights(kernels, n, k)
+    x = jax.random.normal(jax.random.key(1), (2, length_of(weights), m, k), jnp.bfloat16)
+    is_swiglu = case.layer == "gate_up" and kernels == "hopper"
+    out = jax.ShapeDtypeStruct((m, n // 2 if is_swiglu else n), jnp.bfloat16)
+    candidates, branch = tables.candidates(m, n, k), None
+    if kernels == "hopper":
+        candidates = [c for c in candidates if not configs.supports(m, n, k, c, with_adapter=True)]
+        pair = jnp.ones((k, RANK)), jnp.ones((RANK, out.shape[1]))
+        branch = lora.pack_branch([pair] * (2 if is_swiglu else 1), 1.0, is_packed=True)
+
+    candidates = candidates[: case.most or None]
+
+    def call(x, w, config):
+        if kernels == "hopper":
+            more = {"is_swiglu": is_swiglu, "interpret": runtime.platform() != "gpu"}
+            return fused.linear(x, w, branch=branch, config=config, **more)
+        sums = jnp.sum(portable.product(x, w, config=config).partials, axis=0)[:, :n]
+        return (sums.astype(jnp.bfloat16) * w.multiplier).astype(x.dtype)
+
+    def compiled(config):
+        run = rounds_of(functools.partial(call, config=config), out)
+        return run.lower(x, weights, jnp.int32(1)).compile()
+
+    def measure(tell: Tell) -> None:
+        timed = []
+        with concurrent.futures.ThreadPoolExecutor(case.threads) as pool:
+            for config, run in [(c, pool.submit(compiled, c)) for c in candidates]:
+                try:
+                    spent = timing(run.result(), x, weights, calls=length_of(weights), repeats=1)
+                    timed.append((spent["call_us"], config))
+                except jax.errors.JaxRuntimeError as error:  # such as too little shared memory
+                    print(f"left out: {config}: {str(error).splitlines()[0]}", flush=True)
+        timed.sort(key=lambda pair: pair[0])
+        us, config = next(pair for pair in timed if has_right_values(pair[1]))
+        row = {"m": m, "n": n, "k": k, "config": dataclasses.asdict(config)}
+        row |= {"us": {"call": round(us, 2)}, **bench.about()}
+        row["candidates"] = [(*dataclasses.astuple(c), round(us, 2)) for us, c in timed]
+        table.parent.mkdir(parents=True, exist_ok=True)
+        table.write_text(merged(table, row))
+        tell({"call_us": us, "of_floor": floor_us(m, n, k) / us, "config": row["config"]})
+
+    def has_right_values(config: Any) -> bool:
+        tensor = jax.jit(nvfp4.random, static_argnums=1)(jax.random.key(5), (n, k))
+        weight = jax.jit(PREPARE[kernels])(tensor)
+        x = jax.random.normal(jax.random.key(6), (m, k), jnp.bfloat16)
+        expected = jax.jit(reference.forward)(x.astype(jnp.float32), tensor)
+        if kernels == "hopper":
+            more = {"config": config, "interpret": runtime.platform() != "gpu"}
+            actual = jax.jit(functools.partial(fused.linear, **more))(x, weight)
+        else:
+            actual = jax.jit(functools.partial(call, config=config))(x, weight)
+        return float(ulps(actual, expected)) <= 2
+
+    return measure
+
+
+def merged(table: pathlib.Path, row: dict[str, Any]) -> str:
+    """The table's text with this row in it, one line per row."""
+    key = lambda row: (row["n"], row["k"], row["m"])
+    before = json.loads(table.read_text())["rows"] if table.exists() else []
+    rows = sorted([r for r in before if key(r) != key(row)] + [row], key=key)
+    return '{"rows": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]}\n"
+
+
+SMALL = Architecture("qwen2", 512, 128, 256, 3, 4, 2, 32)
+
+
+def write_model(folder: pathlib.Path, arch: Architecture) -> None:
+    """Writes a model folder with random weights: a file for everything outside the layers, and one for each layer."""
+    # One random draw is repeated: the quantizer's work does not depend on values, and drawing takes longer.
+    block = (np.random.default_rng(0).standard_normal(2**20) * 0.02).astype(ml_dtypes.bfloat16)
+    matrix = lambda *shape: np.resize(block, shape)
+    ones = lambda size: np.ones(size, ml_dtypes.bfloat16)
+    files = {"model-outside": {"model.norm.weight": ones(arch.width)}}
+    outside = ("model.embed_tokens.weight", "lm_head.weight")[: 2 - arch.tie_word_embeddings]
+    files["model-outside"] |= {name: matrix(arch.vocab_size, arch.width) for name in outside}
+    for index in range(arch.num_layers):
+        prefix = f"model.layers.{index}."
+        tensors = {f"{prefix}{name}.weight": ones(arch.width) for name in LAYER_NORMS}
+        for linear, parts in arch.linears().items():
+            for part, n in parts:
+                name = f"{prefix}{PARENT[linear]}.{part}"
+                tensors[f"{name}.weight"] = matrix(n, arch.input_width(linear))
+                if linear == "qkv" and arch.qkv_bias:
+                    tensors[f"{name}.bias"] = ones(n)
+        files[f"model-{index}"] = tensors
+    for stem, tensors in files.items():
+        safetensors.write(folder / f"{stem}.safetensors", tensors)
+    index = {name: f"{stem}.safetensors" for stem, tensors in files.items() for name in tensors}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    table = {
+        "model_type": arch.model_type,
+        "vocab_size": arch.vocab_size,
+        "hidden_size": arch.width,
+        "intermediate_size": arch.ffn_width,
+        "num_hidden_layers": arch.num_layers,
+        "num_attention_heads": arch.num_heads,
+        "num_key_value_heads": arch.num_kv_heads,
+        "rope_theta": arch.rope_theta,
+        "tie_word_embeddings": arch.tie_word_embeddings,
+        "torch_dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(table))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(hf_folder.TINY / name, folder)
+
+
+def quantize(case: SimpleNamespace) -> Callable[[Tell], None]:
+    """Loading a model's first layers as a packed base, or quantizing them to a folder; calibrated on arithmetic.
+
+    `seconds` is scaled up from these layers to all of them. The first round includes compilation.
+    """
+    runtime.use_compilation_cache()
+    arch = SMALL if case.model == "tiny" else shape_of(case.model)
+    few = min(case.layers, arch.num_layers)
+    folder = pathlib.Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    write_model(folder, dataclasses.replace(arch, num_layers=few))
+    calibration = Calibration("arithmetic", case.samples, case.length)
+
+    def measure(tell: Tell) -> None:
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory() as out:
+            if case.method in ("maximum", "search"):
+                model = Transformer(architecture.load(folder), case.format, None, jnp.bfloat16)
+                jax.block_until_ready(base_model.read_base(folder, model, case.method))
+            else:
+                recipe = quantizer.Recipe(case.format, case.method, calibration=calibration)
+                quantizer.quantize(folder, pathlib.Path(out) / "model", recipe, lambda line: None)
+        spent = time.monotonic() - started
+        stats = runtime.memory_stats() or {}
+        peak = stats.get("peak_bytes_in_use", 0) / 1e9
+        tell({"layer_s": spent / few, "seconds": spent / few * arch.num_layers, "peak_gb": peak})
+
+    return measure
+
+
+_LINEAR = {"model": ["7b"], "layer": list(LAYERS)}
+_TINY = {"model": ["tiny"], "layer": ["qkv"], "m": [2]}
+_TIMES = ("kernel_us", "call_us", "loop_us", "of_floor")
+BENCHMARKS = {
+    "product": Benchmark(
+        product,
+        axes={
+            **_LINEAR,
+            **{"m": [1, 16, 64, 128], "base": ["bfloat16", "nvfp4"], "direction": ["forward"]},
+        },
+        settings={"kernels": "auto", "rank": 0},
+        tiny=_TINY | {"direction": ["forward", "dx"]},
+        shows=(*_TIMES, "ulp", "dx_ulp"),
+        metric="call_us",
+    ),
+    "values": Benchmark(
+        values,
+        axes={"model": ["3b", "7b", "14b", "32b", "72b"], "layer": list(LAYERS)},
+        settings={"kernels": "auto", "all_m": [1, 8, 16, 33, 64, 128, 256, 2048]},
+        tiny=_TINY | {"all_m": [1, 9]},
+        shows=("ulp", "dx_ulp"),
+        metric="ulp",
+        compared="model",
+        rounds=1,
+    ),
+    "gate_up": Benchmark(
+        gate_up,
+        axes={**_LINEAR, "layer": ["gate_up"], "m": [1, 8, 64, 128], "kernel": ["two", "one"]},
+        settings={"rank": 32},
+        tiny={"model": ["tiny"], "m": [8], "rank": 0},
+        shows=(*_TIMES, "ulp", "config"),
+        metric="call_us",
+        compared="kernel",
+    ),
+    "decode_attention": Benchmark(
+        decode_attention,
+        axes={
+            "problem": [name for name in ATTENTION if name != "tiny"],
+            "kernel": ["cudnn", "apart", "together"],
+        },
+        settings={},
+        tiny={"problem": ["tiny"]},
+        shows=(*_TIMES, "error"),
+        metric="call_us",
+        compared="kernel",
+    ),
+    "tune": Benchmark(
+        tune,
+        axes={**_LINEAR, "m": [16, 64, 128]},
+        settings={"kernels": "auto", "table": "", "threads": 14, "most": 0},
+        tiny={"model": ["tiny"], "layer": ["o"], "m": [16], "most": 1, "kernels": "hopper"},
+        shows=("call_us", "of_floor", "config"),
+        metric="call_us",
+        compared="model",
+        rounds=1,
+    ),
+    "quantize": Benchmark(
+        quantize,
+        axes={
+            "model": ["7b"],
+            "method": ["maximum", "search", "rtn", "awq", "gptq", "awq+gptq"],
+        },
+        settings={"format": "nvfp4", "layers": 3, "samples": 256, "length": 2048},
+        tiny={"model": ["tiny"], "samples": 8, "length": 64, "method": ["search", "awq"]},
+        shows=("layer_s", "seconds", "peak_gb"),
+        metric="seconds",
+        compared="method",
+        rounds=2,
+    ),
+}

@@ -45,7 +45,7 @@ from typing import Any
 
 from scripts import check_device_cases as cases
 from scripts.check_device_cases import Case
-from scripts.check_device_stages import Stages, total
+from scripts.check_device_run import Stages, total
 
 ROOT = pathlib.Path(__file__).parents[1]
 WORKER = (sys.executable, "-m", "scripts.check_device", "--worker")

@@ -3,7 +3,7 @@
 Traces, lowers and compiles the program that samples 32 tokens of each row, ahead of time, with shapes instead of
 weights. It prints for each base: the seconds of each stage on this host, the number of matrix products that XLA gives
 to Triton, the number of kernels that a layer launches (if layers are a loop), and the size of temporary buffers. It
-needs the packages of `.[cuda]`, but no card. It times no kernel; `scripts.bench_rollouts` does that, on a card.
+needs the packages of `.[cuda]`, but no card. It times no kernel; `scripts.bench` does that, on a card.
 
     python -m scripts.compile_decode --model qwen2.5-7b --rows 16 64
     python -m scripts.compile_decode --rows 64 --bases nvfp4 --profile    # profile of the host's time

@@ -1,4 +1,4 @@
-"""Writes docs/benchmarks.md and the results in README.md: `python -m scripts.make_benchmarks`.
+"""Writes docs/benchmarks.md, docs/checked.md and the results in README.md: `python -m scripts.make_benchmarks`.
 
 Each line of docs/measured/benchmarks.jsonl is one measured number with its context:
 
@@ -9,14 +9,16 @@ Each line of docs/measured/benchmarks.jsonl is one measured number with its cont
 - command, date, device, versions, conditions: the run; equal ones become one row of the last table
 - note: what else a reader of the row must know
 
-Numbers are printed with the digits in the file. `--check` writes nothing and fails if the page is out of date.
+Numbers are printed with the digits in the file. docs/checked.md is from docs/measured/check_device.jsonl, which has the last
+run of `scripts.check_device` on each card, case by case; `--add FILE` adds a new one. `--check` writes nothing and fails if
+a page is out of date.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
+import itertools
 import json
 import pathlib
 import sys
@@ -123,7 +125,7 @@ TABLES = (
         "A shipped recipe on a random base, with completions of recorded lengths: log-normal, mean 250, sigma .5, limit 4096. "
         "Six of ten groups have only right or only wrong completions, and give no signal. Steps without compilation. "
         "The first picture shows the step of 7B (H200), the second one of SmolLM2 of .82 s (H100); both are of 2026-11-23, drawn by "
-        "`scripts/recipe_timeline.py`:\n\n"
+        "`scripts/recipe_timeline.py` of commit 8aab746:\n\n"
         "![Live rows, what the host and the GPU do, and how busy the GPU is](assets/recipe_step.svg)\n\n"
         "![The same for SmolLM2](assets/smollm2_step.svg)",
     ),
@@ -182,69 +184,57 @@ class Highlight:
       table: Key of its table.
       name: Its name there.
       text: Its name in the README.
-      swaps: Words of its command, and what replaces them, so that the command measures this line.
+      command: What measures it; "" for the command of the line.
       device: The device of the measurement.
     """
 
     table: str
     name: str
     text: str
-    swaps: tuple[tuple[str, str], ...] = ()
+    command: str = ""
     device: str = "NVIDIA H200"
 
 
+_BENCH = "python -m scripts.bench"
 HIGHLIGHTS = (
-    Highlight(
-        "decoding", "7B, 8 rows", "decode 7B, 8 rows, with LoRA", (("MODEL", "7b"), ("ROWS", "8"))
-    ),
-    Highlight(
-        "decoding",
-        "7B, 64 rows",
-        "decode 7B, 64 rows, with LoRA",
-        (("MODEL", "7b"), ("ROWS", "64")),
-    ),
-    Highlight(
-        "decoding",
-        "14B, 64 rows",
-        "decode 14B, 64 rows, with LoRA",
-        (("MODEL", "14b"), ("ROWS", "64")),
-    ),
-    Highlight(
-        "decoding",
-        "32B, 8 rows",
-        "decode 32B, 8 rows, with LoRA",
-        (("MODEL", "32b"), ("ROWS", "8")),
+    *(
+        Highlight(
+            "decoding",
+            f"{size}B, {rows} rows",
+            f"decode {size}B, {rows} rows, with LoRA",
+            f"{_BENCH} decode --model {size}b --base nvfp4 --rows {rows}",
+        )
+        for size, rows in ((7, 8), (7, 64), (14, 64), (32, 8))
     ),
     Highlight(
         "training",
         "7B update, 8 x 1024 tokens, LoRA 32",
         "update of 7B, 8 x 1024 tokens, layers recomputed",
-        (("ROW", "7b-update"),),
+        f"{_BENCH} update",
     ),
     Highlight(
         "training",
         "7B step, 64 completions of 512",
         "GRPO step of 7B, 64 completions of 512 tokens",
-        (("ROW", "7b-64"),),
+        f"{_BENCH} step --prompts 8",
     ),
     Highlight(
         "recipes",
         "GSM8K, 7B: a rollout of 512 and its 4 updates, 1 % at the limit",
         "the GSM8K recipe at 7B: a rollout of 512 completions and four updates",
-        ((" --timeline FILE", ""),),
     ),
     Highlight(
         "training",
         "32B step, 1 x 8 x 512, LoRA 16",
         "GRPO step of 32B, 8 completions of 512 tokens",
-        (("ROW", "32b-step"),),
+        f"{_BENCH} step --model 32b --rank 16 --prompts 1 --pool-gib 78",
         "NVIDIA H100",
     ),
     Highlight(
         "training",
         "72B step, 1 x 4 x 1024, LoRA 16",
         "GRPO step of 72B, 4 completions of 1024 tokens",
-        (("ROW", "72b-step"),),
+        f"{_BENCH} step --model 72b --rank 16 --prompts 1 --group 4 --completion 1024 --steps 2",
     ),
     Highlight(
         "tiny",
@@ -367,9 +357,7 @@ def results(lines: list[dict]) -> str:
         if other is not None:
             beside = f"{shown(other['baseline_value'])}{unit} ({other['baseline']})"
         value = f"**{shown(line['value'])}**{unit}"
-        again = functools.reduce(
-            lambda text, swap: text.replace(*swap), each.swaps, line["command"]
-        )
+        again = each.command or line["command"]
         rows.append(
             [each.text, value, beside, line["device"].removeprefix("NVIDIA "), f"`{again}`"]
         )
@@ -382,18 +370,102 @@ def readme(lines: list[dict]) -> str:
     return f"{before}{BEGIN}\n{results(lines)}\n{END}{rest.partition(END)[2]}"
 
 
+# The table of check_device
+
+CHECKED = DOCS / "checked.md"
+CHECKED_SOURCE = DOCS / "measured" / "check_device.jsonl"
+# What is kept of a run of a case, and what is kept with two digits.
+SHOWN = ("device", "kernels", "jax", "driver", "date", "ok", "error", "fused", "seconds")
+ROUNDED = ("difference", "effect")
+CHECKED_HEAD = """\
+# Every path, case by case
+
+What `python -m scripts.check_device` found on a card: formats, families, shapes, losses, noise, sampling, exports, in 107 combinations in
+which each pair of values occurs. Each case trains a small random model for two or three rollouts, and then runs the stage that it names
+(`then=`). A value that is not named is the default. `scripts/make_benchmarks.py` writes this page. [What ran where](verified.md) lists
+everything else that was run.
+
+- *difference*: mean |difference| of log-probabilities of sampler and trainer, in nats. The limit is .05, and 1e-4 in float32.
+- *effect*: the same between the trained policy with its adapter and without, which must not be 0.
+- *fused*: whether the fused layers sampled it.
+"""
+
+
+def checked_page(files: list[list[dict]]) -> str:
+    """Returns the page: a table for each file."""
+    parts = [CHECKED_HEAD]
+    for rows in files:
+        first, passed = rows[0], sum(row["ok"] for row in rows)
+        dates = sorted({row["date"] for row in rows})
+        about = f"jax {first['jax']}, driver {first['driver']}, kernels: {first['kernels']}, {' and '.join(dates)}"
+        title = first["device"]
+        if (
+            first["kernels"] != "hopper"
+        ):  # cards have a table of their own kernels, and perhaps one of others
+            title += f", {first['kernels']} kernels"
+        parts.append(f"## {title}\n\n{about}: {passed} of {len(rows)} passed.\n")
+        parts.append("| case | result | date | fused | difference | effect | seconds |")
+        parts.append("| --- | --- | --- | --- | --- | --- | --- |")
+        for row in sorted(rows, key=lambda row: row["number"]):
+            cells = [
+                row["name"],
+                "passed" if row["ok"] else f"failed: {row['error']}".replace("|", "\\|"),
+                row["date"],
+                "yes" if row.get("fused") else "no",
+                *(f"{row[name]:.2g}" if name in row else "" for name in ("difference", "effect")),
+                f"{row['seconds']:.0f}",
+            ]
+            parts.append(f"| {' | '.join(cells)} |")
+        parts.append("")
+    return "\n".join(parts)
+
+
+def read_checked(path: pathlib.Path = CHECKED_SOURCE) -> list[list[dict]]:
+    """Reads the rows of each card and its kernels, by case."""
+    tables: dict[tuple[str, str], list[dict]] = {}
+    for line in map(json.loads, path.read_text().splitlines()):
+        for run in line.pop("runs"):
+            tables.setdefault((run["device"], run["kernels"]), []).append(line | run)
+    return [rows for _, rows in sorted(tables.items())]
+
+
+def add_checked(output: pathlib.Path, path: pathlib.Path = CHECKED_SOURCE) -> None:
+    """Adds what `scripts.check_device --out` wrote, in place of earlier runs on that card with those kernels."""
+    new = [json.loads(text) for text in output.read_text().splitlines()]
+    replaced = {(row["device"], row["kernels"]) for row in new}
+    old = [
+        rows
+        for rows in read_checked(path)
+        if (rows[0]["device"], rows[0]["kernels"]) not in replaced
+    ]
+    cases: dict[tuple[int, str], list[dict]] = {}
+    for row in itertools.chain(*old, new):
+        cells = {name: row[name] for name in SHOWN if name in row}
+        cells |= {name: float(f"{row[name]:.2g}") for name in ROUNDED if name in row}
+        cases.setdefault((row["number"], row["name"]), []).append(cells)
+    lines = [
+        {"number": number, "name": name, "runs": runs}
+        for (number, name), runs in sorted(cases.items())
+    ]
+    path.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Write docs/benchmarks.md and the results of README.md from the measured lines."
+        description="Write docs/benchmarks.md, docs/checked.md and the results of README.md."
     )
+    parser.add_argument("--add", type=pathlib.Path, metavar="FILE", help="of check_device --out")
     parser.add_argument(
         "--check", action="store_true", help="write nothing; fail if a page is out of date"
     )
-    is_check, lines = parser.parse_args().check, read(SOURCE)
-    for path, made in ((PAGE, page(lines)), (README, readme(lines))):
-        if not is_check:
-            path.write_text(made)
-        elif made != path.read_text():
+    args, lines = parser.parse_args(), read(SOURCE)
+    if args.add:
+        add_checked(args.add)
+    pages = {PAGE: page(lines), README: readme(lines), CHECKED: checked_page(read_checked())}
+    for path, text in pages.items():
+        if not args.check:
+            path.write_text(text)
+        elif text != path.read_text():
             sys.exit(f"{path} is out of date: run python -m scripts.make_benchmarks")
 
 

@@ -1,4 +1,8 @@
-"""Makes the base model that ships with the package: `python -m scripts.make_tiny_base`.
+"""Makes the base model that ships with the package, and its tokenizer: `python -m scripts.make_tiny_base`.
+
+The tokenizer (`--tokenizer` makes only that) is byte-level BPE over arithmetic problems. Each digit is a token. The
+reasoning tags are ordinary added tokens: they survive `skip_special_tokens`, and rewards find them in the decoded text.
+The chat marks are special. Text (in Unicode's form C) decodes to itself: every byte has a token.
 
 A Qwen2 with 0.66 M parameters learns procedural arithmetic (`qerl_jax/data/arithmetic.py`) from random weights,
 supervised, in two phases. Phase 1 teaches the skill with worked answers. Phase 2 makes the answers worse on purpose:
@@ -16,14 +20,18 @@ import functools
 import json
 import pathlib
 import random
+import re
 import time
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
+import tokenizers
 from safetensors.numpy import save_file
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from qerl_jax.checkpoint.hf_folder import TINY
 from qerl_jax.data import arithmetic, tokenizer
@@ -52,6 +60,77 @@ CONFIG = {
 SKILL = {"worked": 1.0}
 MANNERS = {"worked": 0.33, "blurt": 0.50, "slip": 0.07, "short": 0.05, "untagged": 0.05}
 BATCH, LENGTH = 64, 84
+
+
+VOCABULARY_LIMIT = 512
+NUM_PROBLEMS = 20_000
+SEED = 0
+CHAT_MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+
+# If a config.json of this architecture is beside the file, transformers replaces the file's normalization (NFC) and
+# splitting with Qwen2's. So the file has the same ones.
+QWEN2_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+CHAT_TEMPLATE = (
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+
+
+def texts() -> Iterator[str]:
+    """The training text: questions, the work of their answers, and the words of a chat."""
+    for index in range(NUM_PROBLEMS):
+        problem = arithmetic.problem("train", SEED, index)
+        yield problem.question
+        yield re.sub("|".join(TAGS), "", arithmetic.worked_answer(problem))
+        yield from ("Easy.", "system\n", "user\n", "assistant\n")
+
+
+def make_tokenizer() -> tokenizers.Tokenizer:
+    """Trains the tokenizer. The same text gives the same tokenizer."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(QWEN2_PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY_LIMIT - len(CHAT_MARKS) - len(TAGS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts(), trainer)
+    tokenizer.add_special_tokens([tokenizers.AddedToken(mark, special=True) for mark in CHAT_MARKS])
+    tokenizer.add_tokens([tokenizers.AddedToken(tag, normalized=False) for tag in TAGS])
+    return tokenizer
+
+
+def write_tokenizer(folder: pathlib.Path) -> None:
+    """Writes tokenizer.json and tokenizer_config.json into the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = make_tokenizer()
+    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "additional_special_tokens": ["<|im_start|>"],
+        "padding_side": "left",
+        "model_max_length": 256,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    print(f"{folder}: {tokenizer.get_vocab_size()} tokens")
 
 
 def examples(shares: dict[str, float], seed: int, count: int, tokens: tokenizer.Tokenizer):
@@ -167,7 +246,11 @@ def main():
         type=pathlib.Path,
         help="folder for the result of phase 1; start from it if it exists",
     )
+    parser.add_argument("--tokenizer", action="store_true", help="make only the tokenizer")
     args = parser.parse_args()
+    if args.tokenizer:
+        write_tokenizer(args.out)
+        return
 
     tokens, arch = tokenizer.load(TINY), from_hf(CONFIG)
     model = Transformer(arch, "float32", None, jnp.float32)

@@ -1,4 +1,4 @@
-"""Makes the 16-bit base of the study: `python -m scripts.warm_up SMOLLM2 OUT`, SMOLLM2 from `scripts/make_smollm2.py`.
+"""Makes the 16-bit base of the study: `python -m scripts.warm_up SMOLLM2 OUT`, SMOLLM2 from `scripts/smollm2.py`.
 
 The package that holds SmolLM2-135M-Instruct stores it in 4 bits (Q4_1), and the model hardly solves two-step
 arithmetic. So all layers are first trained for a short while in 16 bits, on worked answers to the study's problems

@@ -27,8 +27,7 @@ from scripts import (
     check_device,
     check_device_cases,
     check_device_run,
-    check_device_stages,
-    make_checked,
+    make_benchmarks,
 )
 from scripts.check_device_cases import FACTORS, impossible
 
@@ -460,7 +459,9 @@ def test_the_table_ends_with_the_failures_and_its_status_says_if_one_is_red(tmp_
 
 
 def test_the_committed_page_of_all_paths_is_what_its_lines_say():
-    assert make_checked.PAGE.read_text() == make_checked.page(make_checked.read())
+    assert make_benchmarks.CHECKED.read_text() == make_benchmarks.checked_page(
+        make_benchmarks.read_checked()
+    )
     red = {"number": 1, "name": "001 a", "ok": False, "seconds": 2.0, "error": "a | b"}
     about = {
         "date": "2026-11-24",
@@ -469,7 +470,7 @@ def test_the_committed_page_of_all_paths_is_what_its_lines_say():
         "driver": "1",
         "kernels": "hopper",
     }
-    shown = make_checked.page([[red | about]])
+    shown = make_benchmarks.checked_page([[red | about]])
     assert (
         "0 of 1 passed" in shown
         and "| 001 a | failed: a \\| b | 2026-11-24 | no |  |  | 2 |" in shown
@@ -486,9 +487,9 @@ def test_a_table_counts_what_has_not_come():
 
 
 def test_stages_count_programs_that_were_compiled_and_those_that_were_read(tmp_path):
-    stages = check_device_stages.Stages()
+    stages = check_device_run.Stages()
     heard = []
-    named = check_device_stages.Stages(lambda rows, name: heard.append((len(rows), name)))
+    named = check_device_run.Stages(lambda rows, name: heard.append((len(rows), name)))
     double, triple = jax.jit(lambda x: 2 * x), jax.jit(lambda x: 3 * x)
     number = jax.device_put(np.float32(1))
     with stages("two"):

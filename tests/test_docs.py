@@ -7,9 +7,10 @@ import types
 
 import pytest
 
+from docs import hooks
 from qerl_jax.cli.main import COMMANDS
 from qerl_jax.planning import cards
-from scripts import compare_trl, docs_links, make_reference
+from scripts import bench, compare_trl, make_benchmarks, make_reference
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -132,15 +133,32 @@ def test_fields_and_commands_that_a_guide_names_exist(page):
     assert {*commands} <= {*COMMANDS}
 
 
+def test_scripts_that_a_page_names_exist():
+    """Those of a line that names commit 8aab746 are there, and so are those of docs/tried-and-rejected.md."""
+    pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "Makefile")]
+    pages += [*(ROOT / "docs").rglob("*.md"), *(ROOT / "configs").glob("*.toml")]
+    names = r"\b(scripts|examples|tests\.faults|tests/faults)[./]([a-z]\w+)(?:\.py)?\b(?!/)"
+    for page in pages:
+        for line in page.read_text().splitlines():
+            if page.name == "tried-and-rejected.md" or "8aab746" in line:
+                continue
+            for folder, name in re.findall(names, line):
+                path = ROOT / folder.replace(".", "/") / f"{name}.py"
+                assert path.is_file(), f"{page.name}: {line.strip()}"
+    commands = [row["command"] for row in make_benchmarks.read(make_benchmarks.SOURCE)]
+    benches = {name for text in commands for name in re.findall(r"scripts\.bench (\w+)", text)}
+    assert benches <= {*bench.benchmarks()}
+
+
 def test_links_that_leave_the_docs_lead_to_the_repository(caplog):
     config = types.SimpleNamespace(docs_dir=str(ROOT / "docs"), repo_url="https://forge/us/it/")
     page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri="design/model.md"), meta={})
     text = "[a](../metrics.md#x) [b](../../qerl_jax/config/sections.py) [c](../../configs) [d](kernels.md)"
-    made = docs_links.on_page_markdown(text, page, config, None)
+    made = hooks.on_page_markdown(text, page, config, None)
     assert made == (
         "[a](../metrics.md#x) [b](https://forge/us/it/blob/main/qerl_jax/config/sections.py) "
         "[c](https://forge/us/it/tree/main/configs) [d](kernels.md)"
     )
     assert not caplog.records and page.meta == {"search": {"exclude": True}}
-    docs_links.on_page_markdown("[e](../../nowhere.py)", page, config, None)
+    hooks.on_page_markdown("[e](../../nowhere.py)", page, config, None)
     assert "nowhere.py does not exist" in caplog.text

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from scripts import fuzz
+from tests.faults import fuzz
 
 
 @pytest.mark.parametrize("name", fuzz.TARGETS)

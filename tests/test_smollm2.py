@@ -1,6 +1,6 @@
 """Tests a real pretrained model, SmolLM2-135M-Instruct, against Hugging Face transformers.
 
-Needs the model's folder, which `scripts/make_smollm2.py` makes: QERL_SMOLLM2 names it.
+Needs the model's folder, which `scripts/smollm2.py` makes: QERL_SMOLLM2 names it.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ GREEDY = {"temperature": 0.0, "max_tokens": max(len(row["tokens"]) for row in RO
 
 pytestmark = pytest.mark.skipif(
     not FOLDER,
-    reason="QERL_SMOLLM2 names no folder of SmolLM2-135M-Instruct (scripts/make_smollm2.py makes one)",
+    reason="QERL_SMOLLM2 names no folder of SmolLM2-135M-Instruct (scripts/smollm2.py makes one)",
 )
 
 
@@ -126,7 +126,7 @@ def test_a_packed_base_generates_finite_log_probabilities_of_likely_tokens():
 
 @pytest.mark.gpu
 def test_training_on_the_real_model_learns_from_finite_losses(tmp_path):
-    """It runs three steps of the shipped config; `scripts/check_smollm2.py` does this and the rest of the product."""
+    """It runs three steps of the shipped config; `scripts/smollm2.py` does this and the rest of the product."""
     cfg = config.load(CONFIG)
     model = dataclasses.replace(cfg.model, model_name_or_path=FOLDER)
     evaluation = dataclasses.replace(cfg.eval, num_problems=16)

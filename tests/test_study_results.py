@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from scripts import make_benchmarks, paper_tables, study_results
+from scripts import study_results
 from scripts.study import ARMS, FIRST_SEEDS, MORE_SEEDS, Piece
 from scripts.study_results import (
     CLAIMS,
@@ -169,8 +169,6 @@ def test_the_committed_pages_are_what_the_scripts_make():
         results, timings, study_results.read_start(), study_results.read_base()
     )
     assert made == study_results.PAGE.read_text()
-    lines = paper_tables.Lines(make_benchmarks.read(make_benchmarks.SOURCE))
-    assert paper_tables.page(lines) == paper_tables.PAGE.read_text()
 
 
 @pytest.mark.slow
@@ -219,57 +217,3 @@ def test_runs_of_different_bases_are_not_hidden():
     assert study_results.state(results).endswith("Runs that are left: BF16 full (1).")
     results["bf16_0.0003_0"]["base"] = "another"
     assert "different bases" in study_results.state(results)
-
-
-def test_what_the_papers_tables_say_of_ours_are_lines_of_the_benchmarks():
-    lines = paper_tables.Lines(make_benchmarks.read(make_benchmarks.SOURCE))
-    text = paper_tables.page(lines)
-    assert (
-        "| 7B | 8 | 3,644 | 3,081 | 1,381 | 1,111 | 553 (t) | 567 (t) | BF16 1641.1, NVFP4 2091.8"
-        in text
-    )
-    assert "| 7B | 8 | 2.60 | 2.77 | 1.27" in text
-    assert "| 7B | NVFP4 | 1.5, 1.4, 1.2 | 1.2, 1.1 | 1.2, 1.1 | 1.90, 1.37 | 2.17, 1.59 |" in text
-    assert "| 5.15 (2026-11-21) | 6.1" in text and "settings of an H200" in text
-    assert "rise 10.1 to 14.7" in text and "(except NVFP4 of 32B, 60.0 and 58.0)" in text
-    # Within 1 % of the sizes that the paper reports.
-    for model, weights in (("7B", "nvfp4"), ("14B", "nvfp4"), ("32B", "nvfp4"), ("7B", "bfloat16")):
-        theirs = paper_tables.PAPER_SIZES[model][weights]
-        assert paper_tables.size(model, weights) == pytest.approx(theirs, rel=0.01)
-
-
-def test_steps_are_found_by_name_with_their_format_and_card():
-    def line(name, device, value, beside):
-        return {
-            "table": "training",
-            "name": name,
-            "device": device,
-            "value": value,
-            "baseline_value": beside,
-            "date": "2026-11-26",
-            "conditions": "",
-        }
-
-    name, h100 = "14B step, 64 completions of 512", paper_tables.H100
-    lines = paper_tables.Lines(
-        [line(name, h100, "2.0", "3.0"), line(f"{name}, NF4", h100, "4.0", None)]
-    )
-    ratio = lambda *rest: paper_tables.ratio(lines, *rest)
-    assert ratio("14B", "nvfp4", 64, h100) == "1.50"
-    # The time with a 16-bit base is that beside NVFP4.
-    assert ratio("14B", "nf4", 64, h100) == "0.75"
-    assert ratio("14B", "nf4", 16, h100) == ratio("14B", "nf4", 64, paper_tables.H200) == "-"
-    assert "| 14B | NVFP4 | 1.4, 1.2, 1.2 | 1.4, out of memory | 1.4, 1.3 | - | -, 1.50 |" in (
-        paper_tables.ends(lines)
-    )
-    steps = paper_tables.steps(lines)
-    assert "| 14B, NF4: 64 completions of 512 tokens | - | 4.0 (2026-11-26) | - |" in steps
-    assert "16 completions of 512" not in steps
-
-
-def test_what_was_not_measured_is_told_from_what_does_not_fit():
-    lines = paper_tables.Lines([])
-    cell = lambda weights, count, device: paper_tables.cell(lines, weights, "32B", count, device)
-    assert cell("bfloat16", 128, paper_tables.H100) == "does not fit"
-    assert cell("bfloat16", 8, paper_tables.H100) == "-"
-    assert cell("bfloat16", 128, paper_tables.H200) == cell("nvfp4", 128, paper_tables.H100) == "-"

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 import qerl_jax
+from examples import teach_calls
 from qerl_jax import config
 from qerl_jax.config import ToolsConfig
 from qerl_jax.evaluation import pass_rates
 from qerl_jax.tracking import logger
 from qerl_jax.training.trainer import train
-from scripts import teach_calls
 from tests.test_tiny_run import ROOT, small, without_times
 
 

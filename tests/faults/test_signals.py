@@ -261,7 +261,7 @@ def test_a_signal_before_the_first_step_ends_the_command_at_once_too(code, secon
 @pytest.mark.slow
 @pytest.mark.process
 def test_faults_at_random_moments_one_after_the_other_change_nothing(tmp_path):
-    """This tries a few faults; `python -m scripts.trial_faults` tries a hundred."""
+    """This tries a few faults; `python -m tests.faults.trial` tries a hundred."""
     steps = {"max_steps": 40, "save_steps": 7}
     train(harness.tiny(tmp_path / "whole", **steps), quiet=True)
     folder, path = tmp_path / "run", tmp_path / "run.toml"

@@ -232,9 +232,9 @@ def test_problems_and_answers_fit_the_quickstart_buffers(tokenizer):
 
 
 def test_tiny_tokenizer_is_small_and_is_its_script_s_output():
-    from scripts import make_tiny_tokenizer
+    from scripts import make_tiny_base
 
-    made = json.loads(make_tiny_tokenizer.make_tokenizer().to_str())
+    made = json.loads(make_tiny_base.make_tokenizer().to_str())
     packaged = json.loads((TINY / "tokenizer.json").read_text())
     assert made["model"]["vocab"] == packaged["model"]["vocab"]
     assert made["model"]["merges"] == packaged["model"]["merges"]

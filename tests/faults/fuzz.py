@@ -1,8 +1,8 @@
-"""Feeds damaged and hostile input to everything that reads foreign data: `python -m scripts.fuzz`.
+"""Feeds damaged and hostile input to everything that reads foreign data: `python -m tests.faults.fuzz`.
 
-    python -m scripts.fuzz                              every target, with its full count
-    python -m scripts.fuzz --only safetensors --count 1000
-    python -m scripts.fuzz --only answers --input 4711  one input again, with its traceback
+    python -m tests.faults.fuzz                              every target, with its full count
+    python -m tests.faults.fuzz --only safetensors --count 1000
+    python -m tests.faults.fuzz --only answers --input 4711  one input again, with its traceback
 
 Readers of bytes get a million inputs each, the others 100,000. Each input is a function of the seed, the target's name
 and the input's number, so a fault can be reproduced by its number. There are three kinds of faults: an error that
@@ -46,10 +46,10 @@ from qerl_jax.rewards import stock
 from qerl_jax.system import process_pool
 from qerl_jax.tools import tool_calls
 from qerl_jax.tracking import logger
-from scripts import fuzz_watch
 from tests import gguf_files
+from tests.faults import fuzz_watch
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 SHOWN = 20
 
 
@@ -715,7 +715,7 @@ _JINJA_SECONDS, _JINJA_BYTES = 0.25, 1 << 29
 
 @functools.cache
 def _renderers() -> process_pool.Pool:
-    name = "scripts.fuzz_watch"
+    name = "tests.faults.fuzz_watch"
     return process_pool.Pool(name, workers=1, seconds=_JINJA_SECONDS, memory_bytes=_JINJA_BYTES)
 
 

@@ -1,4 +1,4 @@
-"""Teaches the tiny base the form of calls, by imitation: `python -m scripts.teach_calls FOLDER`.
+"""Teaches the tiny base the form of calls, by imitation: `python -m examples.teach_calls FOLDER`.
 
 Larger models know how to call tools. The tiny base has never seen a call and does not know most letters. So its calls
 are questions, "What is 37*46?", which `tools.call_pattern` recognizes. The adapter from this script asks in some

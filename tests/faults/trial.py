@@ -1,7 +1,7 @@
 """Kills and damages a short run at random moments, and compares its result with that of an undisturbed run.
 
-    python -m scripts.trial_faults --faults 100 --seed 0
-    python -m scripts.trial_faults --faults 6 --deterministic     # a GPU needs this for equal bits
+    python -m tests.faults.trial --faults 100 --seed 0
+    python -m tests.faults.trial --faults 6 --deterministic     # a GPU needs this for equal bits
 
 A fault is one of these: a signal (SIGKILL, SIGTERM, SIGINT) at a random moment; a kill after which a random bit of the
 newest checkpoint is flipped or one of its files is truncated, if there is an older checkpoint; or a full disk, if a
@@ -136,6 +136,6 @@ def main() -> int:
 if __name__ == "__main__":
     if _MOUNTS not in os.environ and harness.has_mounts():
         # Start again in new namespaces, where mounting may be allowed.
-        again = ["unshare", "-rm", sys.executable, "-m", "scripts.trial_faults", *sys.argv[1:]]
+        again = ["unshare", "-rm", sys.executable, "-m", "tests.faults.trial", *sys.argv[1:]]
         os.execvpe(again[0], again, os.environ | {_MOUNTS: "1"})
     sys.exit(main())

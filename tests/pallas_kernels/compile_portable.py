@@ -1,4 +1,4 @@
-"""Compiles the portable kernels for cards that need not be present: `python -m scripts.compile_portable`.
+"""Compiles the portable kernels for cards that need not be present: `python -m tests.pallas_kernels.compile_portable`.
 
 Lists the launches of a decoding step of Qwen2.5-7B, of products with all formats, of unpacking weights, and of other
 rows, ranks, heads and formats. All are divided as on a card of the capability, also by its tuned table. It compiles each
@@ -6,8 +6,8 @@ to machine code with Triton's own assembler and prints registers, spilled bytes 
 is 1 if a kernel does not compile, spills more than a few registers, or needs more shared memory than the card has. It
 needs the packages of `.[triton]`; jax-triton itself is only needed on a card.
 
-    python -m scripts.compile_portable                          # all capabilities, about five minutes
-    python -m scripts.compile_portable --capabilities 75 90     # those of a T4 and an H100
+    python -m tests.pallas_kernels.compile_portable                          # all capabilities, about five minutes
+    python -m tests.pallas_kernels.compile_portable --capabilities 75 90     # those of a T4 and an H100
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Records what a reader does beside reading, for `scripts.fuzz`, and renders chat templates in a watched process."""
+"""Records what a reader does beside reading, for `tests.faults.fuzz`, and renders chat templates in a watched process."""
 
 import functools
 import os

@@ -15,7 +15,7 @@ import re
 ROOT = pathlib.Path(__file__).parents[1]
 LINK = re.compile(r"\]\((\.\./[^()\s#]+)(#[^()\s]*)?\)")
 NOT_SEARCHED = ("design/", "checked.md", "tried-and-rejected.md", "where-is.md")
-log = logging.getLogger("mkdocs.hooks.docs_links")
+log = logging.getLogger("mkdocs.hooks.links")
 
 
 def on_page_markdown(markdown, page, config, files):

@@ -1,0 +1,211 @@
+"""Tests the benchmarks: each runs on a CPU with tiny values, in its own process a row is measured, killed, compared."""
+
+import argparse
+import dataclasses
+import json
+import types
+
+import numpy as np
+import pytest
+
+from pallas_kernels import runtime
+from qerl_jax import config
+from scripts import bench, bench_training
+from tests.test_tiny_run import QUICKSTART
+
+BENCHMARKS = bench.benchmarks()
+# Hopper's kernels alone: they are interpreted, as on a small card.
+ON_HOPPER = ("gate_up",)
+SLOW = ("drafts", "scaling", "step", "recipe", "quantize", "logps")
+
+
+def measured(name, **options):
+    """Measures a round of each tiny case in this process; returns the last rows."""
+    benchmark, rows = BENCHMARKS[name], []
+    for case in bench.cases(benchmark, options, tiny=True):
+        told = []
+        benchmark.prepare(types.SimpleNamespace(**case))(told.append)
+        assert set(benchmark.shows) <= {*told[-1], *case} | {"ulp", "dx_ulp", "error"}
+        # A few tokens take so little time that a difference of times may have any sign.
+        assert told[-1][benchmark.metric] > 0 or name in ("decode", "logps", "values")
+        json.dumps(told)
+        rows.append(told[-1])
+    return rows
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
+        for name in BENCHMARKS
+        if name not in (*ON_HOPPER, "tune", "recipe", "decode_attention")
+    ],
+)
+def test_a_benchmark_runs_on_a_cpu(name):
+    assert measured(name)
+
+
+def test_attention_is_timed_in_its_kernel_and_in_cudnns():
+    theirs, apart, together = measured("decode_attention")
+    assert "error" not in theirs and apart["error"] <= 1 and together["error"] <= 1
+
+
+def small_card():
+    return runtime.on(dataclasses.replace(runtime.H200, processors=4, platform="cpu"))
+
+
+@pytest.mark.slow
+def test_gate_up_is_timed_in_one_kernel_and_in_two():
+    with small_card():
+        two, one = measured("gate_up")
+    assert one["ulp"] <= 2 and two["config"] == "" != one["config"]
+
+
+@pytest.mark.slow
+def test_the_fastest_configuration_becomes_a_row_of_a_table(tmp_path):
+    table = tmp_path / "tuned" / "card.json"
+    with small_card():
+        (row,) = measured("tune", table=str(table))
+    (written,) = json.loads(table.read_text())["rows"]
+    assert written["config"] == row["config"] and (written["m"], written["n"]) == (16, 128)
+
+
+def test_a_table_has_one_row_for_a_problem(tmp_path):
+    from scripts.bench_kernels import merged
+
+    table = tmp_path / "table.json"
+    for m, value in ((8, "a"), (1, "b"), (8, "c")):
+        table.write_text(merged(table, {"m": m, "n": 64, "k": 32, "value": value}))
+    rows = json.loads(table.read_text())["rows"]
+    assert [(row["m"], row["value"]) for row in rows] == [(1, "b"), (8, "c")]
+    assert len(table.read_text().splitlines()) == 4
+
+
+@pytest.mark.slow
+def test_a_recipe_ends_its_rows_at_the_recorded_lengths():
+    (row,) = measured("recipe", sigma=1.0, truncated=0.0)
+    lengths = np.array(bench_training.completion_lengths(1.0, 0.0, 24)[2 * 16 : 3 * 16])
+    assert row["mean_length"] == lengths.mean() < 24
+    assert row["truncated"] == np.mean(lengths == 24)
+    phases = sum(row[f"{phase}_s"] for phase in bench_training.PHASES)
+    assert row["step_s"] == pytest.approx(phases + row["other_s"])
+    assert 0 <= row["padding"] < 1 and row["programs"] > 0 and row["rollouts"] == 1
+
+
+def test_a_share_of_the_recorded_lengths_runs_into_the_limit():
+    for sigma in (0.5, 1):
+        free = bench_training.completion_lengths(sigma, 0.0, 4096)
+        assert 230 < np.mean(free) < 270 and max(free) < 4096
+        assert np.std(np.log(free)) == pytest.approx(sigma, rel=0.1)
+        truncated = bench_training.completion_lengths(sigma, 0.01, 4096)
+        assert truncated.count(4096) == 11 and len(truncated) == 1024
+    assert max(bench_training.completion_lengths(1, 0.0, 300)) == 300
+
+
+def test_rewards_are_drawn_with_the_chance_of_the_problem():
+    texts = [str(n) for n in range(4000)]
+    for chance in ("0", "0.3", "1"):
+        rewards = bench_training.reward(texts, [chance] * len(texts))
+        assert np.mean(rewards) == pytest.approx(float(chance), abs=0.03)
+
+
+def test_a_field_of_a_recipe_can_be_changed():
+    changed = bench_training.with_field(config.load(QUICKSTART), "rollout.max_concurrent", "3")
+    assert changed.rollout.max_concurrent == 3
+    absent = bench_training.with_field(changed, "rollout.max_concurrent", "null")
+    assert absent.rollout.max_concurrent is None
+    assert bench_training.with_field(changed, "model.weights", "nf4").model.weights == "nf4"
+
+
+@pytest.mark.parametrize(
+    ("mebibytes", "share"),
+    [(143771, 0.558), (81559, bench_training.MOST_SHARE)],  # an H200, an H100
+)
+def test_a_pool_is_a_share_of_this_cards_memory(monkeypatch, mebibytes, share):
+    text = types.SimpleNamespace(stdout=f"{mebibytes}\n{mebibytes}\n")
+    monkeypatch.setattr(bench_training.subprocess, "run", lambda *_, **__: text)
+    variables = bench_training.pool_of({"pool_gib": 78})
+    assert float(variables["XLA_PYTHON_CLIENT_MEM_FRACTION"]) == pytest.approx(share, abs=5e-4)
+    assert bench_training.pool_of({"pool_gib": 0.0}) == {}
+
+
+def test_a_case_sees_so_many_of_the_devices_that_are_offered(monkeypatch):
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,6")
+    assert bench_training.devices_of({"devices": 2}) == {"CUDA_VISIBLE_DEVICES": "3,5"}
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert "device_count=4" in bench_training.devices_of({"devices": 4})["XLA_FLAGS"]
+
+
+def test_values_of_options_are_combined():
+    chosen = bench.cases(BENCHMARKS["decode"], {"rows": [8, 64], "base": ["nf4"], "prompt": 99})
+    assert [(case["rows"], case["base"], case["prompt"]) for case in chosen] == [
+        (8, "nf4", 99),
+        (64, "nf4", 99),
+    ]
+
+
+def test_what_is_unknown_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["decoding"])
+    assert "must be all, or some of decode, " in capsys.readouterr().err
+    assert bench.main(["decode", "--list"]) == 0
+    assert "--rows 8 64 128" in capsys.readouterr().out
+
+
+def toy(prepare, **traits):
+    """Makes a benchmark of a number."""
+    how = {"settings": {}, "tiny": {}, "shows": ("ms",), "metric": "ms", "compared": "n"}
+    return bench.Benchmark(prepare, axes={"n": [1, 2]}, **how | traits)
+
+
+class FakeChild:
+    """A process that measures its number in milliseconds; 3 fails to compile."""
+
+    def __init__(self, name, case, variables, timeout):
+        self.case, self.variables, self.log = case, variables, []
+
+    def wait_until_ready(self):
+        return self.case["n"] != 3
+
+    def measure(self):
+        return {"ms": float(self.case["n"])}
+
+    def ended(self):
+        return False
+
+    def close(self):
+        pass
+
+
+def test_cases_that_compile_together_are_measured_in_turn(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(bench, "Child", FakeChild)
+    benchmark = toy(None)
+    chosen = bench.cases(benchmark, {"n": [1, 3, 2]})
+    out = tmp_path / "rows.jsonl"
+    args = argparse.Namespace(rounds=2, timeout=None, together=3, out=out)
+    assert not bench.run("toy", benchmark, chosen, args)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["round"], row["n"]) for row in rows] == [(1, 1), (1, 2), (2, 1), (2, 2)]
+    shown = capsys.readouterr().out
+    assert "| 3 | failed, or killed" in shown and "n 2: ms 2, 2.000 of 1" in shown
+
+
+def test_the_environment_of_a_case_is_compared(monkeypatch, capsys):
+    monkeypatch.setattr(bench, "Child", FakeChild)
+    benchmark = toy(None)
+    chosen = bench.cases(benchmark, {"n": [1], "env": ["", "A=1"]})
+    assert bench.run(
+        "toy", benchmark, chosen, argparse.Namespace(rounds=1, timeout=None, together=1, out=None)
+    )
+    assert "env A=1: ms 1, 1.000 of no variable" in capsys.readouterr().out
+
+
+@pytest.mark.process
+def test_a_process_measures_a_case_and_one_that_takes_too_long_is_killed(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    options = ["--model", "tiny", "--layer", "o", "--all-m", "1", "--out", str(out)]
+    assert bench.main(["values", "--tiny", *options]) == 0
+    (row,) = map(json.loads, out.read_text().splitlines())
+    assert row["benchmark"] == "values" and row["layer"] == "o" and row["device"] == "cpu"
+    assert bench.main(["values", "--tiny", "--timeout", "0.2"]) == 1
