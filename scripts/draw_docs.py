@@ -1,8 +1,8 @@
 """Draws the pictures of README and docs into docs/assets: `python -m scripts.draw_docs`.
 
-Curves come from docs/measured/courses.jsonl, bars from docs/measured/benchmarks.jsonl, the block and the schedules from
-the library itself. `--record NAME RUN_FOLDER` adds the metrics of a run to courses.jsonl under a name. The same data
-gives the same files.
+Curves come from docs/measured/courses.jsonl, bars from docs/measured/benchmarks.jsonl, the schedules from the library
+itself. (The block of NVFP4 does not change: this script drew it at commit 8aab746.) `--record NAME RUN_FOLDER` adds the
+metrics of a run to courses.jsonl under a name. The same data gives the same files.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from collections.abc import Callable
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyBboxPatch
 
-from pallas_kernels.formats import nvfp4
 from qerl_jax.aqn import schedule as aqn
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
@@ -110,61 +108,6 @@ def readme() -> Figure:
     return figure
 
 
-def block() -> Figure:
-    """Draws one block of NVFP4: weights, codes, the scale of the block, and the decoded values."""
-    weights = 0.02 * np.random.default_rng(7).standard_normal((64, 64)).astype(np.float32)
-    packed = nvfp4.quantize(weights)
-    own = weights[0, :16]
-    codes = nvfp4.CODE_VALUES[np.asarray(nvfp4.unpack_codes(packed.codes))[0, :16]]
-    scale, whole = float(packed.scales[0, 0]), float(packed.global_scale[0])
-    figure = Figure(figsize=(9.6, 3.3))
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.set(xlim=(0, 19.4), ylim=(0, 6.4))
-    axes.axis("off")
-
-    def row(y: float, texts: list[str], colour: str, label: str) -> None:
-        axes.text(0.2, y + 0.4, label, va="center", size=9)
-        for index, text in enumerate(texts):
-            box = FancyBboxPatch(
-                (3.3 + index, y), 0.86, 0.8, boxstyle="round,pad=0.02,rounding_size=0.1"
-            )
-            box.set(facecolor=colour, edgecolor="white")
-            axes.add_patch(box)
-            axes.text(3.73 + index, y + 0.4, text, ha="center", va="center", size=7.5)
-
-    short = lambda values: [
-        f"{each:.3f}".replace("0.", ".").replace("-.000", ".000") for each in values
-    ]
-    row(5.2, short(own), "#f0f1f3", "16 weights\n16 bits each")
-    row(
-        3.6,
-        [f"{each:g}".replace("-0", "0") if each == 0 else f"{each:g}" for each in codes],
-        PALE,
-        "16 codes\n4 bits each (E2M1)",
-    )
-    scales = (
-        (3.3, f"scale of the block: {scale:g}", "8 bits in E4M3, for 16 weights", "#ffe7cc"),
-        (11.4, f"scale of the matrix: {whole:,.0f}", "32 bits, for all its weights", "#ffe7cc"),
-    )
-    for x, text, below, colour in scales:
-        box = FancyBboxPatch((x, 2.05), 7.76, 0.8, boxstyle="round,pad=0.02,rounding_size=0.1")
-        box.set(facecolor=colour, edgecolor="white")
-        axes.add_patch(box)
-        axes.text(x + 3.88, 2.45, f"{text}   ({below})", ha="center", va="center", size=8)
-    axes.text(0.2, 2.45, "scales", va="center", size=9)
-    back = codes * (scale / whole)
-    row(0.6, short(back), "#f0f1f3", "16 decoded weights\ncode x block scale\n/ matrix scale")
-    axes.text(
-        3.3,
-        0.2,
-        "16 x 4 bits + 8 bits = 72 bits for 16 weights: 4.5 bits for each, instead of 16. "
-        "A code is 0, 0.5, 1, 1.5, 2, 3, 4 or 6, with a sign.",
-        va="center",
-        size=8.5,
-    )
-    return figure
-
-
 def schedules() -> Figure:
     """Draws sigma over a run of 1,000 steps, for each schedule."""
     figure = Figure(figsize=(6.4, 2.9), layout="constrained")
@@ -218,7 +161,6 @@ def sick_runs() -> Figure:
 
 PICTURES: dict[str, Callable[[], Figure]] = {
     "readme.svg": readme,
-    "nvfp4-block.svg": block,
     "aqn-schedules.svg": schedules,
     "runs.svg": sick_runs,
 }

@@ -2,7 +2,7 @@
 
 Each line of docs/measured/benchmarks.jsonl is one measured number with its context:
 
-- table: key of the table that it belongs to, see `TABLES`
+- table: key of the table that it belongs to, as in `benchmarks_page.md`
 - name, value, unit: what was measured; lines with one name and different devices become one row
 - baseline, baseline_value, ratio: what it is compared with, or null
 - more: values of further columns, by heading
@@ -21,6 +21,7 @@ import dataclasses
 import itertools
 import json
 import pathlib
+import re
 import sys
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
@@ -32,148 +33,10 @@ FIELDS = (
 ).split()
 RUN = ("command", "date", "device", "versions", "conditions")
 README = DOCS.parent / "README.md"
+# The fixed texts of the page, with a place for the table of each key.
+TEMPLATE = pathlib.Path(__file__).with_name("benchmarks_page.md")
+PLACE = re.compile(r"\{\{(\w+)\}\}")
 BEGIN, END = "<!-- results: scripts/make_benchmarks.py -->", "<!-- end of results -->"
-
-HEAD = """\
-# Benchmarks
-
-The speed of QeRL-JAX, beside others and beside what the hardware allows. `scripts/make_benchmarks.py` writes this page from
-[measured/benchmarks.jsonl](measured/benchmarks.jsonl): change the numbers there. [Tried and rejected](tried-and-rejected.md) says what
-limits the numbers, and which targets they miss.
-
-Absolute times depend on the machine. Compare the ratio to a baseline, which was measured in the same run unless stated otherwise. The
-last column has the run for each device, in the order of the device columns. [Runs](#runs) lists the command, date, device and versions
-of each run; scripts that are gone since are at commit 8aab746. "Of bound" is the shortest time that the hardware allows, divided by ours.
-"""
-
-
-@dataclasses.dataclass(frozen=True)
-class Table:
-    """A table of the page.
-
-    Attributes:
-      key: The `table` of its lines.
-      title: The heading above it.
-      text: What a reader must know before the numbers.
-    """
-
-    key: str
-    title: str
-    text: str
-
-
-TABLES = (
-    Table(
-        "decoding",
-        "Decoding",
-        "Random weights in Qwen2.5 shapes, NVFP4 base with LoRA of rank 32, distinct prompts of 256 tokens, 512 new tokens, end tokens "
-        "ignored, temperature 1, without prefill. vLLM was measured earlier, on a card of the same kind: 7B with LoRA, 14B "
-        "and 32B without. Bound: the time to read weights, head, adapters and live keys and values at 4.3 TB/s.",
-    ),
-    Table(
-        "rivals",
-        "Decoding beside vLLM",
-        "Ours: NVFP4 with LoRA of rank 32, with log-probabilities. vLLM (all linears, prefix caching off, no log-probabilities): BF16 and FP8 as a "
-        "library runs it that merges the adapter into the weights, NVFP4 by Marlin, and NVFP4 with the same LoRA. Random weights, distinct prompts of 256 "
-        "tokens. Rate: rows x 480 / (time of 512 tokens - time of 32). The ratio is to the fastest of vLLM's without LoRA.",
-    ),
-    Table(
-        "bfloat16",
-        "NVFP4 beside a 16-bit base",
-        "Our own BF16 base with the same LoRA, on the same card, measured right before or after, unless the note says more.",
-    ),
-    Table(
-        "plain",
-        "Decoding without the fused layers",
-        "The plain layers decode what the fused layers do not support: more than 128 rows, NF4 and MXFP4 (without jax-triton), shapes without kernels. "
-        "7B as above. The baseline is the fused layers with NVFP4, from another run on such a card unless the note says more.",
-    ),
-    Table(
-        "portable",
-        "Decoding with the portable kernels",
-        "The Triton kernels for cards that are not Hopper, on a Hopper card, since there is no other to time them on. NVFP4 as above.",
-    ),
-    Table(
-        "portable_linears",
-        "Linears with the portable kernels",
-        "Time of the four linears of a layer, with the sums over parts of K. Marlin's times are recorded ones, of another H200. The "
-        "columns qkv to down have Marlin's time divided by ours.",
-    ),
-    Table(
-        "portable_many",
-        "Linears of many rows with the portable kernels",
-        "bfloat16's time divided by ours. With LoRA of rank 32 added on both sides, as in a layer, by the wall time of a loop, in one run; the "
-        'device column is for 8192 rows, forward. "Alone": products without LoRA beside `jnp.dot`, by kernel times, in another run.',
-    ),
-    Table(
-        "drafts",
-        "Drafts",
-        "How many times as fast a policy is sampled with drafts as without, in one run: SmolLM2-135M-Instruct in NVFP4 after 24 steps on "
-        "GSM8K, temperature .6, 128 completions of at most 512 tokens. Tokens/s are of the first device.",
-    ),
-    Table("lora", "The cost of LoRA", "7B, decoding with and without the adapter."),
-    Table("rollouts", "Prefill, mixed lengths, agreement, start", "7B, NVFP4, LoRA of rank 32."),
-    Table(
-        "training",
-        "Training",
-        "Random bases packed on the device. Rows of 32B and 72B run in a memory pool of 78 GiB, as on an 80 GB card. MFU: "
-        "4 x parameters x tokens / time / 790 TFLOP/s, without recomputation. The peft numbers are from such a card. Planned: `qerl plan`.",
-    ),
-    Table(
-        "recipes",
-        "Steps of a recipe",
-        "A shipped recipe on a random base, with completions of recorded lengths: log-normal, mean 250, sigma .5, limit 4096. "
-        "Six of ten groups have only right or only wrong completions, and give no signal. Steps without compilation. "
-        "The first picture shows the step of 7B (H200), the second one of SmolLM2 of .82 s (H100); both are of 2026-11-23, drawn by "
-        "`scripts/recipe_timeline.py` of commit 8aab746:\n\n"
-        "![Live rows, what the host and the GPU do, and how busy the GPU is](assets/recipe_step.svg)\n\n"
-        "![The same for SmolLM2](assets/smollm2_step.svg)",
-    ),
-    Table(
-        "training_layer",
-        "A layer in training",
-        "16 x 512 tokens of 7B, LoRA of rank 32: time of the layer's kernels relative to a BF16 layer in the same run.",
-    ),
-    Table(
-        "decode_layer",
-        "A decoding layer without attention",
-        "All layers in a loop with an end that depends on data. Kernels and layer are timed in different runs; kernels may overlap.",
-    ),
-    Table(
-        "linears",
-        "Products with packed weights, up to 128 rows",
-        "Kernel time of the four linears, all layers of a model.",
-    ),
-    Table(
-        "attention",
-        "Decode attention",
-        "Ours rotates, writes to the cache and reads pages; cuDNN only attends, over a contiguous cache. cuDNN was timed with "
-        "earlier versions of ours. Bound: the time to read keys and values.",
-    ),
-    Table(
-        "wide",
-        "Products of many rows",
-        "Speed relative to a bfloat16 product of the same run, by rows of x; dX is the derivative with respect to x. Ranges are over several runs and kernels. The "
-        "device column is for 8192 rows, forward.",
-    ),
-    Table(
-        "quantization",
-        "Quantization",
-        "The base that ships with the package, compared with itself in 16 bits on 256 held-out rows of arithmetic, 15,596 tokens. AWQ "
-        "is calibrated on 256 other rows.",
-    ),
-    Table(
-        "memory",
-        "Memory that is planned",
-        "Temporary memory of one micro-batch's gradient: `qerl plan` and XLA's `memory_analysis()`. LoRA of rank 32, layers recomputed. "
-        "Neither includes attention's own workspace.",
-    ),
-    Table(
-        "tiny",
-        "Accuracy of the quickstart",
-        "512 unseen arithmetic problems, temperature 1. The task is too easy to show a difference between NVFP4 and BF16, or from noise.",
-    ),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,13 +147,13 @@ def markdown(rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *body))
 
 
-def table(spec: Table, lines: list[dict], devices: list[str], runs: dict[tuple, int]) -> str:
-    """Returns the Markdown table of one `Table`: a row for each name, a column for each device."""
+def table(name: str, lines: list[dict], devices: list[str], runs: dict[tuple, int]) -> str:
+    """Returns the Markdown table of a key: a row for each name, a column for each device."""
     rows: dict[str, dict[str, dict]] = {}
     for line in lines:
         row = rows.setdefault(line["name"], {})
         if line["device"] in row:
-            raise ValueError(f"{spec.key}: {line['name']!r} comes twice for {line['device']}")
+            raise ValueError(f"{name}: {line['name']!r} comes twice for {line['device']}")
         row[line["device"]] = line
     further = dict.fromkeys(heading for line in lines for heading in line["more"])
     further = sorted(further, key=lambda heading: heading != "of bound")
@@ -302,12 +165,12 @@ def table(spec: Table, lines: list[dict], devices: list[str], runs: dict[tuple, 
     head = ["what", "" if unit else "unit", *(device + unit for device in columns)]
     head += ["" if one else "beside", one or "its value", "ratio"]
     cells = [[*head, *further, "note", "run"]]
-    for name, row in rows.items():
+    for label, row in rows.items():
         first = row[next(device for device in columns if device in row)]
         measured = [row[device] for device in columns if device in row]
         cells.append(
             [
-                name,
+                label,
                 "" if unit else first["unit"],
                 *(shown(row[device]["value"]) if device in row else "" for device in columns),
                 "" if one else shown(first["baseline"]),
@@ -328,19 +191,18 @@ def run(line: dict) -> tuple:
 
 def page(lines: list[dict]) -> str:
     """Returns docs/benchmarks.md."""
-    if unknown := {line["table"] for line in lines} - {spec.key for spec in TABLES}:
+    text = TEMPLATE.read_text()
+    *keys, _ = PLACE.findall(text)
+    if unknown := {line["table"] for line in lines} - {*keys}:
         raise ValueError(f"no table of the page is called {sorted(unknown)}")
     devices = list(dict.fromkeys(line["device"] for line in lines))
-    ordered = [line for spec in TABLES for line in lines if line["table"] == spec.key]
-    runs = {key: place for place, key in enumerate(dict.fromkeys(map(run, ordered)), 1)}
-    parts = [HEAD]
-    for spec in TABLES:
-        if chosen := [line for line in lines if line["table"] == spec.key]:
-            text = table(spec, chosen, devices, runs)
-            parts.append(f"## {spec.title}\n\n{spec.text}\n\n{text}\n")
-    rows = [[str(place), f"`{key[0]}`", *key[1:]] for key, place in runs.items()]
-    parts.append(f"## Runs\n\n{markdown([['run', *RUN], *rows])}\n")
-    return "\n".join(parts)
+    chosen = {key: [line for line in lines if line["table"] == key] for key in keys}
+    ordered = [run(line) for key in keys for line in chosen[key]]
+    runs = {key: number for number, key in enumerate(dict.fromkeys(ordered), 1)}
+    tables = {key: table(key, rows, devices, runs) for key, rows in chosen.items() if rows}
+    rows = [[str(number), f"`{key[0]}`", *key[1:]] for key, number in runs.items()]
+    tables["runs"] = markdown([["run", *RUN], *rows])
+    return PLACE.sub(lambda match: tables.get(match[1], "Not measured."), text)
 
 
 def results(lines: list[dict]) -> str:

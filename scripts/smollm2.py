@@ -123,57 +123,9 @@ NEW_TOKENS = 24
 # Two float32 implementations differ by about 1e-5, so the winning token must have at least this margin.
 CLEAR = 5e-3
 
-_STORY = (
-    "On Monday the baker Ines opened her shop at six in the morning, as she did on every day of the week but "
-    "Sunday. The first visitor was an old fisherman who bought two loaves of rye bread and told her that the "
-    "wind would turn before noon. At eight the children of the school came for rolls, and at nine the mayor "
-    "asked for a cake with candles, because his daughter would be seven years old on Thursday. Ines wrote "
-    "the order into her red book. At noon the wind did turn, and rain kept everyone at home, so that she "
-    "closed early, swept the floor, and baked the cake three days too soon."
-)
-
-
-def _user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
-def _system(text: str) -> dict[str, str]:
-    return {"role": "system", "content": text}
-
-
-def _assistant(text: str) -> dict[str, str]:
-    return {"role": "assistant", "content": text}
-
-
-CHATS = (
-    [_user("What is the capital of France? Answer in one sentence.")],
-    [_system("Answer with a number."), _user("What is 7 + 5?")],
-    [_system(""), _user("Name three colours of the rainbow.")],
-    [
-        _user("My name is Ada and I live in Turin."),
-        _assistant("Nice to meet you, Ada! How is the weather in Turin?"),
-        _user("It is raining. What is my name?"),
-    ],
-    [
-        _system("You are a patient teacher of arithmetic."),
-        _user("Tom has 12 marbles and buys 30 more. How many does he have?"),
-        _assistant("Tom has 12 + 30 = 42 marbles."),
-        _user("He then gives away 2. How many are left?"),
-    ],
-    [_user(f"Read this story, then say what Ines baked and for whom.\n\n{_STORY}")],
-    [_user("Où se trouve la tour Eiffel ? Réponds en français, s'il te plaît.")],
-    [_user("Translate into English: 春が来た。桜の花が咲いています 🌸")],
-    [
-        _user(
-            "Write a Python function that returns the square of x:\n```python\ndef square(x):\n```"
-        )
-    ],
-    [_user("What is 128 * 4 - 1,000.5?\tShow   each step.\n\n")],
-)
-
 
 def record(args: argparse.Namespace) -> int:
-    """Writes golden.json."""
+    """Writes golden.json again, with the same chats."""
     import tokenizers
     import torch
     import transformers
@@ -182,7 +134,8 @@ def record(args: argparse.Namespace) -> int:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         args.folder, dtype=torch.float32, attn_implementation="eager"
     )
-    rows = [continued(model, tokenizer, chat) for chat in CHATS]
+    chats = [row["chat"] for row in json.loads(GOLDEN.read_text("utf-8"))["rows"]]
+    rows = [continued(model, tokenizer, chat) for chat in chats]
     least = min(row.pop("least_margin") for row in rows)
     if least < CLEAR:
         raise SystemExit(

@@ -174,6 +174,13 @@ def _watch(allowed: tuple[str, ...]) -> fuzz_watch.Watch:
     return fuzz_watch.Watch((str(_folder()), sys.prefix, sys.base_prefix, str(ROOT)), allowed)
 
 
+def _words(name: str, *, as_bytes: bool = False) -> list[Any]:
+    """Reads words that readers know from fuzz_words.json; a pair is a word and how often it is repeated."""
+    table = json.loads(pathlib.Path(__file__).with_name("fuzz_words.json").read_text())
+    words = [word if isinstance(word, str) else word[0] * word[1] for word in table[name]]
+    return [word.encode("latin-1") for word in words] if as_bytes else words
+
+
 # Bytes
 
 
@@ -224,14 +231,7 @@ def _configs() -> list[bytes]:
     return [path.read_bytes() for path in sorted((ROOT / "configs").glob("*.toml"))]
 
 
-_TOML_WORDS = [
-    *(b"[", b"]", b"[[", b"]]", b"{", b"}", b"=", b".", b",", b'"', b'"""', b"'", b"'''", b"#"),
-    *(b"\n", b"\r", b"\0", b"\xff", b"\\u0000", b"\\UD800DC00", b"nan", b"-inf", b"true", b"1e308"),
-    *(b"1e-400", b"-1", b"0", b"2147483648", b"9" * 400, b"0x7f", b"1979-05-27T07:32:00Z", b"a.b"),
-    *(b"[model]\n", b"[optim]\n", b"[rewards.options.a]\n", b"max_steps = ", b"learning_rate = "),
-    *(b"num_train_epochs = 1\n", b"functions = []\n", b'"\\u0000"', b"{a={a={a=", b"[" * 200),
-    *(b"a." * 100, b"noise = 3\n", b"[noise]\n", b'["a", 1]', b"\xef\xbb\xbf", b"\xe2\x80\xa8"),
-]
+_TOML_WORDS = _words("toml", as_bytes=True)
 
 
 def _make_config(rng: random.Random) -> dict[str, bytes]:
@@ -267,36 +267,7 @@ def _safetensors() -> tuple[dict[str, bytes], ...]:
     return tuple(folders)
 
 
-_SAFETENSORS_WORDS = [
-    *(b'"F32"', b'"F8_E8M0"', b'"F4"', b'"BOOL"', b'"dtype":', b'"shape":', b'"data_offsets":'),
-    *(
-        b"[0,0]",
-        b"[-1,4]",
-        b"[1e9,2]",
-        b"18446744073709551615",
-        b"9223372036854775808",
-        b"4294967296",
-    ),
-    *(
-        b"[" + b"1," * 70 + b"1]",
-        b"null",
-        b"{}",
-        b"[]",
-        b'"__metadata__":',
-        b'"format":"pt"',
-        b"NaN",
-    ),
-    *(
-        b"../../a.safetensors",
-        b"/etc/passwd",
-        b"a\\u0000",
-        b"\\ud800",
-        b'"weight_map":',
-        b"\0",
-        b"\xff",
-    ),
-    *(b"[" * 300, b'{"a":' * 300, b",}", b" " * 8, (1 << 63).to_bytes(8, "little"), bytes(8)),
-]
+_SAFETENSORS_WORDS = _words("safetensors", as_bytes=True)
 
 
 def _make_safetensors(rng: random.Random) -> dict[str, bytes]:
@@ -413,33 +384,13 @@ _ADAPTER = {
 }
 _METRICS = {"step": 1, "reward": 0.5, "num_tokens": 100, "loss": 1e-9, "grad_norm": None}
 _VALUES = [
-    *(
-        None,
-        True,
-        False,
-        0,
-        -1,
-        1,
-        2,
-        0.5,
-        -0.0,
-        1e308,
-        10**40,
-        2**31,
-        2**63,
-        "",
-        "a",
-        "4",
-        "\ud800",
-    ),
+    *(None, True, False, 0, -1, 1, 2, 0.5, -0.0, 1e308, 10**40, 2**31, 2**63),
+    *("", "a", "4", "\ud800"),
     *([], {}, [[]], [None], {"a": None}, [1, "a"], float("nan"), float("inf"), "full_attention"),
     *("llama", "qwen3", "mistral", "llama3", "yarn", "bitsandbytes", "modelopt", "mxfp4", "NVFP4"),
     *("all-linear", ".*_proj", "(", "dora", "all", "../../x", "pissa"),
 ]
-_JSON_WORDS = [
-    *(b"{", b"}", b"[", b"]", b":", b",", b'"', b"null", b"1e999", b"-", b"NaN", b"\0", b"\xff"),
-    *(b'"a":', b"\\u0000", b"[" * 100, b'{"a":' * 100, b"9" * 5000, b"\xef\xbb\xbf"),
-]
+_JSON_WORDS = _words("json", as_bytes=True)
 
 
 def _table(rng: random.Random, table: dict[str, Any]) -> dict[str, Any]:
@@ -476,21 +427,7 @@ _ROWS = [
     b"What is 1 + 2?\nAnd 3?\r\n\n",
     '\ufeff{"prompt": "東京 🙂"}\n'.encode(),
 ]
-_ROW_WORDS = [
-    *(b"{", b"}", b"[", b"]", b":", b",", b'"', b"\n", b"\r\n", b"\\ud800", b"\\u0000", b"\xff"),
-    *(
-        b'"prompt":',
-        b'"role":',
-        b'"content":',
-        b'"seed":',
-        b'"completion":',
-        b"null",
-        b"true",
-        b"-1",
-    ),
-    *(b"1e999", b"NaN", b"4294967296", b"9" * 5000, b"[" * 100, b'{"a":' * 100, b"\xe2\x80\xa8"),
-    *(b"\xef\xbb\xbf", b'"system"', b"[[]]", b"{{ 7 * 7 }}", b"\xed\xa0\x80", b"\0"),
-]
+_ROW_WORDS = _words("rows", as_bytes=True)
 
 
 def _make_rows(rng: random.Random) -> dict[str, bytes]:
@@ -505,24 +442,7 @@ def _feed_rows(path: pathlib.Path) -> None:
 
 # Parsers of answers
 
-_ANSWER_WORDS = [
-    *("<answer>", "</answer>", "<think>", "</think>", "####", "\\boxed{", "\\boxed", "{", "}", "$"),
-    *("answer:", "Answer: ", "```python\n", "```", "\n", " ", "and", ",", ".", "-", "1", "12,345"),
-    *(
-        "=",
-        "\\text{",
-        "\\text{and}",
-        "\\frac",
-        "\\frac12",
-        "\\sqrt",
-        "\\overline{",
-        "\\textbf{",
-        "a ",
-    ),
-    *("\\", "\\\\[2pt]", "\\,", "\\!", "^\\circ", "°", "\N{MINUS SIGN}", "1011_2", "_{", "^{", "/"),
-    *("\\text{ cm}", "inches", "square ", "i", "\\mathrm{i}", "\\$", "%", "0.5", "1e5", "\0", "京"),
-    *("\ud800", "\u2028", "1 2/3", "\\dfrac", "\\left", "\\right", "x=", "(", ")", "~", "٣", "\t"),
-]
+_ANSWER_WORDS = _words("answers")
 
 
 def _make_text(words: Sequence[str], rng: random.Random) -> str:
@@ -565,24 +485,7 @@ def _feed_answer(text: str) -> None:
 
 # Calls of tools that a policy writes
 
-_CALL_WORDS = [
-    *("<tool_call>", "</tool_call>", "<|python_tag|>", '{"name": "a", "arguments": {}}', "{}", ";"),
-    *(
-        '{"name": "a", "parameters": {"x": 1}}; ',
-        '{"name": "',
-        '"arguments": "{\\"',
-        '"}',
-        "}",
-        "{",
-    ),
-    *("[", "]", '"', ",", ":", "\n", " ", "null", "1e999", "NaN", "\\ud800", "\ud800", "\0", "京"),
-    *(
-        '{"name": 1}',
-        '{"name": "a", "arguments": 3}',
-        '{"name": "a", "arguments": "[]"}',
-        "9" * 5000,
-    ),
-]
+_CALL_WORDS = _words("calls")
 
 
 def _feed_calls(text: str) -> None:
@@ -593,101 +496,7 @@ def _feed_calls(text: str) -> None:
 
 # Chat templates
 
-_TEMPLATE_WORDS = [
-    *(
-        "{{ ",
-        " }}",
-        "{% ",
-        " %}",
-        "{%- ",
-        " -%}",
-        "{# ",
-        " #}",
-        "|",
-        ".",
-        "(",
-        ")",
-        "[",
-        "]",
-        "~",
-        "+",
-    ),
-    *(
-        "{% for m in messages %}",
-        "{% endfor %}",
-        "{% if m.role == 'user' %}",
-        "{% endif %}",
-        "{% else %}",
-    ),
-    *("{{ m.content }}", "{{ m['role'] }}", "{{ eos_token }}", "{% set x = 1 %}", "x", "messages"),
-    *(
-        "{% set ns = namespace(x='a') %}",
-        "{% set ns.x = ns.x ~ ns.x %}",
-        "{{ ns.x }}",
-        "loop.index0",
-    ),
-    *(
-        "{% for _ in range(9999) %}",
-        "{% for _ in range(99999) %}",
-        "{{ 'x' * 99999999 }}",
-        "[0] * 9999999",
-    ),
-    *(
-        "{% macro f(a) %}",
-        "{% endmacro %}",
-        "{{ f(1) }}",
-        "{% call f(1) %}",
-        "{% endcall %}",
-        "caller()",
-    ),
-    *(
-        "{{ raise_exception('no') }}",
-        "{{ ''.__class__.__mro__ }}",
-        "cycler.__init__.__globals__",
-        "lipsum",
-    ),
-    *(
-        "{% include 'a' %}",
-        "{% import 'os' as os %}",
-        "{% extends 'a' %}",
-        "{{ messages | tojson }}",
-    ),
-    *("|join('-')", "|replace('a', 'aaaa')", "|center(99999999)", "|format(9)", "'%99999999d' % 1"),
-    *(
-        "|map(attribute='content')",
-        "|attr('__class__')",
-        "|list",
-        "|sort",
-        "|batch(99999999, 1)",
-        "|pprint",
-    ),
-    *(
-        "2 ** 99999999",
-        "7 ** 7 ** 7 ** 7",
-        "1 / 0",
-        "{% generation %}",
-        "{% endgeneration %}",
-        "\n",
-        " ",
-    ),
-    *(
-        "{% break %}",
-        "{% continue %}",
-        "{% raw %}",
-        "{% endraw %}",
-        "strftime_now('%Y')",
-        "\0",
-        "\ud800",
-    ),
-    *(
-        "{% filter upper %}",
-        "{% endfilter %}",
-        "{{ self.__init__ }}",
-        "joiner()",
-        "recursive",
-        "loop(x)",
-    ),
-]
+_TEMPLATE_WORDS = _words("templates")
 _TEMPLATES = [
     "{%- for m in messages %}{{- '<|' + m.role + '|>' + m.content }}{%- endfor %}",
     "{% set ns = namespace(n=0) %}{% for m in messages[::-1] %}{% set ns.n = ns.n + 1 %}{{ ns.n }}"
