@@ -327,7 +327,7 @@ def _sampler(
     task: Task,
     replicas: Replicas,
     stop: stopping.Stop,
-    row_lengths: Sequence[int] | None,
+    row_lengths: Sequence[int] | None = None,
 ) -> rollouts.Sampler:
     return rollouts.make_sampler(
         task.model,
