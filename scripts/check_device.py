@@ -84,66 +84,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--only",
-        action="append",
-        default=[],
-        help="run only cases whose name contains this, such as rows=33; if repeated, all must match",
-    )
-    parser.add_argument(
-        "--cases",
-        type=int,
-        nargs="+",
-        help="run only the cases with these numbers, such as those that failed before",
-    )
-    parser.add_argument("--smoke", action="store_true", help="run only a dozen cases of the list")
-    parser.add_argument(
-        "--devices",
-        type=int,
-        nargs="+",
-        help="run each case on each of these numbers of devices; default: 1",
-    )
-    parser.add_argument(
-        "--out", type=pathlib.Path, help="write a JSON line for each case to this file"
-    )
-    parser.add_argument(
-        "--meshes",
-        action="store_true",
-        help="run each case on every mesh of --devices: data, fsdp and tensor",
-    )
-    parser.add_argument(
-        "--jobs",
-        type=int,
-        help="number of processes; default: 14 for each card, if there are cores",
-    )
-    parser.add_argument(
-        "--cards",
-        type=int,
-        default=1,
-        help="number of NVIDIA cards among which the processes are divided; each case runs on one",
-    )
-    parser.add_argument(
-        "--stagger", type=float, default=0.5, help="seconds between the starts of processes"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=480, help="seconds after which everything is killed"
-    )
-    parser.add_argument(
-        "--budget",
-        type=float,
-        help="seconds after which no case starts; default: 50 before --seconds",
-    )
-    parser.add_argument(
-        "--case-seconds", type=float, default=240, help="time limit of a case, in seconds"
-    )
-    parser.add_argument("--autotune", action="store_true", help="let XLA autotune its products")
-    parser.add_argument(
-        "--keep", type=pathlib.Path, help="keep logs and the files of cases in this folder"
-    )
-    parser.add_argument("--list", action="store_true", help="only print the names of cases")
-    parser.add_argument(
-        "--write-cases", action="store_true", help="compute the list of cases again and write it"
-    )
+    paths, numbers = {"type": pathlib.Path}, {"type": int, "nargs": "+"}
+    switch, seconds = {"action": "store_true"}, {"type": float}
+    for option, traits, text in (
+        ("only", {"action": "append", "default": []}, "only cases whose name has this; repeatable"),
+        ("cases", numbers, "only the cases with these numbers, such as those that failed before"),
+        ("smoke", switch, "only a dozen cases of the list"),
+        ("devices", numbers, "each case on each of these numbers of devices; default: 1"),
+        ("meshes", switch, "each case on every mesh of --devices: data, fsdp and tensor"),
+        ("out", paths, "write a JSON line for each case to this file"),
+        ("jobs", {"type": int}, "processes; default: 14 for each card, if there are cores"),
+        ("cards", {"type": int, "default": 1}, "NVIDIA cards; each case runs on one"),
+        ("stagger", seconds | {"default": 0.5}, "seconds between the starts of processes"),
+        ("seconds", seconds | {"default": 480}, "seconds after which everything is killed"),
+        ("budget", seconds, "seconds after which no case starts; default: 50 before --seconds"),
+        ("case-seconds", seconds | {"default": 240}, "time limit of a case, in seconds"),
+        ("autotune", switch, "let XLA autotune its products"),
+        ("keep", paths, "keep logs and the files of cases in this folder"),
+        ("list", switch, "only print the names of cases"),
+        ("write-cases", switch, "compute the list of cases again and write it"),
+    ):
+        parser.add_argument(f"--{option}", help=text, **traits)
     parser.add_argument("--worker", type=pathlib.Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.worker:
@@ -510,7 +471,7 @@ def line(row: Row) -> str:
 
 def by_stage(rows: Sequence[Row]) -> list[str]:
     """Formats the time by stage: the number of each kind of stage, and means of its measurements."""
-    names = ("seconds", "cpu", "trace", "lower", "compile", "programs", "cached")
+    names = ("seconds", "cpu", "lower", "compile", "programs", "cached")
     held: dict[str, list[Row]] = {}
     for row in rows:
         for stage in row.get("stages", []):

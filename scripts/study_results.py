@@ -31,8 +31,6 @@ RESULTS, PAGE, FIGURES = (
     ROOT / "docs/results.md",
     ROOT / "docs/figures",
 )
-BASE = ROOT / "docs/measured/warm_up.json"
-START = ROOT / "docs/measured/study_start.jsonl"
 # The fixed texts of the page.
 TEMPLATE = pathlib.Path(__file__).with_name("study_page.md")
 MISSING = "not measured yet"
@@ -327,134 +325,10 @@ def rates_table(results: Results) -> str:
     return table(rows)
 
 
-def base_text(found: Mapping[str, Any] | None) -> str:
-    """Describes the base after the warm-up: accuracies by kind, and how much the packaged grid favours a format."""
-    if found is None:
-        return f"The share of right samples before and after: {MISSING}."
-    kinds = ["all", *sorted(found["after"].keys() - {"all"})]
-    rows = [["samples that are right", *kinds]]
-    rows += [
-        [when, *(f"{found[when][kind]:.3f}" for kind in kinds)] for when in ("before", "after")
-    ]
-    errors = found["rounding error"]
-    rounded = [["relative error of rounding a linear to nearest", *map(str.upper, errors["after"])]]
-    rounded += [[when, *map(str, each.values())] for when, each in errors.items()]
-    change, share = (
-        found["relative change of the linears"],
-        found["share of their weights that changed"],
-    )
-    return (
-        f"{found['steps']} steps of {found['batch']} answers at a rate of {found['rate']:g}, on the device "
-        f"{found['device']}, in {found['seconds']:.0f} s, gave the base {found['sha256']}. On held-out problems, one sample each at "
-        f"temperature 1:\n\n{table(rows)}\n\n**A deviation from the plan.** The plan wanted a base whose weights have left the 4-bit grid of the "
-        f"package. Ours has not left it: {share:.0%} of the weights of the linears changed, but only by {change:.2%} in all (root of the mean "
-        "square), which is less than a step of that grid. So the grid may favour a format. If it does, that format's error is below its error "
-        f"for normal random numbers. This was measured for one linear, `down_proj` of layer 1:\n\n{table(rounded)}\n\n{favoured(errors)}"
-    )
-
-
-def favoured(errors: Mapping[str, Mapping[str, float]]) -> str:
-    """Says which formats the base's grid favours, by errors of rounding the base and of rounding normal numbers."""
-    ratios = {form: each / errors["normal"][form] - 1 for form, each in errors["after"].items()}
-    low = {form.upper(): -ratio for form, ratio in ratios.items() if ratio < 0}
-    others = [form.upper() for form in ratios if form.upper() not in low]
-    if not low:
-        return "By this rule the grid favours no format."
-    said = " and ".join(f"{form} by {ratio:.1%}" for form, ratio in low.items())
-    return f"By this rule the grid favours {said}" + (
-        f", and not {' or '.join(others)}." if others else "."
-    )
-
-
-def quantized_text(results: Results) -> str:
-    """Says on which days the runs on quantized bases were made, and whether their files name these bases."""
-    said = []
-    for arm, about in ARMS.items():
-        runs = {name: run for name, run in results.items() if Piece.named(name).arm == arm}
-        if not about.quantized or not runs:
-            continue
-        days = sorted({run["date"] for run in runs.values()})
-        late: dict[float, list[str]] = {}
-        for piece in (Piece.named(name) for name, run in runs.items() if run["date"] == days[-1]):
-            late.setdefault(piece.rate, []).append(str(piece.seed))
-        known = {run.get("quantized") for run in runs.values()}
-        if len(days) > 1:
-            which = "; ".join(
-                f"rate {rate:g}, seed {', '.join(seeds)}" for rate, seeds in late.items()
-            )
-            said.append(f"It was quantized again for the runs of {days[-1]} ({which}).")
-        if None in known:
-            said.append(
-                "The files of this arm name only the 16-bit base that was quantized. So they do not show whether all its runs had the same "
-                "quantized weights. Later runs also record the hash of the quantized folder."
-            )
-        elif len(known) > 1:
-            said.append(f"**Its runs are of {len(known)} different quantized bases.**")
-    return " ".join(said)
-
-
-def one_card(results: Results) -> str:
-    """Estimates the time of all runs on one card, four at a time, from how long they took with more on a card."""
-    if not results:
-        return MISSING
-    took = [run.get("wall_seconds", 0) for run in results.values()]
-    jobs = max(run.get("jobs", 1) for run in results.values())
-    return (
-        f"The {len(took)} runs took {sum(took) / 3600:.1f} hours added up, with up to {jobs} at a time on a card. If a run takes as long beside "
-        f"three others, they take {sum(took) / 4 / 60:.0f} minutes with `--jobs 4`"
-    )
-
-
-def start_text(lines: Sequence[Mapping[str, Any]]) -> str:
-    """The tables of policies before learning, one for each base, the last measured first."""
-    if not lines:
-        return f"{MISSING[0].upper()}{MISSING[1:]}."
-    bases = reversed(dict.fromkeys(line["base"] for line in lines))
-    return "\n\n".join(
-        start_table([each for each in lines if each["base"] == base]) for base in bases
-    )
-
-
-def start_table(lines: Sequence[Mapping[str, Any]]) -> str:
-    """The table of one base's policies on the same texts, averaged over draws of noise."""
-    groups: dict[str, list[Mapping[str, Any]]] = {}
-    for line in lines:
-        groups.setdefault(line["policy"].split(", draw")[0], []).append(line)
-    rows = [["policy", "KL(BF16, it)", "entropy", "change of entropy"]]
-    for name, found in groups.items():
-        kl, entropy, change = (
-            np.array([line[field] for line in found])
-            for field in ("kl", "entropy", "entropy_change")
-        )
-        if len(found) > 1:
-            name += f", {len(found)} draws"
-            ends = f" ({change[:, 0].min():+.4f} to {change[:, 0].max():+.4f})"
-        else:
-            name += ", one draw" if ", draw" in found[0]["policy"] else ""
-            ends = f" [{change[0, 1]:+.4f}, {change[0, 2]:+.4f}]"
-        means = (f"{each[:, 0].mean():.4f}" for each in (kl, entropy))
-        rows.append([name, *means, f"{change[:, 0].mean():+.4f}{ends}"])
-    one = lines[0]
-    return (
-        f"Of the base {one['base']}: {one['tokens']} tokens of {one['rows']} answers to held-out problems, on the "
-        f"device {one['device']}, in float32 activations. Nats per token.\n\n{table(rows)}"
-    )
-
-
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Formats rows as a Markdown table; the first row is the head."""
     head, *body = rows
     return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *body))
-
-
-def read_start() -> list[dict[str, Any]]:
-    """Reads the lines about policies before learning; none if they were not measured."""
-    return [json.loads(line) for line in START.read_text().splitlines()] if START.is_file() else []
-
-
-def read_base() -> dict[str, Any] | None:
-    """Reads the report of the warm-up; None if there is none."""
-    return json.loads(BASE.read_text()) if BASE.is_file() else None
 
 
 def state(results: Results) -> str:
@@ -480,20 +354,8 @@ def state(results: Results) -> str:
     return text
 
 
-def page(
-    results: Results,
-    timings: Results,
-    start: Sequence[Mapping[str, Any]] = (),
-    base: Mapping[str, Any] | None = None,
-) -> str:
-    """Returns docs/results.md.
-
-    Args:
-        results: The result of `study.read`.
-        timings: The result of `study.read_timings`.
-        start: The lines of docs/measured/study_start.jsonl.
-        base: The report that `scripts/warm_up.py` wrote.
-    """
+def page(results: Results, timings: Results) -> str:
+    """Returns docs/results.md, from the results and the timings that `read` returns."""
     figures = "Figures follow with the first runs."
     if results:
         shown = {k: v for k, v in FIGURE_TEXTS.items() if timings or k != _OVER_SECONDS}
@@ -503,8 +365,6 @@ def page(
             for name, (alt, caption) in shown.items()
         )
     filled = numbers(results) | {
-        "quantized": quantized_text(results),
-        "one_card": one_card(results),
         "state": state(results),
         "comparisons": str(len(CLAIMS)),
         "by_chance": f"{len(CLAIMS) * 0.05:.1f}",
@@ -513,8 +373,6 @@ def page(
         "claims": claims_table(results),
         "arms": arms_table(results, timings),
         "rates": rates_table(results),
-        "start": start_text(start),
-        "base": base_text(base),
         "figures": figures,
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda match: filled[match[1]], TEMPLATE.read_text())
@@ -643,7 +501,7 @@ def main() -> None:
     if args.add:
         add(args.add, args.results)
     results, timings = read(args.results)
-    made = page(results, timings, read_start(), read_base())
+    made = page(results, timings)
     if args.check:
         if made != args.page.read_text():
             sys.exit(f"{args.page} is out of date: run python -m scripts.study_results")

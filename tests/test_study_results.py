@@ -139,35 +139,9 @@ def test_a_row_says_that_it_has_fewer_seeds_or_was_added():
     assert sum("(added)" in each for each in rows) == sum(claim.added for claim in CLAIMS)
 
 
-def test_the_page_says_when_a_base_was_quantized_again():
-    results = whole()
-    assert "quantized again" not in study_results.quantized_text(results)
-    assert "name only the 16-bit base" in study_results.quantized_text(results)
-    results["nvfp4-gptq_0.0003_4"]["date"] = "2026-11-26"
-    said = study_results.quantized_text(results)
-    assert said.startswith(
-        "It was quantized again for the runs of 2026-11-26 (rate 0.0003, seed 4)."
-    )
-    for number, name in enumerate(name for name in results if name.startswith("nvfp4-gptq")):
-        results[name]["quantized"] = "one" if number else "other"
-    assert study_results.quantized_text(results).endswith("2 different quantized bases.**")
-
-
-def test_the_page_says_which_formats_the_grid_favours():
-    errors = {"after": {"nvfp4": 0.099, "nf4": 0.11}, "normal": {"nvfp4": 0.1, "nf4": 0.1}}
-    assert (
-        study_results.favoured(errors)
-        == "By this rule the grid favours NVFP4 by 1.0%, and not NF4."
-    )
-    errors["after"]["nvfp4"] = 0.1
-    assert study_results.favoured(errors) == "By this rule the grid favours no format."
-
-
 def test_the_committed_pages_are_what_the_scripts_make():
     results, timings = study_results.read()
-    made = study_results.page(
-        results, timings, study_results.read_start(), study_results.read_base()
-    )
+    made = study_results.page(results, timings)
     assert made == study_results.PAGE.read_text()
 
 
@@ -189,25 +163,6 @@ def test_tables_and_figures_of_a_whole_study(tmp_path):
     assert "a point is the mean of 5 steps" in text
     study_results.draw(results, timings, tmp_path / "again")
     assert (tmp_path / "again/study-reward.svg").read_text() == made["study-reward"]
-
-
-def test_draws_of_noise_are_averaged_and_their_range_is_shown():
-    def line(policy, value):
-        fields = ("kl", "entropy", "entropy_change")
-        about = {"base": "b", "device": "cpu", "rows": 4, "tokens": 50}
-        return {"policy": policy} | {name: [value] * 3 for name in fields} | about
-
-    lines = [line("NVFP4", 0.5), line("BF16, sigma 1, draw 0", 1), line("BF16, sigma 1, draw 1", 2)]
-    *_, packed, noisy = study_results.start_table(lines).splitlines()
-    assert packed == "| NVFP4 | 0.5000 | 0.5000 | +0.5000 [+0.5000, +0.5000] |"
-    assert noisy == "| BF16, sigma 1, 2 draws | 1.5000 | 1.5000 | +1.5000 (+1.0000 to +2.0000) |"
-    *_, single = study_results.start_table(lines[:2]).splitlines()
-    assert single.startswith("| BF16, sigma 1, one draw | 1.0000 |") and "[+1.0000" in single
-    assert study_results.start_text([]) == "Not measured yet."
-    # Each base has a table of its own, the last one first.
-    other = [each | {"base": "c"} for each in lines]
-    tables = study_results.start_text(lines + other)
-    assert tables == study_results.start_text(other) + "\n\n" + study_results.start_text(lines)
 
 
 def test_runs_of_different_bases_are_not_hidden():
