@@ -505,8 +505,6 @@ def run_config(case: Case, base: str, output_dir: str, *, reports_memory: bool) 
         "grpo": {
             "loss_type": case["loss"],
             "importance_sampling_level": case["ratio"],
-            "dynamic_sampling": case["dynamic"],
-            "max_sampling_rounds": 3,
             "num_iterations": 2 if case["updates"] in ("passes", "both") else 1,
         },
         "optim": {
@@ -532,21 +530,20 @@ def run_config(case: Case, base: str, output_dir: str, *, reports_memory: bool) 
         scope, _, last = case["noise"].partition("+")
         table["noise"] = {"sigma_start": 0.2, "sigma_end": 0.1, "num_stages": 3}
         table["noise"] |= {"scope": scope, "final_norm": bool(last), "per": case["per"]}
+    if case["dynamic"]:
+        objective["dynamic_sampling"] = {"max_rounds": 3}
     if case["reference"] != "none":
-        objective["beta"] = 0.02
+        objective["reference"] = {"beta": 0.02}
     if case["reference"] == "copy":
-        objective |= {
-            "sync_ref_model": True,
-            "ref_model_sync_steps": 1,
-            "ref_model_mixup_alpha": 0.5,
-        }
+        objective["reference"] |= {"policy": "synced", "sync_steps": 1, "mixup_alpha": 0.5}
     objective |= _LOSSES.get(case["loss"], {}) | _ENTROPIES[case["entropy"]]
     if case["rewards"] == "each":
         objective["multi_objective_aggregation"] = "normalize_then_sum"
     if case["old"] != "behaviour":
         objective["old_logprobs"] = "recompute"
-        objective["importance_sampling_correction"] = case["old"] == "corrected"
     objective |= _BOUNDS[case["bounds"]]
+    if case["old"] == "corrected":
+        objective["mismatch"] = {"correction": {}} | objective.get("mismatch", {})
     if case["cut"] == "tokens":
         # Two micro-batches of one shape if all completions have full length.
         prompts, own = divmod(batch // cuts, 2 * GENERATIONS)
@@ -577,8 +574,8 @@ def run_config(case: Case, base: str, output_dir: str, *, reports_memory: bool) 
 _LOSSES: dict[str, dict[str, Any]] = {"cispo": {"epsilon_high": 5.0}}
 _ENTROPIES: dict[str, dict[str, Any]] = {
     "off": {},
-    "bonus": {"entropy_coef": 1e-3},
-    "adaptive": {"use_adaptive_entropy": True, "entropy_target": 10.0},
+    "bonus": {"entropy": {"coef": 1e-3}},
+    "adaptive": {"entropy": {"adaptive": True, "target": 10.0}},
     "quantile": {"top_entropy_quantile": 0.5},
 }
 
@@ -599,11 +596,11 @@ def branches(case: Case) -> dict[str, Any]:
 _BOUNDS: dict[str, dict[str, Any]] = {
     "usual": {},
     "off": {"delta": 0.0},
-    "icepop": {"importance_sampling_mode": "token_mask", "importance_sampling_clip_min": 0.01},
-    "tokens": {"sampling_mask": "token", "sampling_mask_max": 100.0},
-    "sequences": {"sampling_mask": "sequence", "sampling_mask_max": 1e9},
-    "means": {"sampling_mask": "geometric", "sampling_mask_max": 100.0},
-    "off_policy": {"off_policy_mask_threshold": 10.0},
+    "icepop": {"mismatch": {"correction": {"mode": "token_mask", "clip_min": 0.01}}},
+    "tokens": {"mismatch": {"mask": {"level": "token", "ratio_max": 100.0}}},
+    "sequences": {"mismatch": {"mask": {"level": "sequence", "ratio_max": 1e9}}},
+    "means": {"mismatch": {"mask": {"level": "geometric", "ratio_max": 100.0}}},
+    "off_policy": {"mismatch": {"off_policy_threshold": 10.0}},
 }
 # Texts that random weights produce within a few tokens, but not in every row: one row in 16 has one.
 STOPS = ("m", "v")

@@ -13,24 +13,37 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file
 
-from qerl_jax.config import LOSS_TYPES, GrpoConfig
+from qerl_jax.config import LOSS_TYPES, GrpoConfig, from_table
 from qerl_jax.rl import entropy, grpo
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "tests/golden/loss_trl"
 
+# Where an option of TRL's stands in our config, if not under its name in [grpo].
+_TABLES = {
+    "beta": ("reference", "beta"),
+    "use_bias_correction_kl": ("reference", "bias_correction"),
+    "entropy_coef": ("entropy", "coef"),
+    "off_policy_mask_threshold": ("mismatch", "off_policy_threshold"),
+    **{f"sapo_{name}": ("sapo", name) for name in ("temperature_pos", "temperature_neg")},
+    **{f"vespo_{name}": ("vespo", name) for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
+}
+
 
 def config_of(options: dict, clip_max: float) -> GrpoConfig:
-    """The config of a recorded case."""
-    options = {"epsilon": 0.2, "epsilon_high": 0.28, "delta": 0} | options
-    mode = options.pop("importance_sampling_mode", None)
+    """The config of a recorded case, whose options have TRL's names."""
+    table: dict = {"epsilon": 0.2, "epsilon_high": 0.28, "delta": 0.0, "mismatch": {}}
+    for name, value in options.items():
+        section, field = _TABLES.get(name, ("", name))
+        (table.setdefault(section, {}) if section else table)[field] = value
+    mode = table.pop("importance_sampling_mode", None)
     if mode is not None:
-        options |= {
-            "old_logprobs": "recompute",
-            "importance_sampling_correction": True,
-            "importance_sampling_mode": mode,
-            "importance_sampling_clip_max": clip_max,
-        }
-    return GrpoConfig(**options)
+        table["old_logprobs"] = "recompute"
+        table["mismatch"]["correction"] = {"mode": mode, "clip_max": clip_max}
+    if not table["mismatch"]:
+        del table["mismatch"]
+    if not table.get("reference", {}).get("beta"):
+        table.pop("reference", None)
+    return from_table(GrpoConfig, table, "grpo.")
 
 
 def inputs_of(cfg: GrpoConfig, vectors: dict[str, np.ndarray]) -> grpo.LossInputs:
@@ -42,7 +55,7 @@ def inputs_of(cfg: GrpoConfig, vectors: dict[str, np.ndarray]) -> grpo.LossInput
         x["old_logps"],
         x["advantages"],
         mask,
-        x["ref_logps"] if cfg.beta else None,
+        x["ref_logps"] if cfg.reference else None,
         grpo.sampling_weights(cfg, x["logps"], x["old_logps"], behaviour, x["advantages"], mask),
         grpo.sampling_correction(cfg, x["old_logps"], behaviour, mask),
         x["entropies"],

@@ -21,29 +21,16 @@ import typing
 from qerl_jax import config
 from qerl_jax.cli import common
 from qerl_jax.cli.main import COMMANDS
-from qerl_jax.system.checked import Count, Rule
+from qerl_jax.system.checked import Count, Rule, all_sections, sections
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 _COUNT = typing.get_args(Count)[1].text
-SECTIONS = {
-    "": config.RunConfig,
-    "model": config.ModelConfig,
-    "data": config.DataConfig,
-    "rewards": config.RewardConfig,
-    "lora": config.LoraConfig,
-    "rollout": config.RolloutConfig,
-    "grpo": config.GrpoConfig,
-    "optim": config.OptimConfig,
-    "noise": config.NoiseConfig,
-    "eval": config.EvalConfig,
-    "tools": config.ToolsConfig,
-    "mesh": config.MeshConfig,
-}
+SECTIONS = {"": config.RunConfig} | all_sections(config.RunConfig)
 CONFIG_HEAD = """\
 # Configuration
 
 Every field of a run. `scripts/make_reference.py` writes this page from the dataclasses in
-[config/sections.py](../qerl_jax/config/sections.py): change the docstrings there.
+[config/](../qerl_jax/config/__init__.py): change the docstrings there.
 
 A run is described by one TOML file. A section is a table of that file, a field is a key:
 
@@ -70,8 +57,9 @@ On the command line a field is an option, with `-` or `_` in its name: `qerl tra
 - A table is given as pairs of words: `--data.columns prompt problem answer gold`.
 - Tables whose values may have any type (`model.chat_template_kwargs`, `rewards.options`, `tools.environment_options`) can
   only be given in a file or in Python.
-- True and false are words too: `--grpo.dynamic-sampling true`.
-- `--noise None`, `--eval None` and `--tools None` switch a section off.
+- True and false are words too: `--lora.train-norms true`.
+- A section that a run need not have, such as `[noise]`, `[eval]`, `[tools]` or `[grpo.entropy]`, is off where it is absent.
+  `--noise None` switches it off, and an option of it, such as `--grpo.entropy.coef 0.01`, on.
 
 In Python, `qerl_jax.train(config, optim={"learning_rate": 2e-5})` does the same.
 
@@ -90,7 +78,7 @@ one line that names the field, the value and the rule, before anything is loaded
 | more completions in an update | `optim.per_device_train_batch_size`, `optim.gradient_accumulation_steps` |
 | several updates for each rollout | `rollout.generation_batch_size` or `rollout.steps_per_generation`, `grpo.num_iterations` |
 | faster or more careful learning | `optim.learning_rate`, `lora.rank` |
-| another loss, a KL term | `grpo.loss_type`, `grpo.epsilon_high`, `grpo.beta` |
+| another loss, a KL term | `grpo.loss_type`, `grpo.epsilon_high`, `grpo.reference.beta` |
 | no noise, or stronger noise | `--noise None`, `noise.sigma_start` |
 | to measure accuracy during the run | `eval.eval_steps`, `eval.num_problems`, `eval.reward` |
 | a longer run | `max_steps` or `num_train_epochs` |
@@ -191,13 +179,12 @@ def table(head: tuple[str, ...], rows: typing.Iterable[tuple[str, ...]]) -> str:
 
 def section(name: str, cls: type) -> str:
     """Returns the part of the page about one section of a config."""
-    hints = typing.get_type_hints(cls, include_extras=True)
+    hints, inner = typing.get_type_hints(cls, include_extras=True), sections(cls)
     texts = described(cls.__doc__, "Attributes")
     rows = []
     for field in dataclasses.fields(cls):
-        inner = (hints[field.name], *typing.get_args(hints[field.name]))
-        if any(isinstance(each, type) and dataclasses.is_dataclass(each) for each in inner):
-            continue  # a section of its own
+        if field.name in inner:
+            continue
         words, rules = kind(hints[field.name])
         is_needed = field.default is dataclasses.MISSING
         meaning = texts[field.name] + "".join(f" The value {rule}." for rule in rules)
@@ -205,16 +192,14 @@ def section(name: str, cls: type) -> str:
         rows.append((f"`{field.name}`", words, default, cell(meaning)))
     summary = inspect.cleandoc(cls.__doc__).partition("\n\nAttributes:")[0].strip()
     title = f"[{name}]" if name else "The run"
-    return (
-        f"## {title}\n\n{linked(summary)}\n\n{table(('field', 'type', 'default', 'meaning'), rows)}"
-    )
+    head = ("field", "type", "default", "meaning")
+    return f"## {title}\n\n{linked(summary)}\n\n{table(head, rows)}"
 
 
 def configuration() -> str:
     """Returns docs/configuration.md."""
     return (
-        "\n\n".join([CONFIG_HEAD.rstrip(), *(section(name, cls) for name, cls in SECTIONS.items())])
-        + "\n"
+        "\n\n".join([CONFIG_HEAD.rstrip(), *(section(*each) for each in SECTIONS.items())]) + "\n"
     )
 
 

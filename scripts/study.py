@@ -106,7 +106,7 @@ ARMS = {
             "model": {"weights": "bfloat16", "trainable": "full"},
             "lora": None,
             # The divergence is measured from a copy of the initial weights.
-            "grpo": {"sync_ref_model": True, "ref_model_mixup_alpha": 0.0},
+            "grpo": {"reference": {"beta": 1e-6, "policy": "synced", "mixup_alpha": 0.0}},
         },
         rate_factor=0.1,
     ),

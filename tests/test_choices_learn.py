@@ -16,15 +16,11 @@ CHOICES = {
     "noise per group, on both sides": {"noise": LOUD | {"per": "group", "scope": "both"}},
     "noise per sequence": {"noise": LOUD | {"per": "sequence"}},
     "noise per token": {"noise": LOUD | {"per": "token"}},
-    "sigma follows entropy": {
-        "noise": LOUD | {"schedule": "adaptive", "adapt_to": "entropy", "adapt_target": 0.1}
-    },
+    "sigma follows entropy": {"noise": LOUD | {"adaptive": {"metric": "entropy", "target": 0.1}}},
     "sigma follows the divergence": {
-        "noise": LOUD | {"schedule": "adaptive", "adapt_to": "kl", "adapt_target": 1e-4}
+        "noise": LOUD | {"adaptive": {"metric": "kl", "target": 1e-4}}
     },
-    "sigma follows the reward": {
-        "noise": LOUD | {"schedule": "adaptive", "adapt_to": "reward", "adapt_target": 0.6}
-    },
+    "sigma follows the reward": {"noise": LOUD | {"adaptive": {"metric": "reward", "target": 0.6}}},
     "GSPO": {
         "grpo": RECOMPUTE
         | {
@@ -39,30 +35,27 @@ CHOICES = {
     "IcePop": {
         "grpo": RECOMPUTE
         | {
-            "importance_sampling_correction": True,
-            "importance_sampling_mode": "token_mask",
-            "importance_sampling_clip_min": 0.5,
-            "importance_sampling_clip_max": 5.0,
+            "mismatch": {"correction": {"mode": "token_mask", "clip_min": 0.5, "clip_max": 5.0}},
         },
         "noise": LOUD,
     },
     "mask of tokens": {
-        "grpo": {"sampling_mask": "token", "sampling_mask_max": 1.2},
+        "grpo": {"mismatch": {"mask": {"level": "token", "ratio_max": 1.2}}},
         "noise": LOUD,
     },
     "mask of rows by the geometric mean": {
-        "grpo": {"sampling_mask": "geometric", "sampling_mask_max": 1.02},
+        "grpo": {"mismatch": {"mask": {"level": "geometric", "ratio_max": 1.02}}},
         "noise": LOUD,
     },
     "groups chosen by one reward": {
-        "grpo": {"dynamic_sampling": True, "dynamic_sampling_metric": "accuracy_reward"},
+        "grpo": {"dynamic_sampling": {"metric": "accuracy_reward"}},
         "rewards": {
             "functions": ("correct_and_well_formed_reward", "accuracy_reward"),
             "weights": (1.0, 0.0),
         },
     },
     "epochs of dynamic sampling": {
-        "grpo": {"dynamic_sampling": True},
+        "grpo": {"dynamic_sampling": {}},
         "max_steps": None,
         "num_train_epochs": 1,
         "data": {"num_problems": 96},
@@ -75,7 +68,7 @@ CHOICES = {
         "noise": LOUD,
     },
     "VESPO": {
-        "grpo": RECOMPUTE | {"loss_type": "vespo", "importance_sampling_correction": True},
+        "grpo": RECOMPUTE | {"loss_type": "vespo", "mismatch": {"correction": {}}},
         "noise": LOUD,
     },
     "each reward by itself": {
@@ -88,7 +81,7 @@ CHOICES = {
     },
     "tokens of high entropy": {"grpo": {"top_entropy_quantile": 0.2}, "noise": LOUD},
     "entropy bonus": {
-        "grpo": {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 0.3},
+        "grpo": {"entropy": {"adaptive": True, "coef": 0.01, "target": 0.3}},
         "noise": LOUD,
     },
     "an adapter of several shapes": {
@@ -103,7 +96,7 @@ CHOICES = {
         "noise": LOUD,
     },
     "off-policy sequence mask": {
-        "grpo": {"off_policy_mask_threshold": 0.01},
+        "grpo": {"mismatch": {"off_policy_threshold": 0.01}},
         "noise": LOUD,
     },
 }
@@ -117,7 +110,7 @@ def test_a_run_that_goes_on_from_an_adapter_learns_and_stays_near_it(tmp_path):
     train(quickstart(tmp_path / "first", **short), quiet=True)
     more = short | {
         "model": {"adapter_name_or_path": str(tmp_path / "first" / "adapter")},
-        "grpo": {"beta": 0.01},
+        "grpo": {"reference": {"beta": 0.01}},
     }
     train(quickstart(tmp_path / "second", **more), quiet=True)
     first, second = (logger.read_metrics(tmp_path / name) for name in ("first", "second"))
@@ -160,7 +153,7 @@ def test_every_choice_learns(choice, tmp_path):
         assert len({row["aqn/sigma"] for row in noisy}) > 1
 
 
-ADAPTIVE = {"schedule": "adaptive", "adapt_target": 0.01, "num_stages": 4}
+ADAPTIVE = {"adaptive": {"target": 0.01}, "num_stages": 4}
 
 
 @pytest.mark.slow
@@ -169,7 +162,7 @@ ADAPTIVE = {"schedule": "adaptive", "adapt_target": 0.01, "num_stages": 4}
     [
         (ADAPTIVE, {}),
         ({"per": "group", "scope": "both", "sigma_start": 5e-2, "num_stages": 4}, {}),
-        (ADAPTIVE, {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 1.0}),
+        (ADAPTIVE, {"entropy": {"adaptive": True, "coef": 0.01, "target": 1.0}}),
     ],
     ids=["adaptive", "per group", "entropy bonus"],
 )

@@ -35,7 +35,7 @@ def written(folder, replicas, fsdp=1, length=32, **changes):
             "gradient_accumulation_steps": 2,
             "max_tokens_per_microbatch": 400,
         },
-        "grpo": {"beta": 0.01},
+        "grpo": {"reference": {"beta": 0.01}},
         "model": {"gradient_checkpointing": "products"},
         "eval": config.EvalConfig(num_problems=16, eval_steps=2),
     }
@@ -138,7 +138,7 @@ def test_the_first_process_runs_the_tools_of_two(tmp_path):
     options = {
         "length": 80,
         "tools": tools,
-        "grpo": {"beta": 0.01, "dynamic_sampling": True, "max_sampling_rounds": 2},
+        "grpo": {"reference": {"beta": 0.01}, "dynamic_sampling": {"max_rounds": 2}},
         "save_steps": 1,
     }
     alone, both = tmp_path / "alone", tmp_path / "both"

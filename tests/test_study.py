@@ -70,7 +70,7 @@ def test_every_arm_is_a_config_that_differs_in_what_it_says(arm, tmp_path):
     )
     assert cfg.model.trainable == ("full" if arm == "full" else "lora")
     assert (cfg.data, cfg.rollout, cfg.eval) == (common.data, common.rollout, common.eval)
-    assert cfg.model.block_scales == "maximum" and cfg.grpo.beta == 1e-6
+    assert cfg.model.block_scales == "maximum" and cfg.grpo.reference.beta == 1e-6
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ import pytest
 
 from pallas_kernels import runtime
 from qerl_jax import config
+from qerl_jax.api import settings
 from qerl_jax.checkpoint import base_model, hf_folder, peft
 from qerl_jax.cli import main
 from qerl_jax.config import LoraConfig
@@ -38,12 +39,7 @@ QUICKSTART = ROOT / "configs" / "quickstart.toml"
 
 def quickstart(folder, **sections):
     """Returns the quickstart config with changed fields, given as section={field: value} or field=value."""
-    cfg = config.load(QUICKSTART)
-    changes = {
-        name: dataclasses.replace(getattr(cfg, name), **value) if isinstance(value, dict) else value
-        for name, value in sections.items()
-    }
-    return dataclasses.replace(cfg, output_dir=str(folder), **changes)
+    return settings.run_config(QUICKSTART, {"output_dir": str(folder)} | sections)
 
 
 def small(folder, **sections):
@@ -135,9 +131,9 @@ def test_several_updates_of_one_rollout_train_norms_and_reference_in_one_run(tmp
         lora={"train_norms": True, "dropout": 0.1},
         grpo={
             "num_iterations": 2,
-            "beta": 0.04,
+            "reference": {"beta": 0.04},
             "old_logprobs": "recompute",
-            "importance_sampling_correction": True,
+            "mismatch": {"correction": {}},
         },
         noise={"scope": "both", "final_norm": True},
         rollout={"num_generations": 4, "generation_batch_size": 64},
@@ -172,11 +168,8 @@ def test_all_that_a_run_remembers_survives_an_interruption(tmp_path, monkeypatch
             max_steps=4,
             save_steps=1,
             grpo={
-                "dynamic_sampling": True,
-                "max_sampling_rounds": 3,
-                "beta": 0.02,
-                "sync_ref_model": True,
-                "ref_model_sync_steps": 2,
+                "dynamic_sampling": {"max_rounds": 3},
+                "reference": {"beta": 0.02, "policy": "synced", "sync_steps": 2},
             },
             rewards={"functions": ("accuracy_reward",), "soft_punish_cache": 30},
             rollout={"num_generations": 4, "generation_batch_size": None},
@@ -218,7 +211,7 @@ def test_a_dense_base_trains_whole_and_is_exported_as_a_model(tmp_path):
         max_steps=2,
         model={"weights": "float32", "trainable": "full"},
         lora=config.LoraConfig(),
-        grpo={"beta": 0.02, "sync_ref_model": True, "ref_model_mixup_alpha": 0.0},
+        grpo={"reference": {"beta": 0.02, "policy": "synced", "mixup_alpha": 0.0}},
         optim={
             "learning_rate": 1e-4,
             "per_device_train_batch_size": 16,
@@ -290,16 +283,16 @@ BAD_RUNS = {
     ),
     "unknown reward": ({"rewards": {"functions": ("acuracy_reward",)}}, "acuracy_reward"),
     "judge that is no reward": (
-        {"grpo": {"dynamic_sampling": True, "dynamic_sampling_metric": "acc"}},
-        "grpo.dynamic_sampling_metric: got 'acc'; must be \"reward\", or one of the rewards",
+        {"grpo": {"dynamic_sampling": {"metric": "acc"}}},
+        "grpo.dynamic_sampling.metric: got 'acc'; must be \"reward\", or one of the rewards",
     ),
     "shaping that is no reward": (
         {"rewards": {"shaping": ("length_reward",)}},
         "rewards.shaping: got ('length_reward',); the rewards of this run are",
     ),
     "nothing but form": (
-        {"grpo": {"dynamic_sampling": True}, "rewards": {"functions": ("format_reward",)}},
-        "grpo.dynamic_sampling: got True; all rewards of this run shape form or length",
+        {"grpo": {"dynamic_sampling": {}}, "rewards": {"functions": ("format_reward",)}},
+        "grpo.dynamic_sampling.metric: got None; all rewards of this run shape form or length",
     ),
     "raising reward": ({"rewards": {"functions": ("tests.reward_controls:raising",)}}, "KeyError"),
     "short reward": (
@@ -402,7 +395,7 @@ def test_the_divergence_of_a_run_that_goes_on_is_from_its_adapter_or_the_base(
     cfg = small(
         tmp_path / "run",
         max_steps=1,
-        grpo={"beta": 0.02, "reference": reference},
+        grpo={"reference": {"beta": 0.02, "policy": reference}},
         model={"adapter_name_or_path": str(tmp_path / "start")},
     )
     model, frozen, _ = base_model.load_base(cfg.model, cfg.lora)
@@ -633,7 +626,7 @@ def test_wrong_answers_learn_nothing_from_the_length_of_one_of_them(tmp_path):
     cfg = small(
         folder,
         max_steps=1,
-        grpo={"dynamic_sampling": True, "max_sampling_rounds": 1},
+        grpo={"dynamic_sampling": {"max_rounds": 1}},
         rewards={"soft_punish_cache": 30},
     )
     train(cfg, reward_functions=[accuracy_reward], quiet=True)
@@ -663,7 +656,7 @@ def test_an_epoch_under_dynamic_sampling_ends_when_all_its_problems_were_met(tmp
             tmp_path / name,
             max_steps=None,
             num_train_epochs=1.0,
-            grpo={"dynamic_sampling": True, "max_sampling_rounds": 4},
+            grpo={"dynamic_sampling": {"max_rounds": 4}},
         )
         asked.clear()
         options |= {"problems": problems, "reward_functions": [silent_reward], "quiet": True}

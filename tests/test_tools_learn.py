@@ -56,7 +56,7 @@ def test_a_run_with_tools_scores_what_it_sampled_and_goes_on_after_an_interrupti
         "tools": THINKS,
         "noise": None,
         "rollout": {"num_generations": 4, "max_completion_length": 80, "max_concurrent": 12},
-        "grpo": {"dynamic_sampling": True, "max_sampling_rounds": 2},
+        "grpo": {"dynamic_sampling": {"max_rounds": 2}},
         "eval": None,
     }
     train(small(tmp_path / "whole", **options), quiet=True)

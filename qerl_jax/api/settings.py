@@ -8,7 +8,7 @@ from typing import Any
 from qerl_jax import config as configs
 from qerl_jax.config import MeshConfig, RunConfig, ToolsConfig
 from qerl_jax.rewards.stock import RewardFunction
-from qerl_jax.system.checked import from_table, require, to_table
+from qerl_jax.system.checked import from_table, require, sections, to_table
 from qerl_jax.tools.environments import Tool
 
 type Config = RunConfig | Mapping[str, Any] | str | os.PathLike
@@ -46,7 +46,7 @@ def run_config(
     if len(lengths) == 1 and lengths[0] not in table:  # it takes the other's place
         table = {key: each for key, each in table.items() if key not in _LENGTHS}
     for name, value in overrides.items():
-        _change(table, name, value)
+        _change(RunConfig, table, name, value)
     if has_rows:
         _section(table, "data").setdefault("dataset", _ROWS)
     if functions is not None:
@@ -127,29 +127,23 @@ def _table(config: Config) -> dict[str, Any]:
     require(isinstance(config, Mapping), "config", config, rule)
     table: dict[str, Any] = {}
     for name, value in config.items():
-        _change(table, str(name), value)
+        _change(RunConfig, table, str(name), value)
     return table
 
 
-def _change(table: dict[str, Any], name: str, value: Any) -> None:
-    """Gives a field another value; a section given as a table is changed in the fields that it has."""
+def _change(cls: type, table: dict[str, Any], name: str, value: Any) -> None:
+    """Gives a field of `cls` another value; a section given as a table is changed in the fields that it has."""
+    section_type = sections(cls).get(name)
     if value is None:
         table.pop(name, None)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         table[name] = to_table(value)
-    elif isinstance(value, Mapping):
+    elif section_type and isinstance(value, Mapping):
         section = _section(table, name)
         for field, each in value.items():
-            _change_field(section, field, each)
+            _change(section_type, section, field, each)
     else:
         table[name] = value
-
-
-def _change_field(section: dict[str, Any], field: str, value: Any) -> None:
-    if value is None:
-        section.pop(field, None)
-    else:
-        section[field] = value
 
 
 def _section(table: dict[str, Any], name: str) -> dict[str, Any]:

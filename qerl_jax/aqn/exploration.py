@@ -66,16 +66,16 @@ class Exploration:
             return sigma
         return aqn.adapted_sigma(
             sigma,
-            float(metrics[_SIGNALS[self.cfg.adapt_to]]),
-            target=self.cfg.adapt_target,
-            rate=self.cfg.adapt_rate,
+            float(metrics[_SIGNALS[self.cfg.adaptive.metric]]),
+            target=self.cfg.adaptive.target,
+            rate=self.cfg.adaptive.rate,
             lowest=self.cfg.sigma_end,
             highest=self.cfg.sigma_start,
         )
 
     @property
     def _adapts(self) -> bool:
-        return self.cfg is not None and self.cfg.schedule == "adaptive"
+        return self.cfg is not None and self.cfg.adaptive is not None
 
 
 def make_exploration(
@@ -93,7 +93,7 @@ def make_exploration(
         return Exploration(None)
     stages = {"num_stages": cfg.num_stages, "total_steps": total_steps}
     sigma = None
-    if cfg.schedule != "adaptive":
+    if cfg.adaptive is None:
         ends = {"sigma_start": cfg.sigma_start, "sigma_end": cfg.sigma_end}
         sigma = aqn.sigma_schedule(cfg.schedule, exponent=cfg.exponent, **ends, **stages)
     draw = jax.jit(lambda step, sigma: _drawn(cfg, model, aqn.step_key(key, step), sigma))
@@ -153,10 +153,10 @@ def describe(
         f"noise: the mean |scale| of the norms is {middle:.3g} ({named}), so sigma from "
         f"{cfg.sigma_start:.3g} to {cfg.sigma_end:.3g} is {first:.2%} to {last:.3%} of a scale"
     ]
-    if cfg.schedule == "adaptive":
+    if (adaptive := cfg.adaptive) is not None:
         lines.append(
-            f"noise: sigma begins at {cfg.sigma_start:.3g} and follows {_SIGNALS[cfg.adapt_to]}: up by a factor "
-            f"of {cfg.adapt_rate:g} after a rollout below {cfg.adapt_target:g}, else down, within those bounds"
+            f"noise: sigma begins at {cfg.sigma_start:.3g} and follows {_SIGNALS[adaptive.metric]}: up by a factor "
+            f"of {adaptive.rate:g} after a rollout below {adaptive.target:g}, else down, within those bounds"
         )
     if model.dtype == jnp.bfloat16 and last < aqn.FLOOR:
         lines.append(

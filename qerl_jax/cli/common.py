@@ -16,25 +16,9 @@ import tyro
 from qerl_jax import config
 from qerl_jax.cli import options
 from qerl_jax.config import ConfigError, MeshConfig, RunConfig
-from qerl_jax.system.checked import Count, require
+from qerl_jax.config.rules import RENAMED
+from qerl_jax.system.checked import Count, all_sections, require
 
-# The optional sections of a run's config, and those that every run has.
-_SECTIONS = {
-    name: next(kind for kind in typing.get_args(hint) if dataclasses.is_dataclass(kind))
-    for name, hint in typing.get_type_hints(RunConfig).items()
-    if any(map(dataclasses.is_dataclass, typing.get_args(hint)))
-}
-_NEEDED = [
-    name
-    for name, hint in typing.get_type_hints(RunConfig).items()
-    if dataclasses.is_dataclass(hint)
-]
-# Options of which the section `tools` needs one, each with values that stand for it.
-_TOOLS: dict[str, dict[str, Any]] = {
-    "--tools.functions": {"functions": ("calculator",)},
-    "--tools.environment": {"environment": "guess_number"},
-    "--tools.environments": {"environments": {"one": "guess_number"}},
-}
 # Options of which a run needs exactly one.
 _LENGTHS = {"--max-steps", "--num-train-epochs"}
 
@@ -139,7 +123,54 @@ def _shown(hint: Any, default: Any, name: str) -> Any:
     return Annotated[hint, tyro.conf.arg(metavar=metavar, help_behavior_hint="")]
 
 
+_SECTIONS = all_sections(RunConfig)
+# Those that every run has.
+_NEEDED = {
+    name for name, hint in typing.get_type_hints(RunConfig).items() if hint in _SECTIONS.values()
+}
+
+
+def _option(name: str) -> str:
+    """The option of a field or section."""
+    return f"--{name.replace('_', '-')}"
+
+
+def _get(cfg: Any, name: str) -> Any:
+    """The section at a dotted name; None if it or one around it is absent."""
+    for part in name.split("."):
+        cfg = cfg and getattr(cfg, part)
+    return cfg
+
+
+def _with(cfg: Any, name: str, section: Any) -> Any:
+    """A config with another section at a dotted name. Nothing is checked: that is done with all options."""
+    outer, _, inner = name.partition(".")
+    cfg = copy.copy(cfg)
+    object.__setattr__(cfg, outer, _with(getattr(cfg, outer), inner, section) if inner else section)
+    return cfg
+
+
+def _begun(kind: type) -> Any:
+    """A section with its defaults, to which options are added. What it needs is missing, and nothing is checked."""
+    begun = object.__new__(kind)
+    for field in dataclasses.fields(kind):
+        is_needed = field.default is dataclasses.MISSING
+        object.__setattr__(begun, field.name, tyro.MISSING if is_needed else field.default)
+    return begun
+
+
+def _needed(kind: type, prefix: str) -> list[str]:
+    """The options of a section that have no default."""
+    fields = dataclasses.fields(kind)
+    return [
+        prefix + field.name.replace("_", "-")
+        for field in fields
+        if field.default is dataclasses.MISSING
+    ]
+
+
 _FIELDS = """The fields of a run follow: each option changes what the config file says.
+A section that the config file lacks is off; an option of it switches it on.
 If one of --max-steps and --num-train-epochs is given, it takes the place of the other."""
 
 
@@ -148,8 +179,8 @@ def run_config(
 ) -> RunConfig:
     """The config file that comes first, changed by the options after it.
 
-    Each field has an option. `--noise None`, `--eval None` and `--tools None` switch a section off. An option of an
-    absent section switches it on. `--max-steps` replaces `num_train_epochs`, and the reverse.
+    Each field has an option. `--noise None` switches a section off that a run need not have, and so does `--grpo.entropy
+    None`. An option of an absent section switches it on. `--max-steps` replaces `num_train_epochs`, and the reverse.
 
     Args:
         command: Name of the command, for errors.
@@ -167,35 +198,41 @@ def run_config(
         )
     cfg = config.load(argv[0])
     parser = options.Parser()
-    for name in (*_SECTIONS, *_NEEDED):
-        parser.add_argument(f"--{name}")
+    for name in _SECTIONS:
+        parser.add_argument(*{_option(name), f"--{name}"}, dest=name)
     off, rest = parser.parse_known_args(argv[1:])
-    optional = ", ".join(f"--{name}" for name in _SECTIONS)
-    for name in _NEEDED:
-        value = getattr(off, name)
-        rule = f"every run has this section, with fields --{name}.FIELD; None switches off only {optional}"
-        require(value is None, f"--{name}", value, rule)
-    given = {word.partition("=")[0].replace("_", "-") for word in rest}
-    for name, section in _SECTIONS.items():
-        is_asked_for = any(word.startswith(f"--{name}.") for word in given)
-        value = getattr(off, name)
-        rule = f"must be None, which switches it off; its fields are --{name}.FIELD"
-        require(value in (None, "None"), f"--{name}", value, rule)
-        if value or getattr(cfg, name) is None:
-            # Tools must have one; the option replaces it.
-            one = next((fields for option, fields in _TOOLS.items() if option in given), {})
-            begun = section(**one if name == "tools" else {}) if is_asked_for else None
-            # It is checked with all options: without a section others may be needed.
-            cfg = copy.copy(cfg)
-            object.__setattr__(cfg, name, begun)
+    given, needed = {word.partition("=")[0].replace("_", "-") for word in rest}, []
+    for name, kind in _SECTIONS.items():
+        option, value = _option(name), getattr(off, name)
+        if name in _NEEDED:
+            rule = (
+                f"every run has this section, with fields {option}.FIELD; None switches off only "
+                f"{', '.join(_option(each) for each in _SECTIONS if each not in _NEEDED and '.' not in each)}"
+            )
+        else:
+            rule = f"must be None, which switches it off; its fields are {option}.FIELD"
+        rule = f"is now {RENAMED[name]}" if name in RENAMED else rule
+        is_off = value == "None" and name not in _NEEDED
+        require(value is None or is_off, option, value, rule)
+        is_asked_for = any(word.startswith(f"{option}.") for word in given) or "--help" in given
+        outer, _, _ = name.rpartition(".")
+        if outer and _get(cfg, outer) is None:
+            continue
+        if is_off or _get(cfg, name) is None:
+            cfg = _with(cfg, name, _begun(kind) if is_asked_for else None)
+            needed += _needed(kind, f"{option}.") if is_asked_for else []
     if len(lengths := _LENGTHS - given) == 1:
         rest += [*lengths, "None"]
     kinds = options.of_class(RunConfig)
-    kinds |= dict.fromkeys([*(f"--{name}" for name in _SECTIONS), *own], Literal["None"])
+    kinds |= dict.fromkeys([*map(_option, _SECTIONS), *own], Literal["None"])
     return options.parse(
         RunConfig,
         rest,
-        options.Options(kinds),
+        options.Options(
+            kinds,
+            needed=tuple(needed),
+            renamed={_option(name): new for name, new in RENAMED.items()},
+        ),
         default=cfg,
         prog=f"qerl {command} {argv[0]}",
         description=f"{inspect.getdoc(about).partition('\n\n')[2]}\n\n{_FIELDS}"

@@ -15,12 +15,12 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NoReturn
 
 import tyro
 
-from qerl_jax.system.checked import ConfigError, require
+from qerl_jax.system.checked import ConfigError, require, sections
 
 
 class Parser(argparse.ArgumentParser):
@@ -43,22 +43,24 @@ class Options:
         flags: Options without a value.
         arguments: Names of what is given without an option, in capitals; one that is repeated ends with " ...".
         needed: The options and arguments that must be given.
+        renamed: What earlier names of options are called now.
     """
 
     kinds: dict[str, Any]
     flags: frozenset[str] = frozenset()
     arguments: tuple[str, ...] = ()
     needed: tuple[str, ...] = ()
+    renamed: Mapping[str, str] = types.MappingProxyType({})
 
 
 def of_class(cls: type, prefix: str = "--") -> dict[str, Any]:
     """The options of a dataclass and of the sections in it, with their types."""
     found = {}
-    hints = typing.get_type_hints(cls)
+    hints, inner = typing.get_type_hints(cls), sections(cls)
     for field in dataclasses.fields(cls):
-        option = prefix + field.name.replace("_", "-")
-        sections = [kind for kind in _members(hints[field.name]) if dataclasses.is_dataclass(kind)]
-        found |= of_class(sections[0], f"{option}.") if sections else {option: hints[field.name]}
+        option, name = prefix + field.name.replace("_", "-"), field.name
+        is_section = name in inner
+        found |= of_class(inner[name], f"{option}.") if is_section else {option: hints[name]}
     return found
 
 
@@ -178,6 +180,8 @@ def _fault(argv: Sequence[str], options: Options, prog: str) -> str | None:
             continue
         name, equals, value = word.partition("=")
         option = name.replace("_", "-")
+        if option in options.renamed and option not in options.kinds:
+            return f"{name}: is now {options.renamed[option]}"
         if option not in options.kinds:
             return f"{name}: no such option{_meant(option, options) or f'; {help_} lists them'}"
         given.add(option)

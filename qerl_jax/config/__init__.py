@@ -3,10 +3,23 @@
 May import `system`.
 """
 
+from qerl_jax.config.grpo import (
+    LOSS_TYPES,
+    CorrectionConfig,
+    DynamicSamplingConfig,
+    EntropyConfig,
+    GrpoConfig,
+    LossType,
+    MaskConfig,
+    MismatchConfig,
+    ReferenceConfig,
+    SapoConfig,
+    VespoConfig,
+)
 from qerl_jax.config.run_file import PACKAGED, dump, given_rows, load, load_run, read_table
 from qerl_jax.config.sections import (
     DENSE,
-    LOSS_TYPES,
+    AdaptiveNoiseConfig,
     BlockScales,
     CallFormat,
     Checkpointing,
@@ -14,11 +27,9 @@ from qerl_jax.config.sections import (
     Drafts,
     Dtype,
     EvalConfig,
-    GrpoConfig,
     Kernels,
     Linear,
     LoraConfig,
-    LossType,
     MeshConfig,
     ModelConfig,
     NoiseConfig,

@@ -4,6 +4,42 @@ from typing import Any
 
 from qerl_jax.system.checked import require
 
+# What fields that older configs have are called now.
+RENAMED = {
+    "grpo.beta": "grpo.reference.beta",
+    "grpo.reference": "grpo.reference.policy",
+    "grpo.kl_estimator": "grpo.reference.kl_estimator",
+    "grpo.use_bias_correction_kl": "grpo.reference.bias_correction",
+    "grpo.sync_ref_model": 'grpo.reference.policy = "synced"',
+    "grpo.ref_model_mixup_alpha": "grpo.reference.mixup_alpha",
+    "grpo.ref_model_sync_steps": "grpo.reference.sync_steps",
+    "grpo.dynamic_sampling": "a section, [grpo.dynamic_sampling], which switches it on",
+    "grpo.dynamic_sampling_metric": "grpo.dynamic_sampling.metric",
+    "grpo.max_sampling_rounds": "grpo.dynamic_sampling.max_rounds",
+    "grpo.importance_sampling_correction": "a section, [grpo.mismatch.correction], which switches it on",
+    "grpo.importance_sampling_mode": "grpo.mismatch.correction.mode",
+    "grpo.importance_sampling_clip_max": "grpo.mismatch.correction.clip_max",
+    "grpo.importance_sampling_clip_min": "grpo.mismatch.correction.clip_min",
+    "grpo.sampling_mask": "grpo.mismatch.mask.level",
+    "grpo.sampling_mask_max": "grpo.mismatch.mask.ratio_max",
+    "grpo.sampling_mask_min": "grpo.mismatch.mask.ratio_min",
+    "grpo.off_policy_mask_threshold": "grpo.mismatch.off_policy_threshold",
+    "grpo.entropy_coef": "grpo.entropy.coef",
+    "grpo.use_adaptive_entropy": "grpo.entropy.adaptive",
+    "grpo.entropy_coef_min": "grpo.entropy.coef_min",
+    "grpo.entropy_coef_max": "grpo.entropy.coef_max",
+    "grpo.entropy_coef_delta": "grpo.entropy.coef_delta",
+    "grpo.entropy_target": "grpo.entropy.target",
+    "grpo.sapo_temperature_pos": "grpo.sapo.temperature_pos",
+    "grpo.sapo_temperature_neg": "grpo.sapo.temperature_neg",
+    "grpo.vespo_k_pos": "grpo.vespo.k_pos",
+    "grpo.vespo_lambda_pos": "grpo.vespo.lambda_pos",
+    "grpo.vespo_k_neg": "grpo.vespo.k_neg",
+    "grpo.vespo_lambda_neg": "grpo.vespo.lambda_neg",
+    "noise.adapt_to": "noise.adaptive.metric",
+    "noise.adapt_target": "noise.adaptive.target",
+    "noise.adapt_rate": "noise.adaptive.rate",
+}
 # A larger rollout is most likely a typo.
 _MOST_ROWS = 2**20
 
@@ -19,6 +55,7 @@ def across_sections(cfg: Any) -> list[tuple[bool, str, str]]:
     """
     used = {*cfg.rewards.functions, *([cfg.eval.reward] if cfg.eval else [])}
     lora, grpo = cfg.model.trainable == "lora", cfg.grpo
+    policy = grpo.reference and grpo.reference.policy
     penalty = cfg.rollout.repetition_penalty
     return [
         (
@@ -64,15 +101,15 @@ def across_sections(cfg: Any) -> list[tuple[bool, str, str]]:
             "has no adapter for a [lora] section to describe: remove that section",
         ),
         (
-            grpo.reference != "adapter" or cfg.model.adapter_name_or_path is not None,
-            "grpo.reference",
+            policy != "adapter" or cfg.model.adapter_name_or_path is not None,
+            "grpo.reference.policy",
             "needs model.adapter_name_or_path, which names the adapter",
         ),
         (
-            lora or grpo.beta == 0 or grpo.sync_ref_model,
-            "grpo.beta",
-            'with model.trainable = "full" the reference needs a copy of the weights: ask for it with '
-            "grpo.sync_ref_model = true (ref_model_mixup_alpha = 0 keeps it as it was)",
+            lora or grpo.reference is None or policy == "synced",
+            "grpo.reference.policy",
+            'must be "synced" with model.trainable = "full", where the reference needs a copy of the weights '
+            "(grpo.reference.mixup_alpha = 0 keeps it as it was)",
         ),
     ]
 

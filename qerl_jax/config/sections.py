@@ -9,7 +9,8 @@ import math
 import re
 from typing import Annotated, Any, Literal, get_args
 
-from qerl_jax.config.rules import across_sections
+from qerl_jax.config.grpo import GrpoConfig
+from qerl_jax.config.rules import RENAMED, across_sections
 from qerl_jax.system.checked import (
     Checked,
     Closed01,
@@ -48,13 +49,6 @@ RepetitionPenalty = Annotated[float, Rule(lambda x: x > 0, "must be positive (1 
 PromptTemplate = Annotated[str, Rule(lambda text: "{prompt}" in text, 'must contain "{prompt}"')]
 # Whether drafts are made.
 Drafts = Literal["auto", "off"]
-# Dual clip's bound for negative advantages (arXiv 1912.09729); the value is verl's default.
-_DUAL_CLIP = 3.0
-# How token losses are made and averaged, see `rl.grpo.policy_loss`.
-LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
-LOSS_TYPES = get_args(LossType)
-# The loss types that clip the ratio from both sides.
-_CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 # The linears of a layer, as Hugging Face names them.
 Linear = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 _LINEARS = get_args(Linear)
@@ -89,8 +83,8 @@ class ModelConfig(Checked, section="model."):
         trainable: "lora" trains an adapter; "full" trains the layers of a dense base themselves (linears,
             biases and norms; not embedding, last norm and head), in float32, without an adapter.
         adapter_name_or_path: A PEFT adapter over that base, by folder or hub name, from which training goes
-            on; `[lora]` must give the adapter's shape. The optimizer starts anew. With grpo.beta > 0 this
-            adapter, as it is here, is the reference policy; see grpo.reference.
+            on; `[lora]` must give the adapter's shape. The optimizer starts anew. With [grpo.reference]
+            this adapter, as it is here, is the reference policy; see grpo.reference.policy.
         kernels: Which kernels multiply packed weights and decode. "auto" takes Hopper's own kernels where
             they apply, else the "portable" ones (Triton's, from compute capability 7.5 on) where jax-triton
             is installed, else the "reference", which unpacks all weights at every call. `qerl env` says which
@@ -413,262 +407,6 @@ class RolloutConfig(Checked, section="rollout."):
 
 
 @dataclasses.dataclass(frozen=True)
-class GrpoConfig(Checked, section="grpo."):
-    """The objective.
-
-    Attributes:
-        loss_type: What a token adds to the loss, and what the sum is divided by: a table in docs/losses.md
-            has both, with the paper of each loss. "luspo" belongs to `importance_sampling_level = "sequence"`.
-        epsilon: Lower clip range of the ratio. "cispo", "sapo" and "vespo" have none.
-        epsilon_high: Upper clip range; absent means `epsilon` (DAPO: 0.28). For "cispo" it is the bound of the
-            ratio itself and must be given; 5 is usual (arXiv 2510.13786).
-        sapo_temperature_pos: Temperature of the gate of "sapo" for tokens of a positive advantage. The higher
-            it is, the faster the gradient of a token falls as its ratio moves away from 1.
-        sapo_temperature_neg: Temperature of that gate for all other tokens.
-        vespo_k_pos: Exponent of the weight of "vespo" for rows whose advantage is not negative. The higher it
-            is, the less a row with a ratio below 1 weighs.
-        vespo_lambda_pos: Decay of that weight. The higher it is, the less a row with a ratio above 1 weighs.
-        vespo_k_neg: The exponent for rows of a negative advantage.
-        vespo_lambda_neg: The decay for rows of a negative advantage.
-        delta: Cap of the ratio for negative advantages, where clipping leaves it without an upper bound (TRL's
-            name; verl's dual clip). 0 is none. Absent means 3, or 1 + `epsilon_high` where that is more, with
-            `old_logprobs = "behaviour"`, whose ratios hold the sampler's noise; and none with "recompute".
-        beta: Weight of the KL to the reference policy.
-        reference: The reference policy: the "base" without an adapter, or the "adapter" that
-            model.adapter_name_or_path names, of which a copy is kept. Absent means that adapter where there
-            is one, as in TRL, else the base.
-        kl_estimator: How that KL is estimated at each token: "k1" is -d, "k2" d^2 / 2 and "k3"
-            exp(d) - d - 1, where d is the log-probability under the reference minus that under the policy
-            (J. Schulman, "Approximating KL Divergence", 2020).
-        use_bias_correction_kl: Multiply the estimate by the importance ratio.
-        sync_ref_model: Use a periodically updated copy of the policy as KL reference instead.
-        ref_model_mixup_alpha: Share of the policy in an update of that copy: 1 replaces the copy by the
-            policy, 0 leaves it as it is.
-        ref_model_sync_steps: Optimizer steps between two updates of that copy.
-        importance_sampling_level: Ratio per "token", or one per "sequence", the mean over its tokens. GSPO is
-            "sequence" with `loss_type = "grpo"`: under the other loss types rows weigh by their length. Its
-            clip range is 3e-4 and 4e-4, at which AQN's noise alone clips 39 to 56 % of the rows unless
-            `old_logprobs = "recompute"`.
-        advantage_estimator: What a reward is compared with: the mean of its group ("grpo"), or of the group's
-            other completions ("rloo").
-        scale_rewards: Standard deviation that divides advantages: of the "group", of the "batch",
-            or "none".
-        multi_objective_aggregation: How several reward functions become one advantage: their weighted sum is
-            compared within the group ("sum_then_normalize"), or each function is, scaled by its own
-            `scale_rewards`, and the sum of these is normalized over the batch ("normalize_then_sum": GDPO,
-            arXiv 2601.05242).
-        dynamic_sampling: Replace groups whose completions are all equally good by groups of further problems
-            (DAPO).
-        dynamic_sampling_metric: What says how good a completion is: the name of a reward function, which may
-            have the weight 0, or "reward", the whole sum. Absent means the sum without `rewards.shaping`.
-        max_sampling_rounds: The most rounds of sampling for one rollout. After them, groups of equally good
-            completions, which teach nothing, fill the rollout up.
-        mask_truncated_completions: Leave completions without a stop token out of the loss.
-        num_iterations: Passes over each rollout.
-        old_logprobs: Which log-probabilities the ratio is taken against: the sampler's own ("behaviour"), or
-            the clean policy's before the update ("recompute", as in QeRL's code).
-        importance_sampling_correction: With "recompute", weigh the loss by the truncated exp(old -
-            behaviour).
-        importance_sampling_mode: "token_..." takes one weight per token, "sequence_..." the product over the row's
-            tokens. A weight outside of the thresholds becomes the threshold ("..._truncate") or 0 ("..._mask").
-        importance_sampling_clip_max: Threshold above which that weight is truncated or masked.
-        importance_sampling_clip_min: Threshold below which that weight is truncated or masked; absent means
-            none. IcePop is "token_mask" with 0.5 and 5.
-        sampling_mask: Leave out of the loss what sampler and trainer give too different probabilities: by the
-            ratio of a "token", or of a whole row, by the product ("sequence") or the geometric mean
-            ("geometric") of its tokens' ratios; or nothing ("none"). With "behaviour" the ratio is that of
-            the policy as it learns, with "recompute" that of the policy before the update.
-        sampling_mask_max: Largest ratio, trainer over sampler, that stays; above 1. Geometric means lie
-            close to 1, so thresholds such as 1.01 are usual there.
-        sampling_mask_min: Smallest ratio that stays; absent means 1 / `sampling_mask_max`.
-        off_policy_mask_threshold: Leave out rows with a negative advantage from which the policy has moved
-            away: rows whose mean difference of log-probabilities, sampler's minus policy's, is above this
-            many nats per token (DeepSeek-V3.2, TRL's name; 0.5 is a start). Absent means none.
-        top_entropy_quantile: Share of an optimizer batch's tokens, those of the highest entropy, from which the
-            policy learns (arXiv 2506.01939; 0.2 there). 1 is all of them, and 0 the highest alone. It takes one
-            more forward pass in each optimizer step.
-        entropy_coef: Coefficient of an entropy bonus: the loss is lowered by this times the mean entropy per
-            token. 0 is none.
-        use_adaptive_entropy: Change that coefficient after every optimizer step (Skywork-OR1, arXiv 2505.22312):
-            up by `entropy_coef_delta` where the mean entropy was not above `entropy_target`, else down. It acts
-            only in a step that follows one whose entropy was not above the target.
-        entropy_coef_min: Lower bound of a coefficient that adapts.
-        entropy_coef_max: Upper bound of a coefficient that adapts.
-        entropy_coef_delta: How much an adaptive coefficient changes after a step.
-        entropy_target: Entropy in nats per token, below which the bonus acts; best close to the metric
-            `entropy` early in a run. It is compared with the mean over the tokens of `top_entropy_quantile`.
-    """
-
-    loss_type: LossType = "dapo"
-    epsilon: Open01 = 0.2
-    epsilon_high: Annotated[float, Rule(lambda x: x > 0, "must be > 0")] | None = None
-    sapo_temperature_pos: Positive = 1.0
-    sapo_temperature_neg: Positive = 1.05
-    vespo_k_pos: NotNegative = 2.0
-    vespo_lambda_pos: Positive = 3.0
-    vespo_k_neg: NotNegative = 3.0
-    vespo_lambda_neg: Positive = 2.0
-    delta: float | None = None
-    beta: NotNegative = 0.0
-    reference: Literal["base", "adapter"] | None = None
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    use_bias_correction_kl: bool = False
-    sync_ref_model: bool = False
-    ref_model_mixup_alpha: Closed01 = 0.6
-    ref_model_sync_steps: Count = 512
-    importance_sampling_level: Literal["token", "sequence"] = "token"
-    advantage_estimator: Literal["grpo", "rloo"] = "grpo"
-    scale_rewards: Literal["group", "batch", "none"] = "group"
-    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = (
-        "sum_then_normalize"
-    )
-    dynamic_sampling: bool = False
-    dynamic_sampling_metric: NotEmpty | None = None
-    max_sampling_rounds: Count = 10
-    mask_truncated_completions: bool = False
-    num_iterations: Count = 1
-    old_logprobs: Literal["behaviour", "recompute"] = "behaviour"
-    importance_sampling_correction: bool = False
-    importance_sampling_mode: Literal[
-        "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
-    ] = "token_truncate"
-    importance_sampling_clip_max: Positive = 3.0
-    importance_sampling_clip_min: Positive | None = None
-    sampling_mask: Literal["none", "token", "sequence", "geometric"] = "none"
-    sampling_mask_max: Annotated[float, Rule(lambda x: x > 1, "must be above 1")] | None = None
-    sampling_mask_min: Open01 | None = None
-    off_policy_mask_threshold: Positive | None = None
-    top_entropy_quantile: Closed01 = 1.0
-    entropy_coef: NotNegative = 0.0
-    use_adaptive_entropy: bool = False
-    entropy_coef_min: NotNegative = 0.0
-    entropy_coef_max: Positive = 1.0
-    entropy_coef_delta: Positive = 0.005
-    entropy_target: Positive = 0.2
-
-    @property
-    def clips(self) -> bool:
-        """Whether the loss clips the ratio from both sides."""
-        return self.loss_type in _CLIPPED
-
-    @property
-    def has_entropy_bonus(self) -> bool:
-        """Whether the loss has a term for the entropy."""
-        return self.entropy_coef > 0 or self.use_adaptive_entropy
-
-    @property
-    def ratio_cap(self) -> float | None:
-        """The cap of the ratio for negative advantages; None for none. See `delta`."""
-        if not self.clips:
-            return None
-        if self.delta is not None:
-            return self.delta or None
-        return max(_DUAL_CLIP, self.highest) if self.old_logprobs == "behaviour" else None
-
-    @property
-    def highest(self) -> float:
-        """The upper end of the clip range."""
-        return 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
-
-    def _across(self):
-        masks = self.sampling_mask != "none"
-        return [
-            (
-                not self.delta or self.delta > self.highest,
-                "delta",
-                f"must exceed 1 + epsilon_high = {self.highest}, or be 0 for none",
-            ),
-            (
-                self.clips or not self.delta,
-                "delta",
-                f'must be absent with grpo.loss_type = "{self.loss_type}", which does not clip a ratio',
-            ),
-            (
-                self.loss_type != "cispo" or self.epsilon_high is not None,
-                "epsilon_high",
-                'must be given with grpo.loss_type = "cispo", whose ratios it bounds: 5 is usual',
-            ),
-            (
-                self.loss_type != "vespo"
-                or not self.importance_sampling_mode.startswith("sequence"),
-                "importance_sampling_mode",
-                'must be "token_truncate" or "token_mask" with grpo.loss_type = "vespo", whose weight of a '
-                "row is made of tokens",
-            ),
-            (
-                self.entropy_coef_min <= self.entropy_coef_max,
-                "entropy_coef_min",
-                f"must not exceed entropy_coef_max = {self.entropy_coef_max}",
-            ),
-            (
-                not self.use_adaptive_entropy
-                or self.entropy_coef_min <= self.entropy_coef <= self.entropy_coef_max,
-                "entropy_coef",
-                f"must lie between entropy_coef_min = {self.entropy_coef_min} and entropy_coef_max = "
-                f"{self.entropy_coef_max}, because it begins there",
-            ),
-            (
-                self.importance_sampling_clip_min is None or self.importance_sampling_correction,
-                "importance_sampling_clip_min",
-                "needs grpo.importance_sampling_correction = true",
-            ),
-            (
-                self.importance_sampling_clip_min is None
-                or self.importance_sampling_clip_min < self.importance_sampling_clip_max,
-                "importance_sampling_clip_min",
-                f"must be below importance_sampling_clip_max = {self.importance_sampling_clip_max}",
-            ),
-            (
-                masks == (self.sampling_mask_max is not None),
-                "sampling_mask_max",
-                'must be given with grpo.sampling_mask, and absent where that is "none"',
-            ),
-            (
-                masks or self.sampling_mask_min is None,
-                "sampling_mask_min",
-                'must be absent where grpo.sampling_mask is "none"',
-            ),
-            (
-                self.beta == 0 or self.kl_estimator != "k1" or self.use_bias_correction_kl,
-                "kl_estimator",
-                "as a loss it is noise of mean 0 unless grpo.use_bias_correction_kl = true",
-            ),
-            (
-                self.beta > 0 or not self.sync_ref_model,
-                "sync_ref_model",
-                "needs grpo.beta > 0: without it no reference is read",
-            ),
-            (
-                self.beta > 0 or self.reference is None,
-                "reference",
-                "needs grpo.beta > 0: without it no reference is read",
-            ),
-            (
-                self.reference is None or not self.sync_ref_model,
-                "reference",
-                "needs grpo.sync_ref_model = false: a reference that follows begins as the policy does",
-            ),
-            (
-                self.dynamic_sampling or self.dynamic_sampling_metric is None,
-                "dynamic_sampling_metric",
-                "needs grpo.dynamic_sampling = true: without it no group is compared",
-            ),
-            (
-                self.advantage_estimator == "grpo" or self.scale_rewards != "group",
-                "advantage_estimator",
-                'needs grpo.scale_rewards = "none" or "batch": over the deviation of its own group it is '
-                "grpo times a constant",
-            ),
-            (
-                self.old_logprobs == "recompute" or not self.importance_sampling_correction,
-                "importance_sampling_correction",
-                'needs grpo.old_logprobs = "recompute": against the behaviour policy the weight is 1 by '
-                "definition",
-            ),
-        ]
-
-
-@dataclasses.dataclass(frozen=True)
 class OptimConfig(Checked, section="optim."):
     """AdamW and the sizes of its batches.
 
@@ -722,7 +460,26 @@ class OptimConfig(Checked, section="optim."):
 
 
 @dataclasses.dataclass(frozen=True)
-class NoiseConfig(Checked, section="noise."):
+class AdaptiveNoiseConfig(Checked, section="noise.adaptive."):
+    """A sigma that follows a metric, in place of a schedule: it begins at noise.sigma_start after the stage without noise.
+
+    It stays between noise.sigma_start and noise.sigma_end.
+
+    Attributes:
+        target: The value of `metric` to aim at.
+        metric: What sigma follows: the sampler's "entropy" (`sampling/entropy`), the mean "kl" from sampler to
+            trainer (`sampling/kl_k3`), or the mean "reward". Sigma is raised after a rollout in which this is below
+            `target`, and lowered after any other.
+        rate: Factor by which sigma is raised or lowered after a rollout.
+    """
+
+    target: float
+    metric: Literal["entropy", "kl", "reward"] = "entropy"
+    rate: Annotated[float, Rule(lambda x: x > 1, "must be above 1")] = 1.1
+
+
+@dataclasses.dataclass(frozen=True)
+class NoiseConfig(Checked, section="noise.", renamed=RENAMED):
     """Adaptive Quantization Noise; the section switches it on, on any base, and `--noise None` off.
 
     Attributes:
@@ -731,8 +488,7 @@ class NoiseConfig(Checked, section="noise."):
             run prints at its start, rounding to bfloat16 adds more noise than this does; at 1e-4 of a
             scale seven times as much.
         num_stages: Number of equal stages of the run; the first has no noise.
-        schedule: Shape of the decay from `sigma_start` to `sigma_end`; or "adaptive": sigma begins at
-            `sigma_start` after the stage without noise and then follows `adapt_to`, between the two.
+        schedule: Shape of the decay from `sigma_start` to `sigma_end`; `noise.adaptive` takes its place.
         exponent: How the decay is spread over the stages: "code", as in the published code, reaches
             `sigma_end`; "paper", the paper's equation 8 under Algorithm 1, stops short of it.
         scope: Where noise is added: only in the sampler ("rollout", the paper's Algorithm 1), or in sampler and
@@ -742,11 +498,6 @@ class NoiseConfig(Checked, section="noise."):
             prompt with its completions; for each "sequence", whose prompt is then computed once for each
             completion; or for each "token", in every forward pass, as in the paper. With all but "rollout",
             decoding cannot use the fused layers and is slower.
-        adapt_to: What an adaptive sigma follows: the sampler's "entropy" (`sampling/entropy`), the mean "kl"
-            from sampler to trainer (`sampling/kl_k3`), or the mean "reward". Sigma is raised after a rollout
-            in which this is below `adapt_target`, and lowered after any other.
-        adapt_target: The value of `adapt_to` to aim at; needed for schedule = "adaptive".
-        adapt_rate: Factor by which an adaptive sigma is raised or lowered after a rollout.
     """
 
     sigma_start: Positive = 1e-2
@@ -754,17 +505,15 @@ class NoiseConfig(Checked, section="noise."):
     num_stages: Annotated[
         int, Rule(lambda n: n >= 3, "must be at least 3: one without noise, two with noise")
     ] = 10
-    schedule: Literal["exponential", "linear", "cosine", "logarithmic", "adaptive"] = "exponential"
+    schedule: Literal["exponential", "linear", "cosine", "logarithmic"] = "exponential"
     exponent: Literal["code", "paper"] = "code"
     scope: Literal["rollout", "both"] = "rollout"
     final_norm: bool = False
     per: Literal["rollout", "group", "sequence", "token"] = "rollout"
-    adapt_to: Literal["entropy", "kl", "reward"] = "entropy"
-    adapt_target: float | None = None
-    adapt_rate: Annotated[float, Rule(lambda x: x > 1, "must be above 1")] = 1.1
+    adaptive: AdaptiveNoiseConfig | None = None
 
     def _across(self):
-        adapts = self.schedule == "adaptive"
+        follows_kl = self.adaptive is not None and self.adaptive.metric == "kl"
         return [
             (
                 0 < self.sigma_end <= self.sigma_start,
@@ -777,13 +526,8 @@ class NoiseConfig(Checked, section="noise."):
                 'needs noise.scope = "rollout": an update would have to hold the noise of every token',
             ),
             (
-                adapts == (self.adapt_target is not None),
-                "adapt_target",
-                'must be given with noise.schedule = "adaptive", and absent with any other',
-            ),
-            (
-                not adapts or self.adapt_to != "kl" or self.scope == "rollout",
-                "adapt_to",
+                not follows_kl or self.scope == "rollout",
+                "adaptive.metric",
                 'needs noise.scope = "rollout": where both act under noise they do not differ',
             ),
         ]
@@ -1010,9 +754,10 @@ class RunConfig(Checked):
     @property
     def keeps_reference(self) -> bool:
         """Whether the reference policy is a copy of what trains, and not the base."""
-        if self.grpo.beta == 0 or self.grpo.reference == "base":
+        reference = self.grpo.reference
+        if reference is None or reference.policy == "base":
             return False
-        return self.grpo.sync_ref_model or self.model.adapter_name_or_path is not None
+        return reference.policy == "synced" or self.model.adapter_name_or_path is not None
 
     @property
     def drafts(self) -> Drafts:

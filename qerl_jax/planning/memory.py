@@ -457,7 +457,7 @@ def compiled_update(
 
 def _totals(cfg: RunConfig, number: Any) -> grpo.BatchTotals:
     totals = grpo.BatchTotals(number, number, number, cfg.optim.gradient_accumulation_steps)
-    if not cfg.grpo.has_entropy_bonus:
+    if cfg.grpo.entropy is None:
         return totals
     coef = jax.ShapeDtypeStruct((), jnp.float32)
     return dataclasses.replace(totals, entropy_tokens=number, entropy_coef=coef)
@@ -466,7 +466,7 @@ def _totals(cfg: RunConfig, number: Any) -> grpo.BatchTotals:
 def _fixed(cfg: RunConfig) -> list[str]:
     """Returns the names of the fixed per-token arrays of a micro-batch (`PackedRows.fixed`)."""
     quantile = ["high_entropy"] if cfg.grpo.top_entropy_quantile < 1 else []
-    return (["ref_logps"] if cfg.grpo.beta else []) + quantile
+    return (["ref_logps"] if cfg.grpo.reference else []) + quantile
 
 
 def abstract_policy(
@@ -521,8 +521,7 @@ def _always(cfg: RunConfig, arch: architecture.Architecture) -> tuple[list[Item]
         Item("optimizer", state, "always", smaller, least=_state_bytes(eight_bit, params)),
     ]
     if cfg.keeps_reference:
-        synced = cfg.grpo.sync_ref_model
-        less = "grpo.sync_ref_model to false" if synced else 'grpo.reference to "base"'
+        less = 'grpo.reference.policy to "base"' if cfg.model.trainable == "lora" else ""
         items.append(Item("reference", adapter, "always", less))
     return items, adapter
 
@@ -682,7 +681,7 @@ def _update(cfg: RunConfig, arch: architecture.Architecture, adapter: int) -> li
     chunk = min(_CHUNK_ROWS, tokens)
     head = round(_CHUNK * chunk * arch.vocab_size * 4)
     # The states before the head, and their gradients: from log-probabilities, and from an entropy bonus.
-    states = (3 if cfg.grpo.has_entropy_bonus else 2) * tokens * arch.width * width
+    states = (3 if cfg.grpo.entropy else 2) * tokens * arch.width * width
     workspace = max(mlp * width, attention * width, head + states)
     less = 'model.gradient_checkpointing to "layer"'
     return [

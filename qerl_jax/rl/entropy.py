@@ -6,7 +6,7 @@ from typing import Self
 import jax
 import numpy as np
 
-from qerl_jax.config import GrpoConfig
+from qerl_jax.config import EntropyConfig
 
 
 @jax.tree_util.register_dataclass
@@ -24,23 +24,23 @@ class EntropyControl:
     last: np.ndarray
 
     @classmethod
-    def begin(cls, cfg: GrpoConfig) -> Self:
+    def begin(cls, cfg: EntropyConfig) -> Self:
         """Returns the control at the start of a run."""
-        return cls(np.float32(cfg.entropy_coef), np.float32(np.inf))
+        return cls(np.float32(cfg.coef), np.float32(np.inf))
 
-    def applied(self, cfg: GrpoConfig) -> float:
+    def applied(self, cfg: EntropyConfig) -> float:
         """Returns the coefficient for the next step: 0 if the last entropy is above its target."""
-        return float(self.coef) if self.last <= cfg.entropy_target else 0.0
+        return float(self.coef) if self.last <= cfg.target else 0.0
 
-    def after(self, cfg: GrpoConfig, entropy: float) -> Self:
+    def after(self, cfg: EntropyConfig, entropy: float) -> Self:
         """Returns the control after a step with a mean entropy in nats; a non-finite entropy changes nothing.
 
-        The coefficient rises by `entropy_coef_delta` if the entropy is at most its target, else it falls by as much.
+        The coefficient rises by `coef_delta` if the entropy is at most its target, else it falls by as much.
         """
         if not np.isfinite(entropy):
             return self
-        change = cfg.entropy_coef_delta * (1 if entropy <= cfg.entropy_target else -1)
-        coef = np.clip(float(self.coef) + change, cfg.entropy_coef_min, cfg.entropy_coef_max)
+        change = cfg.coef_delta * (1 if entropy <= cfg.target else -1)
+        coef = np.clip(float(self.coef) + change, cfg.coef_min, cfg.coef_max)
         return EntropyControl(np.float32(coef), np.float32(entropy))
 
 

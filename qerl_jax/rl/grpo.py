@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from qerl_jax.config import LOSS_TYPES, GrpoConfig
+from qerl_jax.config import LOSS_TYPES, CorrectionConfig, GrpoConfig, SapoConfig, VespoConfig
 from qerl_jax.rl import masked
 from qerl_jax.system.checked import require
 
@@ -170,7 +170,7 @@ def token_kl(logps: Array, ref_logps: Array, kind: Literal["k1", "k2", "k3"] = "
     For tokens that the policy sampled, k1 and k3 are unbiased, and k2 and k3 are never negative. In a
     loss only the gradient matters. In expectation, the gradient of k1 is 0, that of k2 is the gradient
     of KL(policy || reference), and that of k3 is the gradient of KL(reference || policy). Multiplied by
-    the importance ratio (`policy_loss`, `use_bias_correction_kl`), k1 and k3 have the gradient of
+    the importance ratio (`policy_loss`, `reference.bias_correction`), k1 and k3 have the gradient of
     KL(policy || reference), too.
 
     Args:
@@ -364,21 +364,23 @@ def sampling_weights(
         [B, T] or [B, 1], without gradient; or None.
     """
     trainer, weights = logps if old_logps is None else old_logps, []
-    if cfg.importance_sampling_correction and cfg.loss_type != "vespo":
-        weights.append(_corrections(cfg, trainer, behaviour_logps, mask))
-    if cfg.sampling_mask != "none":
+    if cfg.mismatch is None:
+        return None
+    if cfg.correction and cfg.loss_type != "vespo":
+        weights.append(_corrections(cfg.correction, trainer, behaviour_logps, mask))
+    if cfg.mismatch.mask:
         weights.append(
             sampling_mask(
                 trainer,
                 behaviour_logps,
                 mask,
-                level=cfg.sampling_mask,
-                highest=cfg.sampling_mask_max,
-                lowest=cfg.sampling_mask_min,
+                level=cfg.mismatch.mask.level,
+                highest=cfg.mismatch.mask.ratio_max,
+                lowest=cfg.mismatch.mask.ratio_min,
             )
         )
-    if cfg.off_policy_mask_threshold is not None:
-        threshold = cfg.off_policy_mask_threshold
+    if cfg.mismatch.off_policy_threshold is not None:
+        threshold = cfg.mismatch.off_policy_threshold
         weights.append(off_policy_mask(logps, behaviour_logps, mask, advantages, threshold))
     return functools.reduce(jnp.multiply, weights) if weights else None
 
@@ -394,19 +396,14 @@ def sampling_correction(
         behaviour_logps: [B, T] log-probabilities under the policy that sampled.
         mask: [B, T], nonzero at the tokens that count.
     """
-    if cfg.loss_type != "vespo" or not cfg.importance_sampling_correction:
+    if cfg.loss_type != "vespo" or cfg.correction is None:
         return None
-    return _corrections(cfg, trainer_logps, behaviour_logps, mask)
+    return _corrections(cfg.correction, trainer_logps, behaviour_logps, mask)
 
 
-def _corrections(cfg: GrpoConfig, trainer: Array, behaviour: Array, mask: Array) -> Array:
+def _corrections(cfg: CorrectionConfig, trainer: Array, behaviour: Array, mask: Array) -> Array:
     return truncated_importance_weights(
-        trainer,
-        behaviour,
-        mask,
-        mode=cfg.importance_sampling_mode,
-        clip_max=cfg.importance_sampling_clip_max,
-        clip_min=cfg.importance_sampling_clip_min,
+        trainer, behaviour, mask, mode=cfg.mode, clip_max=cfg.clip_max, clip_min=cfg.clip_min
     )
 
 
@@ -485,7 +482,7 @@ class LossInputs(NamedTuple):
     old_logps: Array  # [B, T] log-probabilities under the old policy, the ratio's denominator
     advantages: Array  # [B]
     mask: Array  # [B, T], nonzero at the tokens that count
-    ref_logps: Array | None = None  # [B, T] under the reference; needed when beta is not 0
+    ref_logps: Array | None = None  # [B, T] under the reference; needed for a KL term
     sampling_weights: Array | None = None  # [B, T] or [B, 1], see `sampling_weights`
     correction: Array | None = None  # [B, T] or [B, 1], see `sampling_correction`
     entropies: Array | None = None  # [B, T], in nats; needed for an entropy bonus
@@ -532,9 +529,9 @@ def policy_loss(
     sg stops the gradient. `delta` (`GrpoConfig.ratio_cap`) bounds the unclipped term, which otherwise has
     no bound for a negative advantage (dual clip, arXiv:1912.09729; two-sided clipping, arXiv:2505.07291).
     CISPO clips the weight and not the update, so each token keeps a gradient; its `epsilon_high` is the
-    bound itself, as in TRL. SAPO's temperature tau is `sapo_temperature_pos` if A > 0, else
-    `sapo_temperature_neg`. A token whose sampling weight w is 0, or that is not of high entropy, still
-    counts in the denominators below. With `use_bias_correction_kl` the KL estimate k_t is multiplied by
+    bound itself, as in TRL. SAPO's temperature tau is `sapo.temperature_pos` if A > 0, else
+    `sapo.temperature_neg`. A token whose sampling weight w is 0, or that is not of high entropy, still
+    counts in the denominators below. With `reference.bias_correction` the KL estimate k_t is multiplied by
     rho_t, and gradients flow through that factor, too (arXiv:2512.02556).
 
     How token losses are averaged depends on `loss_type`; every sum runs over tokens that count:
@@ -565,9 +562,8 @@ def policy_loss(
             `max_completion_length`.
     """
     _check_shapes(batch)
-    require(
-        not cfg.beta or batch.ref_logps is not None, "beta", cfg.beta, "must be 0 without ref_logps"
-    )
+    needs_ref = cfg.reference is not None
+    require(not needs_ref or batch.ref_logps is not None, "ref_logps", None, "a KL term needs them")
 
     mask, advantage = batch.mask, batch.advantages[:, None]
     ratio = jnp.exp(
@@ -580,8 +576,8 @@ def policy_loss(
             policy_term = policy_term * factor
     token_loss = jnp.broadcast_to(-policy_term, batch.logps.shape)
     kl = _token_kls(cfg, batch, ratio)
-    if cfg.beta:
-        token_loss = token_loss + cfg.beta * kl
+    if cfg.reference is not None:
+        token_loss = token_loss + cfg.reference.beta * kl
 
     tokens = jnp.sum(mask != 0, axis=1).astype(batch.logps.dtype)
     counted = mask if cfg.importance_sampling_level == "token" else (tokens > 0)[:, None]
@@ -613,7 +609,7 @@ def vespo_weights(cfg: GrpoConfig, batch: LossInputs) -> Array:
         phi(rho) = exp(lambda) rho^k exp(-lambda rho),     rho = product over the row's tokens of the
                                                            ratio and of its correction
 
-    with `vespo_k_pos` and `vespo_lambda_pos` where A >= 0, else `vespo_k_neg` and `vespo_lambda_neg`. As
+    with `vespo.k_pos` and `vespo.lambda_pos` where A >= 0, else `vespo.k_neg` and `vespo.lambda_neg`. As
     in TRL the logarithm of a token's ratio is bounded by 20, that of the row's by log 1e-8 and 20.
 
     Args:
@@ -631,8 +627,9 @@ def vespo_weights(cfg: GrpoConfig, batch: LossInputs) -> Array:
     if batch.correction is not None:
         total = total + jnp.sum(bounded(jnp.log(batch.correction)), axis=1, keepdims=True)
     total, is_good = bounded(total), batch.advantages[:, None] >= 0
-    k = jnp.where(is_good, cfg.vespo_k_pos, cfg.vespo_k_neg)
-    decay = jnp.where(is_good, cfg.vespo_lambda_pos, cfg.vespo_lambda_neg)
+    vespo = cfg.vespo or VespoConfig()
+    k = jnp.where(is_good, vespo.k_pos, vespo.k_neg)
+    decay = jnp.where(is_good, vespo.lambda_pos, vespo.lambda_neg)
     phi = jnp.exp(decay + k * total - decay * jnp.exp(total))
     return jax.lax.stop_gradient(phi)
 
@@ -647,8 +644,8 @@ def _policy_terms(cfg: GrpoConfig, batch: LossInputs, ratio: Array, phi: Array |
         case "vespo":
             return phi * advantage * batch.logps
         case "sapo":
-            pos, neg = cfg.sapo_temperature_pos, cfg.sapo_temperature_neg
-            temperature = jnp.where(advantage > 0, pos, neg)
+            sapo = cfg.sapo or SapoConfig()
+            temperature = jnp.where(advantage > 0, sapo.temperature_pos, sapo.temperature_neg)
             return jax.nn.sigmoid(temperature * (ratio - 1)) * 4 / temperature * advantage
     capped = ratio if cfg.ratio_cap is None else jnp.minimum(ratio, cfg.ratio_cap)
     clipped = jnp.clip(ratio, 1 - cfg.epsilon, cfg.highest)
@@ -657,7 +654,7 @@ def _policy_terms(cfg: GrpoConfig, batch: LossInputs, ratio: Array, phi: Array |
 
 def _bonus_entropies(cfg: GrpoConfig, batch: LossInputs) -> Array | None:
     """Returns the sum [B] of each row's entropies over the tokens of the bonus; None without a bonus."""
-    if not cfg.has_entropy_bonus:
+    if cfg.entropy is None:
         return None
     require(batch.entropies is not None, "entropies", None, "an entropy bonus needs them")
     return masked.sum(batch.entropies, _bonus_tokens(batch), axis=1)
@@ -675,7 +672,7 @@ def _entropy_bonus(
     """Returns this micro-batch's part of the entropy bonus: coefficient times mean entropy."""
     tokens = jnp.sum(_bonus_tokens(batch) != 0)
     tokens = tokens if totals.entropy_tokens is None else totals.entropy_tokens
-    coef = cfg.entropy_coef if totals.entropy_coef is None else totals.entropy_coef
+    coef = cfg.entropy.coef if totals.entropy_coef is None else totals.entropy_coef
     return coef * jnp.sum(entropies) / jnp.maximum(tokens, 1)
 
 
@@ -689,12 +686,12 @@ def _dropped(batch: LossInputs) -> Array | None:
 
 def _token_kls(cfg: GrpoConfig, batch: LossInputs, ratio: Array) -> Array | None:
     """Returns estimates [B, T] of the KL divergence from the reference; None without a reference."""
-    if batch.ref_logps is None:
+    if cfg.reference is None:
         return None
     # Masked before the exponential, so that gradients stay finite even if padding is not.
     logps, ref_logps = (jnp.where(batch.mask != 0, x, 0) for x in (batch.logps, batch.ref_logps))
-    kl = token_kl(logps, ref_logps, cfg.kl_estimator)
-    return kl * ratio if cfg.use_bias_correction_kl else kl
+    kl = token_kl(logps, ref_logps, cfg.reference.kl_estimator)
+    return kl * ratio if cfg.reference.bias_correction else kl
 
 
 def _averaged(

@@ -117,7 +117,7 @@ def loss(
         num_tokens=objective.num_tokens,
         remat=objective.remat,
         dropout_key=dropout_key if lora is not None and lora.dropout else None,
-        entropy_slopes=cfg.has_entropy_bonus,
+        entropy_slopes=cfg.entropy is not None,
     )
     drift = update_metrics.drift(jax.lax.stop_gradient(logps), batch)
     # From here on arrays are by row, [n, S], as the equations of `grpo` are. Sums by segments of [T] would be other
@@ -138,7 +138,7 @@ def loss(
         fixed.get("ref_logps"),
         weights,
         correction=grpo.sampling_correction(cfg, old_logps, behaviour_logps, mask),
-        entropies=layout.by_row(entropies) if cfg.has_entropy_bonus else None,
+        entropies=layout.by_row(entropies) if cfg.entropy else None,
         high_entropy=fixed.get("high_entropy"),
     )
     value, counts = grpo.policy_loss(cfg, rows, totals)

@@ -33,7 +33,7 @@ class TrainState:
         params: The adapter, or with `trainable = "full"` the layers' own weights, float32.
         opt_state: State of `optimizer.transformation`.
         skipped: int32, optimizer steps that changed nothing: no signal, or a gradient that was not finite.
-        reference: A copy of the initial `params`, updated periodically with `grpo.sync_ref_model`; None if the
+        reference: A copy of the initial `params`, updated periodically with `grpo.reference.policy = "synced"`; None if the
             reference is the base.
         entropy: State of an adaptive entropy bonus; None without one.
     """
@@ -184,9 +184,9 @@ def apply(state: TrainState, sums, learns, place, *, grpo_cfg, optim_cfg, total_
 
 def _refreshed(cfg: GrpoConfig, reference, params, step):
     """Returns the reference policy after a step: at regular intervals it moves towards the trained policy."""
-    if reference is None or not cfg.sync_ref_model:
+    if reference is None or cfg.reference is None or cfg.reference.policy != "synced":
         return reference
-    alpha, due = cfg.ref_model_mixup_alpha, step % cfg.ref_model_sync_steps == 0
+    alpha, due = cfg.reference.mixup_alpha, step % cfg.reference.sync_steps == 0
     return jax.tree.map(
         lambda r, p: jnp.where(due, (1 - alpha) * r + alpha * p, r), reference, params
     )
@@ -295,12 +295,12 @@ class Updater:
             learner = dataclasses.replace(self, poll=lambda: None)
             metrics, counts = jax.device_get((metrics, counts))
             records.append((metrics, *update_metrics.joined(counts, rows.size)))
-            if cfg.has_entropy_bonus:
+            if cfg.entropy is not None:
                 tokens = _entropy_tokens(experience, held, rows)
                 mean = records[-1][1].entropy.sum(dtype=np.float64) / max(tokens, 1)
                 metrics["policy_loss"] = metrics["loss"] + coef * mean
                 if state.entropy is not None and tokens:
-                    control = state.entropy.after(cfg, mean)
+                    control = state.entropy.after(cfg.entropy, mean)
                     state = dataclasses.replace(state, entropy=jax.device_put(control))
                 # Read now, because the next step donates the state's buffers.
                 control = jax.device_get(state.entropy)
@@ -376,14 +376,14 @@ def anchors(
 
     Returns:
         float32 [N] each, by completion token, in nats: "old_logps", computed with `noise`, if `old_logprobs` is "recompute" and there
-        are several steps; "ref_logps", computed without noise, if `beta` is not 0.
+        are several steps; "ref_logps", computed without noise, for a KL term.
     """
     cfg, fixed = updater.objective.grpo, {}
     rows = _rows_of(cuts)
     # With a single step, the old policy is the learning policy: `loss` uses its log-probabilities without gradient.
     if cfg.old_logprobs == "recompute" and steps > 1:
         fixed["old_logps"] = all_logps(updater, state.params, frozen, experience, noise, rows)
-    if cfg.beta:
+    if cfg.reference is not None:
         kept = state.reference is not None
         params = state.reference if kept else state.params
         fixed["ref_logps"] = all_logps(
@@ -507,7 +507,9 @@ def _high_entropy(
 
 def _entropy_coef(cfg: GrpoConfig, control: EntropyControl | None) -> float:
     """Returns the coefficient of an optimizer step's entropy bonus."""
-    return cfg.entropy_coef if control is None else jax.device_get(control).applied(cfg)
+    if cfg.entropy is None:
+        return 0.0
+    return cfg.entropy.coef if control is None else jax.device_get(control).applied(cfg.entropy)
 
 
 def _entropy_tokens(experience: Experience, fixed: dict[str, np.ndarray], rows: np.ndarray) -> int:
@@ -585,7 +587,7 @@ def summed_gradient(
         max_completion_length=updater.max_completion_length,
         num_micro_batches=updater.optim.gradient_accumulation_steps,
     )
-    if updater.objective.grpo.has_entropy_bonus:
+    if updater.objective.grpo.entropy is not None:
         tokens = _entropy_tokens(experience, fixed, rows)
         totals = dataclasses.replace(
             totals, entropy_tokens=np.int32(tokens), entropy_coef=np.float32(entropy_coef)
@@ -634,7 +636,7 @@ def replay_step(
 
 def _learns(cfg: GrpoConfig, experience: Experience) -> np.ndarray:
     """Returns which rows have a signal, bool [B]: tokens, and an advantage, a KL term or an entropy bonus."""
-    always = bool(cfg.beta) or cfg.has_entropy_bonus
+    always = cfg.reference is not None or cfg.entropy is not None
     return (experience.num_learned > 0) & ((experience.advantages != 0) | always)
 
 

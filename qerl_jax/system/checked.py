@@ -85,13 +85,20 @@ class Checked:
     Attributes:
         section: Prefix of field names in errors.
         names: Names that errors use instead of a field's own name.
+        renamed: What earlier names of fields, with their section, are called now.
     """
 
     section: ClassVar[str] = ""
     names: ClassVar[dict[str, str]] = {}
+    renamed: ClassVar[dict[str, str]] = {}
 
-    def __init_subclass__(cls, section: str = "", names: dict[str, str] | None = None):
-        cls.section, cls.names = section, names or {}
+    def __init_subclass__(
+        cls,
+        section: str = "",
+        names: dict[str, str] | None = None,
+        renamed: dict[str, str] | None = None,
+    ):
+        cls.section, cls.names, cls.renamed = section, names or {}, renamed or {}
 
     def __post_init__(self):
         for name, optional, rule in _rules(type(self)):
@@ -109,8 +116,11 @@ class Checked:
 
     def _require(self, holds: bool, field: str, rule: str) -> None:
         """Raises the error about a field, or several (comma-separated), unless `holds`."""
+        if holds:
+            return
         value = operator.attrgetter(*field.split(", "))(self)
-        require(holds, self.section + self.names.get(field, field), value, rule)
+        value = to_table(value) if dataclasses.is_dataclass(value) else value
+        require(False, self.section + self.names.get(field, field), value, rule)
 
 
 # The largest float32, the type of all arithmetic.
@@ -168,13 +178,14 @@ def from_table(cls: type, table: dict[str, Any], prefix: str = "") -> Any:
     Raises:
         ConfigError: For an unknown or missing field, or an invalid value.
     """
+    _refuse_earlier_names(cls, table)
     hints = typing.get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     where = f"[{prefix.rstrip('.')}]" if prefix else "the top level"
     needed = [name for name, field in fields.items() if field.default is dataclasses.MISSING]
     known = f"unknown field; {where} has {', '.join(fields)}"
     wrong = [
-        *(f"{k}: {known}{_meant_field(k, hints, prefix)}" for k in table if k not in fields),
+        *(f"{k}: {known}{_meant_field(k, cls, prefix)}" for k in table if k not in fields),
         *(f"{k}: missing; {where} needs it" for k in needed if k not in table),
     ]
     if wrong:
@@ -182,17 +193,43 @@ def from_table(cls: type, table: dict[str, Any], prefix: str = "") -> Any:
     return cls(**{key: _value(hints[key], value, prefix + key) for key, value in table.items()})
 
 
-def _meant_field(name: str, hints: dict[str, Any], prefix: str) -> str:
+@functools.cache
+def sections(cls: type) -> dict[str, type]:
+    """Returns the fields of a dataclass that are dataclasses themselves, or None, with their types."""
+    return {
+        name: kind
+        for name, hint in typing.get_type_hints(cls).items()
+        for kind in _members(hint)
+        if dataclasses.is_dataclass(kind)
+    }
+
+
+def all_sections(cls: type, prefix: str = "") -> dict[str, type]:
+    """Returns all sections in a dataclass by their dotted names, the outer ones first, with their types."""
+    found = {}
+    for name, kind in sections(cls).items():
+        found |= {prefix + name: kind} | all_sections(kind, f"{prefix}{name}.")
+    return found
+
+
+def _refuse_earlier_names(cls: type, table: dict[str, Any]) -> None:
+    """Raises the error about the first field that is called differently now; some names are now those of sections."""
+    for name, value in table.items():
+        new = getattr(cls, "renamed", {}).get(f"{cls.section}{name}")
+        if new is not None and not isinstance(value, dict):
+            raise ConfigError(f"{cls.section}{name}: is now {new}")
+
+
+def _meant_field(name: str, cls: type, prefix: str) -> str:
     """Does what `meant` does, but prefers a field of this name in a section to a field with a similar name."""
     inside = [
         f"{section}.{name}"
-        for section, hint in hints.items()
-        for kind in _members(hint)
-        if dataclasses.is_dataclass(kind) and name in {f.name for f in dataclasses.fields(kind)}
+        for section, kind in sections(cls).items()
+        if name in {field.name for field in dataclasses.fields(kind)}
     ]
     if inside:
         return f"; did you mean {prefix}{inside[0]}?"
-    return meant(name, hints)
+    return meant(name, [field.name for field in dataclasses.fields(cls)])
 
 
 def to_table(cfg: Any) -> dict[str, Any]:

@@ -150,7 +150,7 @@ def _entropy(health: Health) -> str | None:
         f"sampling/entropy has collapsed, from {course.first:.3g} to {course.last:.3g} nats a token: completions of a "
         "prompt become equal, and nothing more is learned. Likely cause: a rate that is too high, or clipping "
         "that lets no rare token grow. Lower optim.learning_rate, raise grpo.epsilon_high (DAPO: 0.28) or set "
-        "grpo.beta > 0, and go on from an earlier checkpoint"
+        "grpo.reference.beta > 0, and go on from an earlier checkpoint"
     )
 
 
@@ -284,7 +284,7 @@ def _mismatch(health: Health) -> str | None:
         return (
             f"{name} is {latest:.3g} nats, where {bound} is usual at most: sampler and trainer disagree. Likely "
             "cause: a kernel that computes wrongly on this card (python -m scripts.check_device finds it). "
-            "grpo.importance_sampling_correction limits the harm"
+            "[grpo.mismatch.correction] limits the harm"
         )
     # A rise that stays below 0.02 does not matter.
     if not course.is_known or course.last < max(3 * course.first, 0.02):
@@ -294,7 +294,7 @@ def _mismatch(health: Health) -> str | None:
         f"{course.first:.2g} to {course.last:.2g} nats: sampler and trainer see tokens more and more apart. "
         "Likely cause: weights that have grown to where 16 bits round them coarsely (a rate that is too high), "
         "or noise that grows against the norms. Lower optim.learning_rate or noise.sigma_start, or bound the "
-        'harm with grpo.sampling_mask = "token"'
+        "harm with [grpo.mismatch.mask]"
     )
 
 

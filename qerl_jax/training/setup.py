@@ -127,7 +127,7 @@ class PreparedRun:
         """Returns the most rounds of dynamic sampling for the rollout at this position; None without it."""
         if not self.cfg.grpo.dynamic_sampling:
             return None
-        most = self.cfg.grpo.max_sampling_rounds
+        most = self.cfg.grpo.dynamic_sampling.max_rounds
         if self.cfg.num_train_epochs is None:
             return most
         # The last epoch has only this many problems left.
@@ -301,12 +301,12 @@ def _policy(
         params = peft.import_adapter(start, model)
     if cfg.noise is not None:
         notes += exploration.describe(cfg.noise, model, params, frozen)
-    adapts = cfg.grpo.use_adaptive_entropy
+    entropy = cfg.grpo.entropy
     state = update.init_state(
         params,
         cfg.optim,
         keep_reference=cfg.keeps_reference,
-        control=EntropyControl.begin(cfg.grpo) if adapts else None,
+        control=EntropyControl.begin(entropy) if entropy and entropy.adaptive else None,
     )
     return replicas.hold(state), replicas.hold(frozen)
 

@@ -245,8 +245,9 @@ def informative_by(
         ConfigError: For the name of a reward that the run does not have, or with dynamic sampling if all rewards
             judge only form or length.
     """
-    names, metric = [name for name, _ in functions], cfg.grpo.dynamic_sampling_metric
-    given, field = cfg.rewards.shaping, "grpo.dynamic_sampling_metric"
+    names, sampling = [name for name, _ in functions], cfg.grpo.dynamic_sampling
+    given, field = cfg.rewards.shaping, "grpo.dynamic_sampling.metric"
+    metric = sampling and sampling.metric
     known = ", ".join(names)
     require(
         set(given or ()) <= {*names},
@@ -258,15 +259,15 @@ def informative_by(
     require(metric in (None, "reward", *names), field, metric, rule)
     shaping = stock.SHAPING if given is None else given
     chosen = {i: w for i, w in enumerate(weights) if names[i] not in shaping and w}
-    if metric == "reward" or not cfg.grpo.dynamic_sampling:
+    if metric == "reward" or sampling is None:
         return dynamic_sampling.by_reward
     if metric is not None:
         chosen = {names.index(metric): 1.0}
     rule = (
         f"all rewards of this run shape form or length ({known}), so no group is better than another: name "
-        f'one of them by {field}, or set it to "reward"'
+        f'one of them, or "reward"'
     )
-    require(bool(chosen), "grpo.dynamic_sampling", True, rule)
+    require(bool(chosen), field, metric, rule)
     judges = ", ".join(names[i] for i in chosen)
     note(f"dynamic sampling keeps groups whose completions differ in {judges}")
     return dynamic_sampling.by_functions(chosen)

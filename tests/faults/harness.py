@@ -13,6 +13,7 @@ import textwrap
 import time
 
 from qerl_jax import config
+from qerl_jax.api import settings
 from qerl_jax.checkpoint.run_state import StateFiles
 from qerl_jax.tracking import logger
 
@@ -26,8 +27,8 @@ def tiny(folder, **sections):
 
     Sections are changed as section={field: value}, fields as field=value.
     """
-    cfg = config.load(ROOT / "configs" / "quickstart.toml")
     defaults = {
+        "output_dir": str(folder),
         "max_steps": 6,
         "save_steps": 2,
         "data": {"num_problems": 40},
@@ -35,11 +36,7 @@ def tiny(folder, **sections):
         "optim": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
         "eval": None,
     }
-    changes = {
-        name: dataclasses.replace(getattr(cfg, name), **value) if isinstance(value, dict) else value
-        for name, value in (defaults | sections).items()
-    }
-    return dataclasses.replace(cfg, output_dir=str(folder), **changes)
+    return settings.run_config(ROOT / "configs" / "quickstart.toml", defaults | sections)
 
 
 def copy_of(run, folder):

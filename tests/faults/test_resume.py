@@ -28,11 +28,8 @@ def remembering(folder, **sections):
     return harness.tiny(
         folder,
         grpo={
-            "dynamic_sampling": True,
-            "max_sampling_rounds": 3,
-            "beta": 0.02,
-            "sync_ref_model": True,
-            "ref_model_sync_steps": 2,
+            "dynamic_sampling": {"max_rounds": 3},
+            "reference": {"beta": 0.02, "policy": "synced", "sync_steps": 2},
         },
         rewards={"functions": ("format_reward", "accuracy_reward"), "soft_punish_cache": 7},
         eval={"num_problems": 8, "eval_steps": 2, "batch_size": 8, "reward": "format_reward"},

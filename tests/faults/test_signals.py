@@ -103,7 +103,7 @@ def test_an_update_is_left_until_it_has_changed_the_state(
 ):
     """A signal waits for a micro-batch, or for the optimizer steps that follow the first one."""
     shape = {
-        "grpo": {"beta": 0.01},  # so that all rows learn
+        "grpo": {"reference": {"beta": 0.01}},  # so that all rows learn
         "rollout": {"num_generations": 2, "generation_batch_size": 8, "max_completion_length": 8},
         "optim": {
             "per_device_train_batch_size": 4,

@@ -129,6 +129,16 @@ def test_overrides_change_fields_within_a_section_and_none_removes_one():
     )
 
 
+def test_overrides_reach_into_tables_of_sections():
+    started = settings.run_config(QUICKSTART, {"grpo": {"reference": {"beta": 0.1}, "sapo": None}})
+    cfg = settings.run_config(started, {"grpo": {"reference": {"policy": "base"}}})
+    assert cfg.grpo.reference == config.ReferenceConfig(0.1, "base")
+    mismatch = qerl_jax.MismatchConfig(qerl_jax.CorrectionConfig(clip_max=2.0))
+    options = {"old_logprobs": "recompute", "mismatch": mismatch}
+    assert settings.run_config(cfg, {"grpo": options}).grpo.correction.clip_max == 2
+    assert settings.run_config(cfg, {"grpo": {"reference": None}}).grpo.reference is None
+
+
 def test_a_config_need_not_say_what_the_arguments_say(tmp_path):
     cfg = settings.run_config(small(tmp_path), has_rows=True, functions=[digits, "format_reward"])
     assert cfg.data.dataset == "rows"
@@ -140,6 +150,8 @@ def test_a_config_need_not_say_what_the_arguments_say(tmp_path):
     [
         ({"config": 3}, "config: got 3; must be a RunConfig, a table"),
         ({"config": SMALL | {"output_dir": "x", "optim": 3}}, "optim: got 3; must be a section"),
+        ({"grpo": {"beta": 0.1}}, "grpo.beta: is now grpo.reference.beta"),
+        ({"grpo": {"dynamic_sampling": True}}, "grpo.dynamic_sampling: is now a section"),
         ({"optim": {"learning_rat": 1.0}}, "optim.learning_rat: unknown field; [optim] has"),
         ({"optim": {"learning_rate": "1e-4"}}, "optim.learning_rate: got '1e-4'; must be of type"),
         ({"max_steps": 1, "num_train_epochs": 2}, "max_steps, num_train_epochs: got (1, 2.0)"),

@@ -11,7 +11,7 @@ import pytest
 from qerl_jax.aqn import exploration
 from qerl_jax.aqn import schedule as aqn
 from qerl_jax.aqn.draw import RowNoise
-from qerl_jax.config import LoraConfig, NoiseConfig
+from qerl_jax.config import AdaptiveNoiseConfig, LoraConfig, NoiseConfig
 from qerl_jax.model.architecture import Architecture
 from qerl_jax.model.transformer import Transformer, noise_shapes, random_base, trainable
 
@@ -57,7 +57,7 @@ def test_rounding_is_named_only_where_it_drowns_noise():
 
 KEY = jax.random.key(3)
 ADAPTIVE = NoiseConfig(
-    schedule="adaptive", num_stages=5, adapt_target=0.5, adapt_rate=2.0, sigma_end=1e-3
+    num_stages=5, sigma_end=1e-3, adaptive=AdaptiveNoiseConfig(target=0.5, rate=2.0)
 )
 
 
@@ -92,11 +92,12 @@ def test_noise_of_rows_is_of_the_steps_key_and_the_schedules_sigma(per):
 
 
 @pytest.mark.parametrize(
-    ("adapt_to", "metric"),
+    ("signal", "metric"),
     [("entropy", "sampling/entropy"), ("kl", "sampling/kl_k3"), ("reward", "reward")],
 )
-def test_an_adaptive_sigma_is_silent_first_and_then_follows_its_metric(adapt_to, metric):
-    noise = make(dataclasses.replace(ADAPTIVE, adapt_to=adapt_to))
+def test_an_adaptive_sigma_is_silent_first_and_then_follows_its_metric(signal, metric):
+    adaptive = dataclasses.replace(ADAPTIVE.adaptive, metric=signal)
+    noise = make(dataclasses.replace(ADAPTIVE, adaptive=adaptive))
     low, high = ({metric: value} for value in (0.1, 0.9))
     sigma = noise.first
     assert sigma == 1e-2

@@ -33,8 +33,54 @@ EXAMPLE = {
 }
 
 
+KL = config.ReferenceConfig(0.1, "base")
+
+
 def changed(*options, path=QUICKSTART):
     return common.run_config("train", [str(path), *options])
+
+
+@pytest.mark.parametrize(
+    ("options", "part", "expected"),
+    [
+        (
+            "--grpo.loss-type sapo --grpo.sapo.temperature-pos 1.2",
+            "sapo",
+            config.SapoConfig(temperature_pos=1.2),
+        ),
+        (
+            "--grpo.mismatch.mask.ratio_max 2",
+            "mismatch",
+            config.MismatchConfig(mask=config.MaskConfig(2.0)),
+        ),
+        (
+            "--grpo.dynamic_sampling.max-rounds=3",
+            "dynamic_sampling",
+            config.DynamicSamplingConfig(max_rounds=3),
+        ),
+        ("--grpo.reference.beta 0.1 --grpo.reference.policy base", "reference", KL),
+        ("--grpo.entropy None", "entropy", None),
+    ],
+)
+def test_an_option_of_a_table_switches_it_on(options, part, expected):
+    assert getattr(changed(*options.split()).grpo, part) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--grpo.beta 0.1", "--grpo.beta: is now grpo.reference.beta"),
+        ("--grpo.sapo_temperature_pos=2", "--grpo.sapo_temperature_pos: is now grpo.sapo.temp"),
+        ("--grpo.reference base", "--grpo.reference: got 'base'; is now grpo.reference.policy"),
+        ("--grpo.dynamic_sampling true", "got 'true'; is now a section, [grpo.dynamic_sampling]"),
+        ("--grpo.sapo on", "--grpo.sapo: got 'on'; must be None, which switches it off"),
+        ("--noise.adaptive.metric kl", "missing --noise.adaptive.target"),
+        ("--grpo.mismatch.mask.level token", "missing --grpo.mismatch.mask.ratio-max"),
+    ],
+)
+def test_an_impossible_option_of_a_table_is_an_error_of_one_line(options, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        changed(*options.split())
 
 
 @pytest.fixture
@@ -89,7 +135,7 @@ def test_help_after_a_config_shows_every_field_with_its_value(capsys):
     with pytest.raises(SystemExit) as end:
         main.main(["train", str(QUICKSTART), "--help"])
     shown = capsys.readouterr().out
-    assert not end.value.code and "--grpo.importance-sampling-clip-max FLOAT" in shown
+    assert not end.value.code and "--grpo.mismatch.correction.clip-max FLOAT" in shown
     assert "Rank R of A and B. (default: 16)" in shown
 
 

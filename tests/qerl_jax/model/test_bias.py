@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qerl_jax.config import GrpoConfig
+from qerl_jax.config import GrpoConfig, ReferenceConfig
 from qerl_jax.rl import grpo
 
 RNG = np.random.default_rng(0)
@@ -23,8 +23,11 @@ REWARDS = RNG.uniform(size=(3, 3))
 
 def unclipped(**options):
     """Makes a config with wide bounds and options that a run may not have, because here the bias is measured."""
-    cfg = GrpoConfig()
-    for name, value in {"epsilon": 1.0, "epsilon_high": 1e9, **options}.items():
+    return unchecked(GrpoConfig(), **{"epsilon": 1.0, "epsilon_high": 1e9} | options)
+
+
+def unchecked(cfg, **options):
+    for name, value in options.items():
         object.__setattr__(cfg, name, value)
     return cfg
 
@@ -165,9 +168,10 @@ def expected_kl(kind, theta, *, corrected=False, sampler=POLICY):
     """Computes the expectation of the loss's KL term over the sampler's first tokens."""
 
     def term(logp, old, ref):
-        cfg = unclipped(
-            loss_type="dapo", beta=1.0, kl_estimator=kind, use_bias_correction_kl=corrected
+        reference = unchecked(
+            ReferenceConfig(), beta=1.0, kl_estimator=kind, bias_correction=corrected
         )
+        cfg = unclipped(loss_type="dapo", reference=reference)
         batch = grpo.LossInputs(
             logp[None], old[None], jnp.zeros(1), mask(1)[:1], ref_logps=ref[None]
         )

@@ -10,6 +10,7 @@ import pytest
 
 from pallas_kernels import runtime
 from qerl_jax import config
+from qerl_jax.api import settings
 from qerl_jax.checkpoint import base_model
 from qerl_jax.cli import main
 from qerl_jax.config import ConfigError
@@ -27,13 +28,7 @@ WIDE = Architecture("qwen2", 512, 64, 512, 4, 4, 2, 16)
 
 
 def changed(cfg, **sections):
-    return dataclasses.replace(
-        cfg,
-        **{
-            name: dataclasses.replace(getattr(cfg, name), **fields)
-            for name, fields in sections.items()
-        },
-    )
+    return settings.run_config(cfg, sections)
 
 
 def named(made, start):
@@ -53,18 +48,18 @@ def test_what_always_stays_is_planned_to_the_byte(weights, optimizer):
 
 
 @pytest.mark.parametrize(
-    ("beta", "reference", "kept"),
-    [(0.1, None, True), (0.1, "adapter", True), (0.1, "base", False), (0.0, None, False)],
+    ("reference", "is_copied"),
+    [({}, True), ({"policy": "adapter"}, True), ({"policy": "base"}, False), (None, False)],
 )
-def test_a_copy_of_the_adapter_that_a_run_goes_on_from_is_planned(beta, reference, kept):
+def test_a_copy_of_the_adapter_that_a_run_goes_on_from_is_planned(reference, is_copied):
     cfg = changed(
         config.load(CONFIGS / "quickstart.toml"),
         model={"adapter_name_or_path": "somewhere"},
-        grpo={"beta": beta, "reference": reference},
+        grpo={"reference": reference},
     )
     plan = memory.estimate(cfg)
     sizes = [item.size for item in plan.items if item.name == "reference"]
-    assert sizes == ([named(plan, "what trains")] if kept else [])
+    assert sizes == ([named(plan, "what trains")] if is_copied else [])
 
 
 def test_rows_longer_than_the_base_was_made_for_are_refused(tmp_path):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from qerl_jax.config import GrpoConfig
+from qerl_jax.config import EntropyConfig
 from qerl_jax.rl.entropy import EntropyControl, high_entropy
 
 MASK = np.array([[True, True, True], [True, True, False]])
@@ -26,13 +26,7 @@ def test_the_share_of_tokens_with_the_highest_entropies_is_marked(quantile, mark
 
 def test_the_coefficient_rises_below_the_target_and_falls_above_it_within_its_bounds():
     """Values are by hand. As in TRL the bonus acts only after a step whose entropy was not above the target."""
-    cfg = GrpoConfig(
-        use_adaptive_entropy=True,
-        entropy_coef=0.01,
-        entropy_coef_delta=0.005,
-        entropy_coef_max=0.015,
-        entropy_target=0.2,
-    )
+    cfg = EntropyConfig(0.01, adaptive=True, coef_delta=0.005, coef_max=0.015, target=0.2)
     control = EntropyControl.begin(cfg)
     seen = []
     for mean in (0.3, 0.1, 0.2, 0.1, np.nan, 0.25):

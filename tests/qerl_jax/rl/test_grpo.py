@@ -9,7 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qerl_jax.config import GrpoConfig
+from qerl_jax.config import (
+    CorrectionConfig,
+    EntropyConfig,
+    GrpoConfig,
+    MaskConfig,
+    MismatchConfig,
+    ReferenceConfig,
+)
 from qerl_jax.rl import entropy, grpo
 from scripts import compare_trl
 from tests import golden_files
@@ -94,7 +101,7 @@ def test_loss_gradient_and_metrics_are_those_of_trl(case, dtype):
             loss_type=case["loss_type"],
             epsilon=case["epsilon_low"],
             epsilon_high=case["epsilon_high"],
-            beta=case["beta"],
+            reference=ReferenceConfig(case["beta"]) if case["beta"] else None,
             max_completion_length=case["max_completion_length"],
             tokens=case["num_items_in_batch"],
             delta=0,  # TRL's default is no cap
@@ -153,8 +160,7 @@ BONUS = [i for i, case in enumerate(TRL["cases"]) if case["options"].get("entrop
 
 @pytest.mark.parametrize("number", BONUS[:1] + BONUS[-1:])
 def test_the_entropy_bonus_reaches_the_entropies_as_in_trl(number):
-    options = TRL["cases"][number]["options"]
-    cfg = GrpoConfig(**{"epsilon_high": 0.28} | options)
+    cfg = compare_trl.config_of(TRL["cases"][number]["options"], TRL["clip_max"])
     mask = TRL_VECTORS["mask"] != 0
     marked = entropy.high_entropy(TRL_VECTORS["entropies"], mask, cfg.top_entropy_quantile)
     with jax.enable_x64(True):
@@ -178,7 +184,9 @@ def test_defaults_mean_that_this_batch_is_all_there_is(name):
         case = next(
             c for c in CASES if c["key"] == f"{name}.dapo.beta0.04.eps0.2-0.28.off.items{tokens}"
         )
-        value, grad, _ = loss_and_grad(inputs, loss_type="dapo", beta=0.04, **CLIP)
+        value, grad, _ = loss_and_grad(
+            inputs, loss_type="dapo", reference=ReferenceConfig(0.04), **CLIP
+        )
         assert_close(value, case["loss"], 1e-10)
         assert_close(grad, VECTORS[case["key"] + ".grad"], 1e-10)
 
@@ -196,8 +204,8 @@ def test_eight_micro_batches_of_one_row_sum_to_one_of_eight(loss_type, level):
         batch["entropies"] = np.random.default_rng(5).uniform(0, 2, (8, 7))
         options = CLIP | {
             "loss_type": loss_type,
-            "beta": 0.1,
-            "entropy_coef": 0.3,
+            "reference": ReferenceConfig(0.1),
+            "entropy": EntropyConfig(0.3),
             "entropy_tokens": int(batch["mask"].sum()),
             "importance_sampling_level": level,
             "max_completion_length": 7,
@@ -250,7 +258,7 @@ def test_a_batch_without_tokens_gives_loss_and_gradient_zero(loss_type, level):
     loss, grad, rows = loss_and_grad(
         batch,
         loss_type=loss_type,
-        beta=0.1,
+        reference=ReferenceConfig(0.1),
         max_completion_length=7,
         importance_sampling_level=level,
         **CLIP,
@@ -271,7 +279,8 @@ def test_values_at_padding_reach_neither_loss_nor_gradient(padding, loss_type, l
         k: np.where(batch["mask"], v, padding) if k.endswith("logps") else v
         for k, v in batch.items()
     }
-    options = CLIP | {"loss_type": loss_type, "beta": 0.1, "importance_sampling_level": level}
+    options = CLIP | {"loss_type": loss_type, "importance_sampling_level": level}
+    options["reference"] = ReferenceConfig(0.1)
     loss, grad, rows = loss_and_grad(batch, **options)
     poisoned_loss, poisoned_grad, poisoned_rows = loss_and_grad(poisoned, **options)
     assert poisoned_loss == loss
@@ -384,7 +393,7 @@ def test_the_divergence_is_added_times_the_ratio_where_its_bias_is_corrected(kin
         options = CLIP | {"loss_type": "dapo", "importance_sampling_level": level}
         without, _, _ = loss_and_grad(batch, **options)
         loss, _, rows = loss_and_grad(
-            batch, beta=0.3, kl_estimator=kind, use_bias_correction_kl=True, **options
+            batch, reference=ReferenceConfig(0.3, None, kind, True), **options
         )
         sums = []
         for row in range(8):
@@ -489,53 +498,46 @@ def weights_in_numpy(cfg, logps, old, behaviour, advantages, mask):
         ratios = np.exp(old - behaviour)[row, kept]
         if not kept.size:
             continue
-        if cfg.importance_sampling_correction:
-            level, action = cfg.importance_sampling_mode.split("_")
+        if cfg.correction:
+            level, action = cfg.correction.mode.split("_")
             w = ratios if level == "token" else np.full(kept.size, np.prod(ratios))
-            low, high = cfg.importance_sampling_clip_min or 0, cfg.importance_sampling_clip_max
+            low, high = cfg.correction.clip_min or 0, cfg.correction.clip_max
             bounded = np.minimum(np.maximum(w, low), high)
             expected[row, kept] *= bounded if action == "truncate" else w * (w == bounded)
-        if cfg.sampling_mask != "none":
+        if bounds := cfg.mismatch.mask:
             r = {
                 "token": ratios,
                 "sequence": np.prod(ratios),
                 "geometric": np.prod(ratios) ** (1 / kept.size),
-            }[cfg.sampling_mask]
-            high = cfg.sampling_mask_max
-            expected[row, kept] *= (r <= high) & (r >= (cfg.sampling_mask_min or 1 / high))
-        if cfg.off_policy_mask_threshold is not None and advantages[row] < 0:
+            }[bounds.level]
+            high = bounds.ratio_max
+            expected[row, kept] *= (r <= high) & (r >= (bounds.ratio_min or 1 / high))
+        if cfg.mismatch.off_policy_threshold is not None and advantages[row] < 0:
             away = np.mean((behaviour - logps)[row, kept])
-            expected[row, kept] *= away <= cfg.off_policy_mask_threshold
+            expected[row, kept] *= away <= cfg.mismatch.off_policy_threshold
     return expected
 
 
-CORRECTED = {"old_logprobs": "recompute", "importance_sampling_correction": True}
-
-
 @pytest.mark.parametrize(
-    "options",
+    "mismatch",
     [
-        CORRECTED | {"importance_sampling_mode": "token_mask", "importance_sampling_clip_min": 0.5},
-        CORRECTED | {"importance_sampling_clip_min": 0.8, "importance_sampling_clip_max": 1.25},
-        {"sampling_mask": "token", "sampling_mask_max": 1.3},
-        {"sampling_mask": "sequence", "sampling_mask_max": 1.5, "sampling_mask_min": 0.3},
-        {"sampling_mask": "geometric", "sampling_mask_max": 1.1, "off_policy_mask_threshold": 0.05},
-        CORRECTED
-        | {
-            "importance_sampling_mode": "sequence_truncate",
-            "sampling_mask": "geometric",
-            "sampling_mask_max": 1.1,
-            "off_policy_mask_threshold": 0.05,
-        },
+        MismatchConfig(CorrectionConfig("token_mask", clip_min=0.5)),
+        MismatchConfig(CorrectionConfig(clip_min=0.8, clip_max=1.25)),
+        MismatchConfig(mask=MaskConfig(1.3)),
+        MismatchConfig(mask=MaskConfig(1.5, 0.3, "sequence")),
+        MismatchConfig(mask=MaskConfig(1.1, level="geometric"), off_policy_threshold=0.05),
+        MismatchConfig(
+            CorrectionConfig("sequence_truncate"), MaskConfig(1.1, level="geometric"), 0.05
+        ),
     ],
 )
-def test_weights_and_masks_of_a_config_equal_loops_in_numpy(options):
+def test_weights_and_masks_of_a_config_equal_loops_in_numpy(mismatch):
     with jax.enable_x64(True):
         batch = random_batch(rows=16, seed=3)
         logps, old, advantages, mask = (
             batch[k] for k in ("logps", "old_logps", "advantages", "mask")
         )
-        behaviour, cfg = batch["ref_logps"], GrpoConfig(**options)
+        behaviour, cfg = batch["ref_logps"], GrpoConfig(old_logprobs="recompute", mismatch=mismatch)
         weights = grpo.sampling_weights(
             cfg,
             *map(jnp.asarray, (logps, old, behaviour)),
@@ -601,10 +603,10 @@ def test_sampling_weights_multiply_the_policy_term_but_not_the_divergence():
     options = CLIP | {"loss_type": "dapo"}
     weight = np.arange(8.0)[:, None]
     weighted_advantages = batch | {"advantages": batch["advantages"] * weight[:, 0]}
-    expected, _, _ = loss_and_grad(weighted_advantages, beta=0.1, **options)
+    expected, _, _ = loss_and_grad(weighted_advantages, reference=ReferenceConfig(0.1), **options)
     for sampling_weights in (jnp.asarray(weight), jnp.broadcast_to(weight, (8, 7))):
         weighted = batch | {"sampling_weights": sampling_weights}
-        loss, _, _ = loss_and_grad(weighted, beta=0.1, **options)
+        loss, _, _ = loss_and_grad(weighted, reference=ReferenceConfig(0.1), **options)
         np.testing.assert_allclose(loss, expected, rtol=1e-6)
 
 
@@ -730,7 +732,10 @@ def test_rows_without_a_reward_have_no_advantage_and_are_no_part_of_any_mean(sca
     [
         ({"loss_type": "ppo"}, "loss_type must be .* got 'ppo'"),
         ({"loss_type": "dr_grpo"}, "max_completion_length: got None; dr_grpo needs it"),
-        ({"beta": 0.1, "ref_logps": None}, "beta: got 0.1; must be 0 without ref_logps"),
+        (
+            {"reference": ReferenceConfig(), "ref_logps": None},
+            "ref_logps: got None; a KL term needs",
+        ),
         ({"importance_sampling_level": "row"}, "importance_sampling_level: got 'row'; must"),
         ({"advantages": jnp.zeros((8, 7))}, r"advantages: got \(8, 7\); must be \(8,\)"),
         ({"mask": jnp.ones(8)}, r"mask: got \(8,\); must be \(8, 7\) beside logps"),

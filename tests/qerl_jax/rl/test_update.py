@@ -10,7 +10,16 @@ import pytest
 
 from qerl_jax.aqn import schedule as noise
 from qerl_jax.aqn.draw import row_noise
-from qerl_jax.config import GrpoConfig, LoraConfig, OptimConfig
+from qerl_jax.config import (
+    CorrectionConfig,
+    EntropyConfig,
+    GrpoConfig,
+    LoraConfig,
+    MaskConfig,
+    MismatchConfig,
+    OptimConfig,
+    ReferenceConfig,
+)
 from qerl_jax.model.architecture import Architecture
 from qerl_jax.model.transformer import (
     Transformer,
@@ -46,7 +55,8 @@ TWO_BATCHES = dataclasses.replace(PLAIN, per_device_train_batch_size=4, warmup_r
 
 
 DAPO = GrpoConfig()
-GRPO = GrpoConfig(loss_type="grpo", beta=0.3)
+REFERENCE = ReferenceConfig(0.3)
+GRPO = GrpoConfig(loss_type="grpo", reference=REFERENCE)
 DR_GRPO = GrpoConfig(loss_type="dr_grpo")
 EVERY_OPTION = GrpoConfig(
     loss_type="bnpo",
@@ -235,9 +245,9 @@ def direct_loss(logps, experience, grpo, optim, old, ref, weights):
         capped = jnp.minimum(ratio, delta)
         clipped = jnp.clip(ratio, 1 - grpo.epsilon, 1 + high)
         losses = -weights[row, :n] * jnp.minimum(capped * advantage, clipped * advantage)
-        if grpo.beta:
+        if grpo.reference:
             d = ref[row, :n] - logps[row, :n]
-            losses = losses + grpo.beta * (jnp.exp(d) - d - 1)
+            losses = losses + grpo.reference.beta * (jnp.exp(d) - d - 1)
         sums.append(jnp.sum(losses))
         counts.append(n)
     match grpo.loss_type:
@@ -294,7 +304,7 @@ def test_loss_and_gradient_equal_a_direct_implementation(grpo, optim):
 
 @pytest.mark.parametrize("loss_type", ["grpo", pytest.param("dr_grpo", marks=pytest.mark.slow)])
 def test_a_row_that_nobody_judged_is_not_among_the_rows_that_a_loss_is_divided_by(loss_type):
-    grpo = dataclasses.replace(GRPO if loss_type == "grpo" else DR_GRPO, beta=0.0)
+    grpo = dataclasses.replace(GRPO if loss_type == "grpo" else DR_GRPO, reference=None)
     loss, expected = direct_loss_and_gradient(grpo)
     judged = np.arange(ROWS) != CUT_ROW
     experience = dataclasses.replace(sample_experience(), judged=judged)
@@ -426,7 +436,7 @@ def test_the_order_of_rows_changes_nothing():
 
 
 RECOMPUTE = GrpoConfig(
-    old_logprobs="recompute", importance_sampling_correction=True, importance_sampling_clip_max=1.1
+    old_logprobs="recompute", mismatch=MismatchConfig(CorrectionConfig(clip_max=1.1))
 )
 
 
@@ -442,7 +452,7 @@ def test_a_single_recomputed_step_has_ratio_1_and_the_weights_of_the_correction(
 
 
 MASKED = GrpoConfig(
-    sampling_mask="token", sampling_mask_max=1.3, off_policy_mask_threshold=0.1, epsilon=0.4
+    mismatch=MismatchConfig(mask=MaskConfig(1.3), off_policy_threshold=0.1), epsilon=0.4
 )
 
 
@@ -476,8 +486,8 @@ EXPLORES = GrpoConfig(
     loss_type="cispo",
     epsilon_high=1.2,
     top_entropy_quantile=0.5,
-    entropy_coef=0.5,
-    off_policy_mask_threshold=0.1,
+    entropy=EntropyConfig(0.5),
+    mismatch=MismatchConfig(off_policy_threshold=0.1),
 )
 
 
@@ -533,15 +543,15 @@ def test_rows_that_are_weighed_as_a_whole_weigh_the_same_however_rows_are_cut():
     assert whole_metrics["vespo/phi_seq_mean"] not in (0, 1)
 
 
-ADAPTS = GrpoConfig(
-    use_adaptive_entropy=True, entropy_coef=0.1, entropy_coef_delta=0.05, entropy_target=9.0
-)
+ADAPTS = GrpoConfig(entropy=EntropyConfig(coef=0.1, adaptive=True, coef_delta=0.05, target=9.0))
 
 
 @pytest.mark.slow
 def test_a_coefficient_that_adapts_is_part_of_the_state():
     """No entropy comes before the first step, so only the second one has a bonus."""
-    state = dataclasses.replace(state_of(trained_params()), entropy=EntropyControl.begin(ADAPTS))
+    state = dataclasses.replace(
+        state_of(trained_params()), entropy=EntropyControl.begin(ADAPTS.entropy)
+    )
     rows = sample_experience()
     losses = []
     for _ in range(2):
@@ -566,7 +576,9 @@ def test_nothing_reads_a_state_that_was_given_away(monkeypatch):
 
     monkeypatch.setattr(update, "apply", taking)
     state = jax.device_put(
-        dataclasses.replace(state_of(trained_params()), entropy=EntropyControl.begin(ADAPTS))
+        dataclasses.replace(
+            state_of(trained_params()), entropy=EntropyControl.begin(ADAPTS.entropy)
+        )
     )
     cfg = dataclasses.replace(ADAPTS, num_iterations=3)
     _, metrics = make(grpo=cfg)(state, base(), sample_experience(), None, jax.random.key(0))
@@ -622,7 +634,7 @@ def test_every_pass_takes_the_shuffled_batches_in_the_same_order():
 
 
 SYNCED = dataclasses.replace(
-    GRPO, sync_ref_model=True, ref_model_mixup_alpha=0.25, ref_model_sync_steps=2
+    GRPO, reference=ReferenceConfig(0.3, "synced", mixup_alpha=0.25, sync_steps=2)
 )
 
 
@@ -662,7 +674,7 @@ def test_the_reference_moves_towards_the_policy_every_so_many_steps():
 def test_a_reference_that_does_not_follow_stays_as_training_began():
     state = update.init_state(jax.tree.map(jnp.array, trained_params()), PLAIN, keep_reference=True)
     arguments = (base(), sample_experience(), None, jax.random.key(0))
-    still = dataclasses.replace(GRPO, ref_model_sync_steps=1)
+    still = dataclasses.replace(GRPO, reference=ReferenceConfig(0.3, sync_steps=1))
     for _ in range(2):
         state, _ = make(grpo=still)(state, *arguments)
     assert_equal(state.reference, trained_params())
@@ -819,7 +831,10 @@ def test_a_masked_row_with_an_infinite_advantage_is_harmless():
 
 
 HALF_SILENT = np.array([0.7, 0, 0, -1.1, 0.4, 0, -0.3, 0], np.float32)
-SEQUENCE_MASKED = dataclasses.replace(MASKED, sampling_mask="sequence", sampling_mask_max=2.0)
+SEQUENCE_MASKED = dataclasses.replace(
+    MASKED,
+    mismatch=MismatchConfig(mask=MaskConfig(2.0, level="sequence"), off_policy_threshold=0.1),
+)
 
 
 def relative_distance(actual, expected):
@@ -831,7 +846,7 @@ def relative_distance(actual, expected):
     "grpo",
     [
         DAPO,
-        pytest.param(dataclasses.replace(GRPO, beta=0.0), marks=pytest.mark.slow),
+        pytest.param(dataclasses.replace(GRPO, reference=None), marks=pytest.mark.slow),
         pytest.param(DR_GRPO, marks=pytest.mark.slow),
         pytest.param(RECOMPUTE, marks=pytest.mark.slow),
         SEQUENCE_MASKED,

@@ -61,7 +61,7 @@ SICK = {
     "mismatch": (
         {"sampling/sampling_logp_difference/mean": 0.05},
         "sampling/sampling_logp_difference/mean has grown from 0.004 to 0.0",
-        "grpo.sampling_mask",
+        "grpo.mismatch.mask",
     ),
 }
 

@@ -19,13 +19,13 @@ NAMES = ("accuracy_reward", "soft_format_reward", "own_reward", "soft_overlong_p
 DIFFERENCES = np.repeat(np.eye(4, dtype=np.float32), 2, axis=0) * np.tile([[0], [1]], (4, 1))
 
 
-def kept(weights=(1.0, 0.2, 0.5, 0.5), shaping=None, metric=None, on=True):
+def kept(weights=(1.0, 0.2, 0.5, 0.5), shaping=None, metric=None):
     """Returns the places of the groups that dynamic sampling keeps, and the notes about it."""
     cfg = config.load(QUICKSTART)
     cfg = dataclasses.replace(
         cfg,
         rewards=dataclasses.replace(cfg.rewards, shaping=shaping),
-        grpo=dataclasses.replace(cfg.grpo, dynamic_sampling=on, dynamic_sampling_metric=metric),
+        grpo=dataclasses.replace(cfg.grpo, dynamic_sampling=config.DynamicSamplingConfig(metric)),
     )
     said = []
     informative = informative_by(cfg, [(name, None) for name in NAMES], weights, said.append)
