@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         VespoConfig,
     )
     from qerl_jax.data.datasets import Problem
+    from qerl_jax.evaluation.options import EvalOptions
     from qerl_jax.generation.sampling_params import SamplingParams
     from qerl_jax.system.checked import ConfigError
 
@@ -77,6 +78,7 @@ _MODULES = {
         "VespoConfig",
     ),
     "data.datasets": ("Problem",),
+    "evaluation.options": ("EvalOptions",),
     "generation.sampling_params": ("SamplingParams",),
 }
 _PLACES = {name: module for module, names in _MODULES.items() for name in names}

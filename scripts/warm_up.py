@@ -28,11 +28,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import qerl_jax
 from pallas_kernels import FORMATS, runtime
-from qerl_jax.checkpoint import base_model, hf_folder, safetensors
+from qerl_jax.checkpoint import hf_folder, safetensors
+from qerl_jax.checkpoint.policy import load_base
 from qerl_jax.config import ModelConfig
 from qerl_jax.data import answers, arithmetic, tokenizer
-from qerl_jax.generation.generator import Generator
 from qerl_jax.model import logprobs
 from qerl_jax.model.transformer import head, trainable
 
@@ -141,7 +142,7 @@ def fit(
     """
     dtype = "bfloat16" if runtime.platform() == "gpu" else "float32"
     cfg = ModelConfig(str(source), weights="bfloat16", dtype=dtype, trainable="full")
-    model, base, tokens = base_model.load_base(cfg, None)
+    model, base, tokens = load_base(cfg, None)
     params, frozen = trainable(model, base, jax.random.key(0))
     schedule = optax.warmup_cosine_decay_schedule(0, rate, steps // 10 + 1, steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
@@ -227,13 +228,13 @@ def sha256(folder: pathlib.Path) -> str:
 def accuracies(folder: str, count: int) -> dict[str, float]:
     """The share of right samples at temperature 1, with one sample for each of the first held-out problems, by kind."""
     dtype = "bfloat16" if runtime.platform() == "gpu" else "float32"
-    generator = Generator.load(folder, weights="bfloat16", dtype=dtype, max_concurrent=512)
+    policy = qerl_jax.load(folder, weights="bfloat16", dtype=dtype, max_concurrent=512, quiet=True)
     problems = [arithmetic.mixed("test", 0, index) for index in range(count)]
     how = {"temperature": 1.0, "max_tokens": MAX_TOKENS, "seed": 0}
-    texts = generator([asked(problem.question) for problem in problems], **how)
+    outputs = policy.generate([asked(problem.question) for problem in problems], **how)
     right: dict[str, list[float]] = {}
-    for problem, text in zip(problems, texts, strict=True):
-        is_right = answers.same(answers.last_number(text), str(problem.answer))
+    for problem, output in zip(problems, outputs, strict=True):
+        is_right = answers.same(answers.last_number(output.text), str(problem.answer))
         for name in ("all", kind(problem)):
             right.setdefault(name, []).append(is_right)
     return {name: round(float(np.mean(values)), 4) for name, values in sorted(right.items())}

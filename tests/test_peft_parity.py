@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qerl_jax.checkpoint import base_model, hf_folder, peft
+from qerl_jax.checkpoint import hf_folder, peft
+from qerl_jax.checkpoint.policy import load_base
 from qerl_jax.config import LoraConfig, ModelConfig
 from qerl_jax.model import layers
 from qerl_jax.model.transformer import head, init_params
@@ -45,7 +46,7 @@ needs_peft = pytest.mark.skipif(
 )
 def test_peft_gives_our_logits_from_an_exported_adapter(shape, tmp_path):
     cfg = ModelConfig("qerl-tiny", weights="float32", dtype="float32")
-    model, frozen, _ = base_model.load_base(cfg, shape)
+    model, frozen, _ = load_base(cfg, shape)
     params = init_params(model, frozen, jax.random.key(0))
     keys = iter(jax.random.split(jax.random.key(1), 100))
     # Away from the start, where B is zero and norms are the base's.
@@ -115,7 +116,7 @@ def test_an_adapter_that_peft_saved_gives_pefts_logits(options, tmp_path):
     theirs = np.load(tmp_path / "out.npy")
 
     cfg = ModelConfig("qerl-tiny", weights="float32", dtype="float32")
-    model, frozen, _ = base_model.load_base(cfg, peft.read_lora(tmp_path / "adapter"))
+    model, frozen, _ = load_base(cfg, peft.read_lora(tmp_path / "adapter"))
     params = peft.import_adapter(tmp_path / "adapter", model)
     hidden, _ = model.apply({"params": params, "frozen": frozen}, jnp.asarray(tokens, jnp.int32))
     np.testing.assert_allclose(layers.logits(hidden, head(frozen)), theirs, atol=2e-4)

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import qerl_jax
 from qerl_jax import config
-from qerl_jax.generation.generator import Generator
 from qerl_jax.model import layers, logprobs
 from qerl_jax.model.transformer import head
 from qerl_jax.tracking import logger as log
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(
 
 @functools.cache
 def policy(weights="float32", dtype="float32"):
-    return Generator.load(FOLDER, weights=weights, dtype=dtype)
+    return qerl_jax.load(FOLDER, weights=weights, dtype=dtype, quiet=True)
 
 
 @functools.cache
@@ -89,9 +89,9 @@ def test_prompts_get_the_ids_that_transformers_gives_them():
 
 def test_greedy_completions_in_float32_are_those_of_transformers():
     for row, found in zip(ROWS, policy().completions(CHATS, **GREEDY), strict=True):
-        assert found.tokens.tolist() == row["tokens"], row["chat"]
+        assert found.token_ids.tolist() == row["tokens"], row["chat"]
         assert found.text == row["text"]
-        np.testing.assert_allclose(found.behaviour_logps, row["logps"], rtol=0, atol=1e-4)
+        np.testing.assert_allclose(found.logprobs, row["logps"], rtol=0, atol=1e-4)
 
 
 def test_a_forward_pass_in_float32_gives_the_log_probabilities_of_transformers():
@@ -119,7 +119,7 @@ def test_a_rounded_base_stays_close_to_the_float32_one(weights, dtype, most_kl, 
 def test_a_packed_base_generates_finite_log_probabilities_of_likely_tokens():
     completions = list(policy("nvfp4", "bfloat16").completions(CHATS, **GREEDY))
     assert len(completions) == len(CHATS)
-    logps = np.concatenate([found.behaviour_logps for found in completions])
+    logps = np.concatenate([found.logprobs for found in completions])
     assert np.isfinite(logps).all() and (logps <= 0).all()
     assert logps.mean() > -1.2  # found: -0.76; of one token in 49,152 by chance it would be -10.8
 

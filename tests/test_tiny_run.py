@@ -19,6 +19,7 @@ from pallas_kernels import runtime
 from qerl_jax import config
 from qerl_jax.api import settings
 from qerl_jax.checkpoint import base_model, hf_folder, peft
+from qerl_jax.checkpoint.policy import load_base
 from qerl_jax.cli import main
 from qerl_jax.config import LoraConfig
 from qerl_jax.data.datasets import Problem
@@ -117,7 +118,7 @@ def test_a_killed_run_goes_on_as_if_it_had_never_stopped(tmp_path):
     tensors = [(run / "best" / "adapter_model.safetensors").read_bytes() for run in (whole, killed)]
     assert tensors[0] == tensors[1]
 
-    model = base_model.load_base(small(whole).model, small(whole).lora)[0]
+    model = load_base(small(whole).model, small(whole).lora)[0]
     adapter = peft.import_adapter(whole / "adapter", model)
     for ours, theirs in zip(jax.tree.leaves(adapter), jax.tree.leaves(final.params), strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -148,13 +149,13 @@ def test_several_updates_of_one_rollout_train_norms_and_reference_in_one_run(tmp
     assert rows[0]["kl"] > 0 and rows[1]["clip_ratio/region_mean"] >= 0
     lora = peft.read_lora(tmp_path / "run" / "adapter")
     assert lora.train_norms
-    model = base_model.load_base(cfg.model, lora)[0]
+    model = load_base(cfg.model, lora)[0]
     assert model.lora == LoraConfig(16, 16.0, 0.0, True)
     norms = peft.import_adapter(tmp_path / "run" / "adapter", model)["layers"]["input_layernorm"][
         "scale"
     ]
     np.testing.assert_array_equal(norms, state.params["layers"]["input_layernorm"]["scale"])
-    base = base_model.load_base(cfg.model, lora)[1]["layers"]["input_layernorm"]["scale"]
+    base = load_base(cfg.model, lora)[1]["layers"]["input_layernorm"]["scale"]
     assert np.abs(np.asarray(norms) - np.asarray(base, np.float32)).max() > 0
 
 
@@ -223,11 +224,11 @@ def test_a_dense_base_trains_whole_and_is_exported_as_a_model(tmp_path):
     assert rows[0]["kl"] == pytest.approx(0, abs=1e-6) and rows[1]["kl"] > 1e-6
     assert rows[0]["sampling/sampling_logp_difference/max"] < 1e-4
 
-    _, base, _ = base_model.load_base(dataclasses.replace(cfg.model, trainable="lora"), None)
+    _, base, _ = load_base(dataclasses.replace(cfg.model, trainable="lora"), None)
     exported = dataclasses.replace(
         cfg.model, model_name_or_path=str(tmp_path / "run" / "model"), trainable="lora"
     )
-    _, trained, _ = base_model.load_base(exported, None)
+    _, trained, _ = load_base(exported, None)
     assert jax.tree.structure(trained) == jax.tree.structure(base)
     for path, leaf in jax.tree_util.tree_leaves_with_path(trained["layers"]):
         ours, before = state.params["layers"], base["layers"]
@@ -369,7 +370,7 @@ def test_faults_of_data_and_folder_are_told_before_the_base_is_read(tmp_path, mo
 def test_a_run_goes_on_from_an_adapter_of_its_shape(tmp_path):
     """With a vanishing learning rate it ends where the adapter was."""
     cfg = small(tmp_path / "run", max_steps=1, optim={"learning_rate": 1e-12})
-    model, frozen, _ = base_model.load_base(cfg.model, cfg.lora)
+    model, frozen, _ = load_base(cfg.model, cfg.lora)
     start = jax.tree.map(lambda x: x + 0.01, init_params(model, frozen, jax.random.key(5)))
     peft.export_adapter(tmp_path / "start", start, model.lora, "qerl-tiny")
     cfg = dataclasses.replace(
@@ -398,7 +399,7 @@ def test_the_divergence_of_a_run_that_goes_on_is_from_its_adapter_or_the_base(
         grpo={"reference": {"beta": 0.02, "policy": reference}},
         model={"adapter_name_or_path": str(tmp_path / "start")},
     )
-    model, frozen, _ = base_model.load_base(cfg.model, cfg.lora)
+    model, frozen, _ = load_base(cfg.model, cfg.lora)
     start = jax.tree.map(lambda x: x + 0.02, init_params(model, frozen, jax.random.key(5)))
     peft.export_adapter(tmp_path / "start", start, model.lora, "qerl-tiny")
     state = train(cfg, quiet=True)

@@ -12,42 +12,29 @@ from typing import Any, Literal
 from pallas_kernels import runtime
 from qerl_jax.api import policy as policies
 from qerl_jax.api.policy import Policy
-from qerl_jax.api.settings import Config, Mesh, given_mesh, run_config
+from qerl_jax.api.settings import Config, Mesh, given_mesh, options_of, run_config
 from qerl_jax.checkpoint import export as exports
 from qerl_jax.checkpoint import policy as sources
 from qerl_jax.checkpoint.policy import PolicySource
-from qerl_jax.config import BlockScales, Drafts, MeshConfig, PackedFormat
+from qerl_jax.config import BlockScales, MeshConfig, PackedFormat
 from qerl_jax.evaluation import benchmark
+from qerl_jax.evaluation.options import EvalOptions
 from qerl_jax.planning import cards, memory
 from qerl_jax.planning.memory import MemoryPlan
 from qerl_jax.quantization import quantizer
 from qerl_jax.quantization.calibration import Calibration
-from qerl_jax.system.checked import ConfigError, pythons, require
+from qerl_jax.system.checked import ConfigError, require
 from qerl_jax.tracking import terminal
 
 
 def evaluate(
     policy: Policy | PolicySource | str | os.PathLike,
     *sets: str,
-    protocol: Literal["paper", "verl", "run"] | None = None,
-    samples: int | None = None,
-    temperature: float | None = None,
-    top_p: float | None = None,
-    max_tokens: int | None = None,
-    system_prompt: str | None = None,
-    prompt_template: str | None = None,
-    apply_chat_template: bool | None = None,
-    reward: str | None = None,
-    path: str | None = None,
-    split: str | None = None,
-    columns: dict[str, str] | None = None,
-    num_problems: int | None = None,
+    options: EvalOptions | None = None,
     output_dir: str | os.PathLike | None = None,
-    max_concurrent: int = 128,
-    drafts: Drafts = "auto",
-    seed: int = 0,
     mesh: Mesh | None = None,
     quiet: bool = False,
+    **fields: Any,
 ) -> dict[str, dict[str, Any]]:
     """Measures how often a policy is right on sets of problems, with confidence intervals.
 
@@ -65,32 +52,14 @@ def evaluate(
             the tools of the run; a policy `with_tools` has its own, whatever the protocol.
         *sets: "gsm8k", "math500", "aime24", "aime25", "amc23", "arithmetic", any data set of the hub,
             or a .jsonl, .json or .parquet file of {"prompt": ..., "answer": ...}.
-        protocol: How sets are asked and judged: "paper", "verl" or "run". Absent means the run's where
-            there is one, else the paper's.
-        samples: N, completions per problem. It replaces what the protocol says, as do `temperature`, `top_p`,
-            `max_tokens`, `system_prompt`, `prompt_template` and `reward`.
-        temperature: Sampling temperature; 0 is greedy.
-        top_p: Keep the likeliest tokens whose probabilities add up to this.
-        max_tokens: Longest completion in tokens.
-        system_prompt: A system message, or the name of one: "think-answer", "answer-line" or
-            "think-code"; "" for none.
-        prompt_template: Text around the problem: "{prompt}" is filled in.
-        apply_chat_template: Whether a prompt that is a text passes the chat template; absent means as it was in
-            training, if there is a run, else true.
-        reward: The name of the function that is at least 1 where a completion is right.
-        path: Where the set lies if not on the hub; only with one set.
-        split: Split of the sets, instead of the usual one.
-        columns: Which columns hold the `prompt` and the `answer`.
-        num_problems: How many problems to ask, from the front: shuffle a file that is sorted.
+        options: How the sets are asked and judged; absent means the defaults.
         output_dir: Folder of the results; a call that finds unfinished results goes on from there. Absent
             means a folder in `eval/` of the run folder, or without a run in `evals/`. Its name is that of the
             policy, and of the protocol if one is given. Results of a policy that is not saved are not kept.
-        max_concurrent: The most completions sampled at a time, by each replica.
-        drafts: "auto" makes drafts where few completions are left (`rollout.drafts`); "off" makes none.
-        seed: Random seed for sampling, and for arithmetic problems.
         mesh: The devices, as the section [mesh] of a config has them. Absent means all of this process, one for
             each replica. A loaded policy has its own.
         quiet: Show nothing on the terminal.
+        **fields: Fields of `EvalOptions` that take another value.
 
     Returns:
         A summary by set: `problems`, `samples`, `mean_length`, and `estimates`, of which each has a
@@ -100,61 +69,34 @@ def evaluate(
         ConfigError: For an impossible argument, by its name.
         ValueError: For problems or rewards that cannot be used, or results of something else in the folder.
     """
-    _check_sets(sets, path)
-    require(max_concurrent >= 1, "max_concurrent", max_concurrent, "must be at least 1")
-    require(drafts in typing.get_args(Drafts), "drafts", drafts, 'must be "auto" or "off"')
-    has_some = num_problems is None or num_problems >= 1
-    require(has_some, "num_problems", num_problems, "must be at least 1")
+    options = options_of(EvalOptions, options, "options", fields)
+    _check_sets(sets, options.path)
     loaded = policy if isinstance(policy, Policy) else None
     rule = "must be absent for a loaded policy: give it to qerl_jax.load"
     require(mesh is None or loaded is None, "mesh", mesh, rule)
     mesh = given_mesh(mesh, MeshConfig())
     runtime.use_compilation_cache()
     source = _source(policy)
-    # The results are JSON, which has no numbers of numpy.
-    where = {
-        "path": path,
-        "split": split,
-        "columns": columns,
-        "num_problems": num_problems,
-        "apply_chat_template": apply_chat_template,
-    }
-    where, seed, max_concurrent = pythons((where, seed, max_concurrent))
-    how = {
-        "num_generations": samples,
-        "temperature": temperature,
-        "top_p": top_p,
-        "max_completion_length": max_tokens,
-        "system_prompt": system_prompt,
-        "prompt_template": prompt_template,
-        "reward": reward,
-    }
-    how = pythons(how)
-    tools = loaded and loaded.generator.tools
-    if tools is not None:
-        how["tools"] = tools.cfg
-    asked = [
-        (
-            benchmark.source_of(os.fspath(name), source, **where),
-            benchmark.protocol_for(os.fspath(name), protocol, source, **how),
-        )
-        for name in sets
+    tools = loaded and loaded.tools
+    names = list(map(os.fspath, sets))
+    problems = [benchmark.source_of(name, source, options) for name in names]
+    protocols = [
+        benchmark.protocol_for(name, source, options, tools and tools.cfg) for name in names
     ]
-    with tempfile.TemporaryDirectory() as passing:
-        folder = output_dir or results_folder(source, protocol)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = output_dir or results_folder(source, options.protocol)
         if loaded and loaded.unsaved:
             rule = "must be absent for weights that are in no file: call save_pretrained first"
             require(output_dir is None, "output_dir", output_dir, rule)
-            folder = passing
+            folder = temporary
         return benchmark.run(
             source,
-            asked,
+            list(zip(problems, protocols, strict=True)),
             folder,
-            seed=seed,
-            max_concurrent=max_concurrent,
-            drafts=drafts,
+            seed=options.seed,
+            max_concurrent=options.max_concurrent,
             log=_log(quiet),
-            policy=loaded and _as_read(loaded),
+            policy=loaded and loaded.loaded,
             mesh=mesh,
             quiet=quiet,
             toolboxes=tools and tools.toolboxes,
@@ -409,13 +351,6 @@ def _source(policy: Any) -> PolicySource:
     if isinstance(policy, Policy):
         return policy.source
     return policy if isinstance(policy, PolicySource) else policies.find(policy)
-
-
-def _as_read(policy: Policy) -> sources.LoadedPolicy:
-    replicas = policy.generator.replicas
-    return sources.LoadedPolicy(
-        policy.model, policy.variables, policy.tokenizer, policy.source, replicas
-    )
 
 
 def _log(quiet: bool) -> Callable[[str], None]:

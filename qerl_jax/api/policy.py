@@ -13,18 +13,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import runtime
-from qerl_jax.api.settings import Mesh, given_mesh, given_tools, tools_table
+from qerl_jax.api.settings import Mesh, given_mesh, given_tools, options_of, tools_table
 from qerl_jax.checkpoint import hf_folder, peft
 from qerl_jax.checkpoint import policy as sources
-from qerl_jax.checkpoint.policy import PolicySource
+from qerl_jax.checkpoint.policy import LoadedPolicy, PolicySource
 from qerl_jax.config import DENSE, Dtype, LoraConfig, ToolsConfig, Weights
 from qerl_jax.data import datasets
 from qerl_jax.data.datasets import Problem
 from qerl_jax.data.tokenizer import Prompt, Tokenizer
 from qerl_jax.distributed import sharding
-from qerl_jax.generation.generator import Completion, Generator, check_limits
-from qerl_jax.generation.sampling_params import SamplingParams
-from qerl_jax.model.transformer import Transformer, init_params
+from qerl_jax.generation.prompts import encode
+from qerl_jax.generation.sampler import Completion, Sampler, row_keys
+from qerl_jax.generation.sampling_params import EngineLimits, SamplingParams
+from qerl_jax.generation.stop_strings import text_before
+from qerl_jax.model import fused_decode
+from qerl_jax.model.transformer import Transformer
 from qerl_jax.rl import microbatches
 from qerl_jax.rl.experience import Experience, make_experience
 from qerl_jax.rl.objective import token_logps
@@ -35,6 +38,8 @@ from qerl_jax.tools.environments import Tool, Toolboxes
 
 # Tokens, padding included, whose log-probabilities are computed together; and the narrowest padding.
 _SCORED_TOKENS, _NARROWEST = 16384, 32
+# Tokens of a chunk in `Policy.stream`, which appear at once.
+_STREAMED_TOKENS = 8
 # Nobody knows yet how many rows will be sampled: as many replicas as there are devices for.
 _ANY_ROWS = 1 << 20
 
@@ -93,13 +98,15 @@ class Policy:
     `data.apply_chat_template = false`, or if its tokenizer has no chat template, it continues a text as it is.
 
     Attributes:
-        generator: Samples from the model.
-        source: The files that the policy comes from.
+        loaded: The model, its variables and its tokenizer, and the files that they come from.
+        limits: How many completions are sampled at a time.
+        tools: Tools that the policy may call; None for single-turn completions.
         unsaved: Whether its weights are in no file: a fresh adapter, or weights from your own training loop.
     """
 
-    generator: Generator
-    source: PolicySource
+    loaded: LoadedPolicy
+    limits: EngineLimits = EngineLimits()
+    tools: Tools | None = None
     unsaved: bool = False
 
     def __repr__(self) -> str:
@@ -110,17 +117,28 @@ class Policy:
     @property
     def model(self) -> Transformer:
         """The modules of the model."""
-        return self.generator.model
+        return self.loaded.model
 
     @property
     def variables(self) -> dict[str, Any]:
         """The variables of the model: `frozen` (the base) and, with an adapter, `params`."""
-        return self.generator.variables
+        return self.loaded.variables
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the base; its `hf` is the transformers tokenizer."""
-        return self.generator.tokenizer
+        return self.loaded.tokenizer
+
+    @property
+    def source(self) -> PolicySource:
+        """The files that the policy comes from."""
+        return self.loaded.source
+
+    @property
+    def slow_because(self) -> str | None:
+        """The reason why this GPU samples more slowly than it could, and the remedy; None if there is none."""
+        rows = int(self.limits.max_concurrent or fused_decode.MAX_ROWS)
+        return fused_decode.slow_because(self.model.own_part, rows)
 
     def with_params(self, params: Any) -> "Policy":
         """Returns the policy with another adapter of the same shape, such as the `params` of a training state.
@@ -132,9 +150,8 @@ class Policy:
         require(
             self.model.lora is not None, "params", type(params), "needs a policy with an adapter"
         )
-        variables = self.variables | {"params": params}
-        generator = dataclasses.replace(self.generator, variables=variables)
-        return dataclasses.replace(self, generator=generator, unsaved=True)
+        loaded = dataclasses.replace(self.loaded, variables=self.variables | {"params": params})
+        return dataclasses.replace(self, loaded=loaded, unsaved=True)
 
     def with_tools(
         self,
@@ -167,8 +184,7 @@ class Policy:
         table = tools_table(section, given, environment_factory)
         cfg = from_table(ToolsConfig, table, "tools.")
         boxes = Toolboxes(cfg, given, environment_factory)
-        held = Tools.of(cfg, self.tokenizer, boxes, log)
-        return dataclasses.replace(self, generator=dataclasses.replace(self.generator, tools=held))
+        return dataclasses.replace(self, tools=Tools.of(cfg, self.tokenizer, boxes, log))
 
     def generate(
         self,
@@ -201,17 +217,49 @@ class Policy:
             An output per prompt, in their order.
 
         Raises:
-            ConfigError: For prompts or options that are no such thing, by their name.
+            ConfigError: For prompts, columns or options that are no such thing, by their name.
             ValueError: For a prompt that is longer than the context of the model.
         """
-        params, prompts = _sampling_params(sampling_params, options), _prompts(prompts)
-        completions = self.generator.completions(prompts, columns=columns, **vars(params))
+        params = options_of(SamplingParams, sampling_params, "sampling_params", options)
+        prompts = _prompts(prompts)
+        completions = self._in_order(prompts, params, columns)
         outputs = []
         for prompt in prompts:
-            own = list(itertools.islice(completions, params.n))
-            made = [_output(index, each) for index, each in enumerate(own)]
-            outputs.append(RequestOutput(prompt, own[0].prompt_tokens, made))
+            of_prompt = list(itertools.islice(completions, params.n))
+            finished = [_output(completion, params, i) for i, completion in enumerate(of_prompt)]
+            outputs.append(RequestOutput(prompt, of_prompt[0].prompt_ids, finished))
         return outputs
+
+    def completions(
+        self,
+        prompts: str | Sequence[Prompt],
+        sampling_params: SamplingParams | None = None,
+        *,
+        columns: Sequence[Mapping[str, Any]] | None = None,
+        first: int = 0,
+        **options: Any,
+    ) -> Iterator[CompletionOutput]:
+        """Gives what `generate` returns one by one: n completions per prompt in their order, each as soon as possible.
+
+        >>> first, *others = policy.completions(["What is 4*5?", "What is 9-2?"], n=2, max_tokens=20)
+        >>> first.index, len(others)
+        (0, 3)
+
+        Args:
+            prompts: As for `generate`.
+            sampling_params: As for `generate`.
+            columns: As for `generate`.
+            first: Number of completions to leave out at the front. The others are the same as with them, except for
+                rounding.
+            **options: As for `generate`.
+
+        Raises:
+            ConfigError: At the call, for what `generate` refuses.
+            ValueError: As for `generate`.
+        """
+        params = options_of(SamplingParams, sampling_params, "sampling_params", options)
+        completions = self._in_order(_prompts(prompts), params, columns, first)
+        return (_output(each, params, (first + i) % params.n) for i, each in enumerate(completions))
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
@@ -227,8 +275,56 @@ class Policy:
             sampling_params: How it is sampled, with n = 1.
             **options: Fields of `SamplingParams` that take another value.
         """
-        (prompt,) = _prompts(prompt)
-        return self.generator.stream(prompt, **vars(_sampling_params(sampling_params, options)))
+        params = options_of(SamplingParams, sampling_params, "sampling_params", options)
+        require(self.tools is None, "tools", self.tools, "a stream calls no tools: use generate")
+        require(params.n == 1, "n", params.n, "a stream gives one completion")
+        problems = self._problems(_prompts(prompt))
+        ((key,),) = _keys(params, 1)
+        sampler = self._sampler(params, chunk=_STREAMED_TOKENS)
+        return sampler.stream(self.variables, *problems, key)
+
+    def _problems(
+        self, prompts: Sequence[Prompt], columns: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[Problem]:
+        """Makes problems of prompts: a text becomes a message of the user, if these pass the chat template."""
+        is_message = self.loaded.apply_chat_template
+        chats = [
+            ({"role": "user", "content": prompt},)
+            if is_message and isinstance(prompt, str)
+            else prompt
+            for prompt in prompts
+        ]
+        return list(map(Problem, chats, columns or [{}] * len(chats)))
+
+    def _sampler(self, params: SamplingParams, **options: Any) -> Sampler:
+        return Sampler.of(
+            *(self.model, self.tokenizer, params, self.limits),
+            tools=self.tools,
+            replicas=self.loaded.replicas,
+            **options,
+        )
+
+    def _in_order(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        columns: Sequence[Mapping[str, Any]] | None = None,
+        first: int = 0,
+    ) -> Iterator[Completion]:
+        """Samples completions, and yields them in the order of the prompts; errors are raised at the call."""
+        require(
+            columns is None or (self.tools is not None and len(columns) == len(prompts)),
+            "columns",
+            columns,
+            f"must be one for each of {len(prompts)} prompts, and go with tools",
+        )
+        if not prompts:
+            return iter(())
+        skipped, begun = divmod(first, params.n)
+        keys = list(_keys(params, len(prompts))[skipped:])
+        keys[0] = keys[0][begun:]
+        problems = self._problems(prompts, columns)[skipped:]
+        return _sorted(self._sampler(params).ask(self.variables, problems, keys))
 
     def logprobs(
         self,
@@ -265,8 +361,7 @@ class Policy:
         if len(completions) != len(prompts):
             rule = f"must be one for each of {len(prompts)} prompts"
             raise ConfigError(f"completions: got {len(completions)}; {rule}")
-        encoded = self.tokenizer.encode(list(map(self.generator.as_asked, prompts)))
-        prompt_ids = [np.array(ids, np.int32) for ids in encoded]
+        prompt_ids = list(encode(self._problems(prompts), self.tokenizer))
         ids = [self._token_ids(i, completion) for i, completion in enumerate(completions)]
         require(temperature >= 0, "temperature", temperature, "must not be negative")
         for one, other in zip(prompt_ids, ids, strict=True):
@@ -275,7 +370,7 @@ class Policy:
             return []
         widths = [_power_of_two(max(map(len, each))) for each in (prompt_ids, ids)]
         size = max(1, min(_SCORED_TOKENS // sum(widths), _power_of_two(len(ids), 1)))
-        variables = self.generator.replicas.each(self.variables)[0]
+        variables = self.loaded.replicas.each(self.variables)[0]
         experience = _experience(prompt_ids, ids)
         # One shape, which calls with similar lengths share.
         lengths = {"prompt_width": widths[0], "completion_width": widths[1]}
@@ -349,7 +444,7 @@ def load(
     weights: Weights | None = None,
     dtype: Dtype | None = None,
     seed: int = 0,
-    max_concurrent: int = 64,
+    max_concurrent: int | None = None,
     kv_cache_tokens: int | None = None,
     kv_cache_fraction: float | None = None,
     mesh: Mesh | None = None,
@@ -374,10 +469,11 @@ def load(
         weights: Storage format of the linears; absent means that of the adapter's run, else "nvfp4".
         dtype: Data type of the activations; absent means that of the run, else "bfloat16".
         seed: Random seed of a fresh adapter.
-        max_concurrent: Rows sampled at a time, by each replica.
-        kv_cache_tokens: Capacity for keys and values, in tokens; rows wait while it is full.
+        max_concurrent: Completions sampled at a time, by each replica. Absent means as many as fit in the cache if
+            each needs a quarter of its limit, at most 512; but 128 rather than 129 to 256 where fused layers decode.
+        kv_cache_tokens: Capacity for keys and values, in tokens; completions wait while it is full.
         kv_cache_fraction: That capacity as a fraction of the free device memory. Give one of the two, or none
-            for what `max_concurrent` rows can need.
+            for what `max_concurrent` completions can need.
         mesh: The devices, as the section [mesh] of a config has them: {"tensor": 4} for replicas of four on all
             devices of this process. Absent means one device.
         quiet: Show nothing while the base is read; else the standard error tells how far that is.
@@ -386,24 +482,22 @@ def load(
         ConfigError: For impossible arguments.
         FileNotFoundError: Where there is no such model or adapter.
     """
-    limits = {
-        "max_concurrent": max_concurrent,
-        "kv_cache_tokens": kv_cache_tokens,
-        "kv_cache_fraction": kv_cache_fraction,
-    }
-    check_limits(limits)  # before minutes of reading
+    limits = EngineLimits(max_concurrent, kv_cache_tokens, kv_cache_fraction)
     source = find(name, adapter, weights=weights, dtype=dtype)
-    held = {"mesh": given_mesh(mesh, sources.ALONE), "rows": _ANY_ROWS, "quiet": quiet}
-    if lora is None:
-        return Policy(Generator.of(source, **held, **limits), source)
-    require(source.adapter is None, "lora", lora, "must be absent where an adapter is loaded")
-    require(isinstance(lora, LoraConfig), "lora", lora, "must be a LoraConfig")
+    require(lora is None or isinstance(lora, LoraConfig), "lora", lora, "must be a LoraConfig")
+    holds = lora is None or source.adapter is None
+    require(holds, "lora", lora, "must be absent where an adapter is loaded")
+    mesh = given_mesh(mesh, sources.ALONE)
+    return of_source(source, limits, seed=seed, lora=lora, mesh=mesh, rows=_ANY_ROWS, quiet=quiet)
+
+
+def of_source(
+    source: PolicySource, limits: EngineLimits, *, quiet: bool = False, **options: Any
+) -> Policy:
+    """Loads the policy that a source names; `options` are those of `checkpoint.policy.load_policy`."""
     runtime.use_compilation_cache()
-    model, frozen, tokenizer, replicas = sources.load_base(source.model, lora, seed, **held)
-    params = replicas.hold(init_params(model, frozen, jax.random.key(seed)))
-    variables = {"frozen": frozen, "params": params}
-    generator = Generator(model, variables, tokenizer, **limits, replicas=replicas)
-    return Policy(generator, source, unsaved=True)
+    loaded = sources.load_policy(source, quiet=quiet, **options)
+    return Policy(loaded, limits, unsaved=options.get("lora") is not None)
 
 
 def find(
@@ -434,26 +528,40 @@ def _prompts(prompts: Any) -> list[Prompt]:
     return list(prompts)
 
 
-def _sampling_params(given: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:
-    is_params = given is None or isinstance(given, SamplingParams)
-    require(is_params, "sampling_params", given, "must be SamplingParams")
-    known = [field.name for field in dataclasses.fields(SamplingParams)]
-    for name in options:
-        if name not in known:
-            raise ConfigError(f"{name}: unknown option; SamplingParams has {', '.join(known)}")
-    return dataclasses.replace(given or SamplingParams(), **options)
+def _keys(params: SamplingParams, prompts: int) -> np.ndarray:
+    """Returns key data uint32 [P, n, ...].
+
+    With one seed, rows are numbered through all prompts; with a seed per prompt, from 0 for each prompt.
+    """
+    if np.ndim(params.seed) == 0:
+        return row_keys(jax.random.key(params.seed), prompts, params.n)
+    rule = f"must be one, or one for each of {prompts=}"
+    require(len(params.seed) == prompts, "seed", len(params.seed), rule)
+    return np.concatenate([row_keys(jax.random.key(seed), 1, params.n) for seed in params.seed])
 
 
-def _output(index: int, completion: Completion) -> CompletionOutput:
-    talk = completion.conversation
+def _sorted(completions: Iterator[Completion]) -> Iterator[Completion]:
+    """Yields completions in the order of their rows, each as soon as possible."""
+    waiting: dict[int, Completion] = {}
+    index = 0
+    for completion in completions:
+        waiting[completion.row.row] = completion
+        while index in waiting:
+            yield waiting.pop(index)
+            index += 1
+
+
+def _output(completion: Completion, params: SamplingParams, index: int) -> CompletionOutput:
+    """Returns a completion by vLLM's names; `index` is its number among those of its prompt."""
+    row, conversation = completion.row, completion.conversation
     return CompletionOutput(
         index,
-        completion.text,
-        completion.tokens,
-        completion.behaviour_logps,
-        completion.finish_reason,
-        None if talk is None else list(talk.messages),
-        completion.given,
+        text_before(completion.text, params.stop),
+        row.tokens,
+        row.behaviour_logps,
+        row.ended,
+        None if conversation is None else list(conversation.messages),
+        row.given,
     )
 
 

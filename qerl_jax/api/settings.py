@@ -8,7 +8,14 @@ from typing import Any
 from qerl_jax import config as configs
 from qerl_jax.config import MeshConfig, RunConfig, ToolsConfig
 from qerl_jax.rewards.stock import RewardFunction
-from qerl_jax.system.checked import from_table, require, sections, to_table
+from qerl_jax.system.checked import (
+    ConfigError,
+    from_table,
+    pythons,
+    require,
+    sections,
+    to_table,
+)
 from qerl_jax.tools.environments import Tool
 
 type Config = RunConfig | Mapping[str, Any] | str | os.PathLike
@@ -62,6 +69,30 @@ def run_config(
     )
     require(not needs_set or cfg.eval.dataset is not None, "eval.dataset", None, rule)
     return cfg
+
+
+def options_of[Options](
+    cls: type[Options], options: Options | None, name: str, changes: Mapping[str, Any]
+) -> Options:
+    """Returns options, a dataclass, with changes.
+
+    Args:
+        cls: The dataclass.
+        options: An instance; None means the defaults.
+        name: Name of the argument that holds the instance, for errors.
+        changes: Fields that take another value.
+
+    Raises:
+        ConfigError: For something else than an instance, an unknown field, or an invalid value.
+    """
+    is_instance = options is None or isinstance(options, cls)
+    require(is_instance, name, options, f"must be {cls.__name__}")
+    known = [field.name for field in dataclasses.fields(cls)]
+    for field in changes:
+        if field not in known:
+            rule = f"unknown option; {cls.__name__} has {', '.join(known)}"
+            raise ConfigError(f"{field}: {rule}")
+    return dataclasses.replace(options or cls(), **pythons(dict(changes)))
 
 
 def given_mesh(mesh: Mesh | None, default: MeshConfig) -> MeshConfig:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import NumberFormat, PackedTensor, PackedWeight, prepare, runtime
 from qerl_jax.checkpoint import hf_folder, packed_formats, safetensors
-from qerl_jax.config import DENSE, BlockScales, LoraConfig, ModelConfig
+from qerl_jax.config import DENSE, BlockScales, LoraConfig, MeshConfig, ModelConfig
 from qerl_jax.data import tokenizer
 from qerl_jax.model import architecture, lora
 from qerl_jax.model.transformer import Kept, Transformer, abstract_base, random_base
@@ -35,35 +35,22 @@ def choose_kernels(cfg: ModelConfig) -> None:
         require(False, "model.kernels", cfg.kernels, f"cannot run here: {reason}")
 
 
-def load_base(
-    cfg: ModelConfig, lora: LoraConfig | None, seed: int = 0
-) -> tuple[Transformer, Any, tokenizer.Tokenizer]:
-    """Reads the base that a config names.
+def describe_base(
+    cfg: ModelConfig, lora: LoraConfig | None, mesh: MeshConfig = MeshConfig()
+) -> tuple[Transformer, tokenizer.Tokenizer]:
+    """Returns the model and the tokenizer of a base, without reading its weights.
+
+    Weights are downloaded from the hub only if the folder is packed, to see which linears are in 16 bits.
 
     Args:
         cfg: Names the base, and the storage format of its linears.
         lora: Config of the model's adapter, or None for the bare base.
-        seed: Random seed for a random base.
-
-    Returns:
-        The model, its `frozen` tree on the device, and the tokenizer.
+        mesh: Among how many devices the model is divided.
 
     Raises:
-        FileNotFoundError, SafetensorsError: If files are missing or cut short; before any weight is read.
+        FileNotFoundError, SafetensorsError: If files are missing or cut short.
         ValueError, NotImplementedError: If the model or its tokenizer is not supported, or not with the kernels that
-            the config names.
-    """
-    model, tokens = describe_base(cfg, lora)
-    return model, load_weights(cfg, model, seed), tokens
-
-
-def describe_base(
-    cfg: ModelConfig, lora: LoraConfig | None
-) -> tuple[Transformer, tokenizer.Tokenizer]:
-    """Returns the model and the tokenizer of a base, without reading its weights.
-
-    Weights are downloaded from the hub only if the folder is packed, to see which linears are kept in 16 bits.
-    Arguments and errors are those of `load_base`.
+            the config names, or the model cannot be divided among that many devices.
     """
     choose_kernels(cfg)
     folder, kept = None, ()
@@ -85,7 +72,11 @@ def describe_base(
     if not cfg.random_base and packed_formats.of_folder(folder) is not None:
         kept = kept_linears(hf_folder.local_folder(cfg.model_name_or_path), arch)
     model = Transformer(arch, cfg.weights, lora, jnp.dtype(cfg.dtype), kept=kept)
-    return model.clone(lora=None, full=True) if cfg.trainable == "full" else model, tokens
+    if cfg.trainable == "full":
+        model = model.clone(lora=None, full=True)
+    model = model.clone(fsdp=mesh.fsdp, tensor=mesh.tensor)
+    model.division.require()
+    return model, tokens
 
 
 def load_weights(

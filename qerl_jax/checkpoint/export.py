@@ -26,7 +26,7 @@ import numpy as np
 from pallas_kernels import NumberFormat
 from qerl_jax import config
 from qerl_jax.checkpoint import base_model, hf_folder, packed_formats, peft, run_state
-from qerl_jax.checkpoint.policy import saved, trained_model
+from qerl_jax.checkpoint.policy import load_base, saved, trained_model
 from qerl_jax.data import arithmetic, tokenizer
 from qerl_jax.model import architecture, layers, logprobs, lora, transformer
 from qerl_jax.system.checked import require
@@ -301,7 +301,7 @@ def _load(
     """
     full = cfg.model.trainable == "full"
     base = dataclasses.replace(cfg.model, model_name_or_path=str(folder), trainable="lora")
-    model, frozen, tokens = base_model.load_base(base, None if full else cfg.lora)
+    model, frozen, tokens = load_base(base, None if full else cfg.lora)
     if full:
         params = {}
     else:

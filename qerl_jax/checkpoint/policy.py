@@ -6,6 +6,8 @@ import pathlib
 import sys
 from typing import Any
 
+import jax
+
 from pallas_kernels import runtime
 from qerl_jax import config
 from qerl_jax.checkpoint import base_model, peft
@@ -14,7 +16,7 @@ from qerl_jax.data import datasets
 from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.distributed.hosts import Hosts
 from qerl_jax.distributed.mesh import Replicas
-from qerl_jax.model.transformer import Transformer
+from qerl_jax.model.transformer import Transformer, init_params
 from qerl_jax.system.checked import require
 from qerl_jax.system.files import read_json
 from qerl_jax.tracking import terminal
@@ -81,11 +83,17 @@ class LoadedPolicy:
     source: PolicySource
     replicas: Replicas = Replicas()
 
+    @property
+    def apply_chat_template(self) -> bool:
+        """Whether a text is a message of the user; else the policy continues it as it is."""
+        return self.source.apply_chat_template and bool(self.tokenizer.chat_template)
+
 
 def load_policy(
     source: PolicySource,
     seed: int = 0,
     *,
+    lora: config.LoraConfig | None = None,
     mesh: config.MeshConfig = ALONE,
     rows: int = 1,
     quiet: bool = True,
@@ -94,17 +102,18 @@ def load_policy(
 
     Args:
         source: The result of `find_policy`, or one made from a model and an adapter.
-        seed: Random seed for a random base.
+        seed: Random seed for a random base, and for a fresh adapter.
+        lora: The shape of a fresh adapter; only for a source without an adapter.
         mesh: The devices.
         rows: Number of rows that will be sampled; unless `mesh.data` is set, there are at most as many replicas.
         quiet: Whether to show no progress on the standard error while the base is read.
 
     Raises:
         ConfigError: If there are too few devices, or the model cannot be divided among them.
-        FileNotFoundError, SafetensorsError, ValueError, NotImplementedError: See `base_model.load_base`,
-            `peft.read_lora` and `peft.import_adapter`.
+        FileNotFoundError, SafetensorsError, ValueError, NotImplementedError: See `load_base`, `peft.read_lora` and
+            `peft.import_adapter`.
     """
-    lora = None
+    is_fresh = lora is not None
     if source.step is not None:
         lora = source.run.lora
         if not quiet:
@@ -113,45 +122,71 @@ def load_policy(
             )
     elif source.adapter is not None:
         lora = peft.read_lora(source.adapter)
-    model, frozen, tokenizer, replicas = load_base(
-        source.model, lora, seed, mesh=mesh, rows=rows, quiet=quiet
-    )
-    variables = {"frozen": frozen}
+    # Only the devices of this process are used: other processes may do something else at the same time.
+    replicas = Replicas.of(mesh, rows, Hosts())
+    if replicas.devices:
+        runtime.use_several_devices()
+    model, tokenizer = base_model.describe_base(source.model, lora, mesh)
+    frozen = read_base(source.model, model, seed, replicas, quiet=quiet, stderr=True)
+    variables = {"frozen": replicas.hold(frozen)}
     if source.step is not None:
         _, params = StateFiles(source.folder, keep=None).params(source.step)
         variables["params"] = replicas.hold(params)
     elif source.adapter is not None:
         variables["params"] = replicas.hold(peft.import_adapter(source.adapter, model))
+    elif is_fresh:
+        params = init_params(model, variables["frozen"], jax.random.key(seed))
+        variables["params"] = replicas.hold(params)
     return LoadedPolicy(model, variables, tokenizer, source, replicas)
 
 
 def load_base(
-    cfg: config.ModelConfig,
-    lora: config.LoraConfig | None,
-    seed: int = 0,
-    *,
-    mesh: config.MeshConfig = ALONE,
-    rows: int = 1,
-    quiet: bool = True,
-) -> tuple[Transformer, Any, Tokenizer, Replicas]:
-    """Reads a base as `base_model.load_base` does, but onto the devices of `mesh`.
+    cfg: config.ModelConfig, lora: config.LoraConfig | None, seed: int = 0
+) -> tuple[Transformer, Any, Tokenizer]:
+    """Reads a base onto one device, for an adapter that the caller has.
 
-    Arguments and errors are those of `base_model.load_base` and `load_policy`.
+    Args:
+        cfg: Names the base, and the storage format of its linears.
+        lora: Config of the model's adapter, or None for the bare base.
+        seed: Random seed for a random base.
 
     Returns:
-        The model, its `frozen` tree, the tokenizer, and the devices.
+        The model, its `frozen` tree on the device, and the tokenizer.
+
+    Raises:
+        FileNotFoundError, SafetensorsError: If files are missing or cut short; before any weight is read.
+        ValueError, NotImplementedError: If the model or its tokenizer is not supported, or not with the kernels that
+            the config names.
     """
-    # Only the devices of this process are used: other processes may do something else at the same time.
-    replicas = Replicas.of(mesh, rows, Hosts())
-    if replicas.devices:
-        runtime.use_several_devices()
     model, tokenizer = base_model.describe_base(cfg, lora)
-    model = model.clone(fsdp=mesh.fsdp, tensor=mesh.tensor)
-    model.division.require()
-    at = replicas.places_of if replicas.group > 1 else None
-    with terminal.loading(cfg, quiet=quiet, stderr=True) as move:
-        frozen = base_model.load_weights(cfg, model, seed, move, at)
-    return model, replicas.hold(frozen), tokenizer, replicas
+    return model, read_base(cfg, model, seed), tokenizer
+
+
+def read_base(
+    cfg: config.ModelConfig,
+    model: Transformer,
+    seed: int,
+    replicas: Replicas = Replicas(),
+    *,
+    quiet: bool = True,
+    stderr: bool = False,
+) -> Any:
+    """Reads the weights of a base that `base_model.describe_base` has described.
+
+    Args:
+        cfg: Names the base.
+        model: The model.
+        seed: Random seed for a random base.
+        replicas: The devices; weights that a group of them shares are divided while they are read.
+        quiet: Whether to show no progress.
+        stderr: Whether progress is shown on the standard error.
+
+    Returns:
+        The `frozen` tree: of groups of devices as the first group has it, else on the first device.
+    """
+    places = replicas.places_of if replicas.group > 1 else None
+    with terminal.loading(cfg, quiet=quiet, stderr=stderr) as move:
+        return base_model.load_weights(cfg, model, seed, move, places)
 
 
 def find_policy(

@@ -100,7 +100,13 @@ def texts(function: Callable) -> tuple[str, str]:
 
 
 def _shown(hint: Any, default: Any, name: str) -> Any:
-    """The type of a parameter, changed so that the help shows neither None and () as a default, nor True of --no-NAME."""
+    """The type of a parameter, changed so that the help shows neither None and () as a default, nor True of --no-NAME.
+
+    Of a dataclass whose fields are options without a prefix, the types of the fields are changed.
+    """
+    (bare, *_), notes = options.members(hint), getattr(hint, "__metadata__", ())
+    if dataclasses.is_dataclass(bare) and notes:
+        return Annotated[_with_shown_fields(bare), *notes]
     if typing.get_origin(hint) is tuple and default is inspect.Parameter.empty:
         # At least one, which the command checks: its error has an example.
         return Annotated[
@@ -112,15 +118,25 @@ def _shown(hint: Any, default: Any, name: str) -> Any:
     if default not in (None, ()):
         return hint
     words = {int: "INT", float: "FLOAT", str: "TEXT", pathlib.Path: "PATH", bool: "{True,False}"}
-    # What is annotated already, with a name of the option, keeps that.
-    bare = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
-    kinds = [kind for kind in typing.get_args(bare) if kind is not type(None)]
+    kinds = [kind for kind in options.members(hint) if kind is not type(None)]
     metavar = words.get(kinds[0]) if default is None and len(kinds) == 1 else None
     if kinds and typing.get_origin(kinds[0]) is typing.Literal and default is None:
         metavar = "{" + ",".join(map(str, typing.get_args(kinds[0]))) + "}"
     if kinds and typing.get_origin(kinds[0]) is dict:
         metavar = "KEY VALUE ..."
     return Annotated[hint, tyro.conf.arg(metavar=metavar, help_behavior_hint="")]
+
+
+def _with_shown_fields(cls: type) -> type:
+    """A subclass of a dataclass with the same fields, of types that `_shown` has changed."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    fields = [
+        (field.name, _shown(hints[field.name], field.default, field.name), field)
+        for field in dataclasses.fields(cls)
+    ]
+    subclass = dataclasses.make_dataclass(cls.__name__, fields, bases=(cls,), frozen=True)
+    subclass.__doc__ = cls.__doc__
+    return subclass
 
 
 _SECTIONS = all_sections(RunConfig)

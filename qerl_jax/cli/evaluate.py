@@ -2,12 +2,15 @@
 
 import dataclasses
 import pathlib
-from typing import Literal
+from typing import Annotated
+
+import tyro
 
 import qerl_jax
-from qerl_jax.cli import options
 from qerl_jax.cli.common import DEVICES, Devices, log, run_config, use_compilation_cache
-from qerl_jax.config import Drafts, Dtype, Weights
+from qerl_jax.cli.options import of_function
+from qerl_jax.config import Dtype, Weights
+from qerl_jax.evaluation.options import EvalOptions
 from qerl_jax.system.checked import require
 
 # The exit code of a filter that kept no problem; that of a run that has learned nothing is the same.
@@ -21,25 +24,10 @@ def evaluate(
     model: str | None = None,
     adapter: pathlib.Path | None = None,
     base: bool = False,
-    protocol: Literal["paper", "verl", "run"] | None = None,
-    samples: int | None = None,
-    temperature: float | None = None,
-    top_p: float | None = None,
-    max_tokens: int | None = None,
-    system_prompt: str | None = None,
-    prompt_template: str | None = None,
-    apply_chat_template: bool | None = None,
-    reward: str | None = None,
-    path: str | None = None,
-    split: str | None = None,
-    columns: dict[str, str] | None = None,
-    num_problems: int | None = None,
+    options: Annotated[EvalOptions, tyro.conf.arg(name="")],
     weights: Weights | None = None,
     dtype: Dtype | None = None,
     output_dir: pathlib.Path | None = None,
-    max_concurrent: int = 128,
-    drafts: Drafts = "auto",
-    seed: int = 0,
     mesh: Devices = DEVICES,
 ) -> None:
     """Measures how often a policy is right on sets of problems, with confidence intervals.
@@ -53,31 +41,11 @@ def evaluate(
         adapter: A PEFT folder, or a run folder, whose adapter and settings are taken. Of a run that has not
             ended it is the newest checkpoint.
         base: Leave out the adapter: measures the policy before training, asked and judged in the same way.
-        protocol: "paper" (temperature 0.6, top-p 0.95), "verl" (verl's own words, sampling and scorers), or
-            "run" (prompt and sampling of the run, judged by its `eval.reward`). Absent means the run's where
-            there is one, else the paper's.
-        samples: N, completions per problem. It replaces what the protocol says, as do --temperature, --top-p,
-            --max-tokens, --system-prompt, --prompt-template and --reward.
-        temperature: Sampling temperature; 0 is greedy.
-        top_p: Keep the likeliest tokens whose probabilities add up to this.
-        max_tokens: Longest completion in tokens.
-        system_prompt: A system message, or the name of one: "think-answer", "answer-line" or
-            "think-code"; "" for none.
-        prompt_template: Text around the problem: "{prompt}" is filled in.
-        apply_chat_template: Whether a prompt that is a text passes the chat template; absent means as it was in
-            training, if there is a run, else true. With a system prompt it always does.
-        reward: The function that is at least 1 where a completion is right.
-        path: Where the set lies if not on the hub: a folder or a file. Only with one set.
-        split: Split of the set, instead of the usual one.
-        columns: Which columns hold the `prompt` and the `answer`, such as: prompt question answer solution
-        num_problems: How many problems to ask, from the front: shuffle a file that is sorted.
+        options: How the sets are asked and judged.
         weights: Storage format of the linears; absent means that of the adapter's run, else "nvfp4".
         dtype: Data type of the activations; absent means that of the run, else "bfloat16".
         output_dir: Folder of the results. Absent means a folder in `eval/` of the run folder, or without a run in
             `evals/`. Its name is that of the policy, and of the protocol if one is given.
-        max_concurrent: The most completions sampled at a time, by each replica; fused decoding takes up to 128.
-        drafts: "auto" makes drafts where few completions are left (`rollout.drafts`); "off" makes none.
-        seed: Random seed for sampling.
         mesh: The devices (docs/scale.md).
 
     Examples:
@@ -87,8 +55,7 @@ def evaluate(
     """
     if not sets:
         raise ValueError("missing the sets: qerl eval SET ... [--adapter RUN_FOLDER]")
-    require(max_concurrent >= 1, "max_concurrent", max_concurrent, "must be at least 1")
-    if path is not None and len(sets) > 1:
+    if options.path is not None and len(sets) > 1:
         raise ValueError(f"--path is the place of one set; got {len(sets)} sets")
     for each in sets:
         rule = f"is a run folder, not a set: qerl eval SET --adapter {each}"
@@ -98,31 +65,10 @@ def evaluate(
     from qerl_jax.evaluation import summary
 
     source = find_policy(model, adapter, base=base, weights=weights, dtype=dtype)
-    folder = output_dir or results_folder(source, protocol)
-    summaries = qerl_jax.evaluate(
-        source,
-        *sets,
-        protocol=protocol,
-        samples=samples,
-        temperature=temperature,
-        top_p=top_p,
-        max_tokens=max_tokens,
-        system_prompt=system_prompt,
-        prompt_template=prompt_template,
-        apply_chat_template=apply_chat_template,
-        reward=reward,
-        path=path,
-        split=split,
-        columns=columns,
-        num_problems=num_problems,
-        output_dir=folder,
-        max_concurrent=max_concurrent,
-        drafts=drafts,
-        seed=seed,
-        mesh=mesh,
-    )
-    for each in summaries.values():
-        log(*summary.lines(each))
+    folder = output_dir or results_folder(source, options.protocol)
+    summaries = qerl_jax.evaluate(source, *sets, options=options, output_dir=folder, mesh=mesh)
+    for of_set in summaries.values():
+        log(*summary.lines(of_set))
     log(f"results in {folder}")
 
 
@@ -186,7 +132,7 @@ def filter_problems(
         qerl train gsm8k_qwen2.5_7b --data.dataset some.jsonl --eval.dataset gsm8k --output-dir runs/some
     """
     # Under the name of `plan`, whose help is the one that lists the fields.
-    cfg = run_config("plan", [str(config), *fields], own=options.of_function(filter_problems).kinds)
+    cfg = run_config("plan", [str(config), *fields], own=of_function(filter_problems).kinds)
     if num_problems is not None:
         require(num_problems >= 1, "num_problems", num_problems, "must be at least 1")
         cfg = dataclasses.replace(

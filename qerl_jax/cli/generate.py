@@ -12,7 +12,7 @@ import qerl_jax
 from qerl_jax import config as configs
 from qerl_jax.cli.common import DEVICES, Devices, log, require_unicode
 from qerl_jax.config import Dtype, ToolsConfig, Weights
-from qerl_jax.generation.sampling_params import SamplingParams
+from qerl_jax.generation.sampling_params import EngineLimits, SamplingParams
 from qerl_jax.system.checked import is_seed, require
 from qerl_jax.system.files import parse_json
 
@@ -44,9 +44,7 @@ def generate(
     tools: pathlib.Path | None = None,
     weights: Weights | None = None,
     dtype: Dtype | None = None,
-    max_concurrent: int = 64,
-    kv_cache_tokens: int | None = None,
-    kv_cache_fraction: float | None = None,
+    limits: Annotated[EngineLimits, tyro.conf.arg(name="")],
     mesh: Devices = DEVICES,
 ) -> None:
     """Prints completions of prompts. A single one is printed as it is sampled; with tools, all turns are shown.
@@ -70,10 +68,7 @@ def generate(
             call. An environment begins with the columns of `input`.
         weights: Storage format of the linears; absent means that of the adapter's run, else "nvfp4".
         dtype: Data type of the activations; absent means that of the run, else "bfloat16".
-        max_concurrent: Completions sampled at a time, by each replica.
-        kv_cache_tokens: Capacity for keys and values, in tokens; completions wait while it is full.
-        kv_cache_fraction: That capacity as a fraction of the free device memory. If both are absent, it is at
-            most nine tenths of what scores and a prefill leave of that memory.
+        limits: How much is sampled at a time.
         mesh: The devices (docs/scale.md).
 
     Examples:
@@ -86,14 +81,9 @@ def generate(
     params = SamplingParams(**vars(sampling) | seeds)
     prompts = prompts_of(rows, system_prompt)
     called = None if tools is None else _tools_of(tools)
-    limits = {
-        "max_concurrent": max_concurrent,
-        "kv_cache_tokens": kv_cache_tokens,
-        "kv_cache_fraction": kv_cache_fraction,
-    }
     if output is not None:
+        from qerl_jax.api import completion_file
         from qerl_jax.checkpoint.policy import find_policy
-        from qerl_jax.generation import completion_file
 
         source = find_policy(model, adapter, weights=weights, dtype=dtype)
         _note_prompts_of_run(source, prompts)
@@ -113,16 +103,18 @@ def generate(
         from qerl_jax.distributed.mesh import places
 
         mesh = dataclasses.replace(mesh, data=places(mesh, len(prompts) * params.n))
-    policy = qerl_jax.load(model, adapter, weights=weights, dtype=dtype, mesh=mesh, **limits)
+    options = {"weights": weights, "dtype": dtype, "mesh": mesh}
+    policy = qerl_jax.load(model, adapter, **options, **vars(limits))
     _note_prompts_of_run(policy.source, prompts)
-    if slow := policy.generator.slow_because:
+    if slow := policy.slow_because:
         _warn(slow)
     if called is not None:
-        from qerl_jax.generation.completion_file import columns_of
+        from qerl_jax.api.completion_file import columns_of
+        from qerl_jax.tools.conversations import transcript
 
         policy, columns = policy.with_tools(called, log=_warn), columns_of(rows)
-        for completion in policy.generator.completions(prompts, columns=columns, **vars(params)):
-            log(completion.conversation.transcript())
+        for completion in policy.completions(prompts, params, columns=columns):
+            log(transcript(completion.messages))
         return
     if len(prompts) == params.n == 1:
         for text in policy.stream(prompts[0], params):
@@ -130,7 +122,7 @@ def generate(
             sys.stdout.flush()
         log("")
         return
-    for completion in policy.generator.completions(prompts, **vars(params)):
+    for completion in policy.completions(prompts, params):
         log(completion.text)
 
 
@@ -224,8 +216,8 @@ def read_rows(
 
 def _row(line: str, where: str, *, is_written: bool) -> dict[str, Any]:
     """A line of a .jsonl file of prompts; `is_written` says that its columns go to an output file."""
+    from qerl_jax.api.completion_file import WRITTEN
     from qerl_jax.data import datasets
-    from qerl_jax.generation.completion_file import WRITTEN
 
     try:
         row = parse_json(line)

@@ -76,7 +76,7 @@ def of_function(function: Callable) -> Options:
         if each.kind is each.VAR_POSITIONAL:  # gets the options that are not its own
             continue
         fields = [(name, each.annotation, each.default)]
-        (kind, *_), notes = _members(each.annotation), getattr(each.annotation, "__metadata__", ())
+        (kind, *_), notes = members(each.annotation), getattr(each.annotation, "__metadata__", ())
         if dataclasses.is_dataclass(kind):
             hints = typing.get_type_hints(kind)
             section = "" if notes else f"{name}."
@@ -142,7 +142,7 @@ def _join_lines(target: Any) -> None:
         for cls in filter(dataclasses.is_dataclass, target.__mro__):
             cls.__doc__ = re.sub(r"\n {8,}", " ", inspect.cleandoc(cls.__doc__))
     for hint in typing.get_type_hints(target).values():
-        for kind in filter(dataclasses.is_dataclass, _members(hint)):
+        for kind in filter(dataclasses.is_dataclass, members(hint)):
             _join_lines(kind)
 
 
@@ -155,7 +155,7 @@ def _with_pythons_truth(argv: Sequence[str], options: Options) -> list[str]:
         is_flag = option in options.flags
         # tyro would take the value for an argument.
         require(not (is_flag and equals), name, value, "this option has no value")
-        takes_it = bool in _members(options.kinds.get(option)) and not is_flag
+        takes_it = bool in members(options.kinds.get(option)) and not is_flag
         is_truth = takes_it and value in ("true", "false")
         changed.append(f"{name}=" * bool(equals) + value.title() if is_truth else word)
     return changed
@@ -189,7 +189,7 @@ def _fault(argv: Sequence[str], options: Options, prog: str) -> str | None:
             continue
         kind = options.kinds[option]
         values = [value] if equals else [*itertools.takewhile(lambda w: w[:2] != "--", words)]
-        takes_several = any(typing.get_origin(each) in (tuple, dict) for each in _members(kind))
+        takes_several = any(typing.get_origin(each) in (tuple, dict) for each in members(kind))
         values = values if takes_several else values[:1]
         words = words if equals else words[len(values) :]
         rule = _rule(kind, values)
@@ -233,7 +233,7 @@ def _meant(option: str, options: Options) -> str:
 
 def _rule(kind: Any, values: Sequence[str]) -> str | None:
     """What the values of an option must be, if they are not that; "" where any one value would do."""
-    (kind, *_) = [each for each in _members(kind) if each is not types.NoneType]
+    (kind, *_) = [each for each in members(kind) if each is not types.NoneType]
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if list(values) == ["None"]:
         return None
@@ -261,14 +261,14 @@ _READERS = {int: int, float: float, bool: {"True": True, "False": False}.__getit
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
-def _members(hint: Any) -> tuple[Any, ...]:
+def members(hint: Any) -> tuple[Any, ...]:
     """The types that a hint allows, without what is said about them."""
     if isinstance(hint, typing.TypeAliasType):
-        return _members(hint.__value__)
+        return members(hint.__value__)
     if typing.get_origin(hint) is Annotated:
-        return _members(typing.get_args(hint)[0])
+        return members(typing.get_args(hint)[0])
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        return tuple(kind for each in typing.get_args(hint) for kind in _members(each))
+        return tuple(kind for each in typing.get_args(hint) for kind in members(each))
     return (hint,)
 
 

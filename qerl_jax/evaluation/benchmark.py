@@ -14,16 +14,19 @@ import numpy as np
 
 from pallas_kernels import runtime
 from qerl_jax.checkpoint.policy import ALONE, LoadedPolicy, PolicySource, load_policy
-from qerl_jax.config import DataConfig, Drafts, EvalConfig, MeshConfig, RunConfig
+from qerl_jax.config import DataConfig, EvalConfig, MeshConfig, RunConfig, ToolsConfig
 from qerl_jax.data import datasets
 from qerl_jax.evaluation import protocols
 from qerl_jax.evaluation.evaluator import Evaluator, protocol_of_run, reward_of, try_reward
+from qerl_jax.evaluation.options import EvalOptions
 from qerl_jax.evaluation.protocols import Protocol
 from qerl_jax.evaluation.summary import summarize
 from qerl_jax.generation import kv_capacity
+from qerl_jax.generation.prompts import encode
+from qerl_jax.generation.sampler import Sampler
+from qerl_jax.generation.sampling_params import EngineLimits
 from qerl_jax.model import fused_decode
 from qerl_jax.rewards import scoring
-from qerl_jax.rl import rollouts
 from qerl_jax.system.checked import from_table, is_seed, require, to_table
 from qerl_jax.system.files import Progress, content_hashes, write_whole
 from qerl_jax.tools.conversations import Tools, observed
@@ -49,32 +52,38 @@ class _Set:
     toolboxes: Toolboxes | None = None
 
 
-def protocol_for(dataset: str, name: str | None, policy: PolicySource, **changed: Any) -> Protocol:
+def protocol_for(
+    dataset: str,
+    policy: PolicySource,
+    options: EvalOptions = EvalOptions(),
+    tools: ToolsConfig | None = None,
+) -> Protocol:
     """Returns the protocol of a set of problems.
 
     Args:
         dataset: A data set, as in `DataConfig.dataset`.
-        name: "paper"; "verl"; or "run" for the prompt, sampling and length of the run, judged by its `eval.reward`.
-            None means "run" if the policy has a run, else "paper".
         policy: The policy, which gives the run.
-        **changed: Fields of the protocol to replace; None leaves a field unchanged.
+        options: The name of the protocol, and what replaces its fields.
+        tools: Tools that replace those of the protocol; None leaves them.
 
     Raises:
-        ValueError: For an unknown name, "run" if the policy has no run, or an invalid value.
+        ValueError: For "run" if the policy has no run, or an invalid value.
     """
-    name = name or ("paper" if policy.run is None else "run")
+    name = options.protocol or ("paper" if policy.run is None else "run")
     if name == "run":
         require(policy.run is not None, "protocol", name, "needs --adapter with a run folder")
         run = policy.run
         protocol = protocol_of_run(dataclasses.replace(run, eval=run.eval or EvalConfig()))
-    elif name in ("paper", "verl"):
-        protocol = getattr(protocols, name)(dataset)
     else:
-        raise ValueError(f'protocol: got {name!r}; must be "paper", "verl" or "run"')
-    return dataclasses.replace(protocol, **_given(changed))
+        protocol = getattr(protocols, name)(dataset)
+    changes = options.of_protocol() | ({} if tools is None else {"tools": tools})
+    sampling = dataclasses.replace(protocol.sampling, **options.of_sampling())
+    return dataclasses.replace(protocol, sampling=sampling, **changes)
 
 
-def source_of(dataset: str, policy: PolicySource, **given: Any) -> DataConfig:
+def source_of(
+    dataset: str, policy: PolicySource, options: EvalOptions = EvalOptions()
+) -> DataConfig:
     """Returns the data config of a set: the run's held-out split if it is the run's set, else the usual split.
 
     A text passes the chat template if it did when the policy was trained.
@@ -82,28 +91,26 @@ def source_of(dataset: str, policy: PolicySource, **given: Any) -> DataConfig:
     Args:
         dataset: A data set, as in `DataConfig.dataset`.
         policy: The policy, which gives the run.
-        **given: Fields of `DataConfig` to replace; None leaves a field unchanged.
+        options: What replaces the fields of the config.
 
     Raises:
         ConfigError: For an invalid value.
     """
-    given, run = _given(given), policy.run
+    changes, run = options.of_source(), policy.run
     if run is not None and dataset == run.data.dataset:
         fields = to_table(run.data) | {"num_problems": None, "split": "test"}
         if run.eval is not None and run.eval.dataset is None:
             fields |= {"split": run.eval.split, "num_problems": run.eval.num_problems}
     else:
         if run is not None and run.eval is not None and dataset == run.eval.dataset:
-            given = _given({"path": run.eval.path, "split": run.eval.split}) | given
+            changes = {"path": run.eval.path, "split": run.eval.split} | changes
         # A copy on disk is expected to have a split "test", even if the hub's data set has another name for it.
-        split = "test" if "path" in given else protocols.SPLITS.get(dataset, "test")
+        is_on_disk = changes.get("path") is not None
+        split = "test" if is_on_disk else protocols.SPLITS.get(dataset, "test")
         fields = {"dataset": dataset, "split": split}
         fields["apply_chat_template"] = policy.apply_chat_template
-    return from_table(DataConfig, _given(fields | given), "data.")
-
-
-def _given(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value is not None}
+    table = {name: value for name, value in (fields | changes).items() if value is not None}
+    return from_table(DataConfig, table, "data.")
 
 
 def run(
@@ -112,8 +119,7 @@ def run(
     folder: str | pathlib.Path,
     *,
     seed: int = 0,
-    max_concurrent: int = 128,
-    drafts: Drafts = "auto",
+    max_concurrent: int | None = None,
     log: Callable[[str], None] = lambda text: None,
     policy: LoadedPolicy | None = None,
     toolboxes: Toolboxes | None = None,
@@ -131,8 +137,7 @@ def run(
         folder: The folder of the results; created if it does not exist.
         seed: Random seed for sampling, and for arithmetic problems if the policy has no run.
         max_concurrent: Maximum number of completions that each replica samples at a time; fewer if memory for their
-            KV cache is short.
-        drafts: See `RolloutConfig`.
+            KV cache is short. None means the default of `EngineLimits`.
         log: Called with a line for every batch, and with a line if sampling is slow on this GPU.
         policy: The policy of `source`, if it is already on the device.
         toolboxes: Tools that replace those of the protocols, for protocols with tools.
@@ -186,21 +191,22 @@ def run(
             names, sets, judged, strict=True
         )
     ]
-    most = max(len(each.problems) * each.protocol.num_generations for each in opened)
+    most = max(len(each.problems) * each.protocol.sampling.n for each in opened)
 
     @functools.cache
     def held() -> LoadedPolicy:
         found = policy or load_policy(source, seed, mesh=mesh, rows=most, quiet=quiet)
-        if slow := fused_decode.slow_because(found.model.own_part, max_concurrent):
+        rows = max_concurrent or fused_decode.MAX_ROWS
+        if slow := fused_decode.slow_because(found.model.own_part, rows):
             log(slow)
         return found
 
     summaries = {}
     for each in opened:
         if len(each.progress.values) < len(each.problems):
-            _measure(held(), each, seed, max_concurrent, drafts, log)
-        asked = {"name": each.name, "protocol": dataclasses.asdict(each.protocol)}
-        summaries[each.name] = asked | summarize(each.progress.values)
+            _measure(held(), each, seed, max_concurrent, log)
+        what = {"name": each.name, "protocol": each.protocol.table()}
+        summaries[each.name] = what | summarize(each.progress.values)
         text = json.dumps(summaries[each.name], indent=2) + "\n"
         write_whole(each.progress.path.with_name("summary.json"), text)
     return summaries
@@ -230,8 +236,7 @@ def _measure(
     policy: LoadedPolicy,
     each: _Set,
     seed: int,
-    max_concurrent: int,
-    drafts: Drafts,
+    max_concurrent: int | None,
     log: Callable[[str], None],
 ) -> None:
     """Samples and judges the problems that have no record yet, and adds their records."""
@@ -239,9 +244,9 @@ def _measure(
     tools = None
     if each.toolboxes is not None:
         tools = Tools.of(each.protocol.tools, policy.tokenizer, each.toolboxes, log)
-    asked = problems if tools is None else observed(tools, problems)
-    prompts = rollouts.encode(asked, policy.tokenizer, tools)
-    lengths, longest = [len(ids) for ids in prompts], each.protocol.max_completion_length
+    seen = problems if tools is None else observed(tools, problems)
+    prompts = encode(seen, policy.tokenizer, tools)
+    lengths, longest = [len(ids) for ids in prompts], each.protocol.sampling.max_tokens
     if 0 in lengths:
         raise ValueError(f"prompt of problem {lengths.index(0)}: has no tokens")
     arch.require_context(max(lengths), longest, "max_tokens")
@@ -250,22 +255,19 @@ def _measure(
     itemsize = jnp.dtype(policy.model.dtype).itemsize
     part = policy.model.own_part.arch
     fit = kv_capacity.rows_that_fit(part, memory, width + longest, itemsize)
-    rows = max(1, min(max_concurrent, fit))
+    rows = min(max_concurrent or kv_capacity.MOST_SLOTS, fit)
     batch = _ROUNDS_PER_BATCH * rows * len(policy.replicas)
-    evaluator = Evaluator.of_protocol(
+    sampler = Sampler.of(
         policy.model,
         policy.tokenizer,
-        problems,
-        each.reward,
-        each.protocol,
-        batch_size=max(1, batch // each.protocol.num_generations),
+        each.protocol.sampling,
+        EngineLimits(max_concurrent and rows),
         max_prompt_length=width,
-        key=jax.random.key(seed),
-        max_concurrent=rows,
         tools=tools,
         replicas=policy.replicas,
-        drafts=drafts,
     )
+    batch_size = max(1, batch // each.protocol.sampling.n)
+    evaluator = Evaluator(sampler, problems, each.reward, batch_size, jax.random.key(seed))
     for records in evaluator.records(policy.variables, len(values)):
         each.progress.add(records)
         mean = np.mean([record["right"] for record in values])
@@ -292,7 +294,7 @@ def _identity(
     tables = {
         "model": to_table(policy.model),
         "data": {k: v for k, v in to_table(data).items() if k not in unused},
-        "protocol": dataclasses.asdict(protocol),
+        "protocol": protocol.table(),
     }
     options = policy.run and policy.run.rewards.options
     return {

@@ -10,15 +10,15 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from qerl_jax.config import Drafts, RunConfig
+from qerl_jax.config import RunConfig
 from qerl_jax.data import answers, datasets, verl_answers
 from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.distributed.mesh import Replicas
 from qerl_jax.evaluation.protocols import Protocol
 from qerl_jax.evaluation.summary import summarize
-from qerl_jax.generation.engine import Engine
-from qerl_jax.generation.fleet import engine_of
-from qerl_jax.generation.sampling_params import SamplingParams
+from qerl_jax.generation.prompts import admit, with_observations
+from qerl_jax.generation.sampler import Sampler
+from qerl_jax.generation.sampling_params import EngineLimits, from_section
 from qerl_jax.model.transformer import Transformer
 from qerl_jax.rewards import scoring
 from qerl_jax.rl import rollouts
@@ -63,66 +63,11 @@ class Evaluator:
             policies are sampled with the same random numbers, with any batch size.
     """
 
-    sampler: rollouts.Sampler
+    sampler: Sampler
     problems: Sequence[datasets.Problem]
     reward: scoring.Named
     batch_size: int
     key: jax.Array
-
-    @classmethod
-    def of_protocol(
-        cls,
-        model: Transformer,
-        tokenizer: Tokenizer,
-        problems: Sequence[datasets.Problem],
-        reward: scoring.Named,
-        protocol: Protocol,
-        *,
-        batch_size: int,
-        max_prompt_length: int,
-        key: jax.Array,
-        max_concurrent: int | None,
-        tools: Tools | None = None,
-        replicas: Replicas = Replicas(),
-        drafts: Drafts = "auto",
-        **cache: Any,
-    ) -> Self:
-        """Builds an evaluator that samples as a protocol says.
-
-        Args:
-            model: The policy.
-            tokenizer: The policy's tokenizer.
-            problems: See the attributes of the class.
-            reward: The protocol's reward function, with its name.
-            protocol: Sampling parameters and number of samples.
-            batch_size: See the attributes of the class.
-            max_prompt_length: Tokens to which prompts are padded, at least those of the longest prompt.
-            key: See the attributes of the class.
-            max_concurrent: Number of rows sampled at a time; None means all rows of a batch.
-            tools: The tools that the policy may call; None for none.
-            replicas: The devices that sample.
-            drafts: See `RolloutConfig`.
-            **cache: `compact`, `kv_cache_tokens`, `kv_cache_fraction` and `poll` of `Engine`.
-        """
-        how = SamplingParams(
-            top_k=protocol.top_k,
-            top_p=protocol.top_p,
-            min_p=protocol.min_p,
-            stop=protocol.stop or (),
-            drafts=drafts,
-        )
-        sampler = rollouts.Sampler(
-            engine_of(Engine.of(model, tokenizer, how, **cache), replicas),
-            tokenizer,
-            num_generations=protocol.num_generations,
-            max_prompt_length=max_prompt_length,
-            max_completion_length=protocol.max_completion_length,
-            temperature=protocol.temperature,
-            max_concurrent=max_concurrent,
-            tools=tools,
-            hosts=replicas.hosts,
-        )
-        return cls(sampler, problems, reward, batch_size, key)
 
     @classmethod
     def of_run(
@@ -161,25 +106,19 @@ class Evaluator:
         remedy = "rename one by data.columns, or name another reward by eval.reward"
         try_reward(reward, problems, boxes, remedy=remedy)
         if tools is not None:
-            rollouts.begun(tools, problems[:2], tokenizer, cfg.data.max_prompt_length)
-        return cls.of_protocol(
+            with_observations(tools, problems[:2], tokenizer, cfg.data.max_prompt_length)
+        sampler = Sampler.of(
             model,
             tokenizer,
-            problems,
-            reward,
-            protocol_of_run(cfg),
-            batch_size=cfg.eval.batch_size,
+            protocol_of_run(cfg).sampling,
+            EngineLimits.of(cfg.rollout),
             max_prompt_length=cfg.data.max_prompt_length,
-            key=key,
-            max_concurrent=cfg.rollout.max_concurrent,
             tools=tools,
             replicas=replicas,
-            drafts=cfg.drafts,
             compact=cfg.rollout.compact,
-            kv_cache_tokens=cfg.rollout.kv_cache_tokens,
-            kv_cache_fraction=cfg.rollout.kv_cache_fraction,
             poll=poll,
         )
+        return cls(sampler, problems, reward, cfg.eval.batch_size, key)
 
     def records(
         self, variables: dict[str, Any], start: int = 0, *, voting: bool = True
@@ -197,7 +136,7 @@ class Evaluator:
             start: Index of the first problem.
             voting: Whether to compute `votes`.
         """
-        size, group = min(self.batch_size, len(self.problems)), self.sampler.num_generations
+        size, group = min(self.batch_size, len(self.problems)), self.sampler.params.n
         hosts = self.sampler.hosts
         for first in range(start, len(self.problems), size):
             problems = self.problems[first : first + size]
@@ -220,7 +159,7 @@ class Evaluator:
 
     def _record(self, first: int, index: int, rollout: rollouts.Rollout, values: np.ndarray):
         """Makes the record of problem `index` of a batch that begins with problem `first`; `values`: rewards [B]."""
-        group = self.sampler.num_generations
+        group = self.sampler.params.n
         rows = slice(index * group, (index + 1) * group)
         read = _ANSWER_READERS.get(self.reward[0], answers.stated)
         problem, talks = rollout.problems[index], rollout.conversations
@@ -246,7 +185,7 @@ class Evaluator:
         samples pass@N and maj@N.
         """
         records = [record for batch in self.records(variables) for record in batch]
-        summary = summarize(records, (self.sampler.num_generations,))
+        summary = summarize(records, (self.sampler.params.n,))
         (mean, *others) = summary["estimates"]
         right = np.array([record["right"] for record in records])
         # With only one problem there is no interval over problems.
@@ -308,14 +247,15 @@ def protocol_of_run(cfg: RunConfig) -> Protocol:
     """Returns the protocol of a run's `[eval]` section, with the prompt, the length and the tools of the run."""
     return Protocol(
         cfg.eval.reward,
-        cfg.eval.num_generations,
-        cfg.eval.temperature,
-        cfg.eval.top_p,
-        max_completion_length=cfg.rollout.max_completion_length,
-        system_prompt=datasets.system_prompt(cfg.data),
-        prompt_template=cfg.data.prompt_template,
-        stop=cfg.rollout.stop,
-        tools=cfg.tools,
+        from_section(
+            cfg.eval,
+            max_tokens=cfg.rollout.max_completion_length,
+            stop=cfg.rollout.stop or (),
+            drafts=cfg.drafts,
+        ),
+        datasets.system_prompt(cfg.data),
+        cfg.data.prompt_template,
+        cfg.tools,
     )
 
 
@@ -334,7 +274,7 @@ def _held_out_problems(
             system_prompt=datasets.system_prompt(cfg.data),
             max_prompt_characters=None,
         )
-    return rollouts.admit(
+    return admit(
         datasets.from_config(
             source, split=cfg.eval.split, seed=cfg.seed, num_problems=cfg.eval.num_problems
         ),

@@ -16,6 +16,8 @@ from qerl_jax.checkpoint.policy import LoadedPolicy, PolicySource, find_policy, 
 from qerl_jax.config import RunConfig
 from qerl_jax.data import datasets
 from qerl_jax.evaluation.evaluator import Evaluator, reward_of, try_reward
+from qerl_jax.generation.prompts import admit
+from qerl_jax.generation.sampling_params import from_section
 from qerl_jax.planning import memory
 from qerl_jax.rewards import scoring
 from qerl_jax.rl import rollouts
@@ -118,7 +120,7 @@ def _evaluator(
     tools: Tools | None,
 ) -> Evaluator:
     """Makes the evaluator of a run's training problems, those that are short enough; they are sampled as in its rollouts."""
-    problems = rollouts.admit(
+    problems = admit(
         problems,
         policy.tokenizer,
         max_prompt_length=cfg.data.max_prompt_length,
@@ -133,7 +135,7 @@ def _evaluator(
         tools=tools,
         replicas=policy.replicas,
     )
-    sampler = dataclasses.replace(sampler, num_generations=samples)
+    sampler = dataclasses.replace(sampler, params=dataclasses.replace(sampler.params, n=samples))
     return Evaluator(sampler, problems, function, batch_size, jax.random.key(cfg.seed))
 
 
@@ -150,20 +152,10 @@ def pass_rate(record: dict[str, Any]) -> float | None:
 def _identity(cfg: RunConfig, samples: int, reward: str, adapter: Any) -> dict[str, Any]:
     """Returns everything that a pass rate depends on."""
     table = to_table(cfg)
-    sampling = (
-        "max_completion_length",
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "repetition_penalty",
-        "stop",
-        "ignore_eos",
-    )
     return {
         "model": table["model"],
         "data": table["data"],
-        "rollout": {name: table["rollout"].get(name) for name in sampling},
+        "sampling": from_section(cfg.rollout).identity(),
         "seed": cfg.seed,
         "samples": samples,
         "reward": [reward, (cfg.rewards.options or {}).get(reward)],

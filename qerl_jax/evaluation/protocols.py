@@ -5,9 +5,11 @@ function. Scores under different protocols are not comparable.
 """
 
 import dataclasses
+from typing import Any
 
-from qerl_jax.config import PromptTemplate, ToolsConfig, TopK, TopP
-from qerl_jax.system.checked import Checked, Closed01, Count, NotNegative
+from qerl_jax.config import PromptTemplate, ToolsConfig
+from qerl_jax.generation.sampling_params import SamplingParams
+from qerl_jax.system.checked import Checked
 
 # The split of a benchmark on the hub, by its name in `datasets.SETS`.
 SPLITS = {
@@ -32,41 +34,33 @@ _VERL_ANSWER_LINE = (
 
 # `names` maps fields to the names of their options in `qerl eval`.
 @dataclasses.dataclass(frozen=True)
-class Protocol(
-    Checked, names={"num_generations": "samples", "max_completion_length": "max_tokens"}
-):
+class Protocol(Checked, names={"sampling.n": "samples"}):
     """The prompt, the sampling and the reward function for the problems of one set.
 
     Attributes:
         reward: Name of the reward function; a completion is right if it gives at least 1.
-        num_generations: N, completions per problem.
-        temperature: Sampling temperature; 0 is greedy.
-        top_p: Keep the most likely tokens whose probabilities add up to this; 1 is off.
-        top_k: Keep the k most likely tokens; 0 is off.
-        min_p: Drop tokens below this fraction of the probability of the most likely one; 0 is off.
-        max_completion_length: Maximum length of a completion in tokens, including the stop token.
+        sampling: Number and length of completions, and how they are sampled. Its seed is not used.
         system_prompt: The system prompt, as in `DataConfig`: None means that of the data set.
         prompt_template: Text around the problem, as in `DataConfig`.
-        stop: Strings that end a completion, besides the end-of-sequence token.
         tools: The tools that the policy may call; None for none.
     """
 
     reward: str
-    num_generations: Count = 1
-    temperature: NotNegative = 0.6
-    top_p: TopP = 0.95
-    top_k: TopK = 0
-    min_p: Closed01 = 0.0
-    max_completion_length: Count = 4096
+    sampling: SamplingParams
     system_prompt: str | None = None
     prompt_template: PromptTemplate | None = None
-    stop: tuple[str, ...] | None = None
     tools: ToolsConfig | None = None
 
     def _across(self):
-        holds = self.temperature > 0 or self.num_generations == 1
+        holds = self.sampling.temperature > 0 or self.sampling.n == 1
         rule = "greedy samples (temperature 0) of one problem are equal: must be 1"
-        return [(holds, "num_generations", rule)]
+        return [(holds, "sampling.n", rule)]
+
+    def table(self) -> dict[str, Any]:
+        """Returns the fields that a score depends on, those of `sampling` among them, as plain values."""
+        fields = dataclasses.asdict(self)
+        del fields["sampling"]
+        return fields | {"n": self.sampling.n} | self.sampling.identity()
 
 
 def paper(dataset: str) -> Protocol:
@@ -78,10 +72,11 @@ def paper(dataset: str) -> Protocol:
 
     Source: arXiv:2510.11696, section 4.
     """
-    if dataset not in SPLITS:
-        return Protocol("accuracy_reward", 4)
     samples = 32 if dataset in _SMALL else 4
-    return Protocol("math_verify_reward", samples, system_prompt="think-answer")
+    sampling = SamplingParams(n=samples, temperature=0.6, top_p=0.95, max_tokens=4096)
+    if dataset not in SPLITS:
+        return Protocol("accuracy_reward", sampling)
+    return Protocol("math_verify_reward", sampling, "think-answer")
 
 
 def verl(dataset: str) -> Protocol:
@@ -97,12 +92,13 @@ def verl(dataset: str) -> Protocol:
     Source: verl, docs/algo/baseline.md, examples/data_preprocess, recipe/dapo and
     verl/utils/reward_score.
     """
-    greedy = {"temperature": 0.0, "top_p": 1.0, "max_completion_length": 1024, "system_prompt": ""}
+    greedy = SamplingParams(temperature=0.0, max_tokens=1024)
     if dataset == "gsm8k":
-        return Protocol("verl_gsm8k_reward", prompt_template=_VERL_HASHES, **greedy)
-    sampled = greedy | {"temperature": 1.0, "top_p": 0.7, "max_completion_length": 20480}
+        return Protocol("verl_gsm8k_reward", greedy, "", _VERL_HASHES)
+    samples = 32 if dataset in _SMALL else 1
+    sampled = SamplingParams(n=samples, temperature=1.0, top_p=0.7, max_tokens=20480)
     if dataset in _SMALL:
-        return Protocol("verl_aime_reward", 32, prompt_template=_VERL_ANSWER_LINE, **sampled)
+        return Protocol("verl_aime_reward", sampled, "", _VERL_ANSWER_LINE)
     if dataset == "dapo_math":
-        return Protocol("dapo_reward", **sampled)
-    return Protocol("verl_math_reward", prompt_template=_VERL_BOXED, **greedy)
+        return Protocol("dapo_reward", sampled, "")
+    return Protocol("verl_math_reward", greedy, "", _VERL_BOXED)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from qerl_jax.aqn import draw as noise
 from qerl_jax.generation import sampling
+from qerl_jax.generation.sampling_params import SamplingParams
 from qerl_jax.model import fused_decode, layers, logprobs
 from qerl_jax.model.transformer import Transformer, head
 
@@ -17,8 +18,8 @@ class EngineSpec:
 
     Attributes:
         num_tokens: Number of ids that the tokenizer has; no other is sampled.
-        truncation: Which tokens may be sampled: top-k, top-p, min-p.
-        repetition_penalty: See `sampling.penalize`; 1 is off.
+        params: Top-k, top-p, min-p and repetition penalty; other fields take their defaults, because programs are not
+            compiled for them.
         chunk: The most tokens per row that the device samples before the host reads them; with drafts
             `draft_search.CHUNKS` times as many.
         entropies: Whether the entropy of each token's distribution is returned: that of the
@@ -27,10 +28,12 @@ class EngineSpec:
     """
 
     num_tokens: int
-    truncation: sampling.Truncation = sampling.Truncation()
-    repetition_penalty: float = 1.0
+    params: SamplingParams = SamplingParams()
     chunk: int = 32
     entropies: bool = False
+
+    def __post_init__(self):
+        object.__setattr__(self, "params", self.params.compiled())
 
 
 def extender(model: Transformer, variables, rows: int, numbers):
@@ -78,13 +81,13 @@ def drawer(model: Transformer, variables, spec: EngineSpec, temperature):
         scores = scores_of(hidden)
         penalized = None
         if seen is not None:
-            penalized = sampling.penalize(scores, seen, spec.repetition_penalty)
+            penalized = sampling.penalize(scores, seen, spec.params.repetition_penalty)
         token, logp = sampling.next_token(
             scores,
             jax.vmap(jax.random.fold_in)(keys, steps),
             temperature,
             spec.num_tokens,
-            spec.truncation,
+            spec.params,
             penalized,
         )
         entropies = None
@@ -108,7 +111,7 @@ def seen_in(history: jax.Array | None, spec: EngineSpec, vocab: int) -> jax.Arra
     Returns:
         bool [B, V]; None without a penalty.
     """
-    if spec.repetition_penalty == 1:
+    if spec.params.repetition_penalty == 1:
         return None
     rows = jnp.arange(len(history))[:, None]
     # An index of -1 would mean the last token; an index of `vocab` is dropped.

@@ -25,9 +25,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import decode_attention, runtime
 from qerl_jax.aqn import draw as noise
-from qerl_jax.config import RolloutConfig
 from qerl_jax.data.tokenizer import Tokenizer
-from qerl_jax.generation import device_pool, draft_control, kv_capacity, sampling
+from qerl_jax.generation import device_pool, draft_control, kv_capacity
 from qerl_jax.generation.decoding import EngineSpec, decode, prefill
 from qerl_jax.generation.draft_control import MOST_ENDED, Drafting
 from qerl_jax.generation.draft_search import LONGEST_MATCH
@@ -136,7 +135,7 @@ class Engine:
         cls,
         model: Transformer,
         tokenizer: Tokenizer,
-        how: RolloutConfig | SamplingParams,
+        params: SamplingParams,
         *,
         chunk: int = 32,
         entropies: bool = False,
@@ -147,24 +146,18 @@ class Engine:
         Args:
             model: The policy.
             tokenizer: The policy's tokenizer; it has the number of ids and the stop tokens.
-            how: Truncation, penalty, what ends a completion, and whether drafts are used.
+            params: Truncation, penalty, what ends a completion, and whether drafts are used.
             chunk: See `EngineSpec`.
             entropies: See `EngineSpec`.
             **options: Further arguments of the engine.
         """
         # Step times have only been measured with the Hopper kernels.
-        drafts = Drafting() if how.drafts == "auto" and not runtime.unless_hopper() else None
+        drafts = Drafting() if params.drafts == "auto" and not runtime.unless_hopper() else None
         return cls(
             model,
-            EngineSpec(
-                tokenizer.num_tokens,
-                sampling.Truncation(how.top_k, how.top_p, how.min_p),
-                how.repetition_penalty,
-                chunk,
-                entropies,
-            ),
-            stop_tokens=() if how.ignore_eos else tokenizer.stop_tokens,
-            stop_strings=StopStrings(tuple(how.stop), tokenizer.decode) if how.stop else None,
+            EngineSpec(tokenizer.num_tokens, params, chunk, entropies),
+            stop_tokens=() if params.ignore_eos else tokenizer.stop_tokens,
+            stop_strings=StopStrings(tuple(params.stop), tokenizer.decode) if params.stop else None,
             drafts=drafts,
             **options,
         )
@@ -177,6 +170,7 @@ class Engine:
         *,
         max_prompt_length: int,
         max_concurrent: int | None = None,
+        rows: int | None = None,
         turns: TurnTaker | None = None,
     ) -> Iterator[list[RowTokens]]:
         """Samples all rows, and yields new tokens after each chunk.
@@ -186,7 +180,8 @@ class Engine:
             prompts: Any number of prompts; with `RowNoise` each has the numbers of its rows' noise.
             temperature: Scalar; 0 takes the likeliest token.
             max_prompt_length: The most tokens of a prompt. Use the same value in all calls: shapes depend on it.
-            max_concurrent: Slots; None means as many as the cache holds, see `kv_capacity.best_slots`.
+            max_concurrent: Slots; None means what `kv_capacity.Demand.slots` chooses.
+            rows: The number of rows for which it chooses; None means those of the prompts.
             turns: Answers rows whose turn has ended; None for single-turn rows. While a row waits for its answer it
                 keeps its slot and its pages, and the other rows continue. Then it takes the answer's tokens, one per
                 decoding step, and samples again. They count against its limit.
@@ -205,6 +200,7 @@ class Engine:
             prompts,
             max_prompt_length=max_prompt_length,
             max_concurrent=max_concurrent,
+            rows=rows,
             turns=turns,
         )
         return self.run(variables, schedule, temperature)
@@ -216,6 +212,7 @@ class Engine:
         *,
         max_prompt_length: int,
         max_concurrent: int | None = None,
+        rows: int | None = None,
         turns: TurnTaker | None = None,
         places: int = 1,
         own: range = range(1),
@@ -228,6 +225,7 @@ class Engine:
             prompts: At least one prompt.
             max_prompt_length: See `stream`.
             max_concurrent: Slots of each device.
+            rows: See `stream`.
             turns: See `stream`.
             places: Number of replicas (devices, or groups of devices) on all hosts. With several, none has more slots
                 than its share of the rows.
@@ -255,7 +253,7 @@ class Engine:
         size, longest = self._page_size, max_prompt_length - 1 + limit
         drafts = self._drafts
         positions = drafts.tokens_of_a_step(limit) if drafts else 0
-        rows = -(-sum(len(prompt.keys) for prompt in prompts) // places)
+        rows = -(-(rows or sum(len(prompt.keys) for prompt in prompts)) // places)
         demand = kv_capacity.Demand(
             self._model.own_part.arch,
             rows=rows,
@@ -276,7 +274,11 @@ class Engine:
 
         if max_concurrent and places > 1:
             max_concurrent = min(max_concurrent, rows)
-        slots = max_concurrent or demand.best_slots(capacity)
+        slots = demand.slots(max_concurrent, capacity)
+        if max_concurrent is None and capacity(slots) is None:
+            slots = min(
+                slots, kv_capacity.rows_that_fit(demand.arch, None, longest, self._itemsize)
+            )
         shapes = Shapes(
             size,
             self._spec.chunk,
@@ -405,7 +407,7 @@ class Engine:
                             pool = device_pool.copied(pool, *copies, model=self._model)
                         if not schedule.live:
                             break
-                        with_history = self._spec.repetition_penalty != 1
+                        with_history = self._spec.params.repetition_penalty != 1
                         slots = schedule.slots(with_history)
                         rows = Packed.of(dataclasses.replace(slots, texts=None))
                         if slots.texts is known:

@@ -62,6 +62,7 @@ class Fleet:
         *,
         max_prompt_length: int,
         max_concurrent: int | None = None,
+        rows: int | None = None,
         turns: TurnTaker | None = None,
     ) -> Iterator[list[RowTokens]]:
         """Samples all rows, and yields the tokens of each device's chunks as they arrive; see `Engine.stream`.
@@ -76,6 +77,7 @@ class Fleet:
             temperature: See `Engine.stream`.
             max_prompt_length: See `Engine.stream`.
             max_concurrent: Slots of each device.
+            rows: See `Engine.stream`.
             turns: See `Engine.stream`. It is called from the devices' threads.
 
         Returns:
@@ -92,6 +94,7 @@ class Fleet:
             prompts,
             max_prompt_length=max_prompt_length,
             max_concurrent=max_concurrent,
+            rows=rows,
             turns=turns,
             places=len(self._replicas),
             own=self._replicas.own,

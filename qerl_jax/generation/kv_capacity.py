@@ -13,7 +13,7 @@ _CACHE_SHARE = 0.9
 # Share of a device's memory for the rows of an evaluation; and the memory in bytes that is assumed if the device does
 # not report it.
 _ROWS_SHARE, _UNREPORTED_MEMORY = 0.4, 16e9
-# The most rows that are sampled at a time unless a config asks for more.
+# The most rows that are sampled at a time unless `max_concurrent` says more.
 MOST_SLOTS = 512
 # The share of their limit that completions are expected to need. If they need more, some rows are moved to the host.
 EXPECTED_SHARE = 1 / 4
@@ -155,8 +155,18 @@ class Demand:
         many = pages_wanted(slots, tokens, 1, prompt, self.page_size)
         return max(many, pages_wanted(1, self.row_tokens, 1, prompt, self.page_size))
 
-    def best_slots(self, capacity: Callable[[int], int | None]) -> int:
-        """Returns the function `best_slots` for a cache of capacity(slots) tokens; None means any number."""
+    def slots(self, max_concurrent: int | None, capacity: Callable[[int], int | None]) -> int:
+        """Returns the number of rows to sample at a time: `max_concurrent`, or its default if that is None.
+
+        The default is that of rollouts, evaluations and `Policy`: as many rows as fit in the cache if each needs a
+        quarter of its limit, see `best_slots`.
+
+        Args:
+            max_concurrent: The number that the user wants; None for the default.
+            capacity: capacity(slots) is the number of tokens that the cache holds; None means any number.
+        """
+        if max_concurrent is not None:
+            return max_concurrent
 
         def offered(slots: int) -> int | None:
             tokens = capacity(slots)

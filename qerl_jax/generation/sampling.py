@@ -1,48 +1,39 @@
 """Samples the next token from logits (called scores here), and returns its log-probability."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 
+from qerl_jax.generation.sampling_params import SamplingParams
 from qerl_jax.model import logprobs
 
 # Ids per block: a block is sampled first, then an id in it. Most vocabularies are padded to a multiple of this.
 _BLOCK = 128
 
 
-@dataclasses.dataclass(frozen=True)
-class Truncation:
-    """Restricts sampling to likely tokens, as in transformers and in this order (vLLM applies min_p first).
+def truncate(logps: jax.Array, params: SamplingParams) -> jax.Array:
+    """Restricts sampling to likely tokens: top-k, then top-p, then min-p, as in transformers (vLLM applies min_p first).
 
-    Log-probabilities that are returned are computed before it. Tokens as likely as the last one that top_k or top_p
-    keeps are kept, too.
+    Tokens as likely as the last one that top_k or top_p allows are allowed, too.
 
-    Attributes:
-        top_k: Keep the k likeliest tokens; 0 is off.
-        top_p: Keep the likeliest tokens, up to and including the one at which their total probability reaches p; 1
-            is off.
-        min_p: Drop tokens below min_p times the likeliest one's probability; 0 is off.
+    Args:
+        logps: float32 [..., V] log-probabilities.
+        params: Its `top_k`, `top_p` and `min_p` are used.
+
+    Returns:
+        The log-probabilities, with -inf at the tokens that may not be sampled.
     """
-
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-
-    def __call__(self, logps: jax.Array) -> jax.Array:
-        """Returns the log-probabilities [..., V] with -inf at the tokens that may not be sampled."""
-        if 0 < self.top_k < logps.shape[-1]:
-            kept = _likeliest(logps, jnp.ones_like(logps, jnp.int32), self.top_k)
-            logps = jnp.where(kept, logps, -jnp.inf)
-        if self.top_p < 1:
-            # A mass of 0, to which float32 may round, would keep no token.
-            mass = max(self.top_p, float(jnp.finfo(jnp.float32).tiny))
-            kept = _likeliest(logps, jax.nn.softmax(logps, axis=-1), mass)
-            logps = jnp.where(kept, logps, -jnp.inf)
-        if self.min_p > 0:
-            best = jnp.max(logps, axis=-1, keepdims=True)
-            logps = jnp.where(logps < best + jnp.log(self.min_p), -jnp.inf, logps)
-        return logps
+    if 0 < params.top_k < logps.shape[-1]:
+        allowed = _likeliest(logps, jnp.ones_like(logps, jnp.int32), params.top_k)
+        logps = jnp.where(allowed, logps, -jnp.inf)
+    if params.top_p < 1:
+        # A mass of 0, to which float32 may round, would allow no token.
+        mass = max(params.top_p, float(jnp.finfo(jnp.float32).tiny))
+        allowed = _likeliest(logps, jax.nn.softmax(logps, axis=-1), mass)
+        logps = jnp.where(allowed, logps, -jnp.inf)
+    if params.min_p > 0:
+        best = jnp.max(logps, axis=-1, keepdims=True)
+        logps = jnp.where(logps < best + jnp.log(params.min_p), -jnp.inf, logps)
+    return logps
 
 
 def _likeliest(logps: jax.Array, weights: jax.Array, target: float) -> jax.Array:
@@ -98,7 +89,7 @@ def next_token(
     keys: jax.Array,
     temperature: jax.Array,
     num_tokens: int,
-    truncation: Truncation,
+    params: SamplingParams,
     penalized: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Samples one token per row, each row from its own key.
@@ -108,7 +99,7 @@ def next_token(
         keys: PRNG keys [B].
         temperature: float32 scalar; 0 takes the likeliest token.
         num_tokens: Number of ids that the tokenizer has; no other is sampled.
-        truncation: Which tokens may be sampled.
+        params: Which tokens may be sampled: see `truncate`.
         penalized: float32 [B, V] logits to sample from instead of `scores`; None for `scores`.
 
     Returns:
@@ -119,7 +110,7 @@ def next_token(
     sampled = (
         logps if penalized is None else logprobs.log_softmax(penalized, temperature, num_tokens)
     )
-    token = _draw(truncation(sampled), keys, temperature)
+    token = _draw(truncate(sampled, params), keys, temperature)
     return token, jnp.take_along_axis(logps, token[:, None], axis=-1)[:, 0]
 
 

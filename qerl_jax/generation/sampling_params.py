@@ -1,12 +1,15 @@
-"""Sampling options under vLLM's names, for the generator and for `qerl generate`."""
+"""How completions are sampled, by vLLM's names: the only place that has temperature, top-p, lengths and seeds.
+
+Sections of a config and options of a command have TRL's names; `from_section` translates them.
+"""
 
 import dataclasses
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Annotated, get_args
+from typing import Annotated, Any, Self, get_args
 
-from qerl_jax.config import Drafts, RepetitionPenalty, TopK, TopP
-from qerl_jax.system.checked import Checked, Closed01, Count, NotNegative, Rule, is_seed
+from qerl_jax.config import Drafts, EvalConfig, RepetitionPenalty, RolloutConfig, TopK, TopP
+from qerl_jax.system.checked import Checked, Closed01, Count, NotNegative, Open01, Rule, is_seed
 
 _texts = Rule(
     lambda texts: (
@@ -19,7 +22,18 @@ _seeds = Rule(
     "must be an integer in [0, 2**32), or one for each prompt",
 )
 
+_whole = Rule(
+    lambda n: isinstance(n, Integral) and 1 <= n < 2**31, "must be at least 1, and a whole number"
+)
+# A number of rows or tokens, and one seed.
+Whole = Annotated[int, _whole]
+Seed = Annotated[int, Rule(is_seed, "must be an integer in [0, 2**32)")]
+
 _COUNTS = ("n", "max_tokens", "top_k")
+# The fields for which a decoding program is compiled.
+_COMPILED = ("top_k", "top_p", "min_p", "repetition_penalty")
+# TRL's names of fields that have another name there.
+_TRL = {"n": "num_generations", "max_tokens": "max_completion_length"}
 
 
 def _is_list(seed: object) -> bool:
@@ -71,3 +85,63 @@ class SamplingParams(Checked):
             *whole,
             (self.drafts in drafts, "drafts", f"must be one of {', '.join(map(repr, drafts))}"),
         ]
+
+    def compiled(self) -> "SamplingParams":
+        """Returns the parameters for which a decoding program is compiled; all others have their defaults."""
+        return SamplingParams(**{name: getattr(self, name) for name in _COMPILED})
+
+    def identity(self) -> dict[str, Any]:
+        """Returns the fields that decide about a completion's distribution, as JSON: all but `n`, `drafts` and `seed`."""
+        fields = {k: v for k, v in vars(self).items() if k not in ("n", "drafts", "seed")}
+        return fields | {"stop": list(self.stop)}
+
+
+def from_section(section: RolloutConfig | EvalConfig, **others: Any) -> SamplingParams:
+    """Translates a section of a config, which has TRL's names.
+
+    Args:
+        section: Fields that it has not, or that are None there, get their defaults.
+        **others: Fields of `SamplingParams` that the section does not have.
+    """
+    names = {
+        field.name: _TRL.get(field.name, field.name) for field in dataclasses.fields(SamplingParams)
+    }
+    values = {name: getattr(section, trl, None) for name, trl in names.items()}
+    return SamplingParams(**{k: v for k, v in values.items() if v is not None} | others)
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineLimits(Checked):
+    """How much is sampled at a time.
+
+    Attributes:
+        max_concurrent: Completions sampled at a time, by each replica. Absent means as many as fit in the cache if
+            each needs a quarter of its limit, at most 512; but 128 rather than 129 to 256 where fused layers decode,
+            which take no more.
+        kv_cache_tokens: Capacity for keys and values, in tokens; completions wait while it is full.
+        kv_cache_fraction: That capacity as a fraction of the free device memory. If both are absent, it is what
+            `max_concurrent` completions can need, but at most nine tenths of what scores and a prefill leave of that
+            memory.
+    """
+
+    max_concurrent: Whole | None = None
+    kv_cache_tokens: Whole | None = None
+    kv_cache_fraction: Open01 | None = None
+
+    @classmethod
+    def of(cls, section: RolloutConfig) -> Self:
+        """Returns the limits of a config's section, which has the same names."""
+        return cls(
+            **{field.name: getattr(section, field.name) for field in dataclasses.fields(cls)}
+        )
+
+    def _across(self):
+        fraction = self.kv_cache_fraction
+        beside = "must be absent beside kv_cache_tokens"
+        rules = [(None in (self.kv_cache_tokens, fraction), "kv_cache_fraction", beside)]
+        if fraction is not None:
+            from pallas_kernels import runtime  # imports JAX, which makes `qerl --help` slow
+
+            rule = "this device does not report its memory: give kv_cache_tokens"
+            rules.append((runtime.memory_stats() is not None, "kv_cache_fraction", rule))
+        return rules

@@ -49,10 +49,6 @@ class StopStrings:
         holds = lambda tokens: self._in(self.decode(tokens))
         return next((n for n in ends if holds(tokens[start:n]) and holds(tokens[:n])), None)
 
-    def before(self, text: str) -> str:
-        """Returns the text before the first of the strings; all of it if it contains none."""
-        return text[: min((text.find(s) for s in self.strings if s in text), default=len(text))]
-
     def settled(self, text: str) -> str:
         """Returns the longest prefix of an unfinished text that is safe to stream.
 
@@ -63,3 +59,8 @@ class StopStrings:
 
     def _in(self, text: str) -> bool:
         return any(string in text for string in self.strings)
+
+
+def text_before(text: str, strings: Sequence[str]) -> str:
+    """Returns the text before the first of some stop strings; all of it if it contains none."""
+    return text[: min((text.find(s) for s in strings if s in text), default=len(text))]

@@ -598,7 +598,7 @@ def _sampling(
         beside = sum(demand.workspace(slots).values())
         return kv_capacity.capacity(arch, free, fraction, beside, _width(cfg))
 
-    slots = min(rows, cfg.rollout.max_concurrent or demand.best_slots(capacity))
+    slots = min(rows, demand.slots(cfg.rollout.max_concurrent, capacity))
     pages, shortage = demand.pages(slots), ""
     if (held := capacity(slots)) is not None:
         # Rows wait while the cache is full, so it may be as small as one row.

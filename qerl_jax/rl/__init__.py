@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from qerl_jax.aqn.draw import row_noise
     from qerl_jax.aqn.schedule import adapted_sigma, norm_noise, sigma_schedule, step_key
+    from qerl_jax.generation.prompts import admit
+    from qerl_jax.generation.sampler import Sampler
     from qerl_jax.model.transformer import as_computed, noise_shapes
     from qerl_jax.rewards.scoring import resolve
     from qerl_jax.rl.dynamic_sampling import Supply, by_functions, gather
@@ -32,12 +34,14 @@ if TYPE_CHECKING:
         policy_loss,
     )
     from qerl_jax.rl.objective import Objective, token_logps
-    from qerl_jax.rl.rollouts import Rollout, Sampler, Scored, admit, collect, make_sampler, score
+    from qerl_jax.rl.rollouts import Rollout, Scored, collect, make_sampler, score
     from qerl_jax.rl.update import TrainState, Updater, init_state
 
 # The module of each name. The imports above list the same names for editors and type checkers.
 _MODULES = {
     "qerl_jax.aqn.draw": ("row_noise",),
+    "qerl_jax.generation.prompts": ("admit",),
+    "qerl_jax.generation.sampler": ("Sampler",),
     "qerl_jax.model.transformer": ("as_computed", "noise_shapes"),
     "qerl_jax.rewards.scoring": ("resolve",),
     "qerl_jax.aqn.schedule": ("adapted_sigma", "norm_noise", "sigma_schedule", "step_key"),
@@ -54,9 +58,7 @@ _MODULES = {
     ),
     "qerl_jax.rl.rollouts": (
         "Rollout",
-        "Sampler",
         "Scored",
-        "admit",
         "collect",
         "make_sampler",
         "score",

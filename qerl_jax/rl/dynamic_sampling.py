@@ -8,6 +8,7 @@ import numpy as np
 
 from qerl_jax.data.datasets import Problem
 from qerl_jax.data.tokenizer import Tokenizer
+from qerl_jax.generation.prompts import encode
 from qerl_jax.rl import grpo, rollouts
 from qerl_jax.tools.conversations import Conversation
 
@@ -85,7 +86,7 @@ class Supply:
         completions = tuple(np.array(row["completion"], np.int32) for row in rows)
         given = talks = None
         if "prompts" not in table:
-            prompts = rollouts.encode(problems, tokenizer)
+            prompts = encode(problems, tokenizer)
             texts = tuple(map(tokenizer.decode, completions))
         else:
             prompts = tuple(np.array(ids, np.int32) for ids in table["prompts"])

@@ -1,7 +1,5 @@
 """Samples completions of problems, and computes their rewards."""
 
-import concurrent.futures
-import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,48 +7,19 @@ from typing import Any
 import jax
 import numpy as np
 
-from qerl_jax.aqn.draw import RowNoise
 from qerl_jax.config import RolloutConfig
 from qerl_jax.data.datasets import Problem, collate
 from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.distributed.hosts import Hosts
 from qerl_jax.distributed.mesh import Replicas
-from qerl_jax.generation.engine import Engine
-from qerl_jax.generation.fleet import Fleet, engine_of
-from qerl_jax.generation.scheduler import QueuedPrompt, RowTokens
+from qerl_jax.generation.sampler import Sampler, row_keys
+from qerl_jax.generation.sampling_params import EngineLimits, from_section
+from qerl_jax.generation.scheduler import RowTokens
 from qerl_jax.model.transformer import Transformer
 from qerl_jax.rewards import scoring
 from qerl_jax.rl import grpo
 from qerl_jax.system.checked import require
-from qerl_jax.tools import conversations
-from qerl_jax.tools.conversations import Conversation, Conversations, Tools, observed
-
-
-@dataclasses.dataclass(frozen=True)
-class Sampler:
-    """An engine and the options with which it samples completions of problems.
-
-    Attributes:
-        engine: The engine that samples from the policy, or a fleet that runs it on several devices.
-        tokenizer: The policy's tokenizer.
-        num_generations: G, completions per problem.
-        max_prompt_length: The most tokens of a prompt; programs are compiled for it.
-        max_completion_length: The most tokens of a completion.
-        temperature: Sampling temperature; 0 takes the likeliest token.
-        max_concurrent: Rows that are sampled at a time on each device; None means as many as the cache holds.
-        tools: Tools that the policy may call; None for single-turn rows.
-        hosts: The processes that sample; the first one computes rewards and runs tools.
-    """
-
-    engine: Engine | Fleet
-    tokenizer: Tokenizer
-    num_generations: int
-    max_prompt_length: int
-    max_completion_length: int
-    temperature: float
-    max_concurrent: int | None = None
-    tools: Tools | None = None
-    hosts: Hosts = Hosts()
+from qerl_jax.tools.conversations import Conversation, Tools
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,91 +92,15 @@ class Scored:
     per_function: np.ndarray
 
 
-def admit(
-    problems: Sequence[Problem],
-    tokenizer: Tokenizer,
-    *,
-    max_prompt_length: int,
-    overlong: str,
-    tools: Tools | None = None,
-    what: str = "prompts",
-    log: Callable[[str], None] | None = None,
-) -> Sequence[Problem]:
-    """Returns the problems whose prompts fit, so that too long ones are found before training starts.
-
-    Args:
-        problems: The problems.
-        tokenizer: The policy's tokenizer.
-        max_prompt_length: The most tokens of a prompt.
-        overlong: "error" to refuse longer prompts, or "drop" to leave them out.
-        tools: Tools that prompts list; None for no tools.
-        what: Name of the problems in messages.
-        log: Called with a line that says how many problems are dropped.
-
-    Raises:
-        ValueError: If there is no problem, a prompt has no tokens, a prompt is longer than
-            `max_prompt_length` while `overlong` is "error", or no problem is left; also see `Tools.encode`.
-    """
-    require(bool(problems), "problems", len(problems), "there must be at least one")
-    lengths = [len(ids) for ids in encode(problems, tokenizer, tools)]
-    if 0 in lengths:
-        raise ValueError(
-            f"prompt of problem {lengths.index(0)}: must have at least one token; got none"
-        )
-    longest = max(lengths)
-    if longest <= max_prompt_length:
-        return problems
-    too_long = sum(length > max_prompt_length for length in lengths)
-    require(
-        overlong != "error",
-        "data.max_prompt_length",
-        max_prompt_length,
-        f"{too_long} of {len(problems)} {what} are longer (problem {lengths.index(longest)} has "
-        f'{longest} tokens): raise it, or set data.overlong_prompts = "drop"',
-    )
-    kept = [
-        problem
-        for problem, length in zip(problems, lengths, strict=True)
-        if length <= max_prompt_length
-    ]
-    require(bool(kept), "data.max_prompt_length", max_prompt_length, "no prompt is that short")
-    if log:
-        log(
-            f"{too_long} of {len(problems)} {what} are left out: longer than data.max_prompt_length = "
-            f"{max_prompt_length}"
-        )
-    return kept
-
-
-def begun(
-    tools: Tools, problems: Sequence[Problem], tokenizer: Tokenizer, max_prompt_length: int
-) -> Sequence[Problem]:
-    """Returns the problems with their environment's first observation in the prompt.
-
-    Raises:
-        ValueError: If an environment cannot be reset, or a prompt is then longer than `max_prompt_length`.
-    """
-    return admit(
-        observed(tools, problems),
-        tokenizer,
-        max_prompt_length=max_prompt_length,
-        overlong="error",
-        tools=tools,
-        what="prompts with what the environment says",
-    )
-
-
 def make_sampler(
     model: Transformer,
     tokenizer: Tokenizer,
     cfg: RolloutConfig,
     *,
     max_prompt_length: int,
-    entropies: bool = False,
-    poll: Callable[[], None] | None = None,
     tools: Tools | None = None,
     replicas: Replicas = Replicas(),
-    row_lengths: Sequence[int] | None = None,
+    **options: Any,
 ) -> Sampler:
     """Makes a sampler from a config.
 
@@ -216,40 +109,21 @@ def make_sampler(
         tokenizer: The policy's tokenizer.
         cfg: The sampling options.
         max_prompt_length: The most tokens of a prompt.
-        entropies: Whether rollouts have the sampler's entropies.
-        poll: See `Engine`.
         tools: Tools that the policy may call.
         replicas: The devices that sample.
-        row_lengths: For benchmarks, see `Engine`.
+        **options: `entropies`, for rollouts with the sampler's entropies; `poll` and `row_lengths` of `Engine`.
     """
-    engine = Engine.of(
+    return Sampler.of(
         model,
         tokenizer,
-        cfg,
-        entropies=entropies,
-        compact=cfg.compact,
-        kv_cache_tokens=cfg.kv_cache_tokens,
-        kv_cache_fraction=cfg.kv_cache_fraction,
-        poll=poll,
-        row_lengths=row_lengths,
-    )
-    return Sampler(
-        engine_of(engine, replicas),
-        tokenizer,
-        num_generations=cfg.num_generations,
+        from_section(cfg),
+        EngineLimits.of(cfg),
         max_prompt_length=max_prompt_length,
-        max_completion_length=cfg.max_completion_length,
-        temperature=cfg.temperature,
-        max_concurrent=cfg.max_concurrent,
         tools=tools,
-        hosts=replicas.hosts,
+        replicas=replicas,
+        compact=cfg.compact,
+        **options,
     )
-
-
-@jax.jit
-def _row_keys(key: jax.Array, rows: jax.Array) -> jax.Array:
-    """Returns the PRNG key data of rows int32 [B], uint32 [B, 2]."""
-    return jax.random.key_data(jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, rows))
 
 
 def collect(
@@ -262,21 +136,16 @@ def collect(
     groups: Sequence[int] | np.ndarray | None = None,
     on_text: Callable[[int, str], None] | None = None,
 ) -> Rollout:
-    """Samples G completions of each problem.
-
-    Each prompt is prefilled once for its G rows. A row's random numbers depend only on its own key and the token's
-    position, so its samples depend neither on the rest of the batch nor on the slot in which it runs.
+    """Samples G completions of each problem: `sampler.params.n`.
 
     Args:
-        sampler: The engine, and the options of sampling.
+        sampler: Samples them.
         variables: `params`, `frozen` and, under AQN, `noise`: vectors for all rows, or `RowNoise`.
         problems: The P problems.
         key: Random key; row r samples from fold_in(key, first_row + r).
         first_row: Number of rows that were sampled with the same key before.
-        groups: int [P], the numbers of the groups' noise if rows have their own; None means 0, 1, ... With
-            noise per sequence each completion has its own prefill.
-        on_text: Called as on_text(row, text) when a row has ended, in a separate thread, while the device
-            samples the others; see `scoring.beginner`.
+        groups: See `Sampler.ask`.
+        on_text: See `Sampler.ask`.
 
     Returns:
         The P problems and their P * G completions.
@@ -284,113 +153,29 @@ def collect(
     Raises:
         ValueError: If a prompt is too long, or an environment cannot be reset.
     """
-    talk = None
-    if sampler.tools is not None:
-        problems = begun(sampler.tools, problems, sampler.tokenizer, sampler.max_prompt_length)
-        talk = Conversations(
-            sampler.tools, sampler.tokenizer, problems, group=sampler.num_generations
-        )
-    prompts = encode(problems, sampler.tokenizer, sampler.tools)
-    rows = np.arange(first_row, first_row + len(problems) * sampler.num_generations, dtype=np.int32)
-    keys = _row_keys(key, rows)
-    sampled = sampler.engine.completions(
-        variables,
-        _queue(
-            prompts,
-            np.asarray(keys).reshape(len(problems), sampler.num_generations, -1),
-            sampler.max_completion_length,
-            variables.get("noise"),
-            np.arange(len(problems)) if groups is None else np.asarray(groups),
-        ),
-        sampler.temperature,
-        max_prompt_length=sampler.max_prompt_length,
-        max_concurrent=sampler.max_concurrent and min(len(rows), sampler.max_concurrent),
-        turns=talk,
-    )
-
-    def heard(row: int, text: str) -> str:
-        if on_text is not None:
-            on_text(row, text)
-        return text
-
-    def decoded(completion: RowTokens, said: concurrent.futures.Future | None) -> str:
-        if said is None:
-            return heard(completion.row, sampler.tokenizer.decode(completion.tokens))
-        return heard(completion.row, said.result().text)
-
-    done, texts, said, talks = [], {}, {}, {}
-    # If sampling fails, rows are abandoned before the thread is joined, because it waits for rows to end.
-    with concurrent.futures.ThreadPoolExecutor(1) as thread, contextlib.ExitStack() as failed:
-        if talk is not None:
-            failed.callback(talk.abandon)
-        for each in sampled:
-            done.append(each)
-            if talk is not None and each.is_own:
-                said[each.row] = talk.ended(each.row, each.tokens)
-            if talk is None or each.is_own:
-                texts[each.row] = thread.submit(decoded, each, said.get(each.row))
-        if talk is not None:
-            talks = _exchanged(sampler.hosts, said)
-            of_others = sorted(talks.keys() - texts.keys())
-            texts |= {row: thread.submit(heard, row, talks[row].text) for row in of_others}
-        failed.pop_all()
-    done.sort(key=lambda each: each.row)
+    keys = row_keys(key, len(problems), sampler.params.n, first_row)
+    completions = sampler.ask(variables, problems, keys, groups=groups, on_text=on_text)
+    done = sorted(completions, key=lambda completion: completion.row.row)
+    rows, firsts = [completion.row for completion in done], done[:: sampler.params.n]
+    has_tools = sampler.tools is not None
     return Rollout(
-        problems=tuple(problems),
-        prompt_ids=prompts,
-        texts=tuple(texts[each.row].result() for each in done),
-        completion_ids=tuple(each.tokens for each in done),
-        behaviour_logps=tuple(each.behaviour_logps for each in done),
-        stopped=tuple(each.ended == "stop" for each in done),
-        entropies=_entropies(done),
-        given=None if talk is None else tuple(each.given for each in done),
-        conversations=None if talk is None else tuple(talks[each.row] for each in done),
+        problems=tuple(first.problem for first in firsts),
+        prompt_ids=tuple(first.prompt_ids for first in firsts),
+        texts=tuple(completion.text for completion in done),
+        completion_ids=tuple(row.tokens for row in rows),
+        behaviour_logps=tuple(row.behaviour_logps for row in rows),
+        stopped=tuple(row.ended == "stop" for row in rows),
+        entropies=_entropies(rows),
+        given=tuple(row.given for row in rows) if has_tools else None,
+        conversations=tuple(completion.conversation for completion in done) if has_tools else None,
     )
 
 
-def _exchanged(
-    hosts: Hosts, said: Mapping[int, concurrent.futures.Future]
-) -> dict[int, Conversation]:
-    """Sends the conversations of this host's rows to the other hosts, and returns those of all rows."""
-    own = {row: conversation.result() for row, conversation in said.items()}
-    return {row: talk for found in hosts.gathered(own) for row, talk in found.items()}
-
-
-def _queue(
-    prompts: Sequence[np.ndarray], keys: np.ndarray, limit: int, noise: Any, groups: np.ndarray
-) -> list[QueuedPrompt]:
-    """Makes the engine's queue: prompts with the keys [P, G, ...] of their completions, and numbers of row noise."""
-    if not isinstance(noise, RowNoise):
-        return [QueuedPrompt(ids, each, limit) for ids, each in zip(prompts, keys, strict=True)]
-    queue = [
-        QueuedPrompt(ids, each, limit, numbers)
-        for ids, each, numbers in zip(
-            prompts, keys, noise.numbers(groups, keys.shape[1]), strict=True
-        )
-    ]
-    if noise.per != "sequence":
-        return queue
-    # With noise per sequence the keys and values of the prompt differ between completions, too.
-    return [
-        QueuedPrompt(each.tokens, key[None], limit, number[None])
-        for each in queue
-        for key, number in zip(each.keys, each.noise, strict=True)
-    ]
-
-
-def _entropies(completions: Sequence[RowTokens]) -> tuple[float, ...] | None:
+def _entropies(rows: Sequence[RowTokens]) -> tuple[float, ...] | None:
     """Returns the sum of each completion's entropies; None if they were not asked for."""
-    if completions[0].entropies is None:
+    if rows[0].entropies is None:
         return None
-    return tuple(float(np.sum(each.entropies, dtype=np.float64)) for each in completions)
-
-
-def encode(
-    problems: Sequence[Problem], tokenizer: Tokenizer, tools: Tools | None = None
-) -> tuple[np.ndarray, ...]:
-    """Returns the tokens of each problem's prompt, int32 [tokens], which lists the tools if there are any."""
-    ids = conversations.encode(problems, tokenizer, tools)
-    return tuple(np.array(each, np.int32) for each in ids)
+    return tuple(float(np.sum(row.entropies, dtype=np.float64)) for row in rows)
 
 
 def score(

@@ -103,15 +103,6 @@ class Tools:
         return tool_calls.parse(text, self.call_format)
 
 
-def encode(
-    problems: Sequence[Problem], tokenizer: Tokenizer, tools: Tools | None = None
-) -> list[list[int]]:
-    """Returns the token ids of each problem's prompt, which lists the tools if there are any."""
-    if tools is not None:
-        return tools.encode(tokenizer, problems)
-    return tokenizer.encode([problem.prompt for problem in problems])
-
-
 def _has_place(tokenizer: Tokenizer) -> bool:
     return "tools" in tokenizer.chat_template
 
@@ -155,9 +146,10 @@ class Conversation:
         """The environment after the row, as reward functions see it."""
         return Snapshot(**(self.public or {}), _reward=self.reward, _class=self.environment)
 
-    def transcript(self) -> str:
-        """Returns all turns as one readable text; an answer of a tool follows the tool's name in brackets."""
-        return "\n".join(map(_line, self.messages))
+
+def transcript(messages: Sequence[dict[str, Any]]) -> str:
+    """Returns all turns as one readable text; an answer of a tool follows the tool's name in brackets."""
+    return "\n".join(map(_line, messages))
 
 
 def _line(message: dict[str, Any]) -> str:
@@ -196,21 +188,16 @@ class Conversations:
         tools: Tools,
         tokenizer: Tokenizer,
         problems: Sequence[Problem],
-        group: int,
-        first_row: int = 0,
     ):
         """Creates a session per row; no environment is started yet.
 
         Args:
             tools: Tools that the policy may call.
             tokenizer: The policy's tokenizer.
-            problems: The P problems.
-            group: G, completions per problem; row r belongs to problem (first_row + r) // G.
-            first_row: Number of rows to skip at the front.
+            problems: The problem of each row.
         """
         self._tools, self._tokenizer = tools, tokenizer
-        rows = [problem for problem in problems for _ in range(group)][first_row:]
-        self._rows = [_Row(tools.toolboxes.session(_columns(problem))) for problem in rows]
+        self._rows = [_Row(tools.toolboxes.session(_columns(problem))) for problem in problems]
         self._is_abandoned = False
         # The tokenizers of transformers are not thread-safe.
         self._lock = threading.Lock()

@@ -12,6 +12,7 @@ from pallas_kernels import runtime
 from qerl_jax.generation.draft_control import Record
 from qerl_jax.rewards import scoring
 from qerl_jax.rl import grpo, rollouts
+from qerl_jax.tools.conversations import transcript
 
 
 @dataclasses.dataclass
@@ -213,7 +214,7 @@ def completion_rows(
     rollout, group = sampled.rollout, sampled.rollout.num_generations
     texts = rollout.texts
     if (talks := rollout.conversations) is not None:
-        texts = [talk.transcript() for talk in talks]
+        texts = [transcript(talk.messages) for talk in talks]
         columns = columns | {"turns": [list(talk.messages) for talk in talks]}
     known = dict(zip(learned.positions.tolist(), np.asarray(advantages).tolist(), strict=True))
     own = zip(

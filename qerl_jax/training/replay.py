@@ -14,7 +14,7 @@ import optax
 
 from qerl_jax import config
 from qerl_jax.aqn import exploration
-from qerl_jax.checkpoint import base_model
+from qerl_jax.checkpoint.policy import load_base
 from qerl_jax.model.transformer import trainable
 from qerl_jax.planning import memory
 from qerl_jax.rl import experience, update
@@ -75,7 +75,7 @@ def run(path: str | pathlib.Path) -> list[str]:
         raise FileNotFoundError(f"no such file: {path}")
     cfg = config.load_run(path.resolve().parents[1])
     arrays = _read(path)
-    model, frozen, tokenizer = base_model.load_base(cfg.model, cfg.lora, cfg.seed)
+    model, frozen, tokenizer = load_base(cfg.model, cfg.lora, cfg.seed)
     fresh, frozen = trainable(model, frozen, jax.random.key(0))
     rows = experience.Experience(**_under("experience", arrays))
     params = _filled(fresh, _under("params", arrays))

@@ -14,11 +14,13 @@ from pallas_kernels import runtime
 from qerl_jax import config
 from qerl_jax.aqn import exploration
 from qerl_jax.checkpoint import base_model, hf_folder, peft, run_state
+from qerl_jax.checkpoint.policy import read_base
 from qerl_jax.config import rules as config_rules
 from qerl_jax.data import datasets
 from qerl_jax.distributed.hosts import Hosts
 from qerl_jax.distributed.mesh import Replicas
 from qerl_jax.evaluation.evaluator import Evaluator
+from qerl_jax.generation.sampler import Sampler
 from qerl_jax.model import fused_decode, transformer
 from qerl_jax.planning import memory
 from qerl_jax.rewards import imports, scoring, stock
@@ -27,7 +29,7 @@ from qerl_jax.rl.entropy import EntropyControl
 from qerl_jax.system import files
 from qerl_jax.system.checked import require
 from qerl_jax.tools import environments
-from qerl_jax.tracking import terminal, trackers
+from qerl_jax.tracking import trackers
 from qerl_jax.training import replay, stopping
 from qerl_jax.training.task import Task, make_task
 
@@ -87,7 +89,7 @@ class PreparedRun:
     weights: list[float]
     informative: Callable[[rollouts.Scored], np.ndarray]
     total_steps: int
-    sampler: rollouts.Sampler
+    sampler: Sampler
     updater: update.Updater
     noise: exploration.Exploration
     sigma: float | None
@@ -295,7 +297,7 @@ def _policy(
     quiet: bool,
 ) -> tuple[update.TrainState, Any]:
     """Returns the initial state, and the part that is not trained; adds lines about the noise to `notes`."""
-    frozen = _weights(cfg, model, quiet, replicas.places_of if replicas.group > 1 else None)
+    frozen = read_base(cfg.model, model, cfg.seed, replicas, quiet=quiet)
     params, frozen = transformer.trainable(model, frozen, stream_key(cfg, PARAMS))
     if start is not None:
         params = peft.import_adapter(start, model)
@@ -311,24 +313,13 @@ def _policy(
     return replicas.hold(state), replicas.hold(frozen)
 
 
-def _weights(
-    cfg: config.RunConfig,
-    model: transformer.Transformer,
-    quiet: bool,
-    places: base_model.Placer | None,
-) -> Any:
-    """Loads the base's weights; unless `quiet`, the terminal shows the progress."""
-    with terminal.loading(cfg.model, quiet=quiet) as move:
-        return base_model.load_weights(cfg.model, model, cfg.seed, move, places)
-
-
 def _sampler(
     cfg: config.RunConfig,
     task: Task,
     replicas: Replicas,
     stop: stopping.Stop,
     row_lengths: Sequence[int] | None = None,
-) -> rollouts.Sampler:
+) -> Sampler:
     return rollouts.make_sampler(
         task.model,
         task.tokenizer,

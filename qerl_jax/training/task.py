@@ -10,6 +10,7 @@ from qerl_jax.checkpoint import base_model
 from qerl_jax.data import datasets
 from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.distributed.hosts import Hosts
+from qerl_jax.generation import prompts
 from qerl_jax.model import transformer
 from qerl_jax.planning import memory
 from qerl_jax.rewards import imports, scoring, stock
@@ -85,7 +86,7 @@ def make_task(
         _add_own_rewards(boxes, functions, weights)
     informative = informative_by(cfg, functions, weights, notes.append)
     notes += about_data(cfg, problems)
-    problems = rollouts.admit(
+    problems = prompts.admit(
         problems,
         tokenizer,
         max_prompt_length=cfg.data.max_prompt_length,
@@ -121,9 +122,7 @@ def _require_held_out(cfg: config.RunConfig) -> None:
 
 def _described(cfg: config.RunConfig) -> tuple[transformer.Transformer, Tokenizer]:
     """Returns the policy without weights, divided as in the mesh config, and its tokenizer."""
-    model, tokenizer = base_model.describe_base(cfg.model, cfg.lora)
-    model = model.clone(fsdp=cfg.mesh.fsdp, tensor=cfg.mesh.tensor)
-    model.division.require()
+    model, tokenizer = base_model.describe_base(cfg.model, cfg.lora, cfg.mesh)
     memory.require_context(cfg, model.arch)
     return model, tokenizer
 
@@ -133,7 +132,7 @@ def _try(task: Task, hosts: Hosts, max_prompt_length: int) -> None:
     first = task.problems[:2]
     extras = metrics.Trace(0, task.total_steps).extras
     if task.tools is not None:
-        rollouts.begun(task.tools, first, task.tokenizer, max_prompt_length)
+        prompts.with_observations(task.tools, first, task.tokenizer, max_prompt_length)
         extras |= task.tools.toolboxes.extras(len(first))
     if hosts.leads:
         scoring.check(task.functions, first, extras)

@@ -25,6 +25,7 @@ from qerl_jax.checkpoint import policy as sources
 from qerl_jax.cli import main
 from qerl_jax.data.datasets import Problem
 from qerl_jax.generation.engine import Engine
+from qerl_jax.generation.sampling_params import EngineLimits
 from qerl_jax.rewards.scoring import RewardError
 from qerl_jax.system.checked import ConfigError
 from qerl_jax.tracking import logger
@@ -482,8 +483,8 @@ def test_what_is_wrong_with_a_call_is_said_by_its_name(call, message, policy):
 
 
 def test_a_number_of_numpy_will_do_as_a_limit(policy):
-    few = dataclasses.replace(policy.generator, max_concurrent=np.int64(2))
-    assert len(list(few(["1+1", "2+2", "3+3"], max_tokens=1))) == 3
+    few = dataclasses.replace(policy, limits=EngineLimits(np.int64(2)))
+    assert len(few.generate(["1+1", "2+2", "3+3"], max_tokens=1)) == 3
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 
 from pallas_kernels import nvfp4, runtime
 from qerl_jax.checkpoint import base_model, hf_folder
+from qerl_jax.checkpoint.policy import load_base
 from qerl_jax.checkpoint.safetensors import SafetensorsError
 from qerl_jax.config import LoraConfig, ModelConfig
 from qerl_jax.model import architecture
@@ -39,7 +40,7 @@ def split_into_shards(folder):
 
 def policy(folder, weights="float32", **options):
     options = {"tokenizer_name_or_path": "qerl-tiny", "dtype": "float32"} | options
-    return base_model.load_base(ModelConfig(str(folder), weights=weights, **options), None)
+    return load_base(ModelConfig(str(folder), weights=weights, **options), None)
 
 
 # Reading a base
@@ -97,7 +98,7 @@ def test_a_random_base_is_packed_repeatable_and_as_wide_as_asked(tmp_path):
     """It needs a config.json, and no weights."""
     shutil.copy(DENSE / "config.json", tmp_path)
     cfg = ModelConfig(str(tmp_path), "qerl-tiny", "nvfp4", "float32", random_base=True)
-    first, again, other = (base_model.load_base(cfg, None, seed)[1] for seed in (0, 0, 1))
+    first, again, other = (load_base(cfg, None, seed)[1] for seed in (0, 0, 1))
     assert_trees_equal(first, again)
     dequantize = jax.jit(nvfp4.dequantize)
     for linear in LINEARS:
@@ -111,7 +112,7 @@ def test_a_random_base_is_packed_repeatable_and_as_wide_as_asked(tmp_path):
 
 def test_a_policy_has_the_adapter_and_the_dtypes_that_were_asked_for():
     cfg = ModelConfig(str(DENSE), "qerl-tiny", "nvfp4", "bfloat16")
-    model, frozen, tokens = base_model.load_base(cfg, LoraConfig(4, 8.0, 0.1, True))
+    model, frozen, tokens = load_base(cfg, LoraConfig(4, 8.0, 0.1, True))
     assert (model.lora, model.dtype) == (LoraConfig(4, 8.0, 0.1, True), jnp.bfloat16)
     assert frozen["embed_tokens"].dtype == frozen["norm"]["scale"].dtype == jnp.bfloat16
     assert frozen["layers"]["qkv"]["weight"].codes.dtype == jnp.uint8
@@ -131,7 +132,7 @@ def test_a_policy_has_the_adapter_and_the_dtypes_that_were_asked_for():
 def test_bases_that_are_read_and_random_bases_have_one_layout(lora, is_paired):
     cfg = ModelConfig(str(DENSE), "qerl-tiny", "nvfp4", "bfloat16")
     with as_on("H200"):
-        model, frozen, _ = base_model.load_base(cfg, lora)
+        model, frozen, _ = load_base(cfg, lora)
         expected = abstract_base(model)
     assert jax.tree.structure(frozen) == jax.tree.structure(expected)
     assert frozen["layers"]["gate_up"]["weight"].is_paired == is_paired
@@ -341,7 +342,7 @@ def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused():
 
 def test_a_named_shape_needs_a_tokenizer():
     with pytest.raises(ValueError, match="model.tokenizer_name_or_path: got None; 'qwen2.5-3b' is"):
-        base_model.load_base(ModelConfig("qwen2.5-3b", random_base=True), None)
+        load_base(ModelConfig("qwen2.5-3b", random_base=True), None)
 
 
 def test_a_model_folder_without_tokenizer_is_refused():
@@ -395,4 +396,4 @@ def test_kernels_that_cannot_run_here_are_an_error_that_says_why():
     cfg = ModelConfig("qwen2.5-3b", random_base=True, kernels="hopper")
     rule = "model.kernels: got 'hopper'; cannot run here: needs a GPU of compute capability 9.0"
     with runtime.on(runtime.device(), "auto"), pytest.raises(ConfigError, match=rule):
-        base_model.load_base(cfg, None)
+        load_base(cfg, None)

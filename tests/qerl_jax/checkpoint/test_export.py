@@ -13,6 +13,7 @@ import pytest
 from pallas_kernels.formats import nf4, nvfp4
 from qerl_jax import config
 from qerl_jax.checkpoint import base_model, export, hf_folder, packed_formats, peft
+from qerl_jax.checkpoint.policy import load_base
 from qerl_jax.checkpoint.run_state import StateFiles
 from qerl_jax.cli import main
 from qerl_jax.config import DataConfig, LoraConfig, ModelConfig, RewardConfig, RunConfig
@@ -44,7 +45,7 @@ def run_config(folder, lora=LORA, **model):
 def finished_run(folder, size=0.05, **model):
     """Makes a run folder as training leaves it, with an adapter that changes much."""
     cfg = run_config(folder, **model)
-    model, frozen, _ = base_model.load_base(cfg.model, cfg.lora)
+    model, frozen, _ = load_base(cfg.model, cfg.lora)
     params = init_params(model, frozen, jax.random.key(0))
     rng = np.random.default_rng(1)
     params = jax.tree.map(lambda x: x + size * rng.normal(size=x.shape).astype(np.float32), params)

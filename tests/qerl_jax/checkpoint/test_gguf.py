@@ -11,6 +11,7 @@ import pytest
 
 from qerl_jax.checkpoint import base_model, gguf, hf_folder
 from qerl_jax.checkpoint.gguf import GGUFError
+from qerl_jax.checkpoint.policy import load_base
 from qerl_jax.config import ModelConfig
 from qerl_jax.model import architecture
 from qerl_jax.model.transformer import Transformer
@@ -163,7 +164,7 @@ def test_a_file_is_a_source_for_loading_and_quantizing(tmp_path):
     folder, fields, tensors = contents("qwen2_untied")
     file = write(tmp_path / "model.gguf", fields, tensors)
     with pytest.raises(FileNotFoundError, match="has no tokenizer.json"):
-        base_model.load_base(ModelConfig(str(file)), None)
+        load_base(ModelConfig(str(file)), None)
     quantizer.quantize(str(file), tmp_path / "ours", Recipe(), lambda line: None)
     (tmp_path / "bare").mkdir()
     from tests.model_folders import copy

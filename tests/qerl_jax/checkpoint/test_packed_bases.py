@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import FORMATS
-from qerl_jax.checkpoint import base_model
+from qerl_jax.checkpoint.policy import load_base
 from qerl_jax.config import ConfigError, LoraConfig, ModelConfig
 from qerl_jax.model import layers
 from qerl_jax.model.transformer import abstract_base, head, init_params, random_base
@@ -29,7 +29,7 @@ def loss_and_gradient(model, params, frozen):
 @pytest.mark.parametrize("weights", ["mxfp4", "nf4"])
 def test_a_packed_base_learns_as_its_unpacked_self(weights):
     cfg = ModelConfig("qerl-tiny", weights=weights, dtype="float32")
-    model, frozen, _ = base_model.load_base(cfg, LoraConfig(4, 8.0))
+    model, frozen, _ = load_base(cfg, LoraConfig(4, 8.0))
     params = init_params(model, frozen, jax.random.key(0))
     params = jax.tree.map(lambda x: x + 0.02, params)
     unpack, dense = jax.jit(jax.vmap(FORMATS[weights].dequantize)), dict(frozen["layers"])
@@ -49,7 +49,7 @@ def test_a_packed_base_learns_as_its_unpacked_self(weights):
 @pytest.mark.parametrize("weights", ["mxfp4", "nf4"])
 def test_a_random_base_has_the_form_of_a_loaded_one(weights):
     cfg = ModelConfig("qerl-tiny", weights=weights, dtype="bfloat16")
-    model, loaded, _ = base_model.load_base(cfg, None)
+    model, loaded, _ = load_base(cfg, None)
     made = random_base(model, jax.random.key(0))
     shapes = jax.tree.map(lambda x: (x.shape, x.dtype), abstract_base(model))
     assert jax.tree.map(lambda x: (x.shape, x.dtype), made) == shapes

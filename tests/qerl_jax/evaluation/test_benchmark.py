@@ -12,13 +12,16 @@ import numpy as np
 import pytest
 
 from qerl_jax import config
-from qerl_jax.checkpoint import base_model, peft
-from qerl_jax.checkpoint.policy import PolicySource, find_policy
+from qerl_jax.checkpoint import peft
+from qerl_jax.checkpoint.policy import PolicySource, find_policy, load_base
 from qerl_jax.cli import main
 from qerl_jax.config import EvalConfig, LoraConfig, ModelConfig
 from qerl_jax.data import answers, datasets
 from qerl_jax.evaluation import benchmark, evaluator, protocols
 from qerl_jax.evaluation.comparison import compare
+from qerl_jax.evaluation.options import EvalOptions
+from qerl_jax.generation.sampler import Sampler
+from qerl_jax.generation.sampling_params import SamplingParams
 from qerl_jax.model import fused_decode
 from qerl_jax.model.transformer import trainable
 from qerl_jax.rewards import scoring
@@ -30,13 +33,13 @@ BASE = PolicySource(TINY)
 
 
 def arithmetic(problems=6):
-    return benchmark.source_of("arithmetic", BASE, num_problems=problems)
+    return benchmark.source_of("arithmetic", BASE, EvalOptions(num_problems=problems))
 
 
-def sums(**changes):
+def sums(reward="accuracy_reward", **changes):
     """Returns four answers to each sum."""
-    fields = {"temperature": 1.0, "top_p": 1.0, "max_completion_length": 44} | changes
-    return dataclasses.replace(protocols.paper("arithmetic"), **fields)
+    fields = {"n": 4, "temperature": 1.0, "top_p": 1.0, "max_tokens": 44} | changes
+    return protocols.Protocol(reward, SamplingParams(**fields))
 
 
 def run(folder, policy=BASE, problems=6, **changes):
@@ -68,7 +71,7 @@ def adapter(tmp_path_factory):
     """Makes a PEFT adapter that changes nothing: its B is zero."""
     folder = tmp_path_factory.mktemp("peft") / "adapter"
     lora = LoraConfig(4, 4.0)
-    model, frozen, _ = base_model.load_base(TINY, lora)
+    model, frozen, _ = load_base(TINY, lora)
     params, _ = trainable(model, frozen, jax.random.key(0))
     peft.export_adapter(folder, params, model.lora, "qerl-tiny")
     return folder
@@ -89,11 +92,12 @@ def test_slow_sampling_is_told_once_for_all_sets(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", protocols.SPLITS)
 def test_protocols_are_those_of_paper_and_verl(name):
     paper, verl = protocols.paper(name), protocols.verl(name)
-    assert (paper.temperature, paper.top_p, paper.max_completion_length) == (0.6, 0.95, 4096)
+    ours, theirs = paper.sampling, verl.sampling
+    assert (ours.temperature, ours.top_p, ours.max_tokens) == (0.6, 0.95, 4096)
     assert paper.reward == "math_verify_reward" and paper.system_prompt == "think-answer"
     small = name in ("aime24", "aime25", "amc23")
-    assert paper.num_generations == verl.num_generations * (1 if small else 4)
-    assert (verl.temperature, verl.top_p) == ((1.0, 0.7) if small else (0.0, 1.0))
+    assert ours.n == theirs.n * (1 if small else 4)
+    assert (theirs.temperature, theirs.top_p) == ((1.0, 0.7) if small else (0.0, 1.0))
     assert ("####" in verl.prompt_template) == (verl.reward == "verl_gsm8k_reward")
     assert name in datasets.SETS
 
@@ -169,7 +173,7 @@ def test_a_reward_that_compares_strings_votes_by_its_strings():
 @pytest.mark.slow
 def test_an_evaluation_that_failed_before_its_first_answer_may_be_asked_otherwise(tmp_path):
     with pytest.raises(ValueError, match="max_tokens"):
-        run(tmp_path, max_completion_length=10**6)
+        run(tmp_path, max_tokens=10**6)
     assert (tmp_path / "arithmetic" / "settings.json").is_file()
     _, said = run(tmp_path)
     assert said
@@ -226,16 +230,13 @@ def test_a_comparison_needs_the_same_problems(finished, tmp_path):
 @pytest.mark.parametrize("problems", [1, 2])
 def test_an_accuracy_has_an_interval_where_there_are_several_problems(problems):
     policy = benchmark.load_policy(BASE, 0)
-    subject = evaluator.Evaluator.of_protocol(
-        policy.model,
-        policy.tokenizer,
+    sampling = sums(max_tokens=2).sampling
+    subject = evaluator.Evaluator(
+        Sampler.of(policy.model, policy.tokenizer, sampling, max_prompt_length=64),
         datasets.from_config(arithmetic(problems), split="test", seed=0),
         scoring.resolve(["accuracy_reward"])[0],
-        sums(max_completion_length=2),
         batch_size=1,
-        max_prompt_length=64,
         key=jax.random.key(0),
-        max_concurrent=None,
     )
     found = subject(policy.variables)
     assert found["eval/accuracy"] == 0
@@ -269,15 +270,17 @@ def test_a_run_folder_brings_its_model_prompt_problems_and_sampling(run_folder):
     )
     source = benchmark.source_of("arithmetic", policy)
     assert (source.split, source.num_problems) == ("test", 5)
-    protocol = benchmark.protocol_for("arithmetic", None, policy, top_p=0.9)
-    assert (protocol.temperature, protocol.top_p, protocol.num_generations) == (0.7, 0.9, 4)
-    assert protocol.system_prompt == "Add." and protocol.max_completion_length == 44
+    protocol = benchmark.protocol_for("arithmetic", policy, EvalOptions(top_p=0.9))
+    sampling = protocol.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.n) == (0.7, 0.9, 4)
+    assert protocol.system_prompt == "Add." and sampling.max_tokens == 44
     rollout = dataclasses.replace(policy.run.rollout, stop=("|",))
     stopped = dataclasses.replace(policy, run=dataclasses.replace(policy.run, rollout=rollout))
-    assert benchmark.protocol_for("arithmetic", None, stopped).stop == ("|",)
+    assert benchmark.protocol_for("arithmetic", stopped).sampling.stop == ("|",)
     # Another set, asked as the run asks; and under the paper's protocol instead.
-    assert benchmark.protocol_for("math500", "run", policy).system_prompt == "Add."
-    assert benchmark.protocol_for("math500", "paper", policy) == protocols.paper("math500")
+    named = lambda name: benchmark.protocol_for("math500", policy, EvalOptions(protocol=name))
+    assert named("run").system_prompt == "Add."
+    assert named("paper") == protocols.paper("math500")
 
 
 @pytest.mark.parametrize("applies", [True, False])
@@ -297,8 +300,8 @@ def test_a_set_is_asked_in_the_form_of_training_or_a_warning_names_the_cure(
     monkeypatch.setattr(fused_decode, "slow_because", lambda *_: None)
 
     def ask(folder, **given):
-        source = benchmark.source_of(str(rows), policy, **given)
-        protocol = benchmark.protocol_for(str(rows), None, policy)
+        source = benchmark.source_of(str(rows), policy, EvalOptions(**given))
+        protocol = benchmark.protocol_for(str(rows), policy)
         benchmark.run(
             policy, [(source, protocol)], tmp_path / folder, policy=loaded, log=said.append
         )
@@ -370,7 +373,7 @@ def test_a_judge_that_the_run_was_not_trained_with_is_named(run_folder, tmp_path
         policy = dataclasses.replace(
             found, run=dataclasses.replace(found.run, rewards=rewards, **changes)
         )
-        protocol = benchmark.protocol_for("arithmetic", None, policy)
+        protocol = benchmark.protocol_for("arithmetic", policy)
         lines = []
         benchmark.run(
             *(policy, [(arithmetic(1), protocol)], tmp_path / f"{len(changes)}"),

@@ -24,6 +24,7 @@ from qerl_jax.generation import (
     scheduler,
 )
 from qerl_jax.generation.engine import Engine, EngineSpec
+from qerl_jax.generation.sampling_params import SamplingParams
 from qerl_jax.generation.scheduler import QueuedPrompt
 from qerl_jax.generation.stop_strings import StopStrings
 from qerl_jax.model import architecture, layers
@@ -52,7 +53,8 @@ def policy():
 
 def make(num_tokens=64, chunk=4, repetition_penalty=1.0, model=None, **options):
     model = model or policy()[0]
-    spec = EngineSpec(num_tokens, repetition_penalty=repetition_penalty, chunk=chunk)
+    params = SamplingParams(repetition_penalty=repetition_penalty)
+    spec = EngineSpec(num_tokens, params, chunk)
     return Engine(model, spec, **{"page_size": 8} | options)
 
 

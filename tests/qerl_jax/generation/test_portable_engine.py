@@ -6,7 +6,7 @@ import pytest
 
 from pallas_kernels import runtime
 from pallas_kernels.portable.layout import PortableWeight
-from qerl_jax.checkpoint import base_model
+from qerl_jax.checkpoint.policy import load_base
 from qerl_jax.config import ModelConfig
 from qerl_jax.generation.engine import Engine, EngineSpec
 from qerl_jax.generation.scheduler import QueuedPrompt
@@ -28,7 +28,7 @@ def test_the_portable_engine_samples_what_the_reference_does(assume, weights, ca
         # What was traced with other kernels must not be met again.
         jax.clear_caches()
         cfg = ModelConfig("qerl-tiny", weights=weights, dtype="bfloat16", kernels=kernels)
-        model, frozen, _ = base_model.load_base(cfg, None)
+        model, frozen, _ = load_base(cfg, None)
         is_portable = isinstance(frozen["layers"]["qkv"]["weight"], PortableWeight)
         assert is_portable == (kernels == "portable") == (fused_decode.fit(model, 2) == kernels)
         engine = Engine(model, EngineSpec(model.arch.vocab_size), kv_cache_tokens=256)

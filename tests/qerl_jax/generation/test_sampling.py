@@ -13,7 +13,7 @@ from qerl_jax.checkpoint import base_model, peft
 from qerl_jax.config import LoraConfig
 from qerl_jax.generation import sampling
 from qerl_jax.generation.engine import Engine, EngineSpec
-from qerl_jax.generation.sampling import Truncation
+from qerl_jax.generation.sampling_params import SamplingParams
 from qerl_jax.generation.scheduler import QueuedPrompt
 from qerl_jax.model import architecture, layers, logprobs
 from qerl_jax.model.transformer import Transformer, head
@@ -82,13 +82,13 @@ def sample(
     row_keys=None,
     stop_tokens=(),
     num_tokens=None,
-    truncation=Truncation(),
+    params=SamplingParams(),
     entropies=False,
 ):
     model, variables = policy(name)
     tokens = prompts(name) if tokens is None else tokens
     row_keys = keys() if row_keys is None else row_keys
-    spec = EngineSpec(num_tokens or model.arch.vocab_size, truncation, entropies=entropies)
+    spec = EngineSpec(num_tokens or model.arch.vocab_size, params, entropies=entropies)
     engine = Engine(model, spec, stop_tokens=stop_tokens)
     return sampled(engine, variables, tokens, lengths, row_keys, temperature)
 
@@ -204,7 +204,7 @@ def recomputed(name, completions, temperature, num_tokens):
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 def test_returned_log_probabilities_are_the_trainers(temperature):
     """They are taken before truncation. There may be fewer ids than rows of the embedding."""
-    options = {"num_tokens": 500, "truncation": Truncation(top_k=20, top_p=0.9)}
+    options = {"num_tokens": 500, "params": SamplingParams(top_k=20, top_p=0.9)}
     actual = sample("qwen2_untied", temperature, **options)
     assert actual.tokens.max() < 500
     expected, _ = recomputed("qwen2_untied", actual.tokens, temperature, 500)
@@ -216,8 +216,8 @@ def test_returned_log_probabilities_are_the_trainers(temperature):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_samplers_entropies_are_the_trainers_and_change_no_token(temperature):
-    """They are of the distributions before truncation, as log-probabilities are."""
-    options = {"num_tokens": 500, "truncation": Truncation(top_k=20)}
+    """They are of the distributions before params, as log-probabilities are."""
+    options = {"num_tokens": 500, "params": SamplingParams(top_k=20)}
     actual = sample("qwen2_untied", temperature, entropies=True, **options)
     without = sample("qwen2_untied", temperature, **options)
     np.testing.assert_array_equal(actual.tokens, without.tokens)
@@ -297,25 +297,23 @@ def test_successive_tokens_of_a_row_are_independent_and_have_their_frequencies()
 SCORES = np.array([1.0, -0.5, 0.3, 2.0, 0.0, 1.5, 9.0, 7.0], np.float32)
 
 
-def draw(temperature, truncation, rows=20_000, num_tokens=6):
+def draw(temperature, params, rows=20_000, num_tokens=6):
     scores = jnp.broadcast_to(SCORES, (rows, len(SCORES)))
-    draw = jax.jit(
-        functools.partial(sampling.next_token, num_tokens=num_tokens, truncation=truncation)
-    )
+    draw = jax.jit(functools.partial(sampling.next_token, num_tokens=num_tokens, params=params))
     return jax.device_get(draw(scores, keys(rows=rows), jnp.float32(temperature)))
 
 
 @pytest.mark.parametrize(
-    "temperature,truncation,kept",
+    "temperature,params,kept",
     [
-        (0.7, Truncation(), [0, 1, 2, 3, 4, 5]),
-        (2.0, Truncation(), [0, 1, 2, 3, 4, 5]),
-        (0.7, Truncation(top_k=3), [0, 3, 5]),
+        (0.7, SamplingParams(), [0, 1, 2, 3, 4, 5]),
+        (2.0, SamplingParams(), [0, 1, 2, 3, 4, 5]),
+        (0.7, SamplingParams(top_k=3), [0, 3, 5]),
     ],
 )
-def test_sampled_frequencies_are_the_distributions(temperature, truncation, kept):
+def test_sampled_frequencies_are_the_distributions(temperature, params, kept):
     """There are 20,000 draws; ids 6 and 7 have the largest scores but are not the tokenizer's."""
-    tokens, logps = draw(temperature, truncation)
+    tokens, logps = draw(temperature, params)
     probabilities = np.exp(SCORES[:6].astype(np.float64) / temperature)
     probabilities /= probabilities.sum()
     assert set(tokens.tolist()) == set(kept)
@@ -347,7 +345,7 @@ def test_a_token_of_small_probability_is_drawn_by_bits_that_are_as_rare(monkeypa
         # No other id is in its block.
         scores = jnp.where((jnp.arange(vocab) >= 256) & (jnp.arange(vocab) != rare), -1e9, scores)
         token, logp = sampling.next_token(
-            scores, jax.random.split(jax.random.key(0), 1), jnp.float32(1), vocab, Truncation()
+            scores, jax.random.split(jax.random.key(0), 1), jnp.float32(1), vocab, SamplingParams()
         )
         assert token[0] == rare and logp[0] < -19
 
@@ -371,7 +369,7 @@ def test_draws_from_blocks_have_their_frequencies_into_the_tails(vocab, num_toke
     @jax.jit
     def counts(key):
         tokens, _ = sampling.next_token(
-            scores, jax.random.split(key, rows), jnp.float32(1), num_tokens, Truncation()
+            scores, jax.random.split(key, rows), jnp.float32(1), num_tokens, SamplingParams()
         )
         return jnp.bincount(tokens, length=vocab)
 
@@ -418,85 +416,85 @@ def test_at_temperature_0_the_likeliest_is_taken_though_its_block_is_not():
     """There are 300 ids: the first block has the most mass, the last one the likeliest id."""
     scores = jnp.concatenate([jnp.zeros(256), jnp.full(43, -9.0), jnp.array([0.5])])[None]
     token, _ = sampling.next_token(
-        scores, jax.random.split(jax.random.key(0), 1), jnp.float32(0), 300, Truncation()
+        scores, jax.random.split(jax.random.key(0), 1), jnp.float32(0), 300, SamplingParams()
     )
     assert token[0] == 299
 
 
 def test_temperature_zero_takes_the_likeliest_token_and_scores_it_at_temperature_one():
-    tokens, logps = draw(0.0, Truncation(), rows=50)
+    tokens, logps = draw(0.0, SamplingParams(), rows=50)
     np.testing.assert_array_equal(tokens, 3)
     at_one = SCORES[3] - np.log(np.exp(SCORES[:6]).sum())
     np.testing.assert_allclose(logps, at_one, rtol=1e-6)
 
 
-def kept(truncation, logps):
-    out = np.asarray(truncation(jnp.asarray(logps)))
+def kept(params, logps):
+    out = np.asarray(sampling.truncate(jnp.asarray(logps), params))
     stays = ~np.isneginf(out)
     np.testing.assert_array_equal(out[stays], np.asarray(logps)[stays])
     return stays
 
 
 @pytest.mark.parametrize(
-    "truncation,stays",
+    "params,stays",
     [
-        (Truncation(), "11111"),
-        (Truncation(top_k=1), "01000"),
-        (Truncation(top_k=2), "11000"),
-        (Truncation(top_k=5), "11111"),
-        (Truncation(top_k=9), "11111"),
-        (Truncation(top_p=0.01), "01000"),
-        (Truncation(top_p=1e-46), "01000"),
-        (Truncation(top_p=0.39), "01000"),
-        (Truncation(top_p=0.41), "11000"),
-        (Truncation(top_p=0.69), "11000"),
-        (Truncation(top_p=0.71), "11010"),
-        (Truncation(min_p=1.0), "01000"),
-        (Truncation(min_p=0.7), "11000"),
-        (Truncation(min_p=0.3), "11010"),
+        (SamplingParams(), "11111"),
+        (SamplingParams(top_k=1), "01000"),
+        (SamplingParams(top_k=2), "11000"),
+        (SamplingParams(top_k=5), "11111"),
+        (SamplingParams(top_k=9), "11111"),
+        (SamplingParams(top_p=0.01), "01000"),
+        (SamplingParams(top_p=1e-46), "01000"),
+        (SamplingParams(top_p=0.39), "01000"),
+        (SamplingParams(top_p=0.41), "11000"),
+        (SamplingParams(top_p=0.69), "11000"),
+        (SamplingParams(top_p=0.71), "11010"),
+        (SamplingParams(min_p=1.0), "01000"),
+        (SamplingParams(min_p=0.7), "11000"),
+        (SamplingParams(min_p=0.3), "11010"),
         # Of the two that top_k leaves, the likelier one has 4/7 of the mass.
-        (Truncation(top_k=2, top_p=0.55), "01000"),
-        (Truncation(top_p=0.95, min_p=0.3), "11010"),
+        (SamplingParams(top_k=2, top_p=0.55), "01000"),
+        (SamplingParams(top_p=0.95, min_p=0.3), "11010"),
     ],
 )
-def test_truncation_by_hand(truncation, stays):
+def test_truncation_by_hand(params, stays):
     logps = np.log(np.array([0.3, 0.4, 0.05, 0.15, 0.1], np.float32))
-    assert kept(truncation, logps).tolist() == [stay == "1" for stay in stays]
+    assert kept(params, logps).tolist() == [stay == "1" for stay in stays]
 
 
-@pytest.mark.parametrize("truncation", [Truncation(top_k=2), Truncation(top_p=0.5)])
-def test_tokens_as_likely_as_the_last_one_kept_stay(truncation):
+@pytest.mark.parametrize("params", [SamplingParams(top_k=2), SamplingParams(top_p=0.5)])
+def test_tokens_as_likely_as_the_last_one_kept_stay(params):
     logps = np.log(np.array([0.2, 0.4, 0.1, 0.2, 0.1], np.float32))
-    assert kept(truncation, logps).tolist() == [True, True, False, True, False]
+    assert kept(params, logps).tolist() == [True, True, False, True, False]
 
 
-def truncation_oracle(truncation, logps):
+def truncation_oracle(params, logps):
     """Finds the kept tokens of one row with a loop from the likeliest down."""
     order = np.argsort(-logps)
     probabilities = np.exp(logps.astype(np.float64))
-    if truncation.top_k:
-        order = order[: truncation.top_k]
+    if params.top_k:
+        order = order[: params.top_k]
     total, mass, last = probabilities[order].sum(), 0.0, 0
-    while last < len(order) and mass < truncation.top_p * total:
+    while last < len(order) and mass < params.top_p * total:
         mass, last = mass + probabilities[order[last]], last + 1
     order = order[:last]
-    order = order[probabilities[order] >= truncation.min_p * probabilities[order[0]]]
+    order = order[probabilities[order] >= params.min_p * probabilities[order[0]]]
     return np.isin(np.arange(len(logps)), order)
 
 
 @pytest.mark.parametrize(
-    "truncation",
+    "params",
     [
-        Truncation(top_k=7),
-        Truncation(top_p=0.8),
-        Truncation(min_p=0.1),
-        Truncation(top_k=20, top_p=0.9, min_p=0.05),
+        SamplingParams(top_k=7),
+        SamplingParams(top_p=0.8),
+        SamplingParams(min_p=0.1),
+        SamplingParams(top_k=20, top_p=0.9, min_p=0.05),
     ],
 )
-def test_truncation_equals_a_loop_from_the_likeliest_down(truncation):
+def test_truncation_equals_a_loop_from_the_likeliest_down(params):
     scores = np.random.default_rng(0).normal(scale=2, size=(4, 5, 60)).astype(np.float32)
     logps = np.asarray(logprobs.log_softmax(jnp.asarray(scores), 1.0, num_tokens=55))
-    actual = kept(truncation, logps)
-    expected = np.apply_along_axis(lambda row: truncation_oracle(truncation, row), -1, logps)
+    actual = kept(params, logps)
+    expected = np.apply_along_axis(lambda row: truncation_oracle(params, row), -1, logps)
     np.testing.assert_array_equal(actual, expected)
     assert not actual[..., 55:].any()

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from qerl_jax.generation.stop_strings import StopStrings
+from qerl_jax.generation.stop_strings import StopStrings, text_before
 
 # Token 9 says nothing, like a special token.
 WORDS = {0: "a", 1: "b", 2: "ab", 3: "</", 4: "ans>", 5: ">\n", 6: "<", 7: "/ans", 9: ""}
@@ -93,9 +93,9 @@ def test_bytes_that_take_a_whole_run_along_hide_no_string():
 
 
 def test_the_text_before_the_first_string():
-    assert STOPS.before("ab</ans>bb") == "ab"
-    assert STOPS.before("abbb</ans>") == "a"
-    assert STOPS.before("ab</ans") == "ab</ans"
+    assert text_before("ab</ans>bb", STOPS.strings) == "ab"
+    assert text_before("abbb</ans>", STOPS.strings) == "a"
+    assert text_before("ab</ans", STOPS.strings) == "ab</ans"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from pallas_kernels import runtime
 from qerl_jax import config
 from qerl_jax.api import settings
-from qerl_jax.checkpoint import base_model
+from qerl_jax.checkpoint.policy import load_base
 from qerl_jax.cli import main
 from qerl_jax.config import ConfigError
 from qerl_jax.generation.scheduler import QueuedPrompt
@@ -40,7 +40,7 @@ def named(made, start):
 def test_what_always_stays_is_planned_to_the_byte(weights, optimizer):
     cfg = config.load(CONFIGS / "quickstart.toml")
     cfg = changed(cfg, model={"weights": weights}, optim={"optimizer": optimizer})
-    model, frozen, _ = base_model.load_base(cfg.model, cfg.lora)
+    model, frozen, _ = load_base(cfg.model, cfg.lora)
     params, frozen = trainable(model, frozen, jax.random.key(0))
     state = update.init_state(params, cfg.optim)
     held = sum(leaf.nbytes for leaf in jax.tree.leaves((frozen, params, state.opt_state)))
@@ -146,7 +146,7 @@ def test_the_cache_is_planned_as_the_engine_makes_it(monkeypatch, fields):
         rollout=sizes | fields,
         optim={"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
     )
-    model, frozen, tokenizer = base_model.load_base(cfg.model, cfg.lora)
+    model, frozen, tokenizer = load_base(cfg.model, cfg.lora)
     params, frozen = trainable(model, frozen, jax.random.key(0))
     prompts, longest = cfg.prompts_per_rollout, cfg.data.max_prompt_length
     free = memory.estimate(cfg)

@@ -11,6 +11,7 @@ import pytest
 from pallas_kernels import FORMATS
 from qerl_jax.checkpoint import base_model
 from qerl_jax.checkpoint.hf_folder import TINY
+from qerl_jax.checkpoint.policy import load_base
 from qerl_jax.checkpoint.safetensors import Tensors
 from qerl_jax.config import ModelConfig
 from qerl_jax.data import tokenizer
@@ -27,7 +28,7 @@ ROWS = Calibration("arithmetic", num_samples=24, max_length=64)
 
 def load(folder, weights):
     """Loads a model, its frozen base and its tokenizer, to be computed in float32."""
-    return base_model.load_base(ModelConfig(str(folder), weights=weights, dtype="float32"), None)
+    return load_base(ModelConfig(str(folder), weights=weights, dtype="float32"), None)
 
 
 def log_softmax(policy, ids):

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import qerl_jax
 from pallas_kernels import NVFP4Tensor, runtime
 from qerl_jax.checkpoint import base_model, export, safetensors
+from qerl_jax.checkpoint.policy import load_base
 from qerl_jax.checkpoint.safetensors import Tensors
 from qerl_jax.config import LoraConfig, ModelConfig
-from qerl_jax.generation.generator import Generator
 from qerl_jax.model import architecture, fused_decode
 from qerl_jax.model.transformer import Transformer, init_params
 from qerl_jax.planning import memory
@@ -35,7 +36,7 @@ def folder(tmp_path_factory):
 
 def load(folder, **changes):
     cfg = ModelConfig(str(folder), dtype="float32", **changes)
-    model, frozen, _ = base_model.load_base(cfg, None)
+    model, frozen, _ = load_base(cfg, None)
     return model, {"frozen": frozen}
 
 
@@ -103,9 +104,9 @@ def test_slopes_of_an_adapter_over_a_mixed_base_are_those_over_its_unpacked_weig
 def test_a_mixed_base_decodes_what_its_unpacked_weights_decode(folder):
     """It decodes one token at a time over the cache; the fused layers refuse it and say why."""
     texts = [
-        Generator.load(str(folder), weights=weights, dtype="float32")(
-            ["What is 3+4?"], temperature=0.0, max_tokens=12
-        )
+        qerl_jax.load(folder, weights=weights, dtype="float32", quiet=True)
+        .generate("What is 3+4?", temperature=0.0, max_tokens=12)[0]
+        .text
         for weights in ("nvfp4", "float32")
     ]
     assert texts[0] == texts[1]

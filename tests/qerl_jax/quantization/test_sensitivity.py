@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qerl_jax.checkpoint import base_model
+from qerl_jax.checkpoint.policy import load_base
 from qerl_jax.config import ModelConfig
 from qerl_jax.model import layers
 from qerl_jax.model.transformer import head
@@ -17,7 +17,7 @@ LINEARS = ("qkv", "down")
 @pytest.fixture(scope="module")
 def base():
     cfg = ModelConfig("qerl-tiny", weights="float32", dtype="float32")
-    model, frozen, _ = base_model.load_base(cfg, None)
+    model, frozen, _ = load_base(cfg, None)
     return model, frozen
 
 

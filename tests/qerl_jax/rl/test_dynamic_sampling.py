@@ -10,7 +10,8 @@ import pytest
 from qerl_jax.checkpoint import hf_folder
 from qerl_jax.data import tokenizer
 from qerl_jax.data.datasets import Problem
-from qerl_jax.rl import dynamic_sampling, rollouts
+from qerl_jax.generation.prompts import encode
+from qerl_jax.rl import dynamic_sampling
 from qerl_jax.rl.dynamic_sampling import Supply
 from qerl_jax.rl.rollouts import Rollout, Scored
 from qerl_jax.tools.conversations import Conversation
@@ -30,7 +31,7 @@ def sampled():
     ids = tuple(rng.integers(3, 300, length).astype(np.int32) for length in (1, 6, 3, 2, 5, 4))
     return Rollout(
         problems=tuple(PROBLEMS),
-        prompt_ids=rollouts.encode(PROBLEMS, tokens()),
+        prompt_ids=encode(PROBLEMS, tokens()),
         texts=tuple(map(tokens().decode, ids)),
         completion_ids=ids,
         behaviour_logps=tuple(rng.normal(size=len(row)).astype(np.float32) for row in ids),

@@ -14,6 +14,9 @@ from qerl_jax.config import LoraConfig, RolloutConfig
 from qerl_jax.data import tokenizer
 from qerl_jax.data.datasets import Problem
 from qerl_jax.generation.engine import Engine, EngineSpec
+from qerl_jax.generation.prompts import admit
+from qerl_jax.generation.sampler import Sampler
+from qerl_jax.generation.sampling_params import SamplingParams
 from qerl_jax.generation.scheduler import QueuedPrompt
 from qerl_jax.model import layers, logprobs
 from qerl_jax.model.architecture import Architecture
@@ -22,7 +25,7 @@ from qerl_jax.rewards import scoring
 from qerl_jax.rl import rollouts
 from qerl_jax.rl.experience import make_experience
 from qerl_jax.rl.objective import token_logps
-from qerl_jax.rl.rollouts import Rollout, Sampler
+from qerl_jax.rl.rollouts import Rollout
 from tests.experiences import in_one_batch
 from tests.qerl_jax.model import caches
 
@@ -51,10 +54,8 @@ def policy():
     sampler = Sampler(
         Engine(model, EngineSpec(tokens().num_tokens), stop_tokens=STOPS),
         tokens(),
-        num_generations=GROUP,
-        max_prompt_length=PROMPT_WIDTH,
-        max_completion_length=LONGEST,
-        temperature=1.0,
+        SamplingParams(n=GROUP, max_tokens=LONGEST),
+        PROMPT_WIDTH,
     )
     params = init_params(model, frozen, jax.random.key(1))
     return sampler, {"params": params, "frozen": frozen}
@@ -131,7 +132,7 @@ def lengths_of_prompts():
 def test_problems_whose_prompts_fit_are_admitted_as_they_are():
     longest = max(lengths_of_prompts())
     for overlong in ("error", "drop"):
-        admitted = rollouts.admit(PROBLEMS, tokens(), max_prompt_length=longest, overlong=overlong)
+        admitted = admit(PROBLEMS, tokens(), max_prompt_length=longest, overlong=overlong)
         assert admitted is PROBLEMS
 
 
@@ -140,7 +141,7 @@ def test_an_overlong_prompt_is_an_error_that_counts_and_names_them():
     assert lengths[1] == max(lengths)
     limit = lengths[1] - 1
     with pytest.raises(ValueError) as error:
-        rollouts.admit(PROBLEMS, tokens(), max_prompt_length=limit, overlong="error")
+        admit(PROBLEMS, tokens(), max_prompt_length=limit, overlong="error")
     message = str(error.value)
     assert message.startswith(f"data.max_prompt_length: got {limit}; 1 of 3 prompts are longer")
     assert f"problem 1 has {lengths[1]} tokens" in message
@@ -151,7 +152,7 @@ def test_overlong_prompts_are_dropped_on_request():
     limit = max(lengths_of_prompts()) - 1
     said = []
     options = {"overlong": "drop", "what": "held-out prompts", "log": said.append}
-    admitted = rollouts.admit(PROBLEMS, tokens(), max_prompt_length=limit, **options)
+    admitted = admit(PROBLEMS, tokens(), max_prompt_length=limit, **options)
     assert admitted == [PROBLEMS[0], PROBLEMS[2]]
     assert said == [
         f"1 of 3 held-out prompts are left out: longer than data.max_prompt_length = {limit}"
@@ -160,13 +161,13 @@ def test_overlong_prompts_are_dropped_on_request():
 
 def test_to_drop_every_prompt_is_an_error():
     with pytest.raises(ValueError, match="data.max_prompt_length: got 1; no prompt is that short"):
-        rollouts.admit(PROBLEMS, tokens(), max_prompt_length=1, overlong="drop")
+        admit(PROBLEMS, tokens(), max_prompt_length=1, overlong="drop")
 
 
 def test_a_prompt_without_tokens_is_an_error_that_names_it():
     problems = [*PROBLEMS, Problem("", {})]
     with pytest.raises(ValueError, match="prompt of problem 3: must have at least one token"):
-        rollouts.admit(problems, tokens(), max_prompt_length=100, overlong="drop")
+        admit(problems, tokens(), max_prompt_length=100, overlong="drop")
 
 
 def written(texts, problems, lengths=None):

@@ -17,6 +17,10 @@ from qerl_jax.data import tokenizer
 from qerl_jax.data.datasets import Problem
 from qerl_jax.distributed import messages
 from qerl_jax.distributed.hosts import Hosts
+from qerl_jax.generation import sampler as sampler_module
+from qerl_jax.generation.prompts import with_observations
+from qerl_jax.generation.sampler import Sampler
+from qerl_jax.generation.sampling_params import SamplingParams
 from qerl_jax.generation.scheduler import RowTokens
 from qerl_jax.rewards import scoring
 from qerl_jax.rl import rollouts
@@ -30,6 +34,7 @@ LIMIT = 400
 WIDTH = 1024  # what the template says of tools, letter by letter, too
 HERE = "tests.qerl_jax.tools.environments_for_tests"
 CHAT = [{"role": "user", "content": "Count."}]
+FOUR = SamplingParams(n=4, max_tokens=LIMIT)
 
 
 def call(name, **arguments):
@@ -90,7 +95,8 @@ class Scripted:
 
 def collect(tokens, tools, scripts, columns=({"start": 1},), limit=LIMIT):
     engine = Scripted(tokens, scripts, limit)
-    sampler = rollouts.Sampler(engine, tokens, len(scripts) // len(columns), WIDTH, LIMIT, 1.0)
+    params = SamplingParams(n=len(scripts) // len(columns), max_tokens=LIMIT)
+    sampler = Sampler(engine, tokens, params, WIDTH)
     problems = [Problem(CHAT, each) for each in columns]
     key = jax.random.key(0)
     return rollouts.collect(dataclasses.replace(sampler, tools=tools), {}, problems, key)
@@ -132,7 +138,7 @@ def test_what_was_said_is_messages_as_trl_has_them(rollout):
     assert fourth.messages[2]["content"].endswith("(the rest is cut)")
     assert rollout.texts == ("It is known.", "Done.", "", "cut")
     assert rollout.stopped == (True, True, True, False)
-    assert "[call] add(times=2)\n[add] 3\n" in second.transcript()
+    assert "[call] add(times=2)\n[add] 3\n" in conversations.transcript(second.messages)
 
 
 def test_rows_of_another_host_come_with_its_conversations(rollout, tokens):
@@ -158,9 +164,9 @@ def test_rows_of_another_host_come_with_its_conversations(rollout, tokens):
     cfg = ToolsConfig((f"{HERE}:double",))
     heard = []
     with pytest.MonkeyPatch.context() as patch, contextlib.closing(Toolboxes(cfg)) as boxes:
-        patch.setattr(rollouts, "Conversations", Talk)
+        patch.setattr(sampler_module, "Conversations", Talk)
         tools = conversations.Tools(cfg, boxes, "hermes")
-        sampler = rollouts.Sampler(engine, tokens, 4, WIDTH, LIMIT, 1.0, None, tools, Pair())
+        sampler = Sampler(engine, tokens, FOUR, WIDTH, tools=tools, hosts=Pair())
         found = rollouts.collect(
             sampler,
             {},
@@ -195,7 +201,7 @@ def test_the_environment_speaks_at_the_end_of_the_prompt(rollout, tokens, tools)
     with pytest.raises(
         ValueError, match="max_prompt_length: got 9; 1 of 1 prompts with what the env"
     ):
-        rollouts.begun(tools, [Problem(CHAT, {"start": 1})], tokens, 9)
+        with_observations(tools, [Problem(CHAT, {"start": 1})], tokens, 9)
     with pytest.raises(ValueError, match="speaks to chats"):
         conversations.observed(tools, [Problem("text", {"start": 1})])
 
@@ -255,7 +261,7 @@ def test_half_a_character_of_a_tool_is_told_as_a_whole_one(tokens):
 
 def test_a_call_past_the_limit_counts_as_such_however_its_turn_has_ended(tokens, tools):
     """By the stop token, or by a stop string, behind which there is none."""
-    talk = conversations.Conversations(tools, tokens, [Problem(CHAT, {})], group=2)
+    talk = conversations.Conversations(tools, tokens, 2 * [Problem(CHAT, {})])
     (said,) = tokens.hf([ADD], add_special_tokens=False)["input_ids"]
     for row, end in enumerate(([tokens.stop_tokens[0]], [])):
         made = [*said, *end]
@@ -269,7 +275,7 @@ def test_a_thread_that_comes_to_a_row_before_it_is_abandoned_starts_no_process(t
     cfg = ToolsConfig((), f"{HERE}:Counter", workers=1)
     with contextlib.closing(Toolboxes(cfg)) as toolboxes:
         tools = conversations.Tools(cfg, toolboxes, "hermes")
-        talk = conversations.Conversations(tools, tokens, [Problem(CHAT, {})], group=2)
+        talk = conversations.Conversations(tools, tokens, 2 * [Problem(CHAT, {})])
         (said,) = tokens.hf([call("stall")], add_special_tokens=False)["input_ids"]
         turn, waiting = [*said, tokens.stop_tokens[0]], []
         first = talk._rows[0].session
@@ -297,15 +303,8 @@ def test_rows_that_wait_for_a_call_make_none_once_sampling_has_failed(tokens):
                     time.sleep(0.01)
                 raise KeyboardInterrupt
 
-        sampler = rollouts.Sampler(
-            Failing(tokens, [["Done."]]),
-            tokens,
-            4,
-            WIDTH,
-            LIMIT,
-            1.0,
-            tools=conversations.Tools(cfg, toolboxes, "hermes"),
-        )
+        tools = conversations.Tools(cfg, toolboxes, "hermes")
+        sampler = Sampler(Failing(tokens, [["Done."]]), tokens, FOUR, WIDTH, tools=tools)
         began = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             rollouts.collect(sampler, {}, [Problem(CHAT, {})], jax.random.key(0))
@@ -352,6 +351,6 @@ def test_metrics_tell_turns_and_calls(rollout):
 def test_the_log_of_completions_shows_turns(rollout):
     scored = rollouts.Scored(rollout, np.array([0]), np.ones((1, 4)), np.ones((4, 1)))
     rows = metrics.completion_rows(scored, scored, np.zeros((1, 4)), {})
-    assert rows[1]["completion"] == rollout.conversations[1].transcript()
+    assert rows[1]["completion"] == conversations.transcript(rollout.conversations[1].messages)
     assert rows[1]["turns"] == list(rollout.conversations[1].messages)
     json.dumps(rows[1]["turns"])

@@ -9,7 +9,7 @@ import pytest
 
 from qerl_jax import config
 from qerl_jax.aqn import exploration
-from qerl_jax.checkpoint import base_model
+from qerl_jax.checkpoint.policy import load_base
 from qerl_jax.model.transformer import trainable
 from qerl_jax.rl import update
 from qerl_jax.rl.experience import Experience
@@ -49,7 +49,7 @@ def experience():
 def test_a_skipped_step_is_written_and_runs_once_more(tmp_path):
     cfg = run_config(tmp_path)
     (tmp_path / "config.toml").write_text(config.dump(cfg))
-    model, frozen, tokenizer = base_model.load_base(cfg.model, cfg.lora, cfg.seed)
+    model, frozen, tokenizer = load_base(cfg.model, cfg.lora, cfg.seed)
     params, frozen = trainable(model, frozen, jax.random.key(0))
     written = []
     improve = update.Updater(
@@ -79,7 +79,7 @@ def test_a_step_under_noise_of_each_groups_own_runs_once_more(tmp_path):
     cfg = run_config(tmp_path)
     cfg = dataclasses.replace(cfg, noise=dataclasses.replace(cfg.noise, per="group", scope="both"))
     (tmp_path / "config.toml").write_text(config.dump(cfg))
-    model, frozen, _ = base_model.load_base(cfg.model, cfg.lora, cfg.seed)
+    model, frozen, _ = load_base(cfg.model, cfg.lora, cfg.seed)
     params, frozen = trainable(model, frozen, jax.random.key(0))
     noise = exploration.make_exploration(cfg.noise, model, jax.random.key(3), 10)
     acting, _ = noise(5, 5, None)

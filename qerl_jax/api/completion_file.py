@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from qerl_jax.api.policy import of_source
 from qerl_jax.checkpoint.policy import ALONE, PolicySource
 from qerl_jax.config import MeshConfig, ToolsConfig
 from qerl_jax.data.tokenizer import Prompt
-from qerl_jax.generation.generator import Generator
-from qerl_jax.generation.sampling_params import SamplingParams
+from qerl_jax.generation.sampling_params import EngineLimits, SamplingParams
 from qerl_jax.system.checked import to_table
 from qerl_jax.system.files import Progress, content_hashes, to_line, write_whole
 
@@ -27,7 +27,7 @@ def write(
     prompts: Sequence[Prompt],
     params: SamplingParams,
     *,
-    limits: dict[str, Any],
+    limits: EngineLimits,
     log: Callable[[str], None],
     tools: ToolsConfig | None = None,
     mesh: MeshConfig = ALONE,
@@ -42,13 +42,14 @@ def write(
         rows: Columns that are written with each completion of a prompt.
         prompts: The prompts, one for each of `rows`.
         params: Sampling options.
-        limits: `max_concurrent`, `kv_cache_tokens` and `kv_cache_fraction` of `Generator`.
-        log: Called with a progress line about every 10 seconds.
+        limits: How many completions are sampled at a time.
+        log: Called with a progress line about every 10 seconds, and with a message if sampling is slower than it could
+            be on this GPU.
         tools: Tools that the policy may call; each row then also has its messages, as `turns`.
         mesh: The devices.
 
     Raises:
-        ValueError: If a partial file of other settings exists; also see `Generator`.
+        ValueError: If a partial file of other settings exists; also see `Policy.generate`.
     """
     partial = path.with_name(path.name + ".partial")
     progress = Progress(partial, _identity(source, rows, prompts, params, tools))
@@ -57,28 +58,28 @@ def write(
         log(f"{first}/{wanted} completions are in {progress.path}")
     try:
         if first < wanted:
-            held = {"mesh": mesh, "rows": wanted - first, "quiet": False}
-            completions = Generator.of(source, tools, log, **held, **limits).completions(
-                prompts,
-                columns=None if tools is None else columns_of(rows),
-                first_row=first,
-                **vars(params),
-            )
-            told = time.monotonic()
+            policy = of_source(source, limits, mesh=mesh, rows=wanted - first)
+            if slow := policy.slow_because:
+                log(slow)
+            if tools is not None:
+                policy = policy.with_tools(tools, log=log)
+            columns = None if tools is None else columns_of(rows)
+            completions = policy.completions(prompts, params, columns=columns, first=first)
+            reported = time.monotonic()
             for index, done in enumerate(completions, first):
                 values = (
                     done.text,
                     done.finish_reason,
-                    len(done.tokens),
-                    float(done.behaviour_logps.sum()),
+                    len(done.token_ids),
+                    float(done.logprobs.sum()),
                 )
-                said = dict(zip(WRITTEN, values, strict=False))
-                if done.conversation is not None:
-                    said["turns"] = list(done.conversation.messages)
-                progress.add([rows[index // params.n] | said])
-                if time.monotonic() > told + _SECONDS_BETWEEN_LINES:
+                written = dict(zip(WRITTEN, values, strict=False))
+                if done.messages is not None:
+                    written["turns"] = done.messages
+                progress.add([rows[index // params.n] | written])
+                if time.monotonic() > reported + _SECONDS_BETWEEN_LINES:
                     log(f"{index + 1}/{wanted} completions")
-                    told = time.monotonic()
+                    reported = time.monotonic()
     except BaseException:
         if not progress.values:
             progress.path.unlink()

@@ -1,4 +1,4 @@
-"""Tests the generator of notebooks and of `qerl generate`, on the base in the package."""
+"""Tests `Policy.generate`, its streams, and `qerl generate`, on the base in the package."""
 
 import dataclasses
 import functools
@@ -10,23 +10,22 @@ import jax
 import numpy as np
 import pytest
 
+import qerl_jax
 from pallas_kernels import runtime
 from qerl_jax import config
-from qerl_jax.checkpoint import base_model, peft
-from qerl_jax.checkpoint.policy import PolicySource, find_policy
+from qerl_jax.api import completion_file
+from qerl_jax.checkpoint import peft
+from qerl_jax.checkpoint.policy import PolicySource, find_policy, load_base
 from qerl_jax.cli import main
 from qerl_jax.cli.generate import _note_prompts_of_run, prompts_of
 from qerl_jax.config import LoraConfig, ToolsConfig
-from qerl_jax.generation import completion_file
-from qerl_jax.generation.generator import Generator
-from qerl_jax.generation.sampling_params import SamplingParams
+from qerl_jax.generation.sampling_params import EngineLimits, SamplingParams
 from qerl_jax.model import fused_decode, transformer
 from qerl_jax.system.files import Progress
-from qerl_jax.tools.conversations import Tools
-from qerl_jax.tools.environments import Toolboxes
+from qerl_jax.tools.conversations import transcript
 from qerl_jax.tools.stock_tools import calculator
 
-QUICKSTART = pathlib.Path(__file__).parents[3] / "configs" / "quickstart.toml"
+QUICKSTART = pathlib.Path(__file__).parents[2] / "configs" / "quickstart.toml"
 PROMPTS = ["What is (5-3)*3?", "What is 20+15?", "What is 31-12?", "What is 9*2+7?"]
 LIMIT = {"max_tokens": 12}
 SHORT = LIMIT | {"temperature": 1.5}
@@ -35,22 +34,28 @@ LOADED = "base: qerl-tiny, held in nvfp4\n"  # what the commands say of it
 
 @functools.cache
 def policy():
-    return Generator.load(dtype="float32")
+    return qerl_jax.load(dtype="float32", quiet=True)
+
+
+def ask(prompts, limits=EngineLimits(), **options):
+    """Returns the texts of all completions."""
+    limited = dataclasses.replace(policy(), limits=limits)
+    return [row.text for row in limited.completions(prompts, **options)]
 
 
 @functools.cache
 def texts():
-    return policy()(PROMPTS, seed=range(4), **SHORT)
+    return ask(PROMPTS, seed=range(4), **SHORT)
 
 
 def test_completions_come_in_the_order_of_the_prompts():
     rows = list(policy().completions(PROMPTS[:2], n=2, **SHORT))
-    assert [row.text for row in rows] == policy()(PROMPTS[:2], n=2, **SHORT)
+    assert [row.text for row in rows] == ask(PROMPTS[:2], n=2, **SHORT)
     assert len({row.text for row in rows}) > 2
     for row in rows:
-        assert row.text == policy().tokenizer.decode(row.tokens)
-        assert len(row.behaviour_logps) == len(row.tokens) <= 12
-        stopped = row.tokens[-1] in policy().tokenizer.stop_tokens
+        assert row.text == policy().tokenizer.decode(row.token_ids)
+        assert len(row.logprobs) == len(row.token_ids) <= 12
+        stopped = row.token_ids[-1] in policy().tokenizer.stop_tokens
         assert row.finish_reason == ("stop" if stopped else "length")
 
 
@@ -59,42 +64,35 @@ def test_slow_sampling_is_told_once_with_its_reason(monkeypatch, capsys):
     with runtime.on(runtime.H200):
         assert "sampling goes without the fused layers" in policy().slow_because
     monkeypatch.setattr(fused_decode, "slow_because", lambda model, rows: f"slow: {rows} rows")
-    said = []
-    Generator.of(find_policy(None, None, dtype="float32"), log=said.append, max_concurrent=3)
-    assert said == ["slow: 3 rows"]
+    few = dataclasses.replace(policy(), limits=EngineLimits(3))
+    assert few.slow_because == "slow: 3 rows"
     words = ["generate", *PROMPTS[:2], "--dtype", "float32", "--max-tokens", "2"]
     assert main.main(words) == 0
-    assert capsys.readouterr().err == f"{LOADED}slow: 64 rows\n"
+    assert capsys.readouterr().err == f"{LOADED}slow: 128 rows\n"
 
 
 def test_a_prompt_with_its_own_seed_gets_the_same_text_in_any_company():
-    moved = policy()(PROMPTS[::-1], seed=range(3, -1, -1), **SHORT)
+    moved = ask(PROMPTS[::-1], seed=range(3, -1, -1), **SHORT)
     assert moved == texts()[::-1] and len(set(moved)) == 4
-    assert policy()(PROMPTS, seed=7, **SHORT) != texts()
+    assert ask(PROMPTS, seed=7, **SHORT) != texts()
     with pytest.raises(ValueError, match="seed: got 2; must be one, or one for each"):
-        policy()(PROMPTS, seed=(1, 2))
+        ask(PROMPTS, seed=(1, 2))
 
 
-def test_prompts_are_a_list_and_may_be_none():
-    assert policy()([]) == []
-    for alone in ("What", [{"role": "user", "content": "What"}]):
-        with pytest.raises(ValueError, match="must be a list of texts or of chats"):
-            policy()(alone)
+def test_there_may_be_no_prompt():
+    assert ask([]) == [] == policy().generate([])
 
 
 @pytest.mark.slow
 def test_a_bounded_cache_makes_prompts_wait_and_changes_no_text():
-    assert (
-        dataclasses.replace(policy(), kv_cache_tokens=96)(PROMPTS, seed=range(4), **SHORT)
-        == texts()
-    )
+    assert ask(PROMPTS, EngineLimits(kv_cache_tokens=96), seed=range(4), **SHORT) == texts()
     # A row's own tokens count, not the bound that they are padded to.
     chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
     longest = max(map(len, policy().tokenizer.encode(chats)))
-    fits = {"kv_cache_tokens": longest - 1 + SHORT["max_tokens"]}
-    assert dataclasses.replace(policy(), **fits)(PROMPTS, seed=range(4), **SHORT) == texts()
+    fits = EngineLimits(kv_cache_tokens=longest - 1 + SHORT["max_tokens"])
+    assert ask(PROMPTS, fits, seed=range(4), **SHORT) == texts()
     with pytest.raises(ValueError, match="space for 32 tokens; a row may need"):
-        dataclasses.replace(policy(), kv_cache_tokens=32)(PROMPTS, max_tokens=60)
+        ask(PROMPTS, EngineLimits(kv_cache_tokens=32), max_tokens=60)
 
 
 def test_a_stream_shows_the_completion_piece_by_piece():
@@ -113,7 +111,7 @@ def test_a_stop_string_is_not_shown_not_even_its_beginning():
     assert completion.text == whole[: whole.index(stop)]
     assert completion.finish_reason == "stop"
     decode = policy().tokenizer.decode
-    assert stop in decode(completion.tokens) and stop not in decode(completion.tokens[:-1])
+    assert stop in decode(completion.token_ids) and stop not in decode(completion.token_ids[:-1])
 
 
 def test_ignoring_the_end_token_runs_to_the_limit():
@@ -122,9 +120,9 @@ def test_ignoring_the_end_token_runs_to_the_limit():
     rows = list(policy().completions(PROMPTS, ignore_eos=True, **options))
     assert {row.finish_reason for row in free} == {"stop", "length"}
     for row, longer in zip(free, rows, strict=True):
-        assert (row.tokens[-1] in stops) == (row.finish_reason == "stop")
-        assert longer.finish_reason == "length" and len(longer.tokens) == 12
-        np.testing.assert_array_equal(longer.tokens[: len(row.tokens)], row.tokens)
+        assert (row.token_ids[-1] in stops) == (row.finish_reason == "stop")
+        assert longer.finish_reason == "length" and len(longer.token_ids) == 12
+        np.testing.assert_array_equal(longer.token_ids[: len(row.token_ids)], row.token_ids)
 
 
 @pytest.mark.parametrize(
@@ -149,9 +147,9 @@ def test_numbers_of_numpy_count_as_pythons_do():
 def test_a_completion_ends_where_the_models_context_does():
     (whole,) = policy().completions(PROMPTS[:1], max_tokens=10_000, ignore_eos=True, temperature=0)
     (ids,) = policy().tokenizer.encode([({"role": "user", "content": PROMPTS[0]},)])
-    assert len(ids) + len(whole.tokens) == 256 and whole.finish_reason == "length"
+    assert len(ids) + len(whole.token_ids) == 256 and whole.finish_reason == "length"
     with pytest.raises(ValueError, match="tokens; the model was made for 256"):
-        policy()(["1" * 300])
+        ask(["1" * 300])
 
 
 def test_generate_writes_a_row_per_completion_beside_the_columns_of_its_prompt(tmp_path):
@@ -242,7 +240,7 @@ def test_generate_streams_one_prompt(capsys):
 def test_generate_prints_the_completions_of_several_prompts(capsys):
     options = ["--dtype", "float32", "--max-tokens", "12", "--temperature", "1.5"]
     assert main.main(["generate", *PROMPTS, *options]) == 0
-    expected = policy()(PROMPTS, seed=0, **SHORT)
+    expected = ask(PROMPTS, seed=0, **SHORT)
     assert capsys.readouterr().out == "".join(text + "\n" for text in expected)
 
 
@@ -250,7 +248,7 @@ def test_generate_takes_the_adapter_and_the_settings_of_a_run_folder(tmp_path, c
     cfg = config.load(QUICKSTART)
     cfg = dataclasses.replace(cfg, lora=LoraConfig(4, 4.0))
     (tmp_path / "config.toml").write_text(config.dump(cfg))
-    model, frozen, _ = base_model.load_base(cfg.model, cfg.lora)
+    model, frozen, _ = load_base(cfg.model, cfg.lora)
     params = transformer.init_params(model, frozen, jax.random.key(0))
     # B of a new adapter is zero: it is made to matter.
     params = jax.tree.map(lambda leaf: leaf + 0.1, params)
@@ -260,9 +258,11 @@ def test_generate_takes_the_adapter_and_the_settings_of_a_run_folder(tmp_path, c
     for adapter in (tmp_path, tmp_path / "adapter"):
         assert main.main(["generate", PROMPTS[0], "--adapter", str(adapter), *options]) == 0
         shown.append(capsys.readouterr().out)
-    trained = Generator(model, {"params": params, "frozen": frozen}, policy().tokenizer)
-    (text,) = trained(PROMPTS[:1], temperature=0.0, **LIMIT)
-    assert shown == [text + "\n"] * 2 and [text] != policy()(PROMPTS[:1], temperature=0.0, **LIMIT)
+    variables = {"params": params, "frozen": frozen}
+    loaded = dataclasses.replace(policy().loaded, model=model, variables=variables)
+    trained = dataclasses.replace(policy(), loaded=loaded)
+    text = trained.generate(PROMPTS[0], temperature=0.0, **LIMIT)[0].text
+    assert shown == [text + "\n"] * 2 and [text] != ask(PROMPTS[:1], temperature=0.0, **LIMIT)
 
 
 # The base writes "<think>3+4=": a call that it makes without being taught.
@@ -277,35 +277,34 @@ TURNS = {"n": 2, "max_tokens": 60, "temperature": 0.5}
 
 @functools.cache
 def able():
-    tools = Tools.of(THINKS, policy().tokenizer, Toolboxes(THINKS))
-    return dataclasses.replace(policy(), tools=tools)
+    return policy().with_tools(THINKS)
 
 
 @pytest.mark.slow
-def test_a_generator_with_tools_gives_whole_conversations():
+def test_a_policy_with_tools_gives_whole_conversations():
     rows = list(able().completions(PROMPTS[:2], **TURNS))
-    assert {row.conversation.turns for row in rows} == {1, 2}
+    assert {len(row.messages) for row in rows} == {1, 3}
     for row in rows:
-        if row.conversation.turns == 1:
-            assert row.text == row.conversation.text and not row.given.any()
+        if len(row.messages) == 1:
+            assert row.text == row.messages[0]["content"] and not row.given.any()
             continue
-        asked, answer, said = row.conversation.messages
-        (call,) = asked["tool_calls"]
+        question, answer, last = row.messages
+        (call,) = question["tool_calls"]
         assert answer["content"] == calculator(**call["function"]["arguments"])
-        assert row.text == said["content"] == row.conversation.text
+        assert row.text == last["content"]
         decode = policy().tokenizer.decode
-        assert answer["content"] in decode(row.tokens[row.given])
-        assert decode(row.tokens[np.flatnonzero(row.given)[-1] + 1 :]).endswith(row.text)
-        assert not row.behaviour_logps[row.given].any() and row.behaviour_logps[~row.given].any()
-    later = able().completions(PROMPTS[:2], first_row=1, **TURNS)
+        assert answer["content"] in decode(row.token_ids[row.given])
+        assert decode(row.token_ids[np.flatnonzero(row.given)[-1] + 1 :]).endswith(row.text)
+        assert not row.logprobs[row.given].any() and row.logprobs[~row.given].any()
+    later = able().completions(PROMPTS[:2], first=1, **TURNS)
     for row, expected in zip(later, rows[1:], strict=True):
-        np.testing.assert_array_equal(row.tokens, expected.tokens)
-        assert row.conversation == expected.conversation
+        np.testing.assert_array_equal(row.token_ids, expected.token_ids)
+        assert (row.index, row.messages) == (expected.index, expected.messages)
     with pytest.raises(ValueError, match="tools: got .*; a stream calls no tools"):
         next(able().stream(PROMPTS[0]))
-    for generator, columns in ((policy(), [{}]), (able(), [{}, {}])):
+    for one, columns in ((policy(), [{}]), (able(), [{}, {}])):
         with pytest.raises(ValueError, match="columns: .* one for each of 1 prompts, and go with"):
-            generator.completions(PROMPTS[:1], columns=columns)
+            one.completions(PROMPTS[:1], columns=columns)
 
 
 @pytest.mark.slow
@@ -316,14 +315,14 @@ def test_generate_calls_the_tools_of_a_config(tmp_path, capsys):
     asked = ["generate", *PROMPTS[:2], *options, "--tools"]
     expected = list(able().completions(PROMPTS[:2], **TURNS))
     assert main.main([*asked, str(tmp_path / "config.toml")]) == 0
-    shown = "".join(row.conversation.transcript() + "\n" for row in expected)
+    shown = "".join(transcript(row.messages) + "\n" for row in expected)
     captured = capsys.readouterr()
     assert captured.out == shown and "[calculator] " in shown
     assert "warning: tools: the chat template has no place for them" in captured.err
     out = tmp_path / "out.jsonl"
     assert main.main([*asked, str(tmp_path), "--output", str(out)]) == 0
     written = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [row["turns"] for row in written] == [list(r.conversation.messages) for r in expected]
+    assert [row["turns"] for row in written] == [row.messages for row in expected]
     assert [row["completion"] for row in written] == [row.text for row in expected]
     assert main.main([*asked, str(QUICKSTART)]) == 2
     assert "has no section [tools]" in capsys.readouterr().err
