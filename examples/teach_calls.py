@@ -28,13 +28,15 @@ def demonstration(tokens: Tokenizer, question: str, *, calls: bool) -> tuple[lis
     stop = tokens.stop_tokens[0]
     ids = lambda text: [*tokens.hf([text], add_special_tokens=False)["input_ids"][0], stop]
     if not calls:
-        said = ids("<think>Easy.</think><answer>100</answer>")
-        return said, [False] * len(said)
+        answer = ids("<think>Easy.</think><answer>100</answer>")
+        return answer, [False] * len(answer)
     result = calculator(question.removeprefix("What is ").removesuffix("?"))
     message = {"role": "tool", "name": "calculator", "content": result}
-    given = tool_calls.answer(tokens, [message], after_stop=True)
-    asked, said = ids(question), ids(f"<answer>{result}</answer>")
-    return [*asked, *given, *said], [False] * len(asked) + [True] * len(given) + [False] * len(said)
+    reply = tool_calls.answer(tokens, [message], after_stop=True)
+    call, answer = ids(question), ids(f"<answer>{result}</answer>")
+    return [*call, *reply, *answer], [False] * len(call) + [True] * len(reply) + [False] * len(
+        answer
+    )
 
 
 def teach(
@@ -59,19 +61,19 @@ def teach(
         # First only answers with calls, then both kinds.
         now = 1.0 if step < steps * 2 // 3 else share
         shown = [
-            demonstration(tokens, each.prompt[-1]["content"], calls=rng.random() < now)
-            for each in batch
+            demonstration(tokens, item.prompt[-1]["content"], calls=rng.random() < now)
+            for item in batch
         ]
         rollout = rl.Rollout(
             problems=tuple(batch),
             prompt_ids=tuple(
-                np.array(ids, np.int32) for ids in tokens.encode([each.prompt for each in batch])
+                np.array(ids, np.int32) for ids in tokens.encode([item.prompt for item in batch])
             ),
             texts=("",) * rows,
             completion_ids=tuple(np.array(ids, np.int32) for ids, _ in shown),
             behaviour_logps=tuple(np.zeros(len(ids), np.float32) for ids, _ in shown),
             stopped=(True,) * rows,
-            given=tuple(np.array(given) for _, given in shown),
+            given=tuple(np.array(received) for _, received in shown),
         )
         experience = rl.make_experience(rollout, np.ones((rows, 1)))
         key = jax.random.fold_in(jax.random.key(seed), step)

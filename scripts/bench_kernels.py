@@ -26,7 +26,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
 from pallas_kernels import nvfp4, runtime
@@ -42,10 +41,10 @@ from pallas_kernels.nvfp4_matmul import layout, nvfp4_matmul, reference, shapes
 from pallas_kernels.portable import layout as portable_layout
 from pallas_kernels.portable import matmul as portable
 from pallas_kernels.portable import tuning as portable_tuning
-from qerl_jax.checkpoint import base_model, hf_folder, safetensors
+from qerl_jax.checkpoint import base_model, hf_folder
 from qerl_jax.model import architecture
-from qerl_jax.model.architecture import LAYER_NORMS, PARENT, Architecture
-from qerl_jax.model.transformer import Transformer
+from qerl_jax.model.architecture import Architecture
+from qerl_jax.model.transformer import Transformer, random_base
 from qerl_jax.quantization import quantizer
 from qerl_jax.quantization.calibration import Calibration
 from scripts import bench
@@ -495,8 +494,8 @@ def decode_attention(case: SimpleNamespace) -> Callable[[Tell], None]:
 
         def one_layer(layer, carry):
             r, _, keys, values = carry
-            place = (keys, values, layer, tables, ends)
-            return r, *attend(qkv[r % 2, layer], *rest, *place, **more)
+            position = (keys, values, layer, tables, ends)
+            return r, *attend(qkv[r % 2, layer], *rest, *position, **more)
 
         def one_round(r, carry):
             return jax.lax.fori_loop(0, layers, one_layer, (r, *carry))[1:]
@@ -635,43 +634,19 @@ SMALL = Architecture("qwen2", 512, 128, 256, 3, 4, 2, 32)
 
 
 def write_model(folder: pathlib.Path, arch: Architecture) -> None:
-    """Writes a model folder with random weights: a file for everything outside the layers, and one for each layer."""
-    # One random draw is repeated: the quantizer's work does not depend on values, and drawing takes longer.
-    block = (np.random.default_rng(0).standard_normal(2**20) * 0.02).astype(ml_dtypes.bfloat16)
-    matrix = lambda *shape: np.resize(block, shape)
-    ones = lambda size: np.ones(size, ml_dtypes.bfloat16)
-    files = {"model-outside": {"model.norm.weight": ones(arch.width)}}
-    outside = ("model.embed_tokens.weight", "lm_head.weight")[: 2 - arch.tie_word_embeddings]
-    files["model-outside"] |= {name: matrix(arch.vocab_size, arch.width) for name in outside}
-    for index in range(arch.num_layers):
-        prefix = f"model.layers.{index}."
-        tensors = {f"{prefix}{name}.weight": ones(arch.width) for name in LAYER_NORMS}
-        for linear, parts in arch.linears().items():
-            for part, n in parts:
-                name = f"{prefix}{PARENT[linear]}.{part}"
-                tensors[f"{name}.weight"] = matrix(n, arch.input_width(linear))
-                if linear == "qkv" and arch.qkv_bias:
-                    tensors[f"{name}.bias"] = ones(n)
-        files[f"model-{index}"] = tensors
-    for stem, tensors in files.items():
-        safetensors.write(folder / f"{stem}.safetensors", tensors)
-    index = {name: f"{stem}.safetensors" for stem, tensors in files.items() for name in tensors}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    table = {
-        "model_type": arch.model_type,
-        "vocab_size": arch.vocab_size,
-        "hidden_size": arch.width,
-        "intermediate_size": arch.ffn_width,
-        "num_hidden_layers": arch.num_layers,
-        "num_attention_heads": arch.num_heads,
-        "num_key_value_heads": arch.num_kv_heads,
-        "rope_theta": arch.rope_theta,
-        "tie_word_embeddings": arch.tie_word_embeddings,
-        "torch_dtype": "bfloat16",
-    }
-    (folder / "config.json").write_text(json.dumps(table))
+    """Writes a model folder with random weights in bfloat16, and the tokenizer of the package."""
+    source = folder / "source"
+    source.mkdir()
+    fields = {"hidden_size": arch.width, "intermediate_size": arch.ffn_width}
+    fields |= {"num_hidden_layers": arch.num_layers, "num_attention_heads": arch.num_heads}
+    fields |= {"num_key_value_heads": arch.num_kv_heads, "torch_dtype": "bfloat16"}
+    for name in ("model_type", "vocab_size", "rope_theta", "tie_word_embeddings"):
+        fields[name] = getattr(arch, name)
+    (source / "config.json").write_text(json.dumps(fields))
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(hf_folder.TINY / name, folder)
+        shutil.copy(hf_folder.TINY / name, source)
+    model = Transformer(arch, "bfloat16", None, jnp.bfloat16)
+    hf_folder.export_model(folder / "model", model, random_base(model, jax.random.key(0)), source)
 
 
 def quantize(case: SimpleNamespace) -> Callable[[Tell], None]:
@@ -685,6 +660,7 @@ def quantize(case: SimpleNamespace) -> Callable[[Tell], None]:
     folder = pathlib.Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder)
     write_model(folder, dataclasses.replace(arch, num_layers=few))
+    folder = folder / "model"
     calibration = Calibration("arithmetic", case.samples, case.length)
 
     def measure(tell: Tell) -> None:

@@ -297,14 +297,16 @@ def recipe_config(case: SimpleNamespace, devices: int = 1, factor: int = 1) -> c
         model = dataclasses.replace(cfg.model, **changes)
         rewards = config.RewardConfig(("token_hash_reward",))
         cfg = dataclasses.replace(cfg, model=model, rewards=rewards)
-    rows = factor * (case.completions or cfg.generation_batch_size)
-    of_update = rows // cfg.updates_per_rollout
-    batch = min(of_update, cfg.optim.per_device_train_batch_size)
-    accumulation = {"gradient_accumulation_steps": of_update // batch}
-    optim = dataclasses.replace(cfg.optim, per_device_train_batch_size=batch, **accumulation)
-    rollout = dataclasses.replace(cfg.rollout, generation_batch_size=rows)
-    changes = {"max_steps": cfg.updates_per_rollout, "num_train_epochs": None}
-    cfg = dataclasses.replace(cfg, rollout=rollout, optim=optim, **changes)
+    if case.completions or factor > 1:
+        count = cfg.updates_per_rollout
+        rows = factor * (case.completions or cfg.generation_batch_size)
+        batch = min(rows // count, cfg.optim.per_device_train_batch_size)
+        sizes = {"per_device_train_batch_size": batch}
+        sizes["gradient_accumulation_steps"] = rows // count // batch
+        optim = dataclasses.replace(cfg.optim, **sizes)
+        rollout = dataclasses.replace(cfg.rollout, generation_batch_size=rows)
+        changes = {"max_steps": count, "num_train_epochs": None}
+        cfg = dataclasses.replace(cfg, rollout=rollout, optim=optim, **changes)
     cfg = dataclasses.replace(cfg, mesh=config.MeshConfig(devices))
     for field in case.set:
         cfg = with_field(cfg, *field.split("=", 1))

@@ -136,8 +136,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"not installed: {', '.join(missing)}; without these every case would fail", flush=True
         )
         return 2
-    with tempfile.TemporaryDirectory(prefix="check_device_") as made:
-        folder = args.keep or pathlib.Path(made)
+    with tempfile.TemporaryDirectory(prefix="check_device_") as temporary:
+        folder = args.keep or pathlib.Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         table = Table(args.out, len(chosen))
         most = max(1, min(14 * args.cards, (os.cpu_count() or 1) - 2))
@@ -159,21 +159,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return table.end()
 
 
-def select_cases(found: Sequence[Case], parts: Sequence[str]) -> list[Case]:
+def select_cases(listed: Sequence[Case], parts: Sequence[str]) -> list[Case]:
     """Selects the cases whose full name has all of these parts, the most expensive first."""
-    names = [f"{cases.name(case, full=True)} " for case in found]
+    names = [f"{cases.name(case, full=True)} " for case in listed]
     chosen = [
-        case for case, name in zip(found, names, strict=True) if all(p in name for p in parts)
+        case for case, name in zip(listed, names, strict=True) if all(p in name for p in parts)
     ]
     return sorted(chosen, key=cases.cost, reverse=True)
 
 
 def card(number: int, cards: int) -> str:
     """The card of one of several processes, of those that CUDA_VISIBLE_DEVICES names, as its value for the process."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = given.split(",") if given else [str(index) for index in range(cards)]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(index) for index in range(cards)]
     if len(names) < cards:
-        raise ValueError(f"--cards {cards}: CUDA_VISIBLE_DEVICES names {len(names)}: {given}")
+        raise ValueError(f"--cards {cards}: CUDA_VISIBLE_DEVICES names {len(names)}: {visible}")
     return names[number % cards]
 
 
@@ -183,7 +183,7 @@ def environment(folder: pathlib.Path, jobs: int, *, autotune: bool) -> dict[str,
     """
     flags = [os.environ.get("XLA_FLAGS", ""), *(() if autotune else QUICK_XLA)]
     threads = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")
-    given = {
+    variables = {
         "JAX_COMPILATION_CACHE_DIR": str(folder / "xla"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
@@ -194,7 +194,7 @@ def environment(folder: pathlib.Path, jobs: int, *, autotune: bool) -> dict[str,
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     }
-    return {**os.environ, **given, **dict.fromkeys(threads, "1")}
+    return {**os.environ, **variables, **dict.fromkeys(threads, "1")}
 
 
 def run(
@@ -256,8 +256,8 @@ def run(
                 if started >= last_start:
                     raise NotRun(f"not run: {started - begun:.0f} s had passed")
                 if worker is None:
-                    own = {"CUDA_VISIBLE_DEVICES": card(number, cards)} if cards > 1 else {}
-                    worker = Worker(command, {**env, **own}, log)
+                    variables = {"CUDA_VISIBLE_DEVICES": card(number, cards)} if cards > 1 else {}
+                    worker = Worker(command, {**env, **variables}, log)
                     workers.append(worker)
                     ready(worker.listen(deadline - time.monotonic()))
                 started = time.monotonic()
@@ -369,12 +369,12 @@ class Worker:
             written = file.read()
         # The main thread was created first and is written last.
         frames = re.findall(r'File "([^"]*)", line (\d+) in (\S+)', written.split("\n\n")[-1])
-        held = [
+        frames_of_ours = [
             f"{pathlib.Path(path).name}:{line} {function}"
             for index, (path, line, function) in enumerate(frames)
             if index < 2 or str(ROOT) in path
         ]
-        return "".join(f"; {frame}" for frame in held[:6])
+        return "".join(f"; {frame}" for frame in frames_of_ours[:6])
 
     def kill(self) -> None:
         """Kills the process and its children, once."""
@@ -449,10 +449,10 @@ def about(environment_: str) -> Row:
         "driver": r"^NVIDIA driver (\S+)$",
         "kernels": r"^kernels: (.+)$",
     }
-    found = {
+    results = {
         name: re.search(pattern, environment_, re.MULTILINE) for name, pattern in patterns.items()
     }
-    return {name: match[1] for name, match in found.items() if match}
+    return {name: match[1] for name, match in results.items() if match}
 
 
 _HEAD = "      case  seconds     cpu  programs  cached  longest stage"
@@ -472,15 +472,15 @@ def line(row: Row) -> str:
 def by_stage(rows: Sequence[Row]) -> list[str]:
     """Formats the time by stage: the number of each kind of stage, and means of its measurements."""
     names = ("seconds", "cpu", "lower", "compile", "programs", "cached")
-    held: dict[str, list[Row]] = {}
+    stages_of: dict[str, list[Row]] = {}
     for row in rows:
         for stage in row.get("stages", []):
-            held.setdefault(stage["name"], []).append(stage)
-    if not held:
+            stages_of.setdefault(stage["name"], []).append(stage)
+    if not stages_of:
         return []
     shown = [f"{'mean of stage':16}{'cases':>6}" + "".join(f"{name:>9}" for name in names)]
-    for name, stages in held.items():
-        means = (total(stages, each) / len(stages) for each in names)
+    for name, stages in stages_of.items():
+        means = (total(stages, measured) / len(stages) for measured in names)
         shown.append(f"{name:16}{len(stages):6d}" + "".join(f"{mean:9.1f}" for mean in means))
     return shown
 
@@ -532,13 +532,13 @@ def run_case(
     """Runs a case. Returns its row: its result or its error, and its stages."""
     import gc
 
-    own = folder / f"case_{case['number']:03d}"
-    shutil.rmtree(own, ignore_errors=True)
-    own.mkdir()
+    case_folder = folder / f"case_{case['number']:03d}"
+    shutil.rmtree(case_folder, ignore_errors=True)
+    case_folder.mkdir()
     sys.stderr.write(f"\n=== {cases.name(case)}\n")
     started, stages = time.monotonic(), Stages(on_stage)
     try:
-        row = {"ok": True, **do(case, own, stages)}
+        row = {"ok": True, **do(case, case_folder, stages)}
     except BaseException as error:
         sys.stderr.write(traceback.format_exc())
         if isinstance(error, KeyboardInterrupt):

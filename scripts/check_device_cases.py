@@ -196,7 +196,7 @@ _IMPOSSIBLE: tuple[tuple[dict[str, tuple[Any, ...]], str], ...] = (
 def impossible(case: Case) -> str | None:
     """The reason why the values of a case, or of a part of one, cannot be combined; None if they can."""
     for values, reason in _IMPOSSIBLE:
-        if all(case.get(name) in held for name, held in values.items()):
+        if all(case.get(name) in members for name, members in values.items()):
             return reason
     return None
 
@@ -216,10 +216,10 @@ def are_paired(one: str, other: str) -> bool:
 
 def pairs(case: Case) -> Iterator[Pair]:
     """The pairs of values in a case that are covered. Factors are in their order."""
-    held = [(name, case[name]) for name in FACTORS if name in case]
+    values = [(name, case[name]) for name in FACTORS if name in case]
     return (
         (one, other)
-        for one, other in itertools.combinations(held, 2)
+        for one, other in itertools.combinations(values, 2)
         if are_paired(one[0], other[0])
     )
 
@@ -247,11 +247,11 @@ def cover(tries: int = 12) -> list[Case]:
     while left or wanted:
         starts = sorted(left, key=repr)
         first = wanted[0] if wanted else None
-        found = [
+        candidates = [
             _filled(dict(first or starts[int(rng.random() * len(starts))]), left, rng)
             for _ in range(tries)
         ]
-        best = max(found, key=lambda case: len(left.intersection(pairs(case))))
+        best = max(candidates, key=lambda case: len(left.intersection(pairs(case))))
         gained = left.intersection(pairs(best))
         if not best or not (gained or first):
             raise AssertionError(
@@ -298,10 +298,10 @@ def _filled(case: Case, left: set[Pair], rng: random.Random) -> Case:
     for name in names:
 
         def gain(value: Any, name: str = name) -> int:
-            own = (name, value)
+            new = (name, value)
             return sum(
-                ((own, each) if order.index(name) < order.index(each[0]) else (each, own)) in left
-                for each in case.items()
+                ((new, item) if order.index(name) < order.index(item[0]) else (item, new)) in left
+                for item in case.items()
             )
 
         values = [v for v in FACTORS[name] if impossible(case | {name: v}) is None]
@@ -337,11 +337,11 @@ def name(case: Case, *, full: bool = False) -> str:
 
 def meshes(count: int) -> list[dict[str, int]]:
     """The meshes of so many devices: replicas of one, and of several that share a base or decode rows together."""
-    found = [{"data": count}]
+    results = [{"data": count}]
     for group in range(2, count + 1):
         if count % group == 0:
-            found += [{"data": count // group, axis: group} for axis in ("fsdp", "tensor")]
-    return found
+            results += [{"data": count // group, axis: group} for axis in ("fsdp", "tensor")]
+    return results
 
 
 def fits(case: Case, mesh: dict[str, int]) -> bool:
@@ -366,7 +366,7 @@ def cost(case: Case) -> float:
     return 6 + extra + (case["rows"] <= 32) + case["rows"] / 256
 
 
-def smoke(found: Sequence[Case], count: int = 12) -> list[Case]:
+def smoke(listed: Sequence[Case], count: int = 12) -> list[Case]:
     """Chooses a few cheap cases. Each adds as many new values as possible on which kernels and files depend."""
     names = (
         "weights",
@@ -380,13 +380,13 @@ def smoke(found: Sequence[Case], count: int = 12) -> list[Case]:
         "reference",
     )
     chosen: list[Case] = []
-    for _ in range(min(count, len(found))):
-        held = {(name, case[name]) for case in chosen for name in names}
+    for _ in range(min(count, len(listed))):
+        values = {(name, case[name]) for case in chosen for name in names}
         chosen.append(
             min(
-                (case for case in found if case not in chosen),
+                (case for case in listed if case not in chosen),
                 key=lambda case: (
-                    -sum((name, case[name]) not in held for name in names),
+                    -sum((name, case[name]) not in values for name in names),
                     cost(case),
                 ),
             )
@@ -545,20 +545,12 @@ def run_config(case: Case, base: str, output_dir: str, *, reports_memory: bool) 
     if case["old"] == "corrected":
         objective["mismatch"] = {"correction": {}} | objective.get("mismatch", {})
     if case["cut"] == "tokens":
-        # Two micro-batches of one shape if all completions have full length.
-        prompts, own = divmod(batch // cuts, 2 * GENERATIONS)
-        rows_, prompts = (GENERATIONS * prompts, prompts) if prompts else (own // 2, 1)
-        table["optim"]["max_tokens_per_microbatch"] = prompts * PROMPT + rows_ * case["tokens"]
+        table["optim"]["max_tokens_per_microbatch"] = half_of(batch // cuts, case["tokens"])
     rollout |= draws(case)
     if case["ending"] == "stop":
         rollout["stop"] = list(STOPS)
     rollout["ignore_eos"] = case["ending"] == "ignore_eos"
-    if case["cache"] == "fraction" and reports_memory:
-        rollout["kv_cache_fraction"] = 0.05
-    elif case["cache"] != "ample":
-        # Memory for three quarters of the rows, each of which needs whole pages.
-        row = -(-(PROMPT + case["tokens"]) // 64) * 64
-        rollout["kv_cache_tokens"] = row * max(1, rows * 3 // 4)
+    rollout |= cache_of(case, reports_memory)
     if case["tools"] != "none":
         table["tools"] = {"call_pattern": "(?s)(?P<argument>.+)", "max_reply_tokens": 4}
         table["tools"] |= {"max_tool_calling_iterations": 2, "workers": 4}
@@ -568,6 +560,23 @@ def run_config(case: Case, base: str, output_dir: str, *, reports_memory: bool) 
         table["eval"] = {"num_problems": 6, "batch_size": 4, "reward": EVEN_FIRST}
         table["eval"] |= {"eval_steps": steps, "num_generations": 2}
     return table
+
+
+def half_of(rows: int, completion: int) -> int:
+    """Tokens of a micro-batch, so that rows of full length make two of one shape."""
+    prompts, rest = divmod(rows, 2 * GENERATIONS)
+    rows, prompts = (GENERATIONS * prompts, prompts) if prompts else (rest // 2, 1)
+    return prompts * PROMPT + rows * completion
+
+
+def cache_of(case: Case, reports_memory: bool) -> dict[str, Any]:
+    """The field of [rollout] that bounds the cache: memory for three quarters of the rows, which need whole pages."""
+    if case["cache"] == "ample":
+        return {}
+    if case["cache"] == "fraction" and reports_memory:
+        return {"kv_cache_fraction": 0.05}
+    row = -(-(PROMPT + case["tokens"]) // 64) * 64
+    return {"kv_cache_tokens": row * max(1, case["rows"] * 3 // 4)}
 
 
 # An upper bound that ratios seldom meet.
@@ -630,12 +639,12 @@ def _rewards(case: Case) -> dict[str, Any]:
 
 def draws(case: Case) -> dict[str, Any]:
     """The sampling options of a case, by their names in `[rollout]`."""
-    each = {
+    options = {
         "top_k": {"top_k": 20},
         "top_p": {"top_p": 0.8},
         "min_p": {"min_p": 0.05},
         "penalty": {"repetition_penalty": 1.2},
     }
     if case["draw"] == "all":
-        return {name: value for option in each.values() for name, value in option.items()}
-    return each.get(case["draw"], {})
+        return {name: value for option in options.values() for name, value in option.items()}
+    return options.get(case["draw"], {})

@@ -279,10 +279,10 @@ def log_probabilities(run: pathlib.Path) -> tuple[Any, Any]:
             keys = [key.key for key in path]
             if keys[-1] != "scale":
                 return np.zeros(leaf.shape, leaf.dtype) if keys[-1] == "b" else leaf
-            held = frozen
+            node = frozen
             for key in keys:
-                held = held[key]
-            return np.asarray(held).astype(leaf.dtype)
+                node = node[key]
+            return np.asarray(node).astype(leaf.dtype)
 
         untrained = {"params": jax.tree_util.tree_map_with_path(before, params), "frozen": frozen}
     else:
@@ -389,43 +389,42 @@ def run(case: Case, folder: pathlib.Path, stages: Stages) -> dict[str, Any]:
     Raises:
         Exception: Whatever error occurred.
     """
-    base = made = folder / "base"
+    base = original = folder / "base"
     _require_chosen_kernels()
     with stages("base"):
-        write_base(case, made)
+        write_base(case, original)
         device = {"reports_memory": reports_memory()}
     if case["source"] in cases.QUANTIZED:
         base = folder / "packed"
         calibration = ("--dataset", "arithmetic", "--num-samples", 4, "--max-length", 64)
         form, method = cases.packed_format(case), case["source"]
         with stages(method):
-            qerl("quantize", made, base, "--format", form, "--method", method, *calibration)
+            qerl("quantize", original, base, "--format", form, "--method", method, *calibration)
     table = cases.run_config(case, str(base), str(folder / "run"), **device)
     path = _write_config(folder / "run.toml", table)
     with stages("train"), eager_drafts():
         if case["then"] == "resume":
-            said = _killed_and_resumed(path, folder / "run", cases.updates_per_rollout(case))
+            message = _killed_and_resumed(path, folder / "run", cases.updates_per_rollout(case))
         else:
-            said = qerl("train", path)
-    found = {"fused": _is_fused(case, said)}
+            message = qerl("train", path)
+    results = {"fused": _is_fused(case, message)}
     rows = read_metrics(folder / "run")
-    found["laps"] = laps(rows)
     with stages("check"):
-        found |= check_metrics(case, rows)
-        found |= _check_run(case, folder / "run", base)
+        results |= check_metrics(case, rows)
+        results |= _check_run(case, folder / "run", base)
     if case["then"] in _THEN:
         with stages(case["then"]):
-            found |= _THEN[case["then"]](case, table, folder) or {}
-    return found
+            results |= _THEN[case["then"]](case, table, folder) or {}
+    return results
 
 
-def _is_fused(case: Case, said: str) -> bool:
+def _is_fused(case: Case, message: str) -> bool:
     """Whether a run was sampled by the fused layers, from what it printed.
 
     Raises:
         Failed: Hopper's kernels should have done it and did not, or the other way round.
     """
-    is_slow = "without the fused layers" in " ".join(said.split())
+    is_slow = "without the fused layers" in " ".join(message.split())
     is_fused = has_kernels() and case["rows"] <= 128 and case["trains"] != "full" and not is_slow
     if has_hopper_kernels():
         expected = cases.is_fused(case)
@@ -495,15 +494,6 @@ def read_metrics(folder: pathlib.Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def laps(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """Seconds of each rollout by phase. The first includes compilation."""
-    phases = ("rollout", "reward", "update")
-    names = {phase: f"perf/{phase}_time" for phase in phases}
-    return {
-        phase: [round(row[name], 2) for row in rows if name in row] for phase, name in names.items()
-    }
-
-
 def check_metrics(case: Case, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Checks the metrics of a case's training.
 
@@ -538,26 +528,28 @@ def check_metrics(case: Case, rows: list[dict[str, Any]]) -> dict[str, Any]:
         if not last.get("dynamic_sampling/groups_carried_over") and not (apart and row["aqn/sigma"])
     ]
     noisy = [row[_DIFFERENCE] for row in learned if apart and row["aqn/sigma"] > 0]
-    found = {"difference": max(alike)}
+    results = {"difference": max(alike)}
     limit = LIMITS[case["dtype"]]
     require(max(alike) <= limit, f"{_DIFFERENCE}: got {max(alike):.2g}; the limit is {limit}")
     if apart:
-        found["noisy_difference"] = min(noisy)
+        results["noisy_difference"] = min(noisy)
         require(
             min(noisy) > max(alike),
             f"noise has no effect: {min(noisy)} with it, {max(alike)} without",
         )
     if case["reference"] != "none":
-        found["kl"] = learned[-1]["kl"]
+        results["kl"] = learned[-1]["kl"]
         require(
-            found["kl"] > 0,
-            f"kl: got {found['kl']}; must be above 0 for an adapter that has learned",
+            results["kl"] > 0,
+            f"kl: got {results['kl']}; must be above 0 for an adapter that has learned",
         )
     is_drafted = case["drafts"] == "auto" and case["rows"] <= 32 and case["then"] != "resume"
     if is_drafted and has_hopper_kernels():
-        each = [row.get("drafts/accepted_per_call", 0) for row in learned]
-        require(min(each) >= 1, f"drafts/accepted_per_call: got {each}; each rollout has drafts")
-        found["accepted"] = max(each)
+        accepted = [row.get("drafts/accepted_per_call", 0) for row in learned]
+        require(
+            min(accepted) >= 1, f"drafts/accepted_per_call: got {accepted}; each rollout has drafts"
+        )
+        results["accepted"] = max(accepted)
     if case["ending"] == "ignore_eos":
         shortest = min(row["completions/min_length"] for row in learned)
         require(shortest == case["tokens"], f"ignore_eos: a completion has {shortest} tokens")
@@ -570,7 +562,7 @@ def check_metrics(case: Case, rows: list[dict[str, Any]]) -> dict[str, Any]:
         require(max(row["turns/max"] for row in learned) > 1, "turns/max: no call was answered")
         failed = max(row["tools/failure_frequency"] for row in learned)
         require(failed == 0, f"tools/failure_frequency: got {failed}")
-        found["calls"] = calls
+        results["calls"] = calls
     if case["tools"] == "environment":
         rewards = max(row["rewards/Counting/mean"] for row in learned)
         require(rewards > 0, "rewards/Counting/mean: is 0 though there were calls")
@@ -580,7 +572,7 @@ def check_metrics(case: Case, rows: list[dict[str, Any]]) -> dict[str, Any]:
         at = [row["step"] for row in rows if "eval/accuracy" in row]
         expected = [0, *steps] if case["then"] == "eval_scheduled" else [0, steps[-1]]
         require(at == expected, f"eval/accuracy: at steps {at}, not {expected}")
-    return found
+    return results
 
 
 def _check_run(case: Case, run_: pathlib.Path, base: pathlib.Path) -> dict[str, Any]:
@@ -596,9 +588,9 @@ def _check_run(case: Case, run_: pathlib.Path, base: pathlib.Path) -> dict[str, 
     after, before = log_probabilities(run_)
     effect = after - before
     require(bool(np.isfinite(effect).all()), "log-probabilities of the trained policy: not finite")
-    found = float(np.abs(effect).mean())
-    require(found > 1e-4, f"log-probabilities before and after training: differ by only {found}")
-    return {"effect": found}
+    mean = float(np.abs(effect).mean())
+    require(mean > 1e-4, f"log-probabilities before and after training: differ by only {mean}")
+    return {"effect": mean}
 
 
 def _tensors(folder: pathlib.Path) -> dict[str, Any]:
@@ -742,10 +734,10 @@ def _replay(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
     broken["grpo"] = table["grpo"] | not_normalized
     broken["rewards"] = {"functions": [cases.ALTERNATING], "weights": [3e38]}
     qerl("train", _write_config(folder / "diverged.toml", broken), may_end_with=3)
-    kept = sorted((folder / "diverged" / "non_finite").glob("step_*.npz"))
-    require(bool(kept), "non_finite/: is empty after rewards of 3e38")
-    said = qerl("replay", kept[0])
-    require(re.search(r"not finite|nan|inf", said) is not None, f"replay: printed {said!r}")
+    batches = sorted((folder / "diverged" / "non_finite").glob("step_*.npz"))
+    require(bool(batches), "non_finite/: is empty after rewards of 3e38")
+    message = qerl("replay", batches[0])
+    require(re.search(r"not finite|nan|inf", message) is not None, f"replay: printed {message!r}")
 
 
 def _continue(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
@@ -808,12 +800,12 @@ def _killed_and_resumed(path: pathlib.Path, run_: pathlib.Path, step: int) -> st
         not (run_ / "adapter").exists() and not (run_ / "model").exists(),
         "the child finished before it was killed",
     )
-    said = qerl("train", path)
+    message = qerl("train", path)
     require(
         (run_ / "metrics.jsonl").read_text().startswith(before),
         "the resumed run did not keep the logged steps",
     )
-    return said
+    return message
 
 
 def _has_saved(run_: pathlib.Path, step: int) -> bool:

@@ -58,8 +58,8 @@ def install(wheel: pathlib.Path, folder: pathlib.Path, *, fresh: bool) -> pathli
 def check(bin: pathlib.Path, folder: pathlib.Path) -> None:
     """Runs the installed command in a folder, with a user's first commands."""
     where = "import qerl_jax; print(qerl_jax.__file__)"
-    found = run([bin / "python", "-c", where], folder)
-    assert found.startswith(str(bin.parent)), f"the checkout was imported: {found}"
+    imported = run([bin / "python", "-c", where], folder)
+    assert imported.startswith(str(bin.parent)), f"the checkout was imported: {imported}"
     assert run([bin / "qerl", "--version"], folder).startswith("qerl-jax ")
     names = [path.stem for path in (ROOT / "configs").glob("*.toml")]
     run([bin / "python", "-c", f"import qerl_jax.config as c; list(map(c.load, {names}))"], folder)

@@ -6,7 +6,6 @@ to Triton, the number of kernels that a layer launches (if layers are a loop), a
 needs the packages of `.[cuda]`, but no card. It times no kernel; `scripts.bench` does that, on a card.
 
     python -m scripts.compile_decode --model qwen2.5-7b --rows 16 64
-    python -m scripts.compile_decode --rows 64 --bases nvfp4 --profile    # profile of the host's time
     python -m scripts.compile_decode --bases nvfp4 mxfp4 nf4 --kernels portable    # needs `.[triton]` too
     python -m scripts.compile_decode --bases nvfp4 --device "RTX 4090"    # likewise; an H200 by default
     python -m scripts.compile_decode --rows 8 --bases nvfp4 --drafts 64   # steps of 64 tokens of 8 rows
@@ -17,12 +16,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import cProfile
 import dataclasses
 import functools
 import itertools
 import os
-import pstats
 import re
 import time
 from collections.abc import Iterator
@@ -152,21 +149,18 @@ def arguments(
     return [variables, jax.tree.map(by_heads, pool), *jax.tree.map(on_device, others)], static
 
 
-def report(program: Any, shapes: list, traits: dict, *, profile: bool) -> str:
+def report(program: Any, shapes: list, traits: dict) -> str:
     """Compiles a program and returns its row: seconds of each stage, Triton products, kernels, temporaries."""
     import jax
 
     jax.clear_caches()
-    watch, times = cProfile.Profile(), [time.perf_counter()]
-    with watch if profile else contextlib.nullcontext():
-        traced = program.trace(*shapes, **traits)
-        times.append(time.perf_counter())
-        lowered = traced.lower(lowering_platforms=("cuda",))
-        times.append(time.perf_counter())
+    times = [time.perf_counter()]
+    traced = program.trace(*shapes, **traits)
+    times.append(time.perf_counter())
+    lowered = traced.lower(lowering_platforms=("cuda",))
+    times.append(time.perf_counter())
     compiled = lowered.compile()
     times.append(time.perf_counter())
-    if profile:
-        pstats.Stats(watch).sort_stats("tottime").print_stats(8)
     products = compiled.as_text().count("__triton_nested_gemm_fusion")
     spent = [f"{end - start:.1f}" for start, end in zip(times, times[1:], strict=False)]
     layers = traits["model"].arch.num_layers
@@ -218,9 +212,6 @@ def main() -> None:
     )
     parser.add_argument("--device", default="H200", help="a name that `qerl plan --device` knows")
     parser.add_argument("--kernels", default="auto", choices=["auto", "portable", "reference"])
-    parser.add_argument(
-        "--profile", action="store_true", help="print a profile of tracing and lowering"
-    )
     args = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
@@ -253,7 +244,7 @@ def main() -> None:
                 args.model, base, rows, args.rank, device, args.tensor, args.drafts
             )
             for name in ("packed", "dense") if base == "bfloat16" else ("packed",):
-                cells = report(getattr(engine.decode, name), shapes, traits, profile=args.profile)
+                cells = report(getattr(engine.decode, name), shapes, traits)
                 print(f"| {base} | {rows} | {name} | {cells} |", flush=True)
 
 

@@ -48,20 +48,20 @@ STYLE = {
 def record(name: str, run_folder: str) -> None:
     """Writes the metrics of a run to courses.jsonl and replaces those of the same name."""
     lines = COURSES.read_text().splitlines() if COURSES.is_file() else []
-    kept = [line for line in lines if json.loads(line)["run"] != name]
+    remaining = [line for line in lines if json.loads(line)["run"] != name]
     rows = map(json.loads, (pathlib.Path(run_folder) / "metrics.jsonl").read_text().splitlines())
     for row in rows:
         if "reward" in row:
             values = {metric: float(f"{row[metric]:.4g}") for metric in METRICS}
-            kept.append(json.dumps({"run": name, "step": row["step"], **values}))
-    COURSES.write_text("\n".join(kept) + "\n")
+            remaining.append(json.dumps({"run": name, "step": row["step"], **values}))
+    COURSES.write_text("\n".join(remaining) + "\n")
 
 
 def course(name: str, metric: str) -> tuple[list[int], list[float]]:
     """Returns the steps of a recorded run, and a metric at each of them."""
     rows = [json.loads(line) for line in COURSES.read_text().splitlines()]
-    own = [row for row in rows if row["run"] == name]
-    return [row["step"] for row in own], [row[metric] for row in own]
+    rows_of_run = [row for row in rows if row["run"] == name]
+    return [row["step"] for row in rows_of_run], [row[metric] for row in rows_of_run]
 
 
 def readme() -> Figure:
@@ -86,18 +86,20 @@ def readme() -> Figure:
         "32B, 8 rows",
         "32B, 64 rows",
     )
-    found = {
+    results = {
         line["name"]: line
         for line in lines
         if line["table"] == "decoding" and line["device"] == "NVIDIA H200"
     }
     places = np.arange(len(sizes))
-    ours = [found[size]["value"] for size in sizes]
-    theirs = [found[size]["baseline_value"] for size in sizes]
+    ours = [results[size]["value"] for size in sizes]
+    theirs = [results[size]["baseline_value"] for size in sizes]
     right.bar(places - 0.2, ours, 0.38, color=BLUE, label="QeRL-JAX, with LoRA")
     right.bar(places + 0.2, theirs, 0.38, color=GREY, label="vLLM 0.26, with LoRA only at 7B")
-    for place, own, other in zip(places, ours, theirs, strict=True):
-        right.annotate(f"{own / other:.1f}x", (place - 0.2, own), ha="center", va="bottom", size=8)
+    for position, mine, other in zip(places, ours, theirs, strict=True):
+        right.annotate(
+            f"{mine / other:.1f}x", (position - 0.2, mine), ha="center", va="bottom", size=8
+        )
     right.set_xticks(places, [size.replace(", ", "\n") for size in sizes])
     right.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     right.set(ylabel="tokens per second", ylim=(0, 1.08 * max(ours)))

@@ -208,8 +208,8 @@ def page(lines: list[dict]) -> str:
 def results(lines: list[dict]) -> str:
     """Returns the table of the README: the measurement, its baseline, its device, and the command."""
     rows = [["what", "ours", "baseline", "device", "command"]]
-    for each in HIGHLIGHTS:
-        key = (each.table, each.name, each.device)
+    for item in HIGHLIGHTS:
+        key = (item.table, item.name, item.device)
         (line,) = (line for line in lines if (line["table"], line["name"], line["device"]) == key)
         # The baseline may be recorded with the same measurement on another device.
         beside_lines = [line, *(e for e in lines if (e["table"], e["name"]) == key[:2])]
@@ -219,9 +219,9 @@ def results(lines: list[dict]) -> str:
         if other is not None:
             beside = f"{shown(other['baseline_value'])}{unit} ({other['baseline']})"
         value = f"**{shown(line['value'])}**{unit}"
-        again = each.command or line["command"]
+        again = item.command or line["command"]
         rows.append(
-            [each.text, value, beside, line["device"].removeprefix("NVIDIA "), f"`{again}`"]
+            [item.text, value, beside, line["device"].removeprefix("NVIDIA "), f"`{again}`"]
         )
     return markdown(rows)
 

@@ -142,10 +142,10 @@ def kind(hint: typing.Any) -> tuple[str, list[str]]:
             return "integer above 0", []
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
-        found = [kind(each) for each in args if each is not types.NoneType]
-        return " or ".join(words for words, _ in found), rules + sum((r for _, r in found), [])
+        results = [kind(item) for item in args if item is not types.NoneType]
+        return " or ".join(words for words, _ in results), rules + sum((r for _, r in results), [])
     if origin is typing.Literal:
-        return ", ".join(f"`{json.dumps(each)}`" for each in args), rules
+        return ", ".join(f"`{json.dumps(item)}`" for item in args), rules
     if origin in (tuple, collections.abc.Sequence):
         words, more = kind(args[0])
         is_choice = words.startswith("`")
@@ -207,23 +207,23 @@ def _rows(function: typing.Callable) -> tuple[list[str], list[tuple[str, ...]]]:
     """Returns the names of a command's positional arguments, and a row for each of its options."""
     texts = described(function.__doc__, "Args")
     places, rows = [], []
-    for name, each in inspect.signature(function, eval_str=True).parameters.items():
-        if each.kind is inspect.Parameter.POSITIONAL_ONLY:
+    for name, item in inspect.signature(function, eval_str=True).parameters.items():
+        if item.kind is inspect.Parameter.POSITIONAL_ONLY:
             shown, default = (
                 name.upper(),
-                "needed" if each.default is inspect.Parameter.empty else "",
+                "needed" if item.default is inspect.Parameter.empty else "",
             )
-            many = typing.get_origin(each.annotation) is tuple
+            many = typing.get_origin(item.annotation) is tuple
             places.append(f"{shown.removesuffix('S')} ..." if many else shown)
-        elif each.kind is inspect.Parameter.VAR_POSITIONAL:
+        elif item.kind is inspect.Parameter.VAR_POSITIONAL:
             rows.append(("`--section.field`", "", "", cell(texts[name])))
             continue
         else:
-            if dataclasses.is_dataclass(each.annotation):
-                rows += _fields(each.annotation, f"{name}.")
+            if dataclasses.is_dataclass(item.annotation):
+                rows += _fields(item.annotation, f"{name}.")
                 continue
-            if typing.get_origin(each.annotation) is typing.Annotated:
-                hint, note = typing.get_args(each.annotation)[:2]
+            if typing.get_origin(item.annotation) is typing.Annotated:
+                hint, note = typing.get_args(item.annotation)[:2]
                 if dataclasses.is_dataclass(hint):  # options of its own
                     rows += _fields(hint)
                     continue
@@ -231,12 +231,12 @@ def _rows(function: typing.Callable) -> tuple[list[str], list[tuple[str, ...]]]:
             else:
                 name_shown = name
             shown = "--" + name_shown.replace("_", "-")
-            if isinstance(each.default, bool):
-                rows.append(_switch(name_shown, each.default, texts[name]))
+            if isinstance(item.default, bool):
+                rows.append(_switch(name_shown, item.default, texts[name]))
                 continue
-            is_needed = each.default is inspect.Parameter.empty
-            default = "needed" if is_needed else value(each.default)
-        words, _ = kind(each.annotation)
+            is_needed = item.default is inspect.Parameter.empty
+            default = "needed" if is_needed else value(item.default)
+        words, _ = kind(item.annotation)
         rows.append((f"`{shown}`", words, default, cell(texts[name])))
     return places, rows
 
@@ -280,7 +280,7 @@ def command(name: str, function: typing.Callable) -> str:
 
 def cli() -> str:
     """Returns docs/cli.md."""
-    return "\n\n".join([CLI_HEAD.rstrip(), *(command(*each) for each in COMMANDS.items())]) + "\n"
+    return "\n\n".join([CLI_HEAD.rstrip(), *(command(*item) for item in COMMANDS.items())]) + "\n"
 
 
 PAGES = {DOCS / "configuration.md": configuration, DOCS / "cli.md": cli}

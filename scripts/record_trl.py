@@ -41,23 +41,23 @@ CLIP_MAX = 1.2
 
 def cases() -> list[dict]:
     """The options of each case."""
-    made = []
+    options = []
     for loss, beta in itertools.product(("cispo", "sapo", "luspo", "vespo"), (0.0, 0.04)):
         first = {"loss_type": loss, "beta": beta}
         if loss == "cispo":
             first["epsilon_high"] = 1.25
         if loss == "luspo":
             first["importance_sampling_level"] = "sequence"
-        made.append(first)
+        options.append(first)
         if beta:
             continue
         masks = {"off_policy_mask_threshold": 0.1, "importance_sampling_mode": "token_truncate"}
-        made += [first | masks, first | {"importance_sampling_mode": "token_mask"}]
+        options += [first | masks, first | {"importance_sampling_mode": "token_mask"}]
         if loss != "vespo":
-            made.append(first | {"importance_sampling_mode": "sequence_truncate"})
+            options.append(first | {"importance_sampling_mode": "sequence_truncate"})
         entropy = {"top_entropy_quantile": 0.3, "entropy_coef": 0.02}
-        made += [first | {"top_entropy_quantile": 0.3}, first | entropy | {"beta": 0.04}]
-    made += [
+        options += [first | {"top_entropy_quantile": 0.3}, first | entropy | {"beta": 0.04}]
+    options += [
         {"loss_type": "cispo", "epsilon_high": 1.25, "importance_sampling_level": "sequence"},
         {"loss_type": "sapo", "importance_sampling_level": "sequence"},
         {"loss_type": "sapo", "sapo_temperature_pos": 3.0, "sapo_temperature_neg": 7.0},
@@ -65,7 +65,7 @@ def cases() -> list[dict]:
         {"loss_type": "vespo", "vespo_k_pos": 1.0, "vespo_lambda_neg": 4.0},
     ]
     for loss in ("grpo", "dr_grpo", "bnpo", "dapo"):
-        made += [
+        options += [
             {"loss_type": loss, "entropy_coef": 0.02, "beta": 0.04},
             {"loss_type": loss, "top_entropy_quantile": 0.3, "entropy_coef": 0.02},
             {"loss_type": loss, "top_entropy_quantile": 0.0},
@@ -73,9 +73,9 @@ def cases() -> list[dict]:
     gspo = {"importance_sampling_level": "sequence"}
     for loss in ("grpo", "dr_grpo", "bnpo", "dapo"):
         first = {"loss_type": loss}
-        made += [first, first | gspo | {"importance_sampling_mode": "sequence_mask"}]
+        options += [first, first | gspo | {"importance_sampling_mode": "sequence_mask"}]
     first = {"loss_type": "dapo"}
-    made += [
+    options += [
         first | gspo,
         first | masks,
         first | {"importance_sampling_mode": "token_mask"},
@@ -83,7 +83,7 @@ def cases() -> list[dict]:
         first | {"delta": 1.4},
         first | {"beta": 0.04, "use_bias_correction_kl": True},
     ]
-    return made
+    return options
 
 
 def inputs(torch):

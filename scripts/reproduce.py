@@ -85,8 +85,8 @@ def main() -> None:
             "pip install -e '.[cuda]', or try everything on a CPU with --quick --folder FOLDER"
         )
     if not args.random_weights:
-        found = hf_folder.local_folder(cfg.model.model_name_or_path)
-        print(f"model in {found}", flush=True)
+        folder = hf_folder.local_folder(cfg.model.model_name_or_path)
+        print(f"model in {folder}", flush=True)
     qerl_jax.train(cfg)
     text = result(args.model, cfg, logger.read_metrics(cfg.output_dir))
     path = pathlib.Path(cfg.output_dir) / "table.md"
@@ -96,19 +96,19 @@ def main() -> None:
 
 def configured(args: argparse.Namespace, options: Sequence[str]) -> RunConfig:
     """The config of the experiment, with the changes of the options."""
-    given = [*(_QUICK if args.quick else []), "--output-dir", f"runs/reproduce_{args.model}"]
+    words = [*(_QUICK if args.quick else []), "--output-dir", f"runs/reproduce_{args.model}"]
     if args.folder:
-        given += ["--model.model-name-or-path", args.folder]
+        words += ["--model.model-name-or-path", args.folder]
     if args.random_weights:
-        given += ["--model.random-base", "True"]
+        words += ["--model.random-base", "True"]
     if args.data:
-        given += ["--data.path", args.data]
+        words += ["--data.path", args.data]
     file = str(ROOT / f"configs/gsm8k_qwen2.5_{args.model}.toml")
-    cfg = run_config("reproduce", [file, *given, *options])
+    cfg = run_config("reproduce", [file, *words, *options])
     if args.data:
         # The rows that are trained on. That is enough for a trial.
-        own = dataclasses.replace(cfg.eval, dataset=args.data, split=cfg.data.split)
-        cfg = dataclasses.replace(cfg, eval=own)
+        section = dataclasses.replace(cfg.eval, dataset=args.data, split=cfg.data.split)
+        cfg = dataclasses.replace(cfg, eval=section)
     return cfg
 
 
@@ -147,10 +147,10 @@ def result(model: str, cfg: RunConfig, rows: Sequence[Mapping[str, Any]]) -> str
     arm = "bf16" if cfg.model.weights in config.DENSE else arm
     seconds = sum(row["step_time"] for row in steps)
     peak = max((row.get("perf/peak_memory_gb", 0) for row in steps), default=0)
-    held = "random weights" if cfg.model.random_base else cfg.model.model_name_or_path
+    base = "random weights" if cfg.model.random_base else cfg.model.model_name_or_path
     told = [
         ["", "here", "the paper"],
-        ["model", f"{held}, {cfg.model.weights}", f"Qwen2.5-{model.upper()}-Instruct"],
+        ["model", f"{base}, {cfg.model.weights}", f"Qwen2.5-{model.upper()}-Instruct"],
         ["accuracy before, %", _percent(before), str(paper.get("before", "-"))],
         ["accuracy after, %", _percent(after), str(paper.get(arm, "-"))],
         ["problems", str(cfg.eval.num_problems), "1319"],

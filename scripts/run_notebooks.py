@@ -51,8 +51,8 @@ def neutral(notebook: nbformat.NotebookNode, folder: str) -> None:
     places = {folder: "", str(NOTEBOOKS.parent): "", sys.prefix: "", str(pathlib.Path.home()): "~"}
 
     def without_places(text: str) -> str:
-        for place, name in places.items():
-            text = text.replace(f"{place}/", f"{name}/" if name else "")
+        for position, name in places.items():
+            text = text.replace(f"{position}/", f"{name}/" if name else "")
         return re.sub(r"/tmp/ipykernel_\d+/", "", text)
 
     for cell in notebook.cells:

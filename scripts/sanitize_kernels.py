@@ -80,17 +80,17 @@ def verdict(status: int | None, text: str) -> str:
         return "ended: no time left"
     if broken := _BROKEN.search(text):
         return f"the tool failed: {broken[0]}"
-    found = [int(number) for number in _SUMMARY.findall(text)]
-    if any(found):
-        return f"{sum(found)} found"
+    results = [int(number) for number in _SUMMARY.findall(text)]
+    if any(results):
+        return f"{sum(results)} found"
     if not re.search(r"\b1 passed\b", text):
         return f"the test did not pass: status {status}"
-    return "clean" if found else f"the tool has no summary: status {status}"
+    return "clean" if results else f"the tool has no summary: status {status}"
 
 
 def run(tool: str, test: str, number: int, args: argparse.Namespace, deadline: float) -> Row:
     """Runs a test under a tool. Returns its row; `number` determines its card."""
-    own = {
+    local = {
         # Arrays are allocated one by one: memcheck finds no access beyond an array within a larger allocation.
         "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
@@ -105,7 +105,7 @@ def run(tool: str, test: str, number: int, args: argparse.Namespace, deadline: f
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=os.environ | own,
+            env=os.environ | local,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -146,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     todo = [(tool, test) for test in tests for tool in args.tools]
     rows = []
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        runs = [pool.submit(run, *each, number, args, deadline) for number, each in enumerate(todo)]
+        runs = [pool.submit(run, *item, number, args, deadline) for number, item in enumerate(todo)]
         for done in concurrent.futures.as_completed(runs):
             row = done.result()
             rows.append(row)

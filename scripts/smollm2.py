@@ -395,11 +395,11 @@ def qerl(*argv: str) -> str:
     Raises:
         AssertionError: Its status is not 0.
     """
-    said, complained = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(complained):
+    message, complained = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(message), contextlib.redirect_stderr(complained):
         status = cli.main(list(argv))
     require(status == 0, f"qerl {argv[0]}: status {status}: {complained.getvalue().strip()}")
-    return said.getvalue()
+    return message.getvalue()
 
 
 def main() -> int:

@@ -206,10 +206,10 @@ def best_rate(results: Mapping[str, Mapping[str, Any]], arm: str) -> float | Non
     """The rate with the highest training reward in the last fifth of the steps; None while runs are missing."""
     means = {}
     for rate in ARMS[arm].rates:
-        found = [results.get(Piece(arm, rate, seed).name) for seed in FIRST_SEEDS]
-        if None in found:
+        matches = [results.get(Piece(arm, rate, seed).name) for seed in FIRST_SEEDS]
+        if None in matches:
             return None
-        means[rate] = statistics.mean(last_reward(each) for each in found)
+        means[rate] = statistics.mean(last_reward(item) for item in matches)
     return max(means, key=means.__getitem__)
 
 
@@ -221,12 +221,12 @@ def last_reward(result: Mapping[str, Any]) -> float:
 
 def read(out: pathlib.Path) -> dict[str, dict[str, Any]]:
     """Reads all results of a folder, by run name."""
-    return {name: each for name, each in _files(out).items() if not name.startswith("timing_")}
+    return {name: item for name, item in _files(out).items() if not name.startswith("timing_")}
 
 
 def read_timings(out: pathlib.Path) -> dict[str, dict[str, Any]]:
     """Reads the results of `--timing` in a folder, by file name."""
-    return {name: each for name, each in _files(out).items() if name.startswith("timing_")}
+    return {name: item for name, item in _files(out).items() if name.startswith("timing_")}
 
 
 def _files(out: pathlib.Path) -> dict[str, dict[str, Any]]:
@@ -243,19 +243,19 @@ def configured(piece: Piece, table: Mapping[str, Any], base: str, folder: pathli
         folder: The run folder.
     """
     changes = dict(ARMS[piece.arm].changes)
-    own = {"model": {"model_name_or_path": base}, "optim": {"learning_rate": piece.rate}}
+    local = {"model": {"model_name_or_path": base}, "optim": {"learning_rate": piece.rate}}
     # One device, however many there are: a run is to be the same on every machine.
-    made = {**table, "output_dir": str(folder), "seed": piece.seed, "mesh": {"data": 1}}
-    for section in {*changes, *own}:
+    sections = {**table, "output_dir": str(folder), "seed": piece.seed, "mesh": {"data": 1}}
+    for section in {*changes, *local}:
         if section in changes and changes[section] is None:
-            made.pop(section, None)
+            sections.pop(section, None)
         else:
-            made[section] = {
+            sections[section] = {
                 **table.get(section, {}),
                 **(changes.get(section) or {}),
-                **own.get(section, {}),
+                **local.get(section, {}),
             }
-    return made
+    return sections
 
 
 def work_off(args: argparse.Namespace) -> bool:
@@ -271,10 +271,10 @@ def work_off(args: argparse.Namespace) -> bool:
     try:
         while True:
             if quantizing and quantizing.poll() is not None:
-                said = f"FAILED: {last_line(args, 'gptq')}" if quantizing.returncode else "done"
-                print(f"GPTQ {said}, {left():.0f} s left", flush=True)
+                text = f"FAILED: {last_line(args, 'gptq')}" if quantizing.returncode else "done"
+                print(f"GPTQ {text}, {left():.0f} s left", flush=True)
                 quantizing = None
-            todo = [each for each in waiting(args, {*running, *failed}) if has_base(args, each)]
+            todo = [item for item in waiting(args, {*running, *failed}) if has_base(args, item)]
             while todo and len(running) < args.jobs and left() > max(took, default=_FIRST_GUESS):
                 name, used = todo.pop(0).name, [card for *_, card in running.values()]
                 card = min(range(args.cards), key=used.count)
@@ -350,14 +350,14 @@ def launch(
         share: Its share of the card's memory. A share in the environment goes before.
     """
     memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{share:.3f}"}
-    own = {"CUDA_VISIBLE_DEVICES": check_device.card(card, args.cards)} if args.cards > 1 else {}
+    local = {"CUDA_VISIBLE_DEVICES": check_device.card(card, args.cards)} if args.cards > 1 else {}
     args.work.mkdir(parents=True, exist_ok=True)
     with log_of(args, name).open("w") as log:
         return subprocess.Popen(
             [sys.executable, "-m", *map(str, command)],
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=memory | dict(os.environ) | own,
+            env=memory | dict(os.environ) | local,
         )
 
 
@@ -412,11 +412,11 @@ def run_piece(args: argparse.Namespace) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     train(from_table(config.RunConfig, table), quiet=True)
     rows = logger.read_metrics(folder)
-    made = timed(rows) if args.timing else kept(rows)
+    result = timed(rows) if args.timing else kept(rows)
     about = {"arm": piece.arm, "rate": piece.rate, "seed": piece.seed}
     about |= surroundings(args, ARMS[piece.arm])
     about |= {"wall_seconds": round(time.monotonic() - began, 1)}
-    write_whole(args.out / f"{name}.json", json.dumps(about | made) + "\n")
+    write_whole(args.out / f"{name}.json", json.dumps(about | result) + "\n")
     shutil.rmtree(folder)
 
 

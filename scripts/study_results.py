@@ -211,17 +211,17 @@ def compared(results: Results, claim: Claim, level: float = 0.95) -> Interval | 
     return interval([measure(ours[seed]) - measure(theirs[seed]) for seed in shared], level)
 
 
-def verdict(claim: Claim, found: Interval | None) -> str:
+def verdict(claim: Claim, matches: Interval | None) -> str:
     """What a difference says about a claim: confirmed, opposite, or not confirmed."""
-    if found is None:
+    if matches is None:
         return MISSING
     if claim.equal:
-        if -MARGIN < found.low and found.high < MARGIN:
+        if -MARGIN < matches.low and matches.high < MARGIN:
             return "confirmed"
-        return "opposite" if found.low > 0 or found.high < 0 else "not confirmed"
-    if found.low > 0:
+        return "opposite" if matches.low > 0 or matches.high < 0 else "not confirmed"
+    if matches.low > 0:
         return "confirmed"
-    return "opposite" if found.high < 0 else "not confirmed"
+    return "opposite" if matches.high < 0 else "not confirmed"
 
 
 def claims_table(results: Results) -> str:
@@ -230,7 +230,7 @@ def claims_table(results: Results) -> str:
         ["claim", "the paper", "here: difference", "measured", "verdict", "among all comparisons"]
     ]
     for claim in CLAIMS:
-        found = compared(results, claim)
+        matches = compared(results, claim)
         strict = verdict(claim, compared(results, claim, 1 - 0.05 / len(CLAIMS)))
         at = "" if claim.rate is None else f" at {RATES[claim.rate]:g}"
         unit = (claim.measure.__name__).replace("_", " ")
@@ -239,19 +239,19 @@ def claims_table(results: Results) -> str:
                 claim.text + " (added)" * claim.added,
                 claim.paper,
                 f"{unit}: {ARMS[claim.ours].title} - {ARMS[claim.theirs].title}{at}",
-                MISSING if found is None else found.shown(sign="+") + few(found),
-                verdict(claim, found),
-                "" if found is None else strict,
+                MISSING if matches is None else matches.shown(sign="+") + few(matches),
+                verdict(claim, matches),
+                "" if matches is None else strict,
             ]
         )
     rows += [[text, paper, "no runs", MISSING, MISSING, ""] for text, paper in UNTESTED]
     return table(rows)
 
 
-def few(found: Interval) -> str:
+def few(matches: Interval) -> str:
     """Says over how many seeds a difference was taken, if over some but not over all."""
     whole = len(FIRST_SEEDS) + len(MORE_SEEDS)
-    return f" ({found.count} seeds)" if 1 < found.count < whole else ""
+    return f" ({matches.count} seeds)" if 1 < matches.count < whole else ""
 
 
 def numbers(results: Results) -> dict[str, str]:
@@ -260,20 +260,20 @@ def numbers(results: Results) -> dict[str, str]:
     `accuracy_nvfp4_bf16` is the size of a claim's difference in hundredths, which are points of an accuracy or a reward,
     and `accuracy_nvfp4_bf16_shown` the same with sign and interval. `start_nvfp4` and `end_nvfp4` are accuracies.
     """
-    made = {}
+    texts = {}
     for claim in CLAIMS:
-        found = compared(results, claim)
+        difference = compared(results, claim)
         at = "" if claim.rate is None else f"_{claim.rate}"
         name = f"{claim.measure.__name__}_{claim.ours}_{claim.theirs}{at}".replace("-", "_")
-        made[name] = MISSING if found is None else f"{abs(100 * found.mean):.1f}"
-        made[f"{name}_shown"] = MISSING if found is None else found.shown(sign="+")
+        texts[name] = MISSING if difference is None else f"{abs(100 * difference.mean):.1f}"
+        texts[f"{name}_shown"] = MISSING if difference is None else difference.shown(sign="+")
     for arm in ARMS:
         runs = runs_of(results, arm, study.best_rate(results, arm)).values()
         for when in ("start", "end"):
             mean = np.mean([run[when]["accuracy"] for run in runs]) if runs else None
             shown = MISSING if mean is None else f"{mean:.3f}".lstrip("0")
-            made[f"{when}_{arm}".replace("-", "_")] = shown
-    return made
+            texts[f"{when}_{arm}".replace("-", "_")] = shown
+    return texts
 
 
 def arms_table(results: Results, timings: Results) -> str:
@@ -293,15 +293,15 @@ def arms_table(results: Results, timings: Results) -> str:
     rows = [["arm", "best rate", "seeds", *measures, "s per step, alone"]]
     for arm, about in ARMS.items():
         best = study.best_rate(results, arm)
-        found = runs_of(results, arm, best)
+        matches = runs_of(results, arm, best)
         cells = []
-        for name, measure in measures.items() if found else ():
-            values = [measure(run) for run in found.values()]
+        for name, measure in measures.items() if matches else ():
+            values = [measure(run) for run in matches.values()]
             cells.append(middle(values) if name == kl else interval(values).shown())
         cells = cells or [MISSING] + [""] * (len(measures) - 1)
         seconds = timings.get(f"timing_{arm}", {}).get("step", "")
         rate = "" if best is None else f"{best:g}"
-        rows.append([about.title, rate, str(len(found) or ""), *cells, str(seconds)])
+        rows.append([about.title, rate, str(len(matches) or ""), *cells, str(seconds)])
     return table(rows)
 
 
@@ -317,9 +317,9 @@ def rates_table(results: Results) -> str:
     for arm, about in ARMS.items():
         cells = []
         for rate in about.rates:
-            found = runs_of(results, arm, rate)
-            gains = [gain(run) for seed, run in found.items() if seed in FIRST_SEEDS]
-            shown = ", ".join(f"{each:+.3f}" for each in gains) or MISSING
+            matches = runs_of(results, arm, rate)
+            gains = [gain(run) for seed, run in matches.items() if seed in FIRST_SEEDS]
+            shown = ", ".join(f"{item:+.3f}" for item in gains) or MISSING
             cells.append(f"{rate:g}: {shown}")
         rows.append([about.title, *cells])
     return table(rows)
@@ -438,13 +438,13 @@ def draw(results: Results, timings: Results, folder: pathlib.Path) -> None:
         with matplotlib.rc_context(
             {"svg.hashsalt": "qerl", "svg.fonttype": "none", "axes.grid": True, "grid.alpha": 0.4}
         ):
-            made = Figure(figsize=(width, 4), layout="constrained")
-            fill(made)
-            made.savefig(folder / f"{name}.svg", metadata={"Date": None})
+            figure = Figure(figsize=(width, 4), layout="constrained")
+            fill(figure)
+            figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
 
     def curves(name: str, label: str, seconds: bool = False) -> Callable[[Figure], None]:
-        def fill(made: Figure) -> None:
-            panels = made.subplots(1, len(PANELS), sharex=True, sharey=True)
+        def fill(figure: Figure) -> None:
+            panels = figure.subplots(1, len(PANELS), sharex=True, sharey=True)
             for axes, arms in zip(panels, PANELS, strict=True):
                 for arm in arms:
                     pace = timings.get(f"timing_{arm}", {}).get("step") if seconds else 1.0
@@ -464,19 +464,19 @@ def draw(results: Results, timings: Results, folder: pathlib.Path) -> None:
                     axes.set_yticks(ticks, map(str, ticks))
                     axes.minorticks_off()
                 if axes.lines:
-                    place = "upper right" if name == "entropy" else "lower right"
-                    axes.legend(fontsize=7, handlelength=3.5, loc=place)
+                    position = "upper right" if name == "entropy" else "lower right"
+                    axes.legend(fontsize=7, handlelength=3.5, loc=position)
             panels[0].set_ylabel(label)
 
         return fill
 
-    def points(made: Figure) -> None:
-        axes = made.add_subplot(xlabel="held-out accuracy")
+    def points(figure: Figure) -> None:
+        axes = figure.add_subplot(xlabel="held-out accuracy")
         shown = [arm for arm, runs in best.items() if runs]
-        for place, arm in enumerate(shown):
+        for position, arm in enumerate(shown):
             values = [accuracy(run) for run in best[arm].values()]
-            axes.plot(values, [place] * len(values), "o", color=STYLES[arm][0], alpha=0.6)
-            axes.plot([np.mean(values)], [place], "|", color="black", markersize=18)
+            axes.plot(values, [position] * len(values), "o", color=STYLES[arm][0], alpha=0.6)
+            axes.plot([np.mean(values)], [position], "|", color="black", markersize=18)
         axes.set_yticks(range(len(shown)), [ARMS[arm].title for arm in shown])
         axes.invert_yaxis()
 
@@ -501,12 +501,12 @@ def main() -> None:
     if args.add:
         add(args.add, args.results)
     results, timings = read(args.results)
-    made = page(results, timings)
+    text = page(results, timings)
     if args.check:
-        if made != args.page.read_text():
+        if text != args.page.read_text():
             sys.exit(f"{args.page} is out of date: run python -m scripts.study_results")
         return
-    args.page.write_text(made)
+    args.page.write_text(text)
     if results:
         draw(results, timings, args.figures)
 

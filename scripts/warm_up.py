@@ -72,13 +72,13 @@ def main() -> None:
     args = parser.parse_args()
     began = time.monotonic()
     warm_up(args.source, args.target, args.steps, args.batch, args.rate, args.seed)
-    found = about(args.source, args.target) | {"seconds": round(time.monotonic() - began, 1)}
-    found |= {name: getattr(args, name) for name in ("steps", "batch", "rate", "seed")}
+    results = about(args.source, args.target) | {"seconds": round(time.monotonic() - began, 1)}
+    results |= {name: getattr(args, name) for name in ("steps", "batch", "rate", "seed")}
     if args.problems:
-        found["before"] = accuracies(args.source, args.problems)
-        found["after"] = accuracies(str(args.target), args.problems)
-    (args.target / "warm_up.json").write_text(json.dumps(found, indent=2) + "\n")
-    print(json.dumps(found, indent=2))
+        results["before"] = accuracies(args.source, args.problems)
+        results["after"] = accuracies(str(args.target), args.problems)
+    (args.target / "warm_up.json").write_text(json.dumps(results, indent=2) + "\n")
+    print(json.dumps(results, indent=2))
 
 
 # Rows have so few tokens that the backward pass needs no recomputation.
@@ -104,7 +104,7 @@ def examples(tokens: tokenizer.Tokenizer, seed: int, count: int) -> Rows:
     texts = [arithmetic.plain_answer(problem) for problem in problems]
     ends = [[*ids, tokens.stop_tokens[0]] for ids in tokens.encode(texts)]
     return joined(
-        tokens.encode([asked(each.question) for each in problems]), ends, tokens.pad_token
+        tokens.encode([asked(item.question) for item in problems]), ends, tokens.pad_token
     )
 
 
@@ -128,7 +128,7 @@ def joined(prompts, completions, pad: int, length: int | None = None) -> Rows:
     width = -(-max(map(len, rows)) // 32) * 32
     slots = np.arange(width if length is None else min(length, width))
     ids = np.array([row + [pad] * (len(slots) - len(row)) for row in rows], np.int32)
-    starts, ends = (np.array([len(x) for x in each])[:, None] for each in (prompts, rows))
+    starts, ends = (np.array([len(x) for x in item])[:, None] for item in (prompts, rows))
     return Rows(ids, (starts <= slots) & (slots < ends))
 
 
@@ -183,7 +183,7 @@ def about(source: str, target: pathlib.Path) -> dict[str, object]:
     after = safetensors.Tensors(target)
     moved, size, changed, count = 0.0, 0.0, 0, 0
     for name in (name for name in after if name.endswith("_proj.weight")):
-        old, new = (np.asarray(each[name], np.float32) for each in (before, after))
+        old, new = (np.asarray(item[name], np.float32) for item in (before, after))
         moved += float(np.square(new - old).sum())
         size += float(np.square(old).sum())
         changed, count = changed + int((new != old).sum()), count + new.size

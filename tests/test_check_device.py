@@ -254,17 +254,6 @@ def test_good_metrics_are_green():
     assert found == {"difference": 0.01, "noisy_difference": 0.06, "kl": 0.1}
 
 
-def test_the_seconds_of_rollouts_are_told_by_phase():
-    rows = [{"step": 0, "eval/accuracy": 0.5}] + [
-        {"perf/rollout_time": seconds, "perf/update_time": 2 * seconds} for seconds in (9.0, 0.123)
-    ]
-    assert check_device_run.laps(rows) == {
-        "rollout": [9.0, 0.12],
-        "reward": [],
-        "update": [18.0, 0.25],
-    }
-
-
 @pytest.mark.parametrize(
     ("row", "changes", "told"),
     [
