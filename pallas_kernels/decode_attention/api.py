@@ -127,7 +127,7 @@ def plan(
       heads: H, query heads.
 
     Returns:
-      The plan for `decode_attention`, int32; its layout is private (`plans.Cut`). None if the Hopper kernel cannot
+      The plan for `decode_attention`, int32; its layout is private (`plans.Split`). None if the Hopper kernel cannot
       run on this device or with this cache: other implementations need no plan.
     """
     if runtime.unless_hopper() or configs.supports_cache(keys.shape, keys.dtype):

@@ -28,13 +28,13 @@ def launch(
     plan: jax.Array,
     keys: jax.Array,
     values: jax.Array,
-    cut: plans.Cut,
+    split: plans.Split,
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Writes new tokens to the cache as `append.append` does.
 
-    Arguments are those of `decode_kernel.launch`. The plan must hold the places of new tokens: `cut.appends` is
+    Arguments are those of `decode_kernel.launch`. The plan must hold the places of new tokens: `split.appends` is
     False. The head size must be a multiple of 16. `interpret` runs the kernel on a CPU.
 
     Returns:
@@ -44,22 +44,22 @@ def launch(
     caches = [jax.new_ref(cache.reshape(-1, keys.shape[-1])) for cache in (keys, values)]
     operands = {"qkv": qkv, "cos": cos, "sin": sin, "layer": layer, "plan": plan}
     mosaic.launch(
-        functools.partial(_kernel, shape=keys.shape, cut=cut),
+        functools.partial(_kernel, shape=keys.shape, split=split),
         operands | {"keys": caches[0], "values": caches[1]},
         {},
         {},
         name="append_sm90",
         interpret=interpret,
-        grid=(cut.rows, cut.key_heads),
+        grid=(split.rows, split.key_heads),
         grid_names=("row", "head"),
     )
     return tuple(jax.freeze(ref).reshape(keys.shape) for ref in caches)
 
 
-def _kernel(refs: types.SimpleNamespace, *, shape: tuple[int, ...], cut: plans.Cut) -> None:
+def _kernel(refs: types.SimpleNamespace, *, shape: tuple[int, ...], split: plans.Split) -> None:
     layers, pages, key_heads, slots, head_size = shape
     row, head = lax.axis_index("row"), lax.axis_index("head")
-    page, slot = (refs.plan[cut.places_at + n * cut.rows + row] for n in range(2))
+    page, slot = (refs.plan[split.places_at + n * split.rows + row] for n in range(2))
     layer = lax.clamp(0, refs.layer[0], layers - 1)
     at = ((layer * pages + page) * key_heads + head) * slots + slot
     half = head_size // 2

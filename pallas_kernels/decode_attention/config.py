@@ -34,7 +34,7 @@ class Config:
     Attributes:
       pages: most pages in a part. Parts are longer if a unit would otherwise have more than `parts` of them.
       stages: pipeline stages of each warpgroup; a stage is a slot in shared memory for one page of keys and values.
-      parts: most parts in a unit, which is one row and one key head; see `plans.Cut`.
+      parts: most parts in a unit, which is one row and one key head; see `plans.Split`.
       blocks: number of blocks. The parts are divided among the warpgroups of all blocks.
       warpgroups: number of warpgroups per block, 1 to 4.
     """

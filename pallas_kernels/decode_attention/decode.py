@@ -72,10 +72,10 @@ def plan(
       group: H / J, query heads per key head. Tokens of a sequence form tiles if `supports_sharing` accepts it.
 
     Returns:
-      int32 [size], as described by `plans.Cut`.
+      int32 [size], as described by `plans.Split`.
     """
-    config, cut = _division(tables.shape, shape, group, config, shared, sequence)
-    return plans.make(tables, ends, shape[1], cut, shared, sequence)
+    config, split = _division(tables.shape, shape, group, config, shared, sequence)
+    return plans.make(tables, ends, shape[1], split, shared, sequence)
 
 
 def _division(
@@ -85,7 +85,7 @@ def _division(
     config: Config | None,
     shared: jax.Array | None,
     sequence: jax.Array | None,
-) -> tuple[Config, plans.Cut]:
+) -> tuple[Config, plans.Split]:
     """Returns how the kernel and the plan divide a problem."""
     rows, width = of_tables
     key_heads, head_size = shape[2], shape[4]
@@ -93,7 +93,7 @@ def _division(
     # The number of sequences is not known here. This assumes that each has `SIBLINGS` / 2 tokens.
     units = -(-2 * rows // SIBLINGS) if sequences else rows
     config = config or pick_config(units, key_heads, head_size, group)
-    return config, plans.Cut(
+    return config, plans.Split(
         rows,
         width,
         shape[2],
@@ -134,36 +134,36 @@ def decode_attention(
     """
     key_heads = keys.shape[2]
     group = qkv.shape[1] // key_heads - 2
-    config, cut = _division(tables.shape, keys.shape, group, config, shared, sequence)
+    config, split = _division(tables.shape, keys.shape, group, config, shared, sequence)
     if reason := supports(qkv.shape, qkv.dtype, keys.shape, keys.dtype, config):
         raise NotImplementedError(reason)
     heads = group * key_heads
     if shared is not None and (reason := supports_sharing(heads, key_heads)):
         raise NotImplementedError(reason)
-    if plan is not None and (plan.shape, plan.dtype) != ((cut.size,), jnp.int32):
+    if plan is not None and (plan.shape, plan.dtype) != ((split.size,), jnp.int32):
         raise ValueError(
-            f"plan must be int32 [{cut.size}], of these tables; got {plan.dtype} {list(plan.shape)}"
+            f"plan must be int32 [{split.size}], of these tables; got {plan.dtype} {list(plan.shape)}"
         )
     if plan is None:
-        plan = plans.make(tables, ends, keys.shape[1], cut, shared, sequence)
+        plan = plans.make(tables, ends, keys.shape[1], split, shared, sequence)
     if runtime.checks_kernels():
-        qkv = _after_check(qkv, plan, cut)
+        qkv = _after_check(qkv, plan, split)
     # Imported here because it takes half a second.
     from pallas_kernels.decode_attention import append_kernel, decode_kernel
 
     layer = layer.reshape(1)
-    if not cut.appends:
+    if not split.appends:
         tokens = qkv, cos, sin, layer, plan
-        keys, values = append_kernel.launch(*tokens, keys, values, cut, interpret=interpret)
-    problem = decode_kernel.Problem(config, cut, group, keys.shape, interpret)
+        keys, values = append_kernel.launch(*tokens, keys, values, split, interpret=interpret)
+    problem = decode_kernel.Problem(config, split, group, keys.shape, interpret)
     outs, keys, values = decode_kernel.launch(qkv, cos, sin, layer, plan, keys, values, problem)
     if interpret:
-        parts = plans.totals_of(ends, cut, shared, sequence)
+        parts = plans.totals_of(ends, split, shared, sequence)
         return _merge(*outs[1:], parts, qkv), keys, values
     return outs[0], keys, values
 
 
-def _after_check(qkv: jax.Array, plan: jax.Array, cut: plans.Cut) -> jax.Array:
+def _after_check(qkv: jax.Array, plan: jax.Array, split: plans.Split) -> jax.Array:
     """Returns qkv, but only after the plan's counters are checked (see `runtime.checks_kernels`).
 
     The kernel counts in its plan, which XLA believes to be constant, and resets the counters to 0. If a launch failed
@@ -184,7 +184,7 @@ def _after_check(qkv: jax.Array, plan: jax.Array, cut: plans.Cut) -> jax.Array:
     # XLA believes the plan to be constant, and would move the check out of a loop over layers. A barrier ties the
     # check to qkv, which differs in each layer.
     qkv, plan = lax.optimization_barrier((qkv, plan))
-    counters = plan[: cut.pieces_at]
+    counters = plan[: split.pieces_at]
     jax.debug.callback(check, counters)
     # This barrier makes the check run before the launch, which reads qkv.
     return lax.optimization_barrier((qkv, counters))[0]

@@ -35,14 +35,14 @@ class Problem:
 
     Attributes:
       config: numbers of blocks, warpgroups and pipeline stages.
-      cut: how the work is divided among warpgroups.
+      split: how the work is divided among warpgroups.
       group: query heads per key head, H / J.
       cache: [L, N, J, S, C], the shape of keys and of values.
       interpret: whether this runs on a CPU.
     """
 
     config: Config
-    cut: plans.Cut
+    split: plans.Split
     group: int
     cache: tuple[int, ...]
     interpret: bool
@@ -50,7 +50,7 @@ class Problem:
     @property
     def key_heads(self) -> int:
         """J, key/value heads."""
-        return self.cut.key_heads
+        return self.split.key_heads
 
     @property
     def heads(self) -> int:
@@ -97,10 +97,10 @@ def launch(
 
     Returns:
       Three values. The first is a tuple: the output [B, H, C], products of parts float32 [B * J, P, G, C], and maxima
-      and sums of parts float32 [B * J, P, 2, G], with P = `cut.most_parts` and G = `group_rows`. The others are the
+      and sums of parts float32 [B * J, P, 2, G], with P = `split.most_parts` and G = `group_rows`. The others are the
       new keys and the new values.
     """
-    config, cut, warpgroups = problem.config, problem.cut, problem.config.warpgroups
+    config, split, warpgroups = problem.config, problem.split, problem.config.warpgroups
     head_size, columns = problem.head_size, problem.columns
 
     def shared(shape: tuple[int, ...], dtype: DTypeLike, transforms: tuple = ()) -> plgpu.SMEM:
@@ -109,11 +109,11 @@ def launch(
     def barriers(count: int, arrivals: int = 1) -> plgpu.Barrier:
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=(warpgroups, count))
 
-    units = (cut.rows * cut.key_heads, cut.most_parts)
+    units = (split.rows * split.key_heads, split.most_parts)
     of_pages = shared((config.stages, PAGE, head_size), keys.dtype, mosaic.SWIZZLED)
     # A head of 64 is stored twice, so that the row shifted by half a head is a slice of shared memory. XLA fuses this
     # into the operation that computes qkv. Tokens of sequences need no copy: they are read from device memory.
-    if not cut.sequences:
+    if not split.sequences:
         qkv = jnp.concatenate([qkv] * (columns // head_size), axis=-1)
     # Layers, pages, heads and slots are merged into one axis, because bulk copies take at most five axes.
     caches = [jax.new_ref(cache.reshape(-1, head_size)) for cache in (keys, values)]
@@ -129,7 +129,7 @@ def launch(
             "values": caches[1],
         },
         {
-            "out": jax.ShapeDtypeStruct((cut.rows, problem.heads, head_size), qkv.dtype),
+            "out": jax.ShapeDtypeStruct((split.rows, problem.heads, head_size), qkv.dtype),
             "products": jax.ShapeDtypeStruct((*units, problem.group_rows, head_size), jnp.float32),
             "totals": jax.ShapeDtypeStruct((*units, 2, problem.group_rows), jnp.float32),
         },
@@ -138,7 +138,7 @@ def launch(
             "turns": shared((2, 2, 64), jnp.float32),
             "key_slots": of_pages,
             "value_slots": of_pages,
-            "flags": shared((max(1, cut.siblings),), jnp.int32),
+            "flags": shared((max(1, split.siblings),), jnp.int32),
             "operand": shared((64, 64), keys.dtype, mosaic.SWIZZLED) if problem.interpret else None,
             "inputs_full": barriers(2, arrivals=3 + 2 * columns // head_size),
             "keys_full": barriers(config.stages),
@@ -160,7 +160,7 @@ def _kernel(refs: types.SimpleNamespace, *, problem: Problem) -> None:
     warpgroup, config = lax.axis_index("warpgroup"), problem.config
     # Consecutive warpgroups of the plan are in different blocks, so that the remainder of the work is spread over
     # blocks.
-    agenda = _Agenda(refs.plan, warpgroup * config.blocks + lax.axis_index("block"), problem.cut)
+    agenda = _Agenda(refs.plan, warpgroup * config.blocks + lax.axis_index("block"), problem.split)
     start = agenda.piece(jnp.int32(0)), agenda.piece(jnp.int32(1))
     pages = [agenda.page(n) for n in range(config.stages + 1)]
     layers, pages_of_layer, *_ = problem.cache
@@ -189,40 +189,42 @@ class _Agenda:
     Attributes:
       plan: int32 [cut.size], from `plans.make`.
       number: the warpgroup's index among the warpgroups of all blocks.
-      cut: the layout of the plan.
+      split: the layout of the plan.
     """
 
     plan: jax.Ref
     number: jax.Array
-    cut: plans.Cut
+    split: plans.Split
 
     def piece(self, i: jax.Array) -> _Piece:
         """Returns the i-th part of this warpgroup. After the last part the result is meaningless."""
-        at = self.number * self.cut.rounds + lax.min(i, self.cut.rounds - 1)
+        at = self.number * self.split.rounds + lax.min(i, self.split.rounds - 1)
         fields = plans.FIELDS
-        return _Piece(*(self.plan[self.cut.pieces_at + at * len(fields) + f] for f in fields))
+        return _Piece(*(self.plan[self.split.pieces_at + at * len(fields) + f] for f in fields))
 
     def page(self, n: jax.Array | int) -> jax.Array:
         """Returns the n-th page of this warpgroup as page * J + head, or -1 after the last."""
-        cut = self.cut
-        return self.plan[cut.pages_at + self.number * (cut.length + 1) + lax.min(n, cut.length)]
+        split = self.split
+        return self.plan[
+            split.pages_at + self.number * (split.length + 1) + lax.min(n, split.length)
+        ]
 
     def count(self) -> jax.Array:
         """Returns the number of parts of this warpgroup."""
-        return self.plan[self.cut.counts_at + self.number]
+        return self.plan[self.split.counts_at + self.number]
 
     def members(self, tile: jax.Array) -> jax.Ref:
         """Returns the rows of a tile, a list of members for `gathered`."""
-        siblings = self.cut.siblings
-        return self.plan.at[pl.ds(self.cut.tiles_at + tile * siblings, siblings)]
+        siblings = self.split.siblings
+        return self.plan.at[pl.ds(self.split.tiles_at + tile * siblings, siblings)]
 
     def totals(self) -> jax.Ref:
         """Returns the number of parts of each row's units, int32 [B]."""
-        return self.plan.at[pl.ds(self.cut.totals_at, self.cut.rows)]
+        return self.plan.at[pl.ds(self.split.totals_at, self.split.rows)]
 
     def is_tile(self, unit: jax.Array) -> jax.Array:
         """Returns whether a part with this unit belongs to a tile of rows that share pages (not of a sequence)."""
-        return unit >= self.cut.units
+        return unit >= self.split.units
 
 
 class _Softmax(NamedTuple):
@@ -280,7 +282,7 @@ class _Warpgroup:
         """
         *first, ahead = pages
         count = self.agenda.count()
-        if not self.problem.cut.sequences:
+        if not self.problem.split.sequences:
             pl.when(count > 0)(lambda: self._fetch_inputs(0, piece.unit))
         for n, page in enumerate(first):
             for ring in self._keys, self._values:
@@ -313,11 +315,11 @@ class _Warpgroup:
 
     def _place(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the row and the key head of a unit; for a tile, its first row."""
-        cut = self.problem.cut
-        row = lax.div(unit, cut.key_heads)
-        if cut.siblings:
-            row = lax.rem(row, cut.rows)
-        return row, lax.rem(unit, cut.key_heads)
+        split = self.problem.split
+        row = lax.div(unit, split.key_heads)
+        if split.siblings:
+            row = lax.rem(row, split.rows)
+        return row, lax.rem(unit, split.key_heads)
 
     def _fetch_inputs(self, parity: jax.Array | int, unit: jax.Array) -> None:
         """Starts copies of a unit's queries, new key and new value, and of its row's cosines and sines."""
@@ -377,9 +379,9 @@ class _Warpgroup:
 
     def _queries(self, parity: jax.Array, unit: jax.Array) -> list[jax.Array]:
         """Returns the rotated queries of a unit, or of all rows of a tile: [64, 64] for each chunk of columns."""
-        if self.problem.cut.sequences:
+        if self.problem.split.sequences:
             return self._gathered_queries(unit)
-        if not self.problem.cut.siblings:
+        if not self.problem.split.siblings:
             return self._own_queries(parity)
         return lax.cond(
             self.agenda.is_tile(unit),
@@ -493,12 +495,12 @@ class _Warpgroup:
         softmax, n, ahead = carry
         slot = self._keys.slot(n)
         further = self.agenda.page(n + self.problem.config.stages + 1)
-        cut = self.problem.cut
+        split = self.problem.split
         # The slot, in this page, of the row's new token; for a tile of a sequence's tokens, that of its first token.
-        new_slot = (piece.home if cut.sequences else piece.slots - 1) - turn * PAGE
+        new_slot = (piece.home if split.sequences else piece.slots - 1) - turn * PAGE
         # In kernels that append, `home` is negative unless this part has the row's last page.
         has_new = (new_slot < PAGE) & (piece.home >= 0)
-        when_new = pl.when(has_new) if cut.appends else lambda write: None
+        when_new = pl.when(has_new) if split.appends else lambda write: None
         with jax.named_scope("scores"):
             self._keys.wait(slot)
             when_new(lambda: self._append_key(parity, slot, new_slot, piece.home))
@@ -551,7 +553,7 @@ class _Warpgroup:
           weights of the page's values.
         """
         column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=_OF_TILE)
-        if self.problem.cut.sequences:
+        if self.problem.split.sequences:
             row = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=_OF_TILE)
             # Each token of a sequence has 8 rows, and ends one slot after the token before it. So the condition is
             # column <= new_slot + row // 8.
@@ -604,7 +606,7 @@ class _Warpgroup:
         after_following = self.agenda.piece(i + 2)
         parity = lax.rem(i, 2)
         with jax.named_scope("queries"):
-            if self.problem.cut.sequences:
+            if self.problem.split.sequences:
                 queries = self._queries(parity, piece.unit)
             else:
                 plgpu.barrier_wait(self.refs.inputs_full.at[self.number, parity])
@@ -619,9 +621,9 @@ class _Warpgroup:
             (_Softmax.start(self.problem.head_size), n, ahead),
         )
         with jax.named_scope("merge"):
-            if self.problem.cut.sequences:
+            if self.problem.split.sequences:
                 self._finish_sequence(piece.unit, part, parts, softmax)
-            elif self.problem.cut.siblings:
+            elif self.problem.split.siblings:
                 self._finish_shared(piece.unit, part, parts, softmax)
             else:
                 self._finish(piece.unit, part, parts, softmax)
@@ -635,7 +637,7 @@ class _Warpgroup:
             self._leave(unit, part, parts, softmax)
             return
         pl.when(parts == 1)(lambda: self._write(unit, softmax, is_quarter=False))
-        if self.problem.cut.most_parts > 1:
+        if self.problem.split.most_parts > 1:
 
             @pl.when(parts > 1)
             def _leave_part():
@@ -657,18 +659,18 @@ class _Warpgroup:
         pl.when(is_part)(lambda: self._leave(unit, part, parts, softmax))
 
         # One loop serves both kinds of parts, so that the long code of `_merge` is compiled only once.
-        cut, (row, head) = self.problem.cut, self._place(unit)
+        split, (row, head) = self.problem.split, self._place(unit)
         plan = self.refs.plan
 
         def merge_if_last(k, carry):
             @pl.when(self.refs.flags[k] != 0)
             def _merge():
-                member = jnp.where(is_tile, plan[cut.tiles_at + row * cut.siblings + k], row)
-                self._merge(member * cut.key_heads + head, plan[cut.totals_at + member])
+                member = jnp.where(is_tile, plan[split.tiles_at + row * split.siblings + k], row)
+                self._merge(member * split.key_heads + head, plan[split.totals_at + member])
 
             return carry
 
-        units = jnp.where(is_tile, cut.siblings, jnp.where(is_part, 1, 0))
+        units = jnp.where(is_tile, split.siblings, jnp.where(is_part, 1, 0))
         lax.fori_loop(0, units, merge_if_last, 0)
 
     def _finish_sequence(
@@ -680,7 +682,7 @@ class _Warpgroup:
             self._leave_to_members(unit, part, softmax)
             return
         pl.when(parts == 1)(lambda: self._write_to_members(unit, softmax.result(), 0))
-        if self.problem.cut.most_parts > 1:
+        if self.problem.split.most_parts > 1:
 
             @pl.when(parts > 1)
             def _leave_part():
@@ -710,15 +712,15 @@ class _Warpgroup:
         Rows that share pages have other parts too, so the part is also counted in each row, with a flag for each as
         in `_leave`.
         """
-        refs, cut, interpret = self.refs, self.problem.cut, self.problem.interpret
+        refs, split, interpret = self.refs, self.problem.split, self.problem.interpret
         tile, head = self._place(unit)
-        members, at = self.agenda.members(tile), (cut.key_heads, head, part)
+        members, at = self.agenda.members(tile), (split.key_heads, head, part)
         gathered.store_parts(softmax.products, refs.products, members, at, interpret=interpret)
         for which, values in enumerate((softmax.maximum, softmax.total)):
             gathered.store_part_values(values, refs.totals, members, at, which, interpret=interpret)
-        if not (interpret or cut.sequences):
-            counters, totals = refs.plan.at[pl.ds(0, cut.units)], self.agenda.totals()
-            gathered.count(counters, totals, members, cut.key_heads, head, refs.flags)
+        if not (interpret or split.sequences):
+            counters, totals = refs.plan.at[pl.ds(0, split.units)], self.agenda.totals()
+            gathered.count(counters, totals, members, split.key_heads, head, refs.flags)
 
     def _write_to_members(self, unit: jax.Array, out: jax.Array, at: int) -> None:
         """Writes columns of a tile's result, [64, n], from column `at` on."""

@@ -17,7 +17,7 @@ finish with a part of their own, so different warpgroups sum them.
 **Sequences.** Rows may instead be consecutive tokens of sequences. Then up to `siblings` tokens of a sequence form a
 tile, which holds all pages of the sequence, and no row has parts of its own.
 
-In the code, `piece` means a part. `Cut.blocks` counts the warpgroups of all blocks of the kernel.
+In the code, `piece` means a part. `Split.blocks` counts the warpgroups of all blocks of the kernel.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ SHIFT = 2**16
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class Split:
     """Describes how units are cut, and the layout of a plan.
 
     A plan is one int32 array that holds, in this order:
@@ -140,42 +140,42 @@ class Cut:
         return self.places_at + (0 if self.appends else 2 * self.rows)
 
 
-def parts_of(live: jax.Array, cut: Cut) -> jax.Array:
+def parts_of(live: jax.Array, split: Split) -> jax.Array:
     """Returns the number of parts into which a run of `live` pages is cut: int32, in the shape of `live`."""
-    return jnp.minimum(-(-live // cut.pages), cut.parts)
+    return jnp.minimum(-(-live // split.pages), split.parts)
 
 
 def totals_of(
     ends: jax.Array,
-    cut: Cut,
+    split: Split,
     shared: jax.Array | None = None,
     sequence: jax.Array | None = None,
 ) -> jax.Array:
     """Returns the number of parts of each row's units, int32 [B]; arguments as for `make`."""
-    ends = _clipped(ends, cut)
-    if cut.sequences:
-        ends = _last_ends(ends, _tiles_of((sequence,), cut.siblings))
+    ends = _clipped(ends, split)
+    if split.sequences:
+        ends = _last_ends(ends, _tiles_of((sequence,), split.siblings))
     live = ends // PAGE + 1
     if shared is None:
-        return parts_of(live, cut)
-    shared = _shared(shared, ends, cut)
-    return parts_of(shared, cut) + parts_of(live - shared, cut)
+        return parts_of(live, split)
+    shared = _shared(shared, ends, split)
+    return parts_of(shared, split) + parts_of(live - shared, split)
 
 
-def _clipped(ends: jax.Array, cut: Cut) -> jax.Array:
-    return jnp.clip(ends, 0, cut.width * PAGE - 1)
+def _clipped(ends: jax.Array, split: Split) -> jax.Array:
+    return jnp.clip(ends, 0, split.width * PAGE - 1)
 
 
-def _shared(shared: jax.Array, ends: jax.Array, cut: Cut) -> jax.Array:
+def _shared(shared: jax.Array, ends: jax.Array, split: Split) -> jax.Array:
     """Clips each row's number of shared pages, so that the page of the new token is never one of them."""
-    return jnp.clip(shared, 0, _clipped(ends, cut) // PAGE)
+    return jnp.clip(shared, 0, _clipped(ends, split) // PAGE)
 
 
 def make(
     tables: jax.Array,
     ends: jax.Array,
     pages: int,
-    cut: Cut,
+    split: Split,
     shared: jax.Array | None = None,
     sequence: jax.Array | None = None,
 ) -> jax.Array:
@@ -188,39 +188,39 @@ def make(
       tables: int32 [B, W], each row's pages.
       ends: int32 [B], the slot of each row's new token.
       pages: N, pages of the cache in one layer.
-      cut: how units are cut.
+      split: how units are cut.
       shared: int32 [B], as for `api.decode_attention`: the number of each row's first pages that other rows may
-        share. None if `cut.siblings` is 0 or `cut.sequences`.
-      sequence: int32 [B], as for `api.decode_attention`; used only if `cut.sequences`.
+        share. None if `split.siblings` is 0 or `split.sequences`.
+      sequence: int32 [B], as for `api.decode_attention`; used only if `split.sequences`.
 
     Returns:
-      int32 [cut.size], laid out as `Cut` describes.
+      int32 [cut.size], laid out as `Split` describes.
     """
-    rows, key_heads, blocks, rounds = cut.rows, cut.key_heads, cut.blocks, cut.rounds
+    rows, key_heads, blocks, rounds = split.rows, split.key_heads, split.blocks, split.rounds
     tables = jnp.clip(tables, 0, pages - 1)
-    ends = _clipped(ends, cut)
+    ends = _clipped(ends, split)
     each_row = jnp.arange(rows)
     # A run is a range of pages that are cut together. First come the own pages of all rows, then the shared pages of
     # the tiles that the rows identify.
     row_of = each_row
     first, live = jnp.zeros(rows, jnp.int32), ends // PAGE + 1
-    totals = totals_of(ends, cut, shared, sequence)
+    totals = totals_of(ends, split, shared, sequence)
     last = ends
-    if cut.sequences:
-        tile = _tiles_of((sequence,), cut.siblings)
-        tiles, is_named = _members(tile, cut.siblings)
+    if split.sequences:
+        tile = _tiles_of((sequence,), split.siblings)
+        tiles, is_named = _members(tile, split.siblings)
         last = _last_ends(ends, tile)
         live = jnp.where(is_named, last // PAGE + 1, 0)
     elif shared is not None:
-        shared = _shared(shared, ends, cut)
+        shared = _shared(shared, ends, split)
         last_page = tables[each_row, jnp.maximum(shared - 1, 0)]
-        tiles, is_named = _members(_tiles_of((last_page, shared), cut.siblings), cut.siblings)
+        tiles, is_named = _members(_tiles_of((last_page, shared), split.siblings), split.siblings)
         is_named = is_named & (shared > 0)
         row_of = jnp.concatenate([each_row, each_row])
         live = jnp.concatenate([live - shared, jnp.where(is_named, shared, 0)])
         first = jnp.concatenate([shared, first])
     runs = len(row_of)
-    parts = parts_of(live, cut)
+    parts = parts_of(live, split)
     size, longer = live // jnp.maximum(parts, 1), live % jnp.maximum(parts, 1)
 
     # A run has two kinds of parts: the first `longer` ones have one page more than the rest.
@@ -230,7 +230,7 @@ def make(
     kinds = jnp.arange(2 * runs)
     order = sizes
     if shared is not None:
-        order = order + jnp.where(kinds % runs < rows, 0, cut.width + 1)
+        order = order + jnp.where(kinds % runs < rows, 0, split.width + 1)
     is_before = (order > order[:, None]) | (order == order[:, None]) & (kinds < kinds[:, None])
     firsts = jnp.sum(jnp.where(is_before, counts, 0), axis=1)
 
@@ -253,9 +253,9 @@ def make(
     earlier = jnp.arange(rounds) < jnp.arange(rounds)[:, None]
     starts = jnp.sum(jnp.where(earlier, lengths[:, None], 0), axis=-1)
     home = tables[each_row, ends // PAGE][row] * key_heads + head
-    is_last = (part == parts[run] - 1) & (run < rows) & cut.appends
+    is_last = (part == parts[run] - 1) & (run < rows) & split.appends
     home = jnp.where(is_last, home, -1)
-    if cut.sequences:
+    if split.sequences:
         home = ends[row] - begin * PAGE
     # A row's own parts are counted after the parts of its tile.
     before = totals - parts[:rows] if shared is not None else jnp.zeros_like(totals)
@@ -263,19 +263,19 @@ def make(
     unit = run * key_heads + head
     pieces = jnp.stack([unit, part * SHIFT + totals[row], slots, home], axis=-1)
 
-    place = jnp.arange(cut.length + 1)
+    place = jnp.arange(split.length + 1)
     owner = jnp.sum(place[:, None] >= (starts + lengths)[:, None], axis=-1)  # [blocks, length + 1]
     of_owner = lambda values: jnp.take_along_axis(values, jnp.minimum(owner, rounds - 1), axis=1)
     row, head = of_owner(row), of_owner(head)
     at = of_owner(begin) + place - of_owner(starts)
-    page = tables[row, jnp.minimum(at, cut.width - 1)] * key_heads + head
+    page = tables[row, jnp.minimum(at, split.width - 1)] * key_heads + head
     page = jnp.where(owner < rounds, page, -1)
     lists = [pieces, page, jnp.sum(is_piece, axis=1)]
-    if cut.siblings:
+    if split.siblings:
         lists += [tiles, totals]
-    if not cut.appends:
+    if not split.appends:
         lists += places(tables, ends, pages)
-    counters = jnp.zeros(cut.pieces_at, jnp.int32)
+    counters = jnp.zeros(split.pieces_at, jnp.int32)
     return jnp.concatenate([counters, *(part.reshape(-1).astype(jnp.int32) for part in lists)])
 
 
@@ -318,7 +318,7 @@ def _tiles_of(keys: tuple[jax.Array, ...], siblings: int) -> jax.Array:
 def _members(tile: jax.Array, siblings: int) -> tuple[jax.Array, jax.Array]:
     """Returns the rows of the tile that each row identifies, and whether a row is the first in its tile.
 
-    The rows are int32 [B, siblings], as in `Cut`; the other result is bool [B].
+    The rows are int32 [B, siblings], as in `Split`; the other result is bool [B].
 
     Args:
       tile: bool [B, B], from `_tiles_of`.

@@ -15,16 +15,16 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import runtime
-from pallas_kernels.finished_linear import epilogue, gated, lora
-from pallas_kernels.finished_linear.epilogue import Stream
+from pallas_kernels.finished_linear import epilogue, gated, gated_config, lora
 from pallas_kernels.finished_linear.lora import Branch
-from pallas_kernels.nvfp4_matmul import config as configs
-from pallas_kernels.nvfp4_matmul import decode, dense_tile, layout
-from pallas_kernels.nvfp4_matmul.config import Config
-from pallas_kernels.nvfp4_matmul.decode import Plan, Sums
+from pallas_kernels.finished_linear.residual_stream import Stream
+from pallas_kernels.nvfp4_matmul import decode, decode_config, decode_plan, dense_tile, layout
+from pallas_kernels.nvfp4_matmul.decode import Sums
+from pallas_kernels.nvfp4_matmul.decode_config import Config
+from pallas_kernels.nvfp4_matmul.decode_plan import Plan
 from pallas_kernels.nvfp4_matmul.layout import TILE, HopperNVFP4
 
-MAX_M = configs.MAX_M
+MAX_M = decode_config.MAX_M
 
 
 def padded(m: int) -> int:
@@ -58,13 +58,13 @@ def supports(
     m, n = padded(m), sum(sizes)
     ranks = lora.filled_rank(rank) if rank else 0
     if is_packed and is_swiglu and runtime.pairs_gates() and layout.can_pair(n, rank):
-        return gated.supports(m, n, k, rank=ranks)
+        return gated_config.supports(m, n, k, rank=ranks)
     whole = sum(map(layout.whole, sizes))
     if reason := epilogue.supports(m, whole, rank=ranks, is_swiglu=is_swiglu):
         return reason
     if not is_packed:
         return None
-    return configs.supports(m, n, k, _config(m, n, k, rank > 0), with_adapter=rank > 0)
+    return decode_config.supports(m, n, k, _config(m, n, k, rank > 0), with_adapter=rank > 0)
 
 
 def linear(
@@ -77,7 +77,7 @@ def linear(
     eps: float | None = None,
     residual: tuple[Stream, jax.Array] | None = None,
     is_swiglu: bool = False,
-    config: Config | gated.Config | None = None,
+    config: Config | gated_config.Config | None = None,
     following: tuple[HopperNVFP4 | jax.Array, Branch | None] | None = None,
     counters: jax.Array | None = None,
     interpret: bool = False,
@@ -95,8 +95,8 @@ def linear(
       residual: a stream to which y is added, and the scale of the next norm, float32 [N]; must be None if the rows
         of w are in pairs.
       is_swiglu: whether y is gate and up, so that the result is silu(gate) * up.
-      config: configuration of the packed product; None for the tuned one. For rows in pairs a `gated.Config`.
-      following: weight and branch of the next linear, for prefetching (`nvfp4_matmul.decode.Upcoming`).
+      config: configuration of the packed product; None for the tuned one. For rows in pairs a `gated_config.Config`.
+      following: weight and branch of the next linear, for prefetching (`nvfp4_matmul.decode_plan.NextProduct`).
       counters: see `gated.linear`; used only if the rows of w are in pairs.
       interpret: whether to run on a CPU and report data races.
 
@@ -109,7 +109,7 @@ def linear(
     """
     n = w.shape[0]
     values = x.scaled if isinstance(x, Stream) else x
-    upcoming = None if following is None else _upcoming(len(values), *following)
+    next_product = None if following is None else _next_product(len(values), *following)
     if isinstance(w, HopperNVFP4) and w.is_paired:
         if bias is not None or residual is not None:
             raise NotImplementedError(
@@ -118,12 +118,12 @@ def linear(
         if branch is not None and not branch.is_paired:
             raise NotImplementedError("the rows of w are in pairs, those of LoRA's B are not")
         options = {"divisor": divisor, "branch": branch, "eps": eps, "config": config}
-        options |= {"following": upcoming, "counters": counters, "interpret": interpret}
+        options |= {"following": next_product, "counters": counters, "interpret": interpret}
         return gated.linear(x, w, **options)
     if isinstance(w, HopperNVFP4):
         a = None if branch is None else branch.a
         config = config or _config(len(values), *w.shape, branch is not None)
-        sums = decode.product(values, w, config, a, upcoming, interpret=interpret)
+        sums = decode.product(values, w, config, a, next_product, interpret=interpret)
         divisor = w.global_scale if divisor is None else divisor
     else:
         sums = _dense_product(values, w, branch)
@@ -190,23 +190,23 @@ def _dense_product(x: jax.Array, w: jax.Array, branch: Branch | None) -> Sums:
     return Sums(rows, Plan(tiles, 1, tiles), TILE, None if branch is None else times(branch.a))
 
 
-def _upcoming(
+def _next_product(
     m: int, w: HopperNVFP4 | jax.Array, branch: Branch | None
-) -> decode.Upcoming | gated.Following | None:
+) -> decode_plan.NextProduct | gated_config.NextProduct | None:
     if not isinstance(w, HopperNVFP4):
         return None
     if w.is_paired:
-        config = gated.pick_config(m, *w.shape, rank=0 if branch is None else branch.rank)
-        return None if config is None else gated.Following(w.words, config)
+        config = gated_config.pick_config(m, *w.shape, rank=0 if branch is None else branch.rank)
+        return None if config is None else gated_config.NextProduct(w.words, config)
     config = _config(m, *w.shape, branch is not None)
-    return decode.upcoming(m, w, config, None if branch is None else branch.a)
+    return decode.next_product(m, w, config, None if branch is None else branch.a)
 
 
 def _config(m: int, n: int, k: int, with_branch: bool) -> Config:
-    config = configs.pick_config(m, n, k)
+    config = decode_config.pick_config(m, n, k)
     if not with_branch:
         return config
-    fits = lambda c: configs.supports(m, n, k, c, with_adapter=True) is None
+    fits = lambda c: decode_config.supports(m, n, k, c, with_adapter=True) is None
     # If one warpgroup's slot is too small for tiles of A, put two warpgroups in a block.
     two = dataclasses.replace(config, warpgroups=2, blocks=-(-config.blocks // 2))
     for choice in (config, two):

@@ -18,65 +18,15 @@ The residual stream is stored transposed, [D, M], like sums of products. x of a 
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.finished_linear.lora import Branch
-from pallas_kernels.formats.rounding import rounded
-from pallas_kernels.nvfp4_matmul import layout
-from pallas_kernels.nvfp4_matmul.config import most_shared_bytes
+from pallas_kernels.finished_linear.residual_stream import Stream, square_rows
 from pallas_kernels.nvfp4_matmul.decode import Sums
+from pallas_kernels.nvfp4_matmul.decode_config import most_shared_bytes
 from pallas_kernels.nvfp4_matmul.layout import TILE
 from pallas_kernels.runtime import Device
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Stream:
-    """The residual stream of M rows, with the first half of the next RMSNorm.
-
-    Attributes:
-      values: bfloat16 [D, M]; D is padded with zeros to whole tiles of 64.
-      scaled: bfloat16 [M, D], padded in the same way: values times the scale of the next norm.
-      squares: float32 [R, M], R = ceil(D / 64) rounded up to a multiple of 64. The first ceil(D / 64) rows add up to
-        the sum of squares of each of the M rows.
-      width: D without padding.
-    """
-
-    values: jax.Array
-    scaled: jax.Array
-    squares: jax.Array
-    width: int = dataclasses.field(metadata={"static": True})
-
-    def unit(self, eps: float) -> jax.Array:
-        """Returns 1 / sqrt(mean of squares + eps) of each row, float32 [M]."""
-        squares = self.squares[: layout.tiles(self.width)]
-        return jax.lax.rsqrt(jnp.sum(squares, axis=0) / self.width + eps)
-
-
-def stream(values: jax.Array, scale: jax.Array) -> Stream:
-    """Makes a stream from activations, bfloat16 [M, D], and the scale of the first norm, float32 [D]."""
-    width = values.shape[1]
-    more = -width % TILE
-    values, scale = jnp.pad(values, ((0, 0), (0, more))), jnp.pad(scale, (0, more))
-    wide = values.astype(jnp.float32)
-    squares = jnp.zeros((_square_rows(width), len(values)), jnp.float32)
-    squares = squares.at[0].set(jnp.sum(wide * wide, axis=1))
-    return Stream(values.T, (wide * scale).astype(values.dtype), squares, width)
-
-
-def added(stream_: Stream, y: jax.Array, scale: jax.Array) -> Stream:
-    """Adds y to a stream without a kernel, for a y that is first summed over devices.
-
-    Args:
-      stream_: the stream.
-      y: float32 [M, D].
-      scale: scale of the next norm, float32 [D].
-    """
-    values = stream_.values[: stream_.width].T
-    return stream(rounded(values.astype(jnp.float32) + y, values.dtype), scale)
 
 
 def supports(
@@ -168,7 +118,7 @@ def finish(
         columns=_columns(m),
         branch=branch,
         norm=norm,
-        square_rows=_square_rows(n),
+        square_rows=square_rows(n),
         interpret=interpret,
     )
     results = epilogue_kernel.launch(operands, problem)
@@ -178,8 +128,3 @@ def finish(
 def _columns(m: int) -> int:
     """Returns the rows of x per block: the fastest of 8, 16 and 32, measured on an H200 with a 7B layer."""
     return 8 if m <= 32 else 16 if m <= 64 else 32
-
-
-def _square_rows(width: int) -> int:
-    # The kernel reads squares in tiles of 64 rows.
-    return -(-width // (TILE * TILE)) * TILE

@@ -12,8 +12,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.finished_linear.epilogue import Stream
 from pallas_kernels.finished_linear.lora import Branch
+from pallas_kernels.finished_linear.residual_stream import Stream
 from pallas_kernels.mosaic import fragments, registers, transposed
 from pallas_kernels.mosaic import launch as mosaic
 from pallas_kernels.nvfp4_matmul import layout

@@ -12,13 +12,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.finished_linear import gated, lora
-from pallas_kernels.finished_linear.gated import Config, Cut
+from pallas_kernels.finished_linear import gated_config, lora
+from pallas_kernels.finished_linear.gated_config import Config, NextProduct, Tiling
 from pallas_kernels.mosaic import collectives, fragments, paired, registers, transposed
 from pallas_kernels.mosaic import launch as mosaic
 from pallas_kernels.mosaic.ring import Ring
-from pallas_kernels.nvfp4_matmul import dense_tile, layout, packed_tile
-from pallas_kernels.nvfp4_matmul.decode import Upcoming
+from pallas_kernels.nvfp4_matmul import decode_plan, dense_tile, layout, packed_tile
 from pallas_kernels.nvfp4_matmul.decode_kernel import ask_for
 from pallas_kernels.nvfp4_matmul.layout import TILE
 
@@ -38,7 +37,7 @@ class Problem:
 
     Attributes:
       config: how the work is divided.
-      cut: which block does what.
+      tiling: which block does what.
       rank: padded rank R of one part of LoRA's branch; 0 without LoRA.
       norm: width of the stream whose unit the product is multiplied by, and the epsilon of its norm; or None.
       following: the product whose first words are prefetched; or None.
@@ -46,10 +45,10 @@ class Problem:
     """
 
     config: Config
-    cut: Cut
+    tiling: Tiling
     rank: int
     norm: tuple[int, float] | None
-    following: Upcoming | None
+    following: decode_plan.NextProduct | NextProduct | None
     interpret: bool
 
     @property
@@ -60,7 +59,7 @@ class Problem:
     @property
     def units_of_turn(self) -> int:
         """Number of units in a turn: those of the columns, and one for each tile of A if there is a branch."""
-        return self.cut.steps + self.cut.tiles_of_a
+        return self.tiling.steps + self.tiling.tiles_of_a
 
 
 def launch(operands: Mapping[str, jax.Array | None], problem: Problem, *, name: str) -> jax.Array:
@@ -78,11 +77,11 @@ def launch(operands: Mapping[str, jax.Array | None], problem: Problem, *, name: 
     """
     if problem.interpret and problem.rank:
         # Interpreted blocks cannot signal each other, so A and W take one launch each.
-        shares = _launch(operands, problem, problem.cut.blocks_of_a, 0, name=name)["shares"]
+        shares = _launch(operands, problem, problem.tiling.blocks_of_a, 0, name=name)["shares"]
         u = fragments.to_rows(shares).sum(0).astype(jnp.bfloat16).T
         operands = {**operands, "a": None, "u": u}
         return _launch(operands, problem, 0, problem.config.blocks, name=name)["out"]
-    blocks = problem.cut.blocks_of_a, problem.config.blocks
+    blocks = problem.tiling.blocks_of_a, problem.config.blocks
     return _launch({**operands, "u": None}, problem, *blocks, name=name)["out"]
 
 
@@ -94,12 +93,12 @@ def _launch(
     *,
     name: str,
 ) -> dict[str, jax.Array]:
-    config, m, tiles = problem.config, len(operands["x"]), problem.cut.tiles
+    config, m, tiles = problem.config, len(operands["x"]), problem.tiling.tiles
     warpgroups, stages, interpret = config.warpgroups, config.stages, problem.interpret
     adds_up = bool(blocks_of_a) and not interpret
     counters = operands["counters"] if adds_up else None
-    ranks = problem.cut.tiles_of_a * TILE
-    shares = (problem.cut.shares, *fragments.shape(ranks, m))
+    ranks = problem.tiling.tiles_of_a * TILE
+    shares = (problem.tiling.shares, *fragments.shape(ranks, m))
 
     def tiles_of_x(*shape: int) -> plgpu.SMEM:
         return plgpu.SMEM(shape, jnp.bfloat16, transforms=mosaic.SWIZZLED)
@@ -126,14 +125,14 @@ def _launch(
             "x_slots": x_slots if interpret else None,
             "u_slots": u_slots if interpret else None,
             "w_slots": plgpu.SMEM(
-                (stages, config.high * gated.depth(config), *layout.TILE_SHAPE), jnp.int32
+                (stages, config.high * gated_config.depth(config), *layout.TILE_SHAPE), jnp.int32
             ),
             "unit": plgpu.SMEM((m,), jnp.float32) if problem.norm else None,
             "flags": plgpu.SMEM((warpgroups,), jnp.int32) if adds_up else None,
             "full": plgpu.Barrier(num_arrivals=config.high + 1, num_barriers=stages),
             "empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
             "arrived": plgpu.Barrier(num_arrivals=2, num_barriers=stages) if blocks_of_a else None,
-            "left": plgpu.Barrier(num_arrivals=problem.cut.windows, num_barriers=stages)
+            "left": plgpu.Barrier(num_arrivals=problem.tiling.windows, num_barriers=stages)
             if blocks_of_a
             else None,
             "has_unit": plgpu.Barrier() if problem.norm else None,
@@ -224,28 +223,28 @@ class _BlockOfA(_Worker):
     @property
     def _tile(self) -> jax.Array | int:
         """Index of this block's tile of A."""
-        cut = self.problem.cut
-        return 0 if cut.tiles_of_a == 1 else lax.div(self.number, cut.shares)
+        tiling = self.problem.tiling
+        return 0 if tiling.tiles_of_a == 1 else lax.div(self.number, tiling.shares)
 
     @property
     def _share(self) -> jax.Array:
         """Index of this block among those of its tile."""
-        cut = self.problem.cut
-        return self.number if cut.tiles_of_a == 1 else lax.rem(self.number, cut.shares)
+        tiling = self.problem.tiling
+        return self.number if tiling.tiles_of_a == 1 else lax.rem(self.number, tiling.shares)
 
     def run(self) -> None:
         """Multiplies. The last block to finish a window of a tile also adds up the shares."""
-        cut = self.problem.cut
-        start, stop = (lax.div((self._share + i) * cut.steps, cut.shares) for i in range(2))
+        tiling = self.problem.tiling
+        start, stop = (lax.div((self._share + i) * tiling.steps, tiling.shares) for i in range(2))
 
         refs, stages = self.refs, self.problem.config.stages
         ring = Ring(stages, self._copy, refs.arrived, refs.left, start, stop)
         pl.when(self.group == 0)(ring.fill)
-        pl.when(self.group < cut.windows)(lambda: self._multiply_window(ring))
+        pl.when(self.group < tiling.windows)(lambda: self._multiply_window(ring))
 
     def _copy(self, unit: jax.Array, slot: jax.Array) -> None:
         refs, chunks = self.refs, self.problem.chunks
-        first = (self._tile * self.problem.cut.steps + unit) * chunks * 4
+        first = (self._tile * self.problem.tiling.steps + unit) * chunks * 4
         plgpu.copy_gmem_to_smem(
             refs.a.at[pl.ds(first, chunks * 4)],
             refs.w_slots.at[slot, pl.ds(0, chunks * 4)],
@@ -255,7 +254,7 @@ class _BlockOfA(_Worker):
         self._copy_x(unit, slot, refs.arrived)
 
     def _multiply_window(self, ring: Ring) -> None:
-        refs, size = self.refs, self.rows // self.problem.cut.windows
+        refs, size = self.refs, self.rows // self.problem.tiling.windows
         window = pl.ds(self.group * size, size)
 
         def one_unit(unit, acc):
@@ -281,7 +280,7 @@ class _BlockOfA(_Worker):
         fragments.store(total, own, interpret=self.problem.interpret)
         if self.problem.interpret:
             return
-        last = jnp.int32(self.problem.cut.shares - 1)
+        last = jnp.int32(self.problem.tiling.shares - 1)
         flag = refs.flags.at[pl.ds(self.group, 1)]
         counter = self._tile * _WINDOWS + self.group
         collectives.count(refs.counters.at[counter], last, flag)
@@ -294,7 +293,7 @@ class _BlockOfA(_Worker):
 
     def _added_up(self, pieces: pl.Slice) -> jax.Array:
         """Adds up all shares of this window, in order."""
-        shares, ref = self.problem.cut.shares, self.refs.shares
+        shares, ref = self.problem.tiling.shares, self.refs.shares
         load = lambda share: fragments.load(ref.at[share, self._tile, pieces], interpret=False)
 
         def some(turn, total):
@@ -314,7 +313,7 @@ class _Block(_Worker):
     @property
     def turns(self) -> int:
         """Number of turns; in each the block sums up to `config.high` tiles."""
-        return self.problem.cut.turns
+        return self.problem.tiling.turns
 
     @functools.cached_property
     def units(self) -> int:
@@ -341,15 +340,15 @@ class _Block(_Worker):
     # Copies --------------------------------------------------------------------------------------
     def _tile(self, turn: jax.Array, at: jax.Array | int) -> jax.Array:
         """Returns the index of the tile at a place of a turn. It may be after the block's last tile; see `_end`."""
-        tiles, config = self.problem.cut.tiles, self.problem.config
-        first = gated.first_tile(self.number, tiles, config.blocks)
+        tiles, config = self.problem.tiling.tiles, self.problem.config
+        first = gated_config.first_tile(self.number, tiles, config.blocks)
         return first + turn * config.high + at
 
     @property
     def _end(self) -> jax.Array:
         """Index of the tile after this block's last tile."""
-        tiles, blocks = self.problem.cut.tiles, self.problem.config.blocks
-        return gated.first_tile(self.number + 1, tiles, blocks)
+        tiles, blocks = self.problem.tiling.tiles, self.problem.config.blocks
+        return gated_config.first_tile(self.number + 1, tiles, blocks)
 
     def _place(self, unit: jax.Array) -> tuple[jax.Array | int, jax.Array]:
         """Returns the turn and the step of a unit."""
@@ -364,7 +363,7 @@ class _Block(_Worker):
         turn, at = self._place(unit)
         # If there is no such tile, copy the block's last tile again, which another warpgroup has just requested.
         tile = lax.min(self._tile(turn, place), self._end - 1)
-        first = place * gated.depth(problem.config)
+        first = place * gated_config.depth(problem.config)
 
         def copy(source: jax.Ref, count: int) -> None:
             plgpu.copy_gmem_to_smem(
@@ -382,11 +381,11 @@ class _Block(_Worker):
             return
 
         def ranks():
-            pieces = refs.b.shape[1] // problem.cut.tiles_of_a
-            copy(refs.b.at[tile, pl.ds((at - problem.cut.steps) * pieces, pieces)], pieces)
+            pieces = refs.b.shape[1] // problem.tiling.tiles_of_a
+            copy(refs.b.at[tile, pl.ds((at - problem.tiling.steps) * pieces, pieces)], pieces)
 
-        pl.when(at < problem.cut.steps)(columns)
-        pl.when(at >= problem.cut.steps)(ranks)
+        pl.when(at < problem.tiling.steps)(columns)
+        pl.when(at >= problem.tiling.steps)(ranks)
 
     def _copy_own(self, unit: jax.Array, slot: jax.Array | int) -> None:
         """Starts the bulk copies of this warpgroup's own rows of W, or of B."""
@@ -401,21 +400,21 @@ class _Block(_Worker):
         if not problem.rank:
             self._copy_x(at, slot, refs.full)
             return
-        pl.when(at < problem.cut.steps)(lambda: self._copy_x(at, slot, refs.full))
-        pl.when(at >= problem.cut.steps)(lambda: self._copy_u(unit, at, slot))
+        pl.when(at < problem.tiling.steps)(lambda: self._copy_x(at, slot, refs.full))
+        pl.when(at >= problem.tiling.steps)(lambda: self._copy_u(unit, at, slot))
 
     def _copy_u(self, unit: jax.Array, at: jax.Array, slot: jax.Array) -> None:
-        refs, cut = self.refs, self.problem.cut
+        refs, tiling = self.refs, self.problem.tiling
         if not self.problem.interpret:
 
-            @pl.when(unit == cut.steps)
+            @pl.when(unit == tiling.steps)
             def _wait():
                 counters = refs.counters.at[_READY], refs.counters.at[_READERS]
-                parts = cut.tiles_of_a * cut.windows
+                parts = tiling.tiles_of_a * tiling.windows
                 collectives.await_published(*counters, parts, self.problem.config.blocks)
 
         u = refs.u if refs.new_u is None else refs.new_u
-        ranks = pl.ds((at - cut.steps) * TILE, TILE)
+        ranks = pl.ds((at - tiling.steps) * TILE, TILE)
         plgpu.copy_gmem_to_smem(u.at[:, ranks], self._u_slot(slot), refs.full.at[slot])
 
     def _renew(self, unit: jax.Array) -> None:
@@ -442,8 +441,8 @@ class _Block(_Worker):
 
     # Sums ----------------------------------------------------------------------------------------
     def _one_turn(self, turn: jax.Array) -> None:
-        cut, config = self.problem.cut, self.problem.config
-        if cut.tiles == config.blocks * config.high * cut.turns:
+        tiling, config = self.problem.tiling, self.problem.config
+        if tiling.tiles == config.blocks * config.high * tiling.turns:
             self._sum_tile(turn)
             return
         is_there = self._tile(turn, self.group) < self._end
@@ -463,7 +462,7 @@ class _Block(_Worker):
     def _sum_tile(self, turn: jax.Array) -> None:
         """Sums this warpgroup's tile and its part of a shared tile, and writes the results."""
         config, first = self.problem.config, turn * self.problem.units_of_turn
-        last = first + self.problem.cut.steps
+        last = first + self.problem.tiling.steps
         scales = [self._scale(self._tile(turn, self.group))]
         places = [(self.group, 0, self.rows)]
         if config.is_shared:
@@ -482,7 +481,7 @@ class _Block(_Worker):
                 ask_for, self.problem.following, self.refs.following, self.number, config.blocks
             )
             pl.when((self.group == 0) & (turn == self.turns - 1))(ask)
-        units_of_branch = [last + tile for tile in range(self.problem.cut.tiles_of_a)]
+        units_of_branch = [last + tile for tile in range(self.problem.tiling.tiles_of_a)]
         # If a turn takes a multiple of `stages` units, these slots are the same in all turns. Then the compiler would
         # compute all addresses in them before the first turn, and keep them in registers that the sums need.
         interpret = self.problem.interpret
@@ -515,7 +514,7 @@ class _Block(_Worker):
         """Adds the products of a unit to the accumulators, and refills the slot of the unit before it."""
         problem, slot = self.problem, self.ring.slot(unit)
         load = (lambda tile: None) if problem.interpret else packed_tile.load
-        high = gated.depth(problem.config)
+        high = gated_config.depth(problem.config)
         work = [
             (acc, self.refs.w_slots.at[slot, place * high + chunk], row, rows, chunk)
             for chunk in range(problem.chunks)
@@ -547,7 +546,7 @@ class _Block(_Worker):
     # Results -------------------------------------------------------------------------------------
     def _scale(self, tile: jax.Array) -> jax.Array:
         """Returns the factor for the sums of a tile: a scalar, or [64]."""
-        divisor, n = self.refs.divisor, self.problem.cut.tiles * TILE
+        divisor, n = self.refs.divisor, self.problem.tiling.tiles * TILE
         if divisor.shape[0] != n:
             return (1 / layout.DECODED_SCALE) * (1 / divisor[0])
         rows = pl.ds(lax.min(tile, self._end - 1) * TILE, TILE)
@@ -604,8 +603,8 @@ class _Block(_Worker):
 
     def _load_b(self, tile_of_a: int, slot: jax.Array, place: jax.Array | int) -> jax.Array:
         """Loads B for a tile's rows and the ranks of one tile of A to registers, bfloat16 [64, 64]."""
-        first, rank = place * gated.depth(self.problem.config), self.problem.rank
-        count = self.refs.b.shape[1] // self.problem.cut.tiles_of_a
+        first, rank = place * gated_config.depth(self.problem.config), self.problem.rank
+        count = self.refs.b.shape[1] // self.problem.tiling.tiles_of_a
         pieces = [self.refs.w_slots.at[slot, first + i] for i in range(count)]
         owners = lora.owners(rank, tile_of_a)
         if self.problem.interpret:

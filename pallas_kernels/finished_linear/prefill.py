@@ -15,8 +15,9 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import runtime
 from pallas_kernels.linear import Branch
-from pallas_kernels.nvfp4_matmul import api, config, layout, prefill, prefill_config
+from pallas_kernels.nvfp4_matmul import api, decode_config, layout, prefill, prefill_config
 from pallas_kernels.nvfp4_matmul.layout import TILE, HopperNVFP4
+from pallas_kernels.nvfp4_matmul.prefill_epilogue import Epilogue
 
 
 def supports(
@@ -42,8 +43,8 @@ def supports(
         return reason
     if dtype != jnp.bfloat16:
         return f"needs x in bfloat16; got {dtype}"
-    if m <= config.MAX_M:
-        return f"needs M > {config.MAX_M}, else another kernel is faster; got M = {m}"
+    if m <= decode_config.MAX_M:
+        return f"needs M > {decode_config.MAX_M}, else another kernel is faster; got M = {m}"
     if not 1 <= rank <= TILE:
         return f"needs a rank of 1 to {TILE}; got {rank}"
     if is_paired and len(sizes) * rank > TILE:
@@ -126,7 +127,7 @@ linear.defvjp(_linear_fwd, _linear_bwd)
 
 def epilogue(
     branches: list[Branch], unit: jax.Array, bias: jax.Array | None, *, is_paired: bool = False
-) -> prefill.Epilogue:
+) -> Epilogue:
     """Returns the operations after the product in the form that the kernel reads.
 
     Arguments are as for `linear`; `is_paired` says whether the rows of W are in pairs.
@@ -216,5 +217,5 @@ def _fill(matrix: jax.Array) -> jax.Array:
     return jnp.pad(matrix, ((0, 0), (0, TILE - matrix.shape[1])))
 
 
-def _of_kernel(u, b, sizes, unit, bias) -> prefill.Epilogue:
-    return prefill.Epilogue(u=u, b=b, unit=unit[:, 0], bias=bias, sizes=tuple(sizes))
+def _of_kernel(u, b, sizes, unit, bias) -> Epilogue:
+    return Epilogue(u=u, b=b, unit=unit[:, 0], bias=bias, sizes=tuple(sizes))

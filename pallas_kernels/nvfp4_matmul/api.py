@@ -16,9 +16,9 @@ from pallas_kernels import runtime
 from pallas_kernels.formats.number_format import PackedTensor
 from pallas_kernels.formats.nvfp4 import NVFP4Tensor
 from pallas_kernels.formats.rounding import rounded
-from pallas_kernels.nvfp4_matmul import config as configs
 from pallas_kernels.nvfp4_matmul import (
     decode,
+    decode_config,
     dequantize,
     layout,
     prefill,
@@ -34,28 +34,28 @@ from pallas_kernels.portable.layout import PortableWeight
 PackedWeight = NVFP4Tensor | HopperNVFP4 | PortableWeight
 
 
-class _Hopper:
-    """Runs `decode.matmul`, for few rows; `config` picks its configuration."""
+class _Decode:
+    """Runs `decode.matmul`, for few rows; `decode_config` picks its configuration."""
 
     @staticmethod
     def supports(m: int, n: int, k: int, dtype: DTypeLike) -> str | None:
         if reason := _unfit(dtype):
             return reason
-        if not 1 <= m <= configs.MAX_M:
-            return f"needs 1 <= M <= {configs.MAX_M}; got M = {m}"
-        return configs.supports(m, n, k, configs.pick_config(m, n, k))
+        if not 1 <= m <= decode_config.MAX_M:
+            return f"needs 1 <= M <= {decode_config.MAX_M}; got M = {m}"
+        return decode_config.supports(m, n, k, decode_config.pick_config(m, n, k))
 
     @staticmethod
     def forward(x: jax.Array, w: HopperNVFP4) -> jax.Array:
-        y = decode.matmul(x, w.as_it_lies, configs.pick_config(len(x), *w.shape))
+        y = decode.matmul(x, w.as_it_lies, decode_config.pick_config(len(x), *w.shape))
         return layout.joined_rows(y, -1) if w.is_paired else y
 
     @staticmethod
     def backward(dy: jax.Array, w: HopperNVFP4) -> jax.Array:
-        return _Wide.backward(dy, w)
+        return _Prefill.backward(dy, w)
 
 
-class _Wide:
+class _Prefill:
     """Runs `prefill.matmul`, for any number of rows; `prefill_config` picks its configuration and dX's kernel."""
 
     @staticmethod
@@ -153,8 +153,8 @@ def _unfit(dtype: DTypeLike) -> str | None:
 # forward(x, w) and backward(dy, w), where x and dy are matrices.
 _IMPLEMENTATIONS: dict[str, Any] = {"reference": reference}
 _HOPPER_IMPLEMENTATIONS: dict[str, Any] = {
-    "hopper": _Hopper,
-    "wide": _Wide,
+    "decode": _Decode,
+    "prefill": _Prefill,
     "dequantized": _Dequantized,
     "reference": _UnpreparedReference,
 }
@@ -222,7 +222,7 @@ def nvfp4_matmul(
       x: [..., K], float32 or bfloat16.
       w: one [N, K] weight; slice a stack with `lax.scan`. `prepare` converts it to the layout that the kernels read.
       implementation: None for the fastest that supports the problem. "reference" works for every layout. The Hopper
-        layout also has "hopper" (at most 128 rows), "wide" and "dequantized". The portable layout, which holds every
+        layout also has "decode" (at most 128 rows), "prefill" and "dequantized". The portable layout, which holds every
         format, also has "portable" (at most 128 rows) and "unpacked".
       out_dtype: dtype of y; by default x's dtype. With float32, y is not rounded again after the division.
 

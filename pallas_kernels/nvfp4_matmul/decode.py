@@ -24,7 +24,7 @@ Partial sums over K are written in float32, in the order of the registers (`frag
 scales them and applies the operations after the product, in one small kernel.
 
 A block waits two microseconds for its first tile of W, mostly for device memory. So before a block stores its last
-sums, it prefetches into the L2 cache what the blocks of the next product (`Upcoming`) read first.
+sums, it prefetches into the L2 cache what the blocks of the next product (`NextProduct`) read first.
 
 If the product has a LoRA branch, the last blocks of the grid multiply the same x by its A, in the same way: A is
 stored like W, in tiles of four times as many words (`dense_tile`), and uses the same slots.
@@ -35,112 +35,13 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from pallas_kernels import runtime
 from pallas_kernels.nvfp4_matmul import dense_tile, layout
-from pallas_kernels.nvfp4_matmul.config import Config, supports
+from pallas_kernels.nvfp4_matmul.decode_config import Config, supports
+from pallas_kernels.nvfp4_matmul.decode_plan import AdapterPlan, NextProduct, Plan
 from pallas_kernels.nvfp4_matmul.layout import TILE, HopperNVFP4
 from pallas_kernels.runtime import Device
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Assigns the tiles * steps units to blocks, in equal runs.
-
-    Block b takes units b * units // blocks to (b + 1) * units // blocks - 1. Its partial sums of tile t are stored as
-    part b - first_block(t).
-
-    Attributes:
-      tiles: tiles of rows of W.
-      steps: steps along K in each tile.
-      blocks: blocks that share the units.
-    """
-
-    tiles: int
-    steps: int
-    blocks: int
-
-    @property
-    def units(self) -> int:
-        return self.tiles * self.steps
-
-    def start(self, block):
-        """Returns the first unit of a block; `block` is an int or a traced integer."""
-        return _quotient(block * self.units, self.blocks)
-
-    def place(self, unit):
-        """Returns the tile and the step of a unit; `unit` is a traced integer."""
-        return lax.div(unit, self.steps), lax.rem(unit, self.steps)
-
-    def first_block(self, tile):
-        """Returns the block that has the first unit of a tile."""
-        return _quotient((tile * self.steps + 1) * self.blocks - 1, self.units)
-
-    def parts(self, tile):
-        """Returns the number of blocks that share a tile."""
-        last_block = _quotient((tile + 1) * self.steps * self.blocks - 1, self.units)
-        return last_block - self.first_block(tile) + 1
-
-    @property
-    def most_parts(self) -> int:
-        """The largest number of blocks that share a tile."""
-        return int(self.parts(np.arange(self.tiles)).max())
-
-
-def _quotient(a, b):
-    """Returns a // b for non-negative numbers. For traced numbers, `//` would add instructions for signs."""
-    return lax.div(a, b) if isinstance(a, jax.Array) else a // b
-
-
-@dataclasses.dataclass(frozen=True)
-class Beside:
-    """Describes how the last blocks of the grid multiply x by LoRA's A.
-
-    Attributes:
-      tiles: number of tiles of 64 ranks.
-      units: number of units along K in each tile; a unit fills a slot.
-      shares: number of blocks that share a tile.
-      width: columns of a unit.
-      pieces: pieces of A in a slot for each warpgroup; see `dense_tile`.
-    """
-
-    tiles: int
-    units: int
-    shares: int
-    width: int
-    pieces: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Upcoming:
-    """Describes the product after this one, whose first words are prefetched into the L2 cache.
-
-    Attributes:
-      words: its packed weight, int32 [N / 64, K / 64, 3, 192].
-      config: its configuration.
-      plan: the assignment of its units to its blocks.
-    """
-
-    words: jax.Array
-    config: Config
-    plan: Plan
-
-    @property
-    def blocks(self) -> int:
-        """Number of blocks that multiply W."""
-        return self.plan.blocks
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns of the words that a block reads first, in tiles of 64 x 64."""
-        return self.config.warpgroups, self.config.step // TILE
-
-    def first(self, block: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the row and column where a block's first words begin, in tiles of 64 x 64."""
-        tile, at = self.plan.place(self.plan.start(block))
-        high, wide = self.shape
-        return tile * high, at * wide
 
 
 def _cut(
@@ -168,9 +69,9 @@ def _cut(
     return Plan(tiles, steps, blocks), shares
 
 
-def upcoming(m: int, w: HopperNVFP4, config: Config, a_words: jax.Array | None) -> Upcoming:
-    """Returns the `Upcoming` that describes a call of `product` with m rows of x and these arguments."""
-    return Upcoming(w.words, config, _cut(m + -m % 8, w, config, a_words)[0])
+def next_product(m: int, w: HopperNVFP4, config: Config, a_words: jax.Array | None) -> NextProduct:
+    """Returns the `NextProduct` that describes a call of `product` with m rows of x and these arguments."""
+    return NextProduct(w.words, config, _cut(m + -m % 8, w, config, a_words)[0])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,7 +127,7 @@ def product(
     w: HopperNVFP4,
     config: Config,
     a_words: jax.Array | None = None,
-    following: Upcoming | None = None,
+    following: NextProduct | None = None,
     *,
     device: Device | None = None,
     interpret: bool = False,
@@ -237,7 +138,7 @@ def product(
       x: bfloat16 [M, K], M <= 128; K may be padded with zeros to whole tiles. The sums have M rounded up to a
         multiple of 8.
       w: one [N, K] weight.
-      config: the configuration, for example from `config.pick_config`.
+      config: the configuration, for example from `decode_config.pick_config`.
       a_words: LoRA's A from `dense_tile.pack`; or None.
       following: the next product, whose first words are prefetched; it does not change the result. None for none.
       device: the device that runs it; None for the current one.
@@ -285,7 +186,7 @@ def _launch(
     plan: Plan,
     a_words: jax.Array | None,
     shares: int,
-    following: Upcoming | None,
+    following: NextProduct | None,
     *,
     interpret: bool,
 ) -> Sums:
@@ -298,7 +199,7 @@ def _launch(
         width = dense_tile.width(w.shape[1], config.warpgroups, config.step, height)
         a_words = dense_tile.in_units(a_words, config.warpgroups, config.step)
         tiles, units, _, pieces = a_words.shape[:4]
-        a = Beside(tiles, units, shares, width, pieces)
+        a = AdapterPlan(tiles, units, shares, width, pieces)
     partials, adapter = decode_kernel.launch(
         x,
         w.words,

@@ -14,8 +14,8 @@ from pallas_kernels.mosaic import fragments
 from pallas_kernels.mosaic import launch as mosaic
 from pallas_kernels.mosaic.ring import Ring
 from pallas_kernels.nvfp4_matmul import dense_tile, layout, packed_tile
-from pallas_kernels.nvfp4_matmul.config import Config
-from pallas_kernels.nvfp4_matmul.decode import Beside, Plan, Upcoming
+from pallas_kernels.nvfp4_matmul.decode_config import Config
+from pallas_kernels.nvfp4_matmul.decode_plan import AdapterPlan, NextProduct, Plan
 from pallas_kernels.nvfp4_matmul.layout import TILE
 
 
@@ -33,8 +33,8 @@ class Problem:
 
     config: Config
     plan: Plan
-    a: Beside | None
-    following: Upcoming | None
+    a: AdapterPlan | None
+    following: NextProduct | None
     interpret: bool
 
     @property
@@ -326,7 +326,7 @@ class _Block:
         return ref
 
 
-def ask_for(following: Upcoming, words: jax.Ref, number: jax.Array, blocks: int) -> None:
+def ask_for(following: NextProduct, words: jax.Ref, number: jax.Array, blocks: int) -> None:
     """Prefetches into the L2 cache what the blocks of the next product read first.
 
     Args:

@@ -43,31 +43,15 @@ from pallas_kernels import linear
 from pallas_kernels.formats.rounding import rounded
 from pallas_kernels.nvfp4_matmul import layout
 from pallas_kernels.nvfp4_matmul.layout import TILE, HopperNVFP4
-from pallas_kernels.nvfp4_matmul.prefill_config import Config, Cut, cut, pick_config, supports
+from pallas_kernels.nvfp4_matmul.prefill_config import (
+    Config,
+    Tiling,
+    pick_config,
+    supports,
+    tiling_of,
+)
+from pallas_kernels.nvfp4_matmul.prefill_epilogue import Epilogue
 from pallas_kernels.runtime import Device
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Epilogue:
-    """The operations after a product of M rows: LoRA with at most 64 ranks in each part of N, norm, bias.
-
-    A part of N is one of the linear layers that are joined along N, such as q, k and v.
-
-    Attributes:
-      u: bfloat16 [M, 64 * parts], x A of each part, padded with zeros to 64 ranks.
-      b: bfloat16 [N, 64], B^T times alpha / R; each row has the ranks of its own part, then zeros. Its rows are in
-        the order of the rows of `HopperNVFP4.words`.
-      unit: float32 [M], 1 / RMS of each row, from the norm before the linear.
-      bias: float32 [N] in the same order as b, or None.
-      sizes: rows of W in each part.
-    """
-
-    u: jax.Array
-    b: jax.Array
-    unit: jax.Array
-    bias: jax.Array | None
-    sizes: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
 
 def matmul(
@@ -158,8 +142,8 @@ def _checked(
             unit=jnp.pad(epilogue.unit, (0, -m % config.rows)),
         )
     w_rows, steps = w.words.shape[:2][:: -1 if backward else 1]
-    of_blocks = cut(len(x), w_rows, steps, config, device)
-    y = _multiply(x, w, divisor, config, of_blocks, backward, epilogue, interpret)
+    tiling = tiling_of(len(x), w_rows, steps, config, device)
+    y = _multiply(x, w, divisor, config, tiling, backward, epilogue, interpret)
     return y[:m, :outputs]
 
 
@@ -168,7 +152,7 @@ def _multiply(
     w: HopperNVFP4,
     divisor: jax.Array,
     config: Config,
-    of_blocks: Cut,
+    tiling: Tiling,
     backward: bool,
     epilogue: Epilogue | None,
     interpret: bool,
@@ -176,7 +160,7 @@ def _multiply(
     # Imported here because the import takes half a second.
     from pallas_kernels.nvfp4_matmul import prefill_kernel
 
-    problem = prefill_kernel.Problem(config, of_blocks, backward, epilogue, w.is_paired, interpret)
+    problem = prefill_kernel.Problem(config, tiling, backward, epilogue, w.is_paired, interpret)
     out, shares = prefill_kernel.launch(x, w.words, divisor, problem)
     if shares is None:
         return out

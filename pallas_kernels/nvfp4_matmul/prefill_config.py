@@ -9,7 +9,7 @@ from math import inf
 
 from pallas_kernels import runtime
 from pallas_kernels.nvfp4_matmul import layout
-from pallas_kernels.nvfp4_matmul.config import most_shared_bytes
+from pallas_kernels.nvfp4_matmul.decode_config import most_shared_bytes
 from pallas_kernels.nvfp4_matmul.layout import TILE
 from pallas_kernels.runtime import Device
 
@@ -198,7 +198,7 @@ def cost(
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class Tiling:
     """Describes which block does what. For dX, "rows" of W means its columns, and "columns" its rows.
 
     Attributes:
@@ -235,7 +235,9 @@ class Cut:
         return self.steps // self.split
 
 
-def cut(m: int, w_rows: int, steps: int, config: Config, device: Device | None = None) -> Cut:
+def tiling_of(
+    m: int, w_rows: int, steps: int, config: Config, device: Device | None = None
+) -> Tiling:
     """Divides the product of x, which has m rows, and W, which has `w_rows` x `steps` tiles of 64 x 64."""
     x_tiles, w_tiles = -(-m // config.rows), w_rows // (config.warpgroups * config.cluster)
     # All bands have the same size, so that the kernel divides by a constant, which is faster.
@@ -243,7 +245,7 @@ def cut(m: int, w_rows: int, steps: int, config: Config, device: Device | None =
     processors = (device or runtime.device()).processors
     blocks = min(processors // config.cluster, x_tiles * w_tiles * config.split)
     whole_w_tiles = _whole_tiles(x_tiles, w_tiles, config, processors)
-    return Cut(x_tiles, w_tiles, whole_w_tiles, steps, config.split, band, blocks)
+    return Tiling(x_tiles, w_tiles, whole_w_tiles, steps, config.split, band, blocks)
 
 
 def _whole_tiles(x_tiles: int, w_tiles: int, config: Config, processors: int) -> int:

@@ -17,8 +17,8 @@ from pallas_kernels.mosaic import paired, registers
 from pallas_kernels.mosaic.ring import Ring
 from pallas_kernels.nvfp4_matmul import layout, packed_tile
 from pallas_kernels.nvfp4_matmul.layout import TILE
-from pallas_kernels.nvfp4_matmul.prefill import Epilogue
-from pallas_kernels.nvfp4_matmul.prefill_config import Config, Cut
+from pallas_kernels.nvfp4_matmul.prefill_config import Config, Tiling
+from pallas_kernels.nvfp4_matmul.prefill_epilogue import Epilogue
 
 # The most rows of x whose epilogue fits into registers at once, even if there is a producer.
 _MOST_AT_ONCE = 96
@@ -30,7 +30,7 @@ class Problem:
 
     Attributes:
       config: sizes of tiles and pipeline stages.
-      cut: which block does which tiles.
+      tiling: which block does which tiles.
       backward: whether the product is dX.
       epilogue: the operations after the product; or None.
       is_paired: whether the rows of W are in pairs. The columns of the product are not: the results of 64 rows of W
@@ -39,7 +39,7 @@ class Problem:
     """
 
     config: Config
-    cut: Cut
+    tiling: Tiling
     backward: bool
     epilogue: Epilogue | None
     is_paired: bool
@@ -48,7 +48,7 @@ class Problem:
     @property
     def units_of_tile(self) -> int:
         """Units of a tile that one block sums over all of K; an epilogue adds one, which multiplies B and x A."""
-        return self.cut.steps + (self.epilogue is not None)
+        return self.tiling.steps + (self.epilogue is not None)
 
     @property
     def in_memory(self) -> bool:
@@ -77,11 +77,11 @@ def launch(
       not written; None if all tiles are split. The second is the partial sums of split tiles, float32
       [split, columns, M padded to whole tiles]; None if no tiles are split.
     """
-    config, cut, epilogue = problem.config, problem.cut, problem.epilogue
+    config, tiling, epilogue = problem.config, problem.tiling, problem.epilogue
     rows, warpgroups, stages = config.rows, config.warpgroups, config.stages
     w_rows = words.shape[1 if problem.backward else 0]
-    shared_rows = (w_rows - cut.whole_w_tiles * warpgroups * config.cluster) * TILE
-    sums = (cut.split, shared_rows, cut.x_tiles * rows)
+    shared_rows = (w_rows - tiling.whole_w_tiles * warpgroups * config.cluster) * TILE
+    sums = (tiling.split, shared_rows, tiling.x_tiles * rows)
     empty = plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)
     if config.cluster > 1 and not problem.interpret:
         empty = plgpu.ClusterBarrier(
@@ -104,9 +104,9 @@ def launch(
         },
         {
             "out": jax.ShapeDtypeStruct((len(x), w_rows * TILE), jnp.bfloat16)
-            if cut.whole
+            if tiling.whole
             else None,
-            "sums": jax.ShapeDtypeStruct(sums, jnp.float32) if cut.shared else None,
+            "sums": jax.ShapeDtypeStruct(sums, jnp.float32) if tiling.shared else None,
         },
         {
             "x_slots": tiles_of_x(stages, rows, TILE),
@@ -123,7 +123,7 @@ def launch(
         },
         name="nvfp4_wide_dx_sm90" if problem.backward else "nvfp4_wide_matmul_sm90",
         interpret=problem.interpret,
-        grid=(cut.blocks,),
+        grid=(tiling.blocks,),
         grid_names=("block",),
         cluster=(config.cluster,),
         cluster_names=("rank",),
@@ -175,39 +175,39 @@ class _Work:
     @classmethod
     def of(cls, problem: Problem, number: jax.Array, rank: jax.Array) -> "_Work":
         """Returns the work of block `rank` of cluster `number`."""
-        cut = problem.cut
-        blocks, whole = cut.blocks, cut.whole
-        turns = lax.div(whole + cut.shared * cut.split - number + blocks - 1, blocks)
+        tiling = problem.tiling
+        blocks, whole = tiling.blocks, tiling.whole
+        turns = lax.div(whole + tiling.shared * tiling.split - number + blocks - 1, blocks)
         whole_turns = lax.div(whole - number + blocks - 1, blocks)
         whole_units = whole_turns * problem.units_of_tile
-        units = whole_units + (turns - whole_turns) * cut.run
+        units = whole_units + (turns - whole_turns) * tiling.run
         return cls(problem, number, rank, turns, whole_turns, whole_units, units)
 
     def place(self, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the tiles of x and W of a turn. Turns first go along a band of x, then to the next rows of W."""
-        cut = self.problem.cut
-        w_tile, at = _divide(self.number + turn * cut.blocks, cut.band)
-        bands, w_tile = _divide(w_tile, cut.whole_w_tiles)
-        return bands * cut.band + at, w_tile * self.problem.config.cluster + self.rank
+        tiling = self.problem.tiling
+        w_tile, at = _divide(self.number + turn * tiling.blocks, tiling.band)
+        bands, w_tile = _divide(w_tile, tiling.whole_w_tiles)
+        return bands * tiling.band + at, w_tile * self.problem.config.cluster + self.rank
 
     def place_of_share(self, turn: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the tiles of x and W of a turn, and the index of its share of K."""
-        cut = self.problem.cut
-        share, tile = _divide(self.number + turn * cut.blocks - cut.whole, cut.shared)
-        w_tile, x_tile = _divide(tile, cut.x_tiles)
-        w_tile = (cut.whole_w_tiles + w_tile) * self.problem.config.cluster + self.rank
+        tiling = self.problem.tiling
+        share, tile = _divide(self.number + turn * tiling.blocks - tiling.whole, tiling.shared)
+        w_tile, x_tile = _divide(tile, tiling.x_tiles)
+        w_tile = (tiling.whole_w_tiles + w_tile) * self.problem.config.cluster + self.rank
         return x_tile, w_tile, share
 
     def locate(self, unit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the tiles of x and W of a unit, and its step along K."""
-        cut, found = self.problem.cut, []
-        if cut.whole:
+        tiling, found = self.problem.tiling, []
+        if tiling.whole:
             turn, at = _divide(unit, self.problem.units_of_tile)
             found.append((*self.place(turn), at))
-        if cut.shared:
-            turn, at = _divide(unit - self.whole_units, cut.run)
+        if tiling.shared:
+            turn, at = _divide(unit - self.whole_units, tiling.run)
             x_tile, w_tile, share = self.place_of_share(self.whole_turns + turn)
-            found.append((x_tile, w_tile, share * cut.run + at))
+            found.append((x_tile, w_tile, share * tiling.run + at))
         if len(found) == 1:
             return found[0]
         is_whole = unit < self.whole_units
@@ -248,7 +248,7 @@ class _Block:
 
     def _copy_unit(self, unit: jax.Array, slot: jax.Array) -> None:
         """Starts the bulk copies of a unit into a slot."""
-        refs, steps = self.refs, self.problem.cut.steps
+        refs, steps = self.refs, self.problem.tiling.steps
         x_tile, w_tile, at = self.work.locate(unit)
         of_group = pl.ds(w_tile * self.problem.config.warpgroups, self.problem.config.warpgroups)
 
@@ -307,10 +307,10 @@ class _Block:
     # Sums ----------------------------------------------------------------------------------------
     def multiply_all(self) -> None:
         """Runs a warpgroup that multiplies: all tiles and shares."""
-        work, cut = self.work, self.problem.cut
-        if cut.whole:
+        work, tiling = self.work, self.problem.tiling
+        if tiling.whole:
             pl.loop(0, work.whole_turns)(self._one_tile)
-        if cut.shared:
+        if tiling.shared:
             pl.loop(work.whole_turns, work.turns)(self._one_share)
         plgpu.wait_smem_to_gmem(0)
 
@@ -371,7 +371,7 @@ class _Block:
     # Results -------------------------------------------------------------------------------------
     def _one_tile(self, turn: jax.Array) -> None:
         """Sums a tile over all columns, and writes the result."""
-        steps = self.problem.cut.steps
+        steps = self.problem.tiling.steps
         x_tile, w_tile = self.work.place(turn)
         first_unit = turn * self.problem.units_of_tile
         w_row = (w_tile * self.problem.config.warpgroups + self.group) * TILE
@@ -384,11 +384,11 @@ class _Block:
 
     def _one_share(self, turn: jax.Array) -> None:
         """Sums a tile over a share of the columns, and writes the partial sums."""
-        work, cut, config = self.work, self.problem.cut, self.problem.config
+        work, tiling, config = self.work, self.problem.tiling, self.problem.config
         x_tile, w_tile, share = work.place_of_share(turn)
-        total = self._sum_of(work.whole_units + (turn - work.whole_turns) * cut.run, cut.run)
+        total = self._sum_of(work.whole_units + (turn - work.whole_turns) * tiling.run, tiling.run)
         with jax.named_scope("store"):
-            w_tile -= cut.whole_w_tiles * config.cluster
+            w_tile -= tiling.whole_w_tiles * config.cluster
             w_row = (w_tile * config.warpgroups + self.group) * TILE
             x_row = x_tile * config.rows
             rows, columns = pl.ds(w_row, TILE), pl.ds(x_row, config.rows)

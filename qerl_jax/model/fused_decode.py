@@ -20,7 +20,7 @@ from flax.traverse_util import flatten_dict
 
 from pallas_kernels import decode_attention, rounded, runtime
 from pallas_kernels.finished_linear import decode as fused
-from pallas_kernels.finished_linear import epilogue, gated
+from pallas_kernels.finished_linear import gated, residual_stream
 from pallas_kernels.finished_linear.lora import Branch, pack_branch
 from pallas_kernels.portable import epilogue as portable
 from pallas_kernels.portable import layout as portable_layout
@@ -412,7 +412,7 @@ def step(
         def added(name, x, stream, scale):
             if model.over is None:
                 return linear(name, x, residual=(stream, scale))
-            return epilogue.added(stream, _summed(linear(name, x), model.over), scale)
+            return residual_stream.added(stream, _summed(linear(name, x), model.over), scale)
 
         qkv = linear("qkv", stream, eps=eps)
         mixed, state = attend(qkv, head_norms, index, state)
@@ -423,7 +423,7 @@ def step(
 
     # All layers share one array of counters. Without the barrier XLA would clear one for each layer.
     counters = jax.lax.optimization_barrier(jnp.zeros((gated.COUNTERS,), jnp.int32))
-    start = epilogue.stream(x, policy.first_scale)
+    start = residual_stream.stream(x, policy.first_scale)
     # The layer number is part of the carry: a scanned array of numbers would cost a four-byte copy per layer.
     (_, stream, state), _ = jax.lax.scan(
         layer,

@@ -124,19 +124,19 @@ def test_a_plan_gives_every_live_page_to_one_block(pages, parts, blocks):
     ends = rng.integers(0, width * PAGE, rows)
     ends[:3] = 0, width * PAGE - 1, PAGE - 1
     tables = 1 + rng.permutation(rows * width).reshape(rows, width)
-    cut = plans.Cut(rows, width, key_heads, pages, parts, blocks)
-    plan = jax.jit(plans.make, static_argnums=(2, 3))(tables, ends, 1 + rows * width, cut)
+    split = plans.Split(rows, width, key_heads, pages, parts, blocks)
+    plan = jax.jit(plans.make, static_argnums=(2, 3))(tables, ends, 1 + rows * width, split)
     plan = np.asarray(plan)
-    assert plan.shape == (cut.size,) and not plan[: cut.pieces_at].any()
-    pieces = plan[cut.pieces_at : cut.pages_at].reshape(blocks, cut.rounds, -1)
-    lists = plan[cut.pages_at : cut.counts_at].reshape(blocks, -1)
+    assert plan.shape == (split.size,) and not plan[: split.pieces_at].any()
+    pieces = plan[split.pieces_at : split.pages_at].reshape(blocks, split.rounds, -1)
+    lists = plan[split.pages_at : split.counts_at].reshape(blocks, -1)
     found, loads = {}, []
-    for mine, pages_of_block, count in zip(pieces, lists, plan[cut.counts_at :], strict=True):
+    for mine, pages_of_block, count in zip(pieces, lists, plan[split.counts_at :], strict=True):
         n = 0
         for unit, part, slots, home in mine[:count]:
             length = -(-slots // PAGE)
             found[unit, part // plans.SHIFT] = (pages_of_block[n : n + length], slots, home)
-            assert part % plans.SHIFT == plans.parts_of(ends[unit // key_heads] // PAGE + 1, cut)
+            assert part % plans.SHIFT == plans.parts_of(ends[unit // key_heads] // PAGE + 1, split)
             n += length
         assert np.all(pages_of_block[n:] == -1)
         loads.append(n)
@@ -219,21 +219,21 @@ def sharing(seed, heads, key_heads, head_size, groups, width):
     return (*rest[:3], *caches, rest[5], jnp.asarray(tables), ends), jnp.array(shared, jnp.int32)
 
 
-def lists_of(plan, cut):
+def lists_of(plan, split):
     """A plan's pieces (fields, pages) by warpgroup, tiles and totals."""
     plan = np.asarray(plan)
-    pieces = plan[cut.pieces_at : cut.pages_at].reshape(cut.blocks, cut.rounds, -1)
-    pages = plan[cut.pages_at : cut.counts_at].reshape(cut.blocks, -1)
+    pieces = plan[split.pieces_at : split.pages_at].reshape(split.blocks, split.rounds, -1)
+    pages = plan[split.pages_at : split.counts_at].reshape(split.blocks, -1)
     found = []
-    for mine, own, count in zip(pieces, pages, plan[cut.counts_at : cut.tiles_at], strict=True):
+    for mine, own, count in zip(pieces, pages, plan[split.counts_at : split.tiles_at], strict=True):
         n = 0
         for fields in mine[:count].tolist():
             length = -(-fields[plans.SLOTS] // PAGE)
             found.append((fields, own[n : n + length].tolist()))
             n += length
         assert np.all(own[n:] == -1)
-    tiles = plan[cut.tiles_at : cut.totals_at].reshape(cut.rows, cut.siblings)
-    return found, tiles, plan[cut.totals_at : cut.places_at]
+    tiles = plan[split.tiles_at : split.totals_at].reshape(split.rows, split.siblings)
+    return found, tiles, plan[split.totals_at : split.places_at]
 
 
 def test_a_plan_reads_shared_pages_once_for_each_tile():
@@ -244,15 +244,15 @@ def test_a_plan_reads_shared_pages_once_for_each_tile():
     ends[13], ends[17] = 5, 70  # an idle row; a row that ends in what it says to share
     tables = 1 + rng.permutation(pages - 1)[: len(shared) * width].reshape(-1, width)
     tables[:11, :7], tables[11:13, :3] = tables[0, :7], tables[11, :3]
-    cut = plans.Cut(len(shared), width, key_heads, 3, 8, 13, siblings=8)
-    plan = jax.jit(plans.make, static_argnums=(2, 3))(tables, ends, pages, cut, shared)
-    assert plan.shape == (cut.size,) and not plan[: cut.pieces_at].any()
-    found, tiles, totals = lists_of(plan, cut)
+    split = plans.Split(len(shared), width, key_heads, 3, 8, 13, siblings=8)
+    plan = jax.jit(plans.make, static_argnums=(2, 3))(tables, ends, pages, split, shared)
+    assert plan.shape == (split.size,) and not plan[: split.pieces_at].any()
+    found, tiles, totals = lists_of(plan, split)
     read = {}
     for (unit, part, slots, home), own in found:
         row, head = divmod(unit, key_heads)
-        is_tile = row >= cut.rows
-        members = tiles[row - cut.rows] if is_tile else [row]
+        is_tile = row >= split.rows
+        members = tiles[row - split.rows] if is_tile else [row]
         for member in (m for m in members if m >= 0):
             piece = (own, slots, home, is_tile)
             assert read.setdefault((member, head, part // plans.SHIFT), piece) is piece
@@ -269,25 +269,25 @@ def test_a_plan_reads_shared_pages_once_for_each_tile():
             assert [home for _, _, home, _ in own] == [-1] * (len(own) - 1) + [live[-1]]
     assert not read
     # Each tile's pages are read once: of 11 rows by two tiles, and by one of the pair and of each row alone.
-    of_tiles = sum(len(own) for (unit, *_), own in found if unit >= cut.units)
+    of_tiles = sum(len(own) for (unit, *_), own in found if unit >= split.units)
     assert of_tiles == key_heads * (2 * 7 + 3 + 5 + 1)
 
 
 @pytest.mark.slow
 def test_a_row_is_cut_alike_with_and_without_its_siblings():
-    cut = plans.Cut(9, 12, 1, 2, 4, 5, siblings=8)
+    split = plans.Split(9, 12, 1, 2, 4, 5, siblings=8)
     tables = np.arange(1, 9 * 12 + 1).reshape(9, 12)
     tables[:, :6] = tables[0, :6]
     ends = np.array([600, 500, 400, 700, 650, 450, 500, 520, 740])
 
     def pieces_of_first(live):
         alone = np.where(live, tables.T, 0).T, np.where(live, ends, 0), np.where(live, 6, 0)
-        plan = plans.make(alone[0], alone[1], 200, cut, alone[2])
-        found, tiles, totals = lists_of(plan, cut)
+        plan = plans.make(alone[0], alone[1], 200, split, alone[2])
+        found, tiles, totals = lists_of(plan, split)
         mine = [
             (part // plans.SHIFT, own)
             for (unit, part, *_), own in found
-            if unit == 3 or (unit >= cut.units and 3 in tiles[unit - cut.units])
+            if unit == 3 or (unit >= split.units and 3 in tiles[unit - split.units])
         ]
         return sorted(mine), totals[3]
 
@@ -459,9 +459,9 @@ def new_tokens(key_heads, head_size, slots, dtype):
 
 def assert_the_kernel_appends(arguments, *, interpret=False, ulps=0):
     *new, keys, values, layer, tables, ends = arguments
-    cut = plans.Cut(*tables.shape, keys.shape[2], 2, 2, 4, appends=False)
-    plan = plans.make(tables, ends, keys.shape[1], cut)
-    run = functools.partial(append_kernel.launch, cut=cut, interpret=interpret)
+    split = plans.Split(*tables.shape, keys.shape[2], 2, 2, 4, appends=False)
+    plan = plans.make(tables, ends, keys.shape[1], split)
+    run = functools.partial(append_kernel.launch, split=split, interpret=interpret)
     found = jax.jit(run)(*new, layer.reshape(1), plan, keys, values)
     for actual, expected in zip(found, append.append(*arguments), strict=True):
         bits = [np.asarray(x).view(np.int16).astype(int) for x in (actual, expected)]
@@ -477,9 +477,9 @@ def test_a_plan_reads_the_pages_of_a_sequence_once():
     # Two rows out of use.
     tables, ends = np.pad(tables, ((0, 2), (0, 0))), np.pad(ends, (0, 2))
     sequence = np.pad(sequence, (0, 2), constant_values=-1)
-    cut = plans.Cut(15, 3, 2, 2, 4, 5, siblings=8, appends=False, sequences=True)
-    plan = plans.make(tables, ends, 8, cut, sequence=sequence)
-    found, tiles, totals = lists_of(plan, cut)
+    split = plans.Split(15, 3, 2, 2, 4, 5, siblings=8, appends=False, sequences=True)
+    plan = plans.make(tables, ends, 8, split, sequence=sequence)
+    found, tiles, totals = lists_of(plan, split)
     members = {0: [*range(8)], 8: [8], 9: [9], 10: [10, 11, 12], 13: [13, 14]}
     for row, own in members.items():
         assert tiles[row].tolist() == own + [-1 - row] * (8 - len(own))

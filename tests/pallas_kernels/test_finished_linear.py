@@ -36,7 +36,7 @@ def test_a_linear_of_many_rows_is_one_kernel_where_it_can_be(monkeypatch, on_hop
 
     # What it does not do goes through the product and the definition.
     multiply = lambda x, w: reference.forward(x, layout.unprepare(w))
-    monkeypatch.setattr(api._Wide, "forward", staticmethod(multiply))
+    monkeypatch.setattr(api._Prefill, "forward", staticmethod(multiply))
     residual = jnp.zeros((2, 80, 384), jnp.bfloat16)
     plain = run(case.branches, unit=unit, bias=case.bias, residual=residual)
     assert_almost_all_are_equal(plain.reshape(160, -1), y.reshape(160, -1))

@@ -11,11 +11,11 @@ import pytest
 
 from pallas_kernels import nvfp4, runtime
 from pallas_kernels.finished_linear import decode as fused
-from pallas_kernels.finished_linear import epilogue, lora
+from pallas_kernels.finished_linear import epilogue, lora, residual_stream
 from pallas_kernels.mosaic import fragments
-from pallas_kernels.nvfp4_matmul import config as configs
 from pallas_kernels.nvfp4_matmul import decode, dense_tile, layout, shapes
-from pallas_kernels.nvfp4_matmul.config import Config
+from pallas_kernels.nvfp4_matmul import decode_config as configs
+from pallas_kernels.nvfp4_matmul.decode_config import Config
 from tests.combinations import spread
 
 on_cpu = pytest.mark.skipif(runtime.is_hopper(), reason="interprets the kernel, on a CPU")
@@ -26,7 +26,7 @@ random = jax.jit(nvfp4.random, static_argnums=1, static_argnames="std")
 scaled_codes = jax.jit(nvfp4.scaled_codes, static_argnums=1)
 prepare = jax.jit(layout.prepare, static_argnames="is_paired")
 pack_branch = jax.jit(lora.pack_branch, static_argnames=("is_packed", "is_paired"))
-stream_of = jax.jit(epilogue.stream)
+stream_of = jax.jit(residual_stream.stream)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 3))
@@ -361,10 +361,10 @@ def test_what_the_next_product_reads_first_is_asked_for_as_that_cuts_it_up(capfd
     a = dense_tile.pack(normal(1, (k, 64)))
     x = normal(2, (m, k))
     plain = decode.product(x, w, config, interpret=True)
-    upcoming = decode.upcoming(m, after, next_config, a)
-    actual = decode.product(x, w, config, following=upcoming, interpret=True)
+    after_this = decode.next_product(m, after, next_config, a)
+    actual = decode.product(x, w, config, following=after_this, interpret=True)
     np.testing.assert_array_equal(actual.partials, plain.partials)
-    assert upcoming.plan == decode.product(x, after, next_config, a, interpret=True).plan
+    assert after_this.plan == decode.product(x, after, next_config, a, interpret=True).plan
     assert "RACE" not in capfd.readouterr().out
 
 

@@ -178,7 +178,7 @@ def test_the_kernel_meets_the_definition_without_a_race(capfd, m, sizes, k, conf
 def on_hopper(monkeypatch, h200):  # noqa: F811
     """Pretends to be a Hopper card on which the reference stands in for the kernels."""
     multiply_back = lambda dy, w: reference.backward(dy, layout.unprepare(w))
-    monkeypatch.setattr(api._Wide, "backward", staticmethod(multiply_back))
+    monkeypatch.setattr(api._Prefill, "backward", staticmethod(multiply_back))
 
 
 @pytest.mark.parametrize(("sizes", "is_paired"), [((256, 128), False), ((192, 192), True)])

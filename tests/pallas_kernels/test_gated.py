@@ -12,10 +12,11 @@ from pallas_kernels.finished_linear import decode as fused
 from pallas_kernels.finished_linear import (
     finished_linear,
     gated,
+    gated_config,
     lora,
     prepare_branches,
 )
-from pallas_kernels.finished_linear.gated import Config
+from pallas_kernels.finished_linear.gated_config import Config
 from pallas_kernels.nvfp4_matmul import api, layout, shapes
 from tests.combinations import spread
 from tests.pallas_kernels.test_finished_linear_decode import (
@@ -149,34 +150,38 @@ def test_only_gates_are_put_in_pairs_and_only_beside_ranks_that_lose_nothing(mon
 @pytest.mark.parametrize("rank", [0, 32, 64, 128])
 def test_every_model_has_a_configuration_whose_blocks_run_at_once(problem, m, rank):
     n, k = problem.n, problem.k
-    assert gated.supports(m, n, k, rank=rank, device=runtime.H200) is None
-    config = gated.pick_config(m, n, k, rank=rank, device=runtime.H200)
-    cut = gated.cut(m, n, k, config, rank=rank, device=runtime.H200)
+    assert gated_config.supports(m, n, k, rank=rank, device=runtime.H200) is None
+    config = gated_config.pick_config(m, n, k, rank=rank, device=runtime.H200)
+    tiling = gated_config.tiling_of(m, n, k, config, rank=rank, device=runtime.H200)
     # Who waits for x A waits for a block that has a processor.
-    assert config.blocks + cut.blocks_of_a <= runtime.H200.processors
-    assert cut.tiles_of_a == -(-2 * rank // 64) <= config.stages
+    assert config.blocks + tiling.blocks_of_a <= runtime.H200.processors
+    assert tiling.tiles_of_a == -(-2 * rank // 64) <= config.stages
     # Each window of each tile of A has a counter of its own.
-    assert cut.tiles_of_a * 4 <= gated.COUNTERS - 2
-    assert cut.turns * config.blocks * config.high >= n // 64
-    assert m // 8 % cut.windows == 0 and cut.windows <= min(4, config.warpgroups)
+    assert tiling.tiles_of_a * 4 <= gated.COUNTERS - 2
+    assert tiling.turns * config.blocks * config.high >= n // 64
+    assert m // 8 % tiling.windows == 0 and tiling.windows <= min(4, config.warpgroups)
 
 
 def test_what_it_cannot_do_is_refused_with_its_reason():
     config, device = Config(4, 128, 4, 132), runtime.H200
-    reason = gated.supports(64, 33792, 3584, config, rank=32, device=device)
+    reason = gated_config.supports(64, 33792, 3584, config, rank=32, device=device)
     assert reason == "needs more than 0 processors beside 132 for LoRA's A"
-    assert gated.supports(64, 33792, 3584, config, device=device) is None
-    assert "rank 128 at most; got 192" in gated.supports(64, 37888, 3584, rank=192, device=device)
+    assert gated_config.supports(64, 33792, 3584, config, device=device) is None
+    assert "rank 128 at most; got 192" in gated_config.supports(
+        64, 37888, 3584, rank=192, device=device
+    )
     few = Config(5, 128, 3, 119)
-    reason = gated.supports(64, 37888, 3584, few, rank=128, device=device)
+    reason = gated_config.supports(64, 37888, 3584, few, rank=128, device=device)
     assert reason == "needs 4 slots for LoRA of rank 128; got 3"
-    assert gated.supports(64, 37888, 3584, few, rank=64, device=device) is None
+    assert gated_config.supports(64, 37888, 3584, few, rank=64, device=device) is None
     many = Config(5, 128, 4, 125)
-    reason = gated.supports(64, 37888, 3584, many, rank=128, device=device)
+    reason = gated_config.supports(64, 37888, 3584, many, rank=128, device=device)
     assert reason == "needs more than 4 processors beside 125 for LoRA's A"
-    assert "whole tiles of 64 rows; got N = 96" in gated.supports(8, 96, 128, device=device)
+    assert "whole tiles of 64 rows; got N = 96" in gated_config.supports(8, 96, 128, device=device)
     shared = Config(3, 64, 2, 8, is_shared=True)
-    assert "whole 24s for a shared tile" in gated.supports(64, 512, 128, shared, device=device)
+    assert "whole 24s for a shared tile" in gated_config.supports(
+        64, 512, 128, shared, device=device
+    )
 
 
 @on_cpu

@@ -10,7 +10,7 @@ from jax.experimental.mosaic.gpu import core
 from pallas_kernels import nvfp4, runtime
 from pallas_kernels.mosaic import module_names
 from pallas_kernels.nvfp4_matmul import decode
-from pallas_kernels.nvfp4_matmul.config import Config
+from pallas_kernels.nvfp4_matmul.decode_config import Config
 from pallas_kernels.nvfp4_matmul.layout import prepare
 
 

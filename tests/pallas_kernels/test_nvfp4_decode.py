@@ -19,9 +19,9 @@ from pallas_kernels.nvfp4_matmul import (
     reference,
     shapes,
 )
-from pallas_kernels.nvfp4_matmul import config as configs
-from pallas_kernels.nvfp4_matmul.config import Config
+from pallas_kernels.nvfp4_matmul import decode_config as configs
 from pallas_kernels.nvfp4_matmul.decode import Plan
+from pallas_kernels.nvfp4_matmul.decode_config import Config
 from tests.pallas_kernels.devices import h200, like  # noqa: F401
 
 random = jax.jit(nvfp4.random, static_argnums=1)
@@ -317,9 +317,9 @@ def test_the_kernel_is_refused_without_its_device_or_its_layout():
     with pytest.raises(
         NotImplementedError, match="'hopper': needs a GPU of compute capability 9.0"
     ):
-        nvfp4_matmul(x, prepare(t), implementation="hopper")
+        nvfp4_matmul(x, prepare(t), implementation="decode")
     with pytest.raises(ValueError, match=r"one of \['reference'\] or None; got 'hopper'"):
-        nvfp4_matmul(x, t, implementation="hopper")
+        nvfp4_matmul(x, t, implementation="decode")
 
 
 @pytest.mark.parametrize(
@@ -331,7 +331,7 @@ def test_the_kernel_is_refused_without_its_device_or_its_layout():
     ],
 )
 def test_on_hopper_the_kernel_says_what_it_takes(h200, m, dtype, reason):  # noqa: F811
-    assert api._Hopper.supports(m, 4608, 3584, jnp.dtype(dtype)) == reason
+    assert api._Decode.supports(m, 4608, 3584, jnp.dtype(dtype)) == reason
 
 
 @pytest.mark.gpu
@@ -339,12 +339,12 @@ def test_on_hopper_the_kernel_says_what_it_takes(h200, m, dtype, reason):  # noq
 @pytest.mark.parametrize(("n", "k"), [(4608, 3584), (3584, 18944), (180, 208)])
 def test_the_kernel_on_its_device_meets_the_reference(m, n, k):
     x, t = normal(m, (m, k)), weight(n, n, k)
-    actual = jax.jit(functools.partial(nvfp4_matmul, implementation="hopper"))(x, prepare(t))
+    actual = jax.jit(functools.partial(nvfp4_matmul, implementation="decode"))(x, prepare(t))
     assert_within_an_ulp(actual, x, t)
 
 
 @pytest.mark.gpu
 def test_the_lowered_text_names_the_kernel():
     x, w = normal(0, (8, 256)), prepare(weight(0, 128, 256))
-    text = jax.jit(functools.partial(nvfp4_matmul, implementation="hopper")).lower(x, w).as_text()
+    text = jax.jit(functools.partial(nvfp4_matmul, implementation="decode")).lower(x, w).as_text()
     assert "nvfp4_matmul_sm90" in text

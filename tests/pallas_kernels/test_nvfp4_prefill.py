@@ -37,7 +37,7 @@ def pretended_hopper(monkeypatch, h200):  # noqa: F811
     unpack = lambda w: nvfp4.scaled_codes(layout.unprepare(w))
     monkeypatch.setattr(dequantize, "dequantize", unpack)
     multiply = lambda x, w: reference.forward(x, layout.unprepare(w))
-    monkeypatch.setattr(api._Wide, "forward", staticmethod(multiply))
+    monkeypatch.setattr(api._Prefill, "forward", staticmethod(multiply))
     multiply_back = lambda dy, w: reference.backward(dy, layout.unprepare(w))
     monkeypatch.setattr(prefill, "backward", multiply_back)
 
@@ -357,10 +357,10 @@ def test_nothing_but_the_packed_weight_is_kept_for_the_derivative(pretended_hopp
 @pytest.mark.parametrize(
     ("m", "dtype", "name"),
     [
-        (1, jnp.bfloat16, "hopper"),
-        (128, jnp.bfloat16, "hopper"),
-        (129, jnp.bfloat16, "wide"),
-        (1 << 16, jnp.bfloat16, "wide"),
+        (1, jnp.bfloat16, "decode"),
+        (128, jnp.bfloat16, "decode"),
+        (129, jnp.bfloat16, "prefill"),
+        (1 << 16, jnp.bfloat16, "prefill"),
         (0, jnp.bfloat16, "dequantized"),
         (16, jnp.float32, "reference"),
         (129, jnp.float32, "reference"),
@@ -402,7 +402,7 @@ def test_dx_of_few_rows_is_unpacked_in_its_tiles(
 
 
 @on_cpu
-@pytest.mark.parametrize("name", ["wide", "dequantized"])
+@pytest.mark.parametrize("name", ["prefill", "dequantized"])
 def test_neither_runs_without_its_device(name):
     with pytest.raises(NotImplementedError, match=f"'{name}': needs a GPU of compute capability 9"):
         nvfp4_matmul(normal(0, (2, 64)), to_hopper(weight(0, 64, 64)), implementation=name)
@@ -436,7 +436,7 @@ def test_on_its_device_the_kernel_writes_scaled_codes(n, k):
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_paired", [False, True])
 @pytest.mark.parametrize("scale_per_row", [False, True])
-@pytest.mark.parametrize("name", ["wide", "dequantized"])
+@pytest.mark.parametrize("name", ["prefill", "dequantized"])
 def test_on_its_device_the_product_and_its_derivative_meet_the_reference(
     name, scale_per_row, is_paired
 ):
@@ -461,13 +461,13 @@ def test_on_its_device_stacked_weights_are_scanned_rematerialized_and_x_is_donat
         return jnp.sum(jax.lax.scan(layer, x, stacked)[0].astype(jnp.float32) ** 2)
 
     grads = {}
-    for name in ("wide", "reference"):
+    for name in ("prefill", "reference"):
         donated = jnp.copy(x)
         grad = jax.jit(jax.grad(functools.partial(loss, name)), donate_argnums=0)
         grads[name] = np.asarray(grad(donated, stacked), np.float32)
         assert donated.is_deleted()
     # Two layers, forward and backward, each rounding to bfloat16.
-    difference = np.abs(grads["wide"] - grads["reference"]).max()
+    difference = np.abs(grads["prefill"] - grads["reference"]).max()
     assert difference <= 4 * 2**-7 * np.abs(grads["reference"]).max()
 
 

@@ -18,7 +18,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import runtime
 from pallas_kernels.decode_attention import config as configs
 from pallas_kernels.decode_attention import decode as attention
-from pallas_kernels.nvfp4_matmul import config as nvfp4_configs
 from pallas_kernels.nvfp4_matmul import (
     decode,
     dense_tile,
@@ -27,6 +26,7 @@ from pallas_kernels.nvfp4_matmul import (
     prefill,
     prefill_config,
 )
+from pallas_kernels.nvfp4_matmul import decode_config as nvfp4_configs
 from tests.pallas_kernels.devices import h200, like  # noqa: F401
 
 

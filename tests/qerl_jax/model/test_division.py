@@ -15,7 +15,7 @@ from jax.experimental import io_callback
 from pallas_kernels import nvfp4, runtime
 from pallas_kernels.formats.registry import format_of
 from pallas_kernels.nvfp4_matmul import layout
-from pallas_kernels.nvfp4_matmul.config import Config
+from pallas_kernels.nvfp4_matmul.decode_config import Config
 from pallas_kernels.portable import layout as portable
 from qerl_jax.config import LoraConfig
 from qerl_jax.distributed import sharding

@@ -10,9 +10,9 @@ import pytest
 
 from pallas_kernels import runtime
 from pallas_kernels.finished_linear import decode as fused
-from pallas_kernels.finished_linear import gated
+from pallas_kernels.finished_linear import gated_config
 from pallas_kernels.nvfp4_matmul import layout
-from pallas_kernels.nvfp4_matmul.config import Config
+from pallas_kernels.nvfp4_matmul.decode_config import Config
 from pallas_kernels.portable import layout as portable_layout
 from qerl_jax.config import LoraConfig
 from qerl_jax.model import architecture, fused_decode, transformer
@@ -101,7 +101,9 @@ def test_the_fused_step_rounds_where_the_plain_model_does(monkeypatch, arch, wei
     if paired:
         gate_up = variables["frozen"]["layers"]["gate_up"]
         gate_up["weight"] = layout.prepare(layout.unprepare(gate_up["weight"]), is_paired=True)
-        monkeypatch.setattr(gated, "pick_config", lambda *_, **__: gated.Config(1, 128, 2, 3))
+        monkeypatch.setattr(
+            gated_config, "pick_config", lambda *_, **__: gated_config.Config(1, 128, 2, 3)
+        )
     actual, extended = fused_decode.extend(
         plain, fused_decode.policy(plain, variables), tokens, cache
     )

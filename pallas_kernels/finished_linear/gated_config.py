@@ -1,0 +1,222 @@
+"""The configuration of the kernel `gated`: how it divides its work, and which problems it supports.
+
+If a function depends on the device, `device` is an argument; None means the current device.
+"""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+
+from pallas_kernels import runtime
+from pallas_kernels.nvfp4_matmul import layout
+from pallas_kernels.nvfp4_matmul.decode_config import MAX_M, most_shared_bytes
+from pallas_kernels.nvfp4_matmul.layout import TILE
+from pallas_kernels.runtime import Device
+
+# The most ranks of each of gate and up. Both together take four tiles of A, and U and B as many slots.
+MOST_RANKS = 2 * TILE
+_TILE_BYTES = 4 * (layout.CODE_WORDS + layout.SCALE_WORDS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a product is divided among blocks.
+
+    Attributes:
+      warpgroups: warpgroups per block, each with 64 rows of W; 1 to 5.
+      step: columns of x and W per pipeline stage; 64, 128 or 256.
+      stages: pipeline stages, that is, slots in shared memory; 2 or more.
+      blocks: number of blocks that share W.
+      is_shared: whether a block has one more tile, which each warpgroup multiplies by its part of the rows of x.
+    """
+
+    warpgroups: int
+    step: int
+    stages: int
+    blocks: int
+    is_shared: bool = False
+
+    @property
+    def high(self) -> int:
+        """Number of tiles that a block sums at a time."""
+        return self.warpgroups + self.is_shared
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """Describes which block does what.
+
+    Attributes:
+      tiles: number of tiles of 64 rows of W.
+      steps: number of steps of `config.step` columns.
+      turns: number of rounds in which a block processes its tiles, up to `config.high` in each.
+      tiles_of_a: number of tiles of 64 ranks of A, those of gate and up together; 0 without A.
+      shares: number of blocks that share the columns of each tile of A; 0 without A.
+      windows: number of parts of the rows of x. In a block of A each warpgroup multiplies one part by A.
+    """
+
+    tiles: int
+    steps: int
+    turns: int
+    tiles_of_a: int
+    shares: int
+    windows: int
+
+    @property
+    def blocks_of_a(self) -> int:
+        """Number of blocks that multiply x by A."""
+        return self.tiles_of_a * self.shares
+
+
+def tiling_of(
+    m: int, n: int, k: int, config: Config, *, rank: int, device: Device | None = None
+) -> Tiling:
+    """Divides a problem according to a configuration; arguments as for `supports`."""
+    tiles, steps = layout.tiles(n), layout.whole(k) // config.step
+    most = -(-tiles // config.blocks)
+    turns = -(-most // config.high)
+    free = (device or runtime.device()).processors - config.blocks
+    tiles_of_a = layout.tiles(2 * rank)
+    shares = max(0, min(free // tiles_of_a, steps)) if rank else 0
+    most = min(config.warpgroups, 4)
+    windows = next(w for w in range(most, 0, -1) if m // 8 % w == 0)
+    return Tiling(tiles, steps, turns, tiles_of_a, shares, windows)
+
+
+def supports(
+    m: int,
+    n: int,
+    k: int,
+    config: Config | None = None,
+    *,
+    rank: int = 0,
+    device: Device | None = None,
+) -> str | None:
+    """Returns why this kernel cannot run a problem, or None if it can.
+
+    Args:
+      m: rows of x.
+      n: rows of W, gate and up together.
+      k: columns of x and W.
+      config: the configuration; None for that of `pick_config`.
+      rank: padded rank of one part of LoRA's branch (`lora.filled_rank`); 0 without LoRA.
+      device: the device that runs it; None for the current one.
+    """
+    if not 1 <= m <= MAX_M or m % 8:
+        return f"needs M a multiple of 8 up to {MAX_M}; got M = {m}"
+    if not layout.can_pair(n):
+        return f"needs N of whole tiles of 64 rows; got N = {n}"
+    if rank > MOST_RANKS:
+        return f"needs LoRA of rank {MOST_RANKS} at most; got {rank}"
+    config = config or pick_config(m, n, k, rank=rank, device=device)
+    if config is None:
+        return f"has no configuration for [{m}, {k}] x [{n}, {k}]"
+    return _misfit(m, n, k, config, rank=rank, device=device)
+
+
+def _misfit(
+    m: int, n: int, k: int, config: Config, *, rank: int, device: Device | None
+) -> str | None:
+    if layout.whole(k) % config.step:
+        return f"needs K of whole steps of {config.step}; got K = {k}"
+    if config.is_shared and m % (8 * config.warpgroups):
+        return f"needs M of whole {8 * config.warpgroups}s for a shared tile; got M = {m}"
+    tiling = tiling_of(m, n, k, config, rank=rank, device=device)
+    tiles_of_a, shares = tiling.tiles_of_a, tiling.shares
+    if tiles_of_a > config.stages:
+        return f"needs {tiles_of_a} slots for LoRA of rank {rank}; got {config.stages}"
+    # With more steps per share, U would not be ready when the first tiles of W are. With several tiles of A, a share
+    # may also have up to half of the steps.
+    is_ready = tiling.steps <= 2 * config.stages * shares or (tiles_of_a > 1 and shares > 1)
+    if rank and not is_ready:
+        there = tiling.blocks_of_a
+        return f"needs more than {there} processors beside {config.blocks} for LoRA's A"
+    used = shared_bytes(m, config)
+    if used > (most := most_shared_bytes(device)):
+        return f"needs {used} bytes of shared memory of {most}"
+    return None
+
+
+def depth(config: Config) -> int:
+    """Returns the blocks of words [3, 192] in a slot for each tile of rows: enough for W, for B, and for A."""
+    chunks = config.step // TILE
+    return max(chunks, 2, -(-4 * chunks // config.high))
+
+
+def shared_bytes(m: int, config: Config) -> int:
+    """Returns the bytes of shared memory that a block takes."""
+    slot = config.step * m * 2 + config.high * depth(config) * _TILE_BYTES
+    return config.stages * slot + 4 * m
+
+
+def pick_config(
+    m: int, n: int, k: int, *, rank: int, device: Device | None = None
+) -> Config | None:
+    """Picks the configuration for a problem: the first of `candidates`; None if none fits."""
+    return next(iter(candidates(m, n, k, rank=rank, device=device)), None)
+
+
+@functools.cache
+def _candidates(m: int, n: int, k: int, rank: int, card: Device) -> tuple[Config, ...]:
+    tiles, found = layout.tiles(n), []
+    # Sums of more than 64 rows leave no registers for a fifth warpgroup.
+    groups = [(w, False) for w in ((5, 4, 3, 2, 1) if m <= 64 else (4, 3, 2, 1))]
+    groups += [(4, True), (3, True)] if m > 32 else []
+    least = -(-tiles // card.processors)
+    for (warpgroups, is_shared), count in itertools.product(groups, range(least, least + 3)):
+        high = warpgroups + is_shared
+        turns, blocks = -(-count // high), -(-tiles // count)
+        for step in (256, 128, 64) if m <= 32 else (128, 64):
+            for stages in (4, 3, 2):
+                config = Config(warpgroups, step, stages, blocks, is_shared)
+                if _misfit(m, n, k, config, rank=rank, device=card) is None:
+                    # Prefer the fewest tiles per block, then the fewest passes over x, then the fewest idle
+                    # warpgroups. With more than 64 rows a second pass is faster than a shared tile (7B, 128 rows:
+                    # 59.0 us instead of 63.4 us).
+                    avoided = m > 64 and is_shared
+                    costs = count, avoided, turns, turns * high - count, is_shared, -step, -stages
+                    found.append((costs, config))
+                    break
+    found = [choice for choice in found if choice[1].warpgroups >= 3] or found
+    return tuple(config for _, config in sorted(found, key=lambda choice: choice[0]))
+
+
+def candidates(
+    m: int, n: int, k: int, *, rank: int, device: Device | None = None
+) -> tuple[Config, ...]:
+    """Returns the configurations that fit a problem, the fastest first, as estimated from the tiles per block."""
+    return _candidates(m, n, k, rank, device or runtime.device())
+
+
+@dataclasses.dataclass(frozen=True)
+class NextProduct:
+    """Describes a product of this kernel for the product before it, which prefetches; see `decode_plan.NextProduct`.
+
+    Attributes:
+      words: its packed weight, int32 [N / 64, K / 64, 3, 192].
+      config: its configuration.
+    """
+
+    words: jax.Array
+    config: Config
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks that multiply W."""
+        return self.config.blocks
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the words that a block reads first, in tiles of 64 x 64."""
+        return self.config.high, self.config.step // TILE
+
+    def first(self, block: jax.Array) -> tuple[jax.Array, int]:
+        """Returns the row and column where a block's first words begin, in tiles of 64 x 64."""
+        return first_tile(block, len(self.words), self.config.blocks), 0
+
+
+def first_tile(block: jax.Array, tiles: int, blocks: int) -> jax.Array:
+    """Returns the first tile of a block. Its last tile is the one before the first tile of the next block."""
+    return jax.lax.div(block * tiles, blocks)

@@ -1,0 +1,109 @@
+"""How the blocks of the kernel for few rows (`decode`) divide its work."""
+
+import dataclasses
+
+import jax
+import numpy as np
+from jax import lax
+
+from pallas_kernels.nvfp4_matmul.decode_config import Config
+from pallas_kernels.nvfp4_matmul.layout import TILE
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Assigns the tiles * steps units to blocks, in equal runs.
+
+    Block b takes units b * units // blocks to (b + 1) * units // blocks - 1. Its partial sums of tile t are stored as
+    part b - first_block(t).
+
+    Attributes:
+      tiles: tiles of rows of W.
+      steps: steps along K in each tile.
+      blocks: blocks that share the units.
+    """
+
+    tiles: int
+    steps: int
+    blocks: int
+
+    @property
+    def units(self) -> int:
+        return self.tiles * self.steps
+
+    def start(self, block):
+        """Returns the first unit of a block; `block` is an int or a traced integer."""
+        return _quotient(block * self.units, self.blocks)
+
+    def place(self, unit):
+        """Returns the tile and the step of a unit; `unit` is a traced integer."""
+        return lax.div(unit, self.steps), lax.rem(unit, self.steps)
+
+    def first_block(self, tile):
+        """Returns the block that has the first unit of a tile."""
+        return _quotient((tile * self.steps + 1) * self.blocks - 1, self.units)
+
+    def parts(self, tile):
+        """Returns the number of blocks that share a tile."""
+        last_block = _quotient((tile + 1) * self.steps * self.blocks - 1, self.units)
+        return last_block - self.first_block(tile) + 1
+
+    @property
+    def most_parts(self) -> int:
+        """The largest number of blocks that share a tile."""
+        return int(self.parts(np.arange(self.tiles)).max())
+
+
+def _quotient(a, b):
+    """Returns a // b for non-negative numbers. For traced numbers, `//` would add instructions for signs."""
+    return lax.div(a, b) if isinstance(a, jax.Array) else a // b
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterPlan:
+    """Describes how the last blocks of the grid multiply x by LoRA's A.
+
+    Attributes:
+      tiles: number of tiles of 64 ranks.
+      units: number of units along K in each tile; a unit fills a slot.
+      shares: number of blocks that share a tile.
+      width: columns of a unit.
+      pieces: pieces of A in a slot for each warpgroup; see `dense_tile`.
+    """
+
+    tiles: int
+    units: int
+    shares: int
+    width: int
+    pieces: int
+
+
+@dataclasses.dataclass(frozen=True)
+class NextProduct:
+    """Describes the product after this one, whose first words are prefetched into the L2 cache.
+
+    Attributes:
+      words: its packed weight, int32 [N / 64, K / 64, 3, 192].
+      config: its configuration.
+      plan: the assignment of its units to its blocks.
+    """
+
+    words: jax.Array
+    config: Config
+    plan: Plan
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks that multiply W."""
+        return self.plan.blocks
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the words that a block reads first, in tiles of 64 x 64."""
+        return self.config.warpgroups, self.config.step // TILE
+
+    def first(self, block: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the row and column where a block's first words begin, in tiles of 64 x 64."""
+        tile, at = self.plan.place(self.plan.start(block))
+        high, wide = self.shape
+        return tile * high, at * wide
