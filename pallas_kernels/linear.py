@@ -11,12 +11,12 @@ from jax.typing import DTypeLike
 from pallas_kernels.formats.rounding import rounded
 
 # LoRA for one part of N: x A [M, R], and B [R, N_i] times alpha / R.
-Branch = tuple[jax.Array, jax.Array]
+LoraTerm = tuple[jax.Array, jax.Array]
 
 
 def finish(
     product: jax.Array,
-    branches: Sequence[Branch],
+    branches: Sequence[LoraTerm],
     *,
     unit: jax.Array | None = None,
     bias: jax.Array | None = None,
@@ -56,7 +56,7 @@ def finish(
     return rounded(y, dtype)
 
 
-def joined(branches: Sequence[Branch]) -> jax.Array:
+def joined(branches: Sequence[LoraTerm]) -> jax.Array:
     """Computes the products of the branches, rounded to their dtype, and joins them along N: float32 [M, N]."""
     # By default a GPU multiplies float32 in TF32.
     exact = jax.lax.Precision.HIGHEST if branches[0][0].dtype == jnp.float32 else None

@@ -95,17 +95,17 @@ def on(assumed: Device, kernels: Kernels | None = None) -> Iterator[Device]:
 
 
 @functools.cache
-def _described(found: jax.Device) -> Device:
-    known = [name for name in CARDS if found.device_kind.startswith(name)]
+def _described(first: jax.Device) -> Device:
+    known = [name for name in CARDS if first.device_kind.startswith(name)]
     card = CARDS[max(known, key=len)] if known else H200
     return dataclasses.replace(
         card,
-        name=found.device_kind,
+        name=first.device_kind,
         # AMD devices report an architecture ("gfx942") as compute capability; a CPU reports none.
-        compute_capability=getattr(found, "compute_capability", ""),
+        compute_capability=getattr(first, "compute_capability", ""),
         platform=jax.default_backend(),
-        processors=getattr(found, "core_count", None) or card.processors,
-        shared_bytes=getattr(found, "shared_memory_per_block_optin", None) or card.shared_bytes,
+        processors=getattr(first, "core_count", None) or card.processors,
+        shared_bytes=getattr(first, "shared_memory_per_block_optin", None) or card.shared_bytes,
     )
 
 
@@ -181,16 +181,16 @@ def unless_portable() -> str | None:
         return f"needs an NVIDIA GPU; this is {device_kind()}"
     if _capability() < LEAST_PORTABLE:
         least = ".".join(map(str, LEAST_PORTABLE))
-        found = device().compute_capability
-        return f"needs compute capability {least} or more; this is {device_kind()}, {found}"
+        capability = device().compute_capability
+        return f"needs compute capability {least} or more; this is {device_kind()}, {capability}"
     if device().has_packages:
         return None
     wanted = " ".join(f"{name}=={version}" for name, version in TRITON.items())
     if not all(map(_installed, TRITON)):
         return f"needs jax-triton: pip install {wanted}"
     for name, version in TRITON.items():
-        if (found := _installed(name)) != version:
-            return f"needs another {name} than {found}: pip install {wanted}"
+        if (installed := _installed(name)) != version:
+            return f"needs another {name} than {installed}: pip install {wanted}"
     return None
 
 
@@ -198,18 +198,18 @@ def describe_kernels() -> list[str]:
     """Returns lines to show a user: which kernels run here, and why the others do not."""
     hopper, portable = unless_hopper(), unless_portable()
     chosen = "hopper" if hopper is None else "portable" if portable is None else "reference"
-    said = lambda reason: "yes" if reason is None else f"no, {reason}"
+    answer = lambda reason: "yes" if reason is None else f"no, {reason}"
     return [
         f"kernels: {chosen}",
-        f"Hopper kernels: {said(hopper)}",
-        f"portable kernels: {said(portable)}",
+        f"Hopper kernels: {answer(hopper)}",
+        f"portable kernels: {answer(portable)}",
     ]
 
 
 def interprets_triton() -> bool:
     """Returns whether Triton kernels are interpreted: on a CPU with triton, if TRITON_INTERPRET=1 is set."""
-    asked = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
-    return asked and platform() == "cpu" and _installed("triton") is not None
+    is_on = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+    return is_on and platform() == "cpu" and _installed("triton") is not None
 
 
 def tensor_core_type() -> Literal["bfloat16", "float16"]:
@@ -286,12 +286,12 @@ def use_deterministic_kernels() -> bool:
     """
     from jax._src import xla_bridge  # nothing public says whether a device was used
 
-    flag, given = "--xla_gpu_deterministic_ops=true", os.environ.get("XLA_FLAGS", "")
-    if flag in given:
+    flag, flags = "--xla_gpu_deterministic_ops=true", os.environ.get("XLA_FLAGS", "")
+    if flag in flags:
         return True
     if xla_bridge.backends_are_initialized() and platform() == "gpu":
         return False
-    os.environ["XLA_FLAGS"] = f"{given} {flag}".strip()
+    os.environ["XLA_FLAGS"] = f"{flags} {flag}".strip()
     return True
 
 

@@ -74,7 +74,7 @@ def _kernel(refs: types.SimpleNamespace, *, shape: tuple[int, ...], split: plans
         new_key = first * cos - second * sin, second * cos + first * sin
         new_value = (load(value.at[columns]) for columns in halves)
         for cache, new in ((refs.keys, new_key), (refs.values, new_value)):
-            for columns, each in zip(halves, new, strict=True):
-                registers.store(each.astype(cache.dtype), cache.at[at, columns])
+            for columns, values in zip(halves, new, strict=True):
+                registers.store(values.astype(cache.dtype), cache.at[at, columns])
 
     pl.when(page < pages)(write)

@@ -165,9 +165,11 @@ def _kernel(refs: types.SimpleNamespace, *, problem: Problem) -> None:
     pages = [agenda.page(n) for n in range(config.stages + 1)]
     layers, pages_of_layer, *_ = problem.cache
     first_page = lax.clamp(0, refs.layer[0], layers - 1) * pages_of_layer
-    own = ("inputs", "turns", "key_slots", "value_slots", "flags", "operand")
+    per_warpgroup = ("inputs", "turns", "key_slots", "value_slots", "flags", "operand")
     of_warpgroup = {
-        name: ref.at[warpgroup] for name in own if (ref := getattr(refs, name)) is not None
+        name: ref.at[warpgroup]
+        for name in per_warpgroup
+        if (ref := getattr(refs, name)) is not None
     }
     refs = types.SimpleNamespace(**vars(refs) | of_warpgroup)
     _Warpgroup(problem, refs, agenda, warpgroup, first_page).run(*start, pages)
@@ -313,7 +315,7 @@ class _Warpgroup:
         """Returns the first row of a page in the cache [L * N * J * S, C]; `page` is page * J + head."""
         return (self.first_page * self.problem.key_heads + page) * PAGE
 
-    def _place(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _row_and_head(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the row and the key head of a unit; for a tile, its first row."""
         split = self.problem.split
         row = lax.div(unit, split.key_heads)
@@ -324,7 +326,7 @@ class _Warpgroup:
     def _fetch_inputs(self, parity: jax.Array | int, unit: jax.Array) -> None:
         """Starts copies of a unit's queries, new key and new value, and of its row's cosines and sines."""
         problem, refs = self.problem, self.refs
-        (row, head), full = self._place(unit), refs.inputs_full.at[self.number, parity]
+        (row, head), full = self._row_and_head(unit), refs.inputs_full.at[self.number, parity]
         heads, group, half_size = problem.heads, problem.group, problem.head_size // 2
         to = refs.inputs.at[parity]
         for start, length, at in (
@@ -391,15 +393,15 @@ class _Warpgroup:
 
     def _own_queries(self, parity: jax.Array) -> list[jax.Array]:
         read = functools.partial(self._read_queries, parity)
-        made = []
+        queries = []
         for chunk in range(self.problem.chunks):
             turns = [_broadcast(table, (64, 64), 1) for table in self._turns(parity, chunk)]
-            made.append(self._rotated(read, chunk, turns))
-        return made
+            queries.append(self._rotated(read, chunk, turns))
+        return queries
 
     def _gathered_queries(self, unit: jax.Array) -> list[jax.Array]:
         problem, refs, interpret = self.problem, self.refs, self.problem.interpret
-        tile, head = self._place(unit)
+        tile, head = self._row_and_head(unit)
         members = self.agenda.members(tile)
         cos, sin = (
             gathered.load_columns(table, members, interpret=interpret)
@@ -659,7 +661,7 @@ class _Warpgroup:
         pl.when(is_part)(lambda: self._leave(unit, part, parts, softmax))
 
         # One loop serves both kinds of parts, so that the long code of `_merge` is compiled only once.
-        split, (row, head) = self.problem.split, self._place(unit)
+        split, (row, head) = self.problem.split, self._row_and_head(unit)
         plan = self.refs.plan
 
         def merge_if_last(k, carry):
@@ -692,7 +694,7 @@ class _Warpgroup:
 
     def _write(self, unit: jax.Array, softmax: _Softmax, *, is_quarter: bool) -> None:
         out = softmax.result().astype(self.refs.out.dtype)
-        row, head = self._place(unit)
+        row, head = self._row_and_head(unit)
         ref = self.refs.out.at[row, pl.ds(head * self.problem.group, self.problem.group)]
         collectives.store_rows(out, ref, is_quarter=is_quarter, interpret=self.problem.interpret)
 
@@ -713,7 +715,7 @@ class _Warpgroup:
         in `_leave`.
         """
         refs, split, interpret = self.refs, self.problem.split, self.problem.interpret
-        tile, head = self._place(unit)
+        tile, head = self._row_and_head(unit)
         members, at = self.agenda.members(tile), (split.key_heads, head, part)
         gathered.store_parts(softmax.products, refs.products, members, at, interpret=interpret)
         for which, values in enumerate((softmax.maximum, softmax.total)):
@@ -724,28 +726,30 @@ class _Warpgroup:
 
     def _write_to_members(self, unit: jax.Array, out: jax.Array, at: int) -> None:
         """Writes columns of a tile's result, [64, n], from column `at` on."""
-        tile, head = self._place(unit)
+        tile, head = self._row_and_head(unit)
         first, count = head * self.problem.group, self.problem.group
         out = out.astype(self.refs.out.dtype)
         gathered.store_heads(out, self.refs.out, self.agenda.members(tile), first, count, at)
 
     def _merge_tile(self, unit: jax.Array, parts: jax.Array) -> None:
         """Sums the parts of a tile in order and writes the result: first the totals, then 64 columns at a time."""
-        refs, (tile, head) = self.refs, self._place(unit)
+        refs, (tile, head) = self.refs, self._row_and_head(unit)
         members = self.agenda.members(tile)
 
         def of_part(k: jax.Array) -> tuple[jax.Array, jax.Array]:
             """Returns maximum and sum of a part."""
-            place = self.problem.key_heads, head, k
+            index = self.problem.key_heads, head, k
             return tuple(
-                gathered.load_part_values(refs.totals, members, place, which) for which in range(2)
+                gathered.load_part_values(refs.totals, members, index, which) for which in range(2)
             )
 
         def add_totals(k: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
             maximum, total = carry
-            own, its_total = of_part(k)
-            higher = jnp.maximum(maximum, own)
-            scaled = total * jnp.exp2(maximum - higher) + its_total * jnp.exp2(own - higher)
+            part_maximum, part_total = of_part(k)
+            higher = jnp.maximum(maximum, part_maximum)
+            scaled = total * jnp.exp2(maximum - higher) + part_total * jnp.exp2(
+                part_maximum - higher
+            )
             return higher, scaled
 
         start = _Softmax.start(64)
@@ -754,8 +758,8 @@ class _Warpgroup:
 
             def add_products(k: jax.Array, products: jax.Array, chunk: int = chunk) -> jax.Array:
                 share = jnp.exp2(of_part(k)[0] - maximum)
-                place = self.problem.key_heads, head, k
-                of_chunk = gathered.load_parts(refs.products, members, place, 64 * chunk)
+                index = self.problem.key_heads, head, k
+                of_chunk = gathered.load_parts(refs.products, members, index, 64 * chunk)
                 return products + of_chunk * _broadcast(share, of_chunk.shape, 0)
 
             products = lax.fori_loop(0, parts, add_products, start.products)

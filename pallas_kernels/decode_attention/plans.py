@@ -263,11 +263,11 @@ def make(
     unit = run * key_heads + head
     pieces = jnp.stack([unit, part * SHIFT + totals[row], slots, home], axis=-1)
 
-    place = jnp.arange(split.length + 1)
-    owner = jnp.sum(place[:, None] >= (starts + lengths)[:, None], axis=-1)  # [blocks, length + 1]
+    index = jnp.arange(split.length + 1)
+    owner = jnp.sum(index[:, None] >= (starts + lengths)[:, None], axis=-1)  # [blocks, length + 1]
     of_owner = lambda values: jnp.take_along_axis(values, jnp.minimum(owner, rounds - 1), axis=1)
     row, head = of_owner(row), of_owner(head)
-    at = of_owner(begin) + place - of_owner(starts)
+    at = of_owner(begin) + index - of_owner(starts)
     page = tables[row, jnp.minimum(at, split.width - 1)] * key_heads + head
     page = jnp.where(owner < rounds, page, -1)
     lists = [pieces, page, jnp.sum(is_piece, axis=1)]
@@ -297,8 +297,8 @@ def places(
     ends = jnp.clip(ends, 0, width * slots - 1)
     page = jnp.clip(tables[jnp.arange(rows), ends // slots], 0, pages - 1)
     slot = ends % slots
-    place = page * slots + slot
-    is_overwritten = jnp.any(jnp.triu(place == place[:, None], 1), axis=1)
+    flat = page * slots + slot
+    is_overwritten = jnp.any(jnp.triu(flat == flat[:, None], 1), axis=1)
     return jnp.where(is_overwritten, pages + jnp.arange(rows), page), slot
 
 

@@ -1,10 +1,10 @@
 """Linear layers fused with LoRA, the RMSNorm before them, SwiGLU, bias and residual."""
 
 from pallas_kernels.finished_linear.api import (
-    PreparedBranches,
+    PreparedLora,
     finished_linear,
     linear,
-    prepare_branches,
+    prepare_lora,
 )
 
-__all__ = ["PreparedBranches", "finished_linear", "linear", "prepare_branches"]
+__all__ = ["PreparedLora", "finished_linear", "linear", "prepare_lora"]

@@ -12,14 +12,14 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.finished_linear import prefill
 from pallas_kernels.formats.rounding import rounded
-from pallas_kernels.linear import Branch, finish
+from pallas_kernels.linear import LoraTerm, finish
 from pallas_kernels.nvfp4_matmul.layout import HopperNVFP4
 from pallas_kernels.packed_matmul import PackedWeight, packed_matmul
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PreparedBranches:
+class PreparedLora:
     """LoRA's matrices in the form that `finished_linear` reads, made once for many calls that need no derivative.
 
     A part is one of the linears that are joined along N, such as q, k and v. Leading axes stack layers.
@@ -41,7 +41,7 @@ class PreparedBranches:
     sizes: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
 
-def prepare_branches(
+def prepare_lora(
     matrices: Sequence[tuple[jax.Array, jax.Array]],
     bias: jax.Array | None,
     scaling: float,
@@ -50,7 +50,7 @@ def prepare_branches(
     *,
     rows: int,
     has_unit: bool,
-) -> PreparedBranches:
+) -> PreparedLora:
     """Converts LoRA's matrices to the form that `finished_linear` reads for x with `rows` rows.
 
     Args:
@@ -70,9 +70,9 @@ def prepare_branches(
         # weights, unpacking takes most of the time, so the zeros would cost memory and save little.
         if dtype == jnp.bfloat16 and isinstance(weight, jax.Array):
             ups = [block_diag(*ups)]
-        return PreparedBranches(jnp.concatenate(down, axis=1), tuple(ups), None, None, ())
+        return PreparedLora(jnp.concatenate(down, axis=1), tuple(ups), None, None, ())
     lies = {"is_paired": weight.is_paired}
-    return PreparedBranches(
+    return PreparedLora(
         prefill.side_by_side(down, ups, **lies),
         (),
         prefill.below_each_other(ups, **lies),
@@ -107,7 +107,7 @@ def linear(x: jax.Array, weight: PackedWeight | jax.Array) -> jax.Array:
 def finished_linear(
     x: jax.Array,
     weight: PackedWeight | jax.Array,
-    branches: Sequence[Branch] | PreparedBranches,
+    branches: Sequence[LoraTerm] | PreparedLora,
     *,
     unit: jax.Array | None = None,
     bias: jax.Array | None = None,
@@ -126,9 +126,9 @@ def finished_linear(
       x: [..., K], float32 or bfloat16.
       weight: as for `linear`.
       branches: (x A [..., R_i], alpha / R * B [R_i, N_i]) of each part of N, in x's dtype, in order; empty without
-        LoRA. Or the result of `prepare_branches` for the same number of rows.
+        LoRA. Or the result of `prepare_lora` for the same number of rows.
       unit: float32 [..., 1], 1 / RMS from the norm before.
-      bias: [N], of any float dtype. If `PreparedBranches.b` is set, the bias prepared with it is used instead.
+      bias: [N], of any float dtype. If `PreparedLora.b` is set, the bias prepared with it is used instead.
       residual: [..., N], in x's dtype.
       over: mesh axis along which K is divided among devices; see `finish`.
 
@@ -140,14 +140,14 @@ def finished_linear(
     """
     flat = lambda of_rows: None if of_rows is None else of_rows.reshape(-1, of_rows.shape[-1])
     rows, unit, residual = flat(x), flat(unit), flat(residual)
-    if isinstance(branches, PreparedBranches) and branches.b is not None:
+    if isinstance(branches, PreparedLora) and branches.b is not None:
         if residual is not None or over is not None:
             raise ValueError("these branches were prepared for a kernel that adds no residual")
         y = prefill.prepared_linear(
             rows, weight, branches.a, branches.b, branches.sizes, unit, branches.bias
         )
         return y.reshape(*x.shape[:-1], y.shape[-1])
-    if isinstance(branches, PreparedBranches):
+    if isinstance(branches, PreparedLora):
         downs = jnp.split(_exact_dot(rows, branches.a), len(branches.ups), axis=1)
         branches = list(zip(downs, branches.ups, strict=True))
     if residual is None and over is None and _has_kernel(rows, weight, branches, unit):
@@ -165,7 +165,7 @@ def _exact_dot(x: jax.Array, matrix: jax.Array) -> jax.Array:
 
 
 def _has_kernel(
-    rows: jax.Array, weight: object, branches: Sequence[Branch], unit: jax.Array | None
+    rows: jax.Array, weight: object, branches: Sequence[LoraTerm], unit: jax.Array | None
 ) -> bool:
     """Returns whether the Hopper kernel for many rows supports these operands."""
     if unit is None or not branches:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import runtime
 from pallas_kernels.finished_linear import epilogue, gated, gated_config, lora
-from pallas_kernels.finished_linear.lora import Branch
+from pallas_kernels.finished_linear.lora import PackedLora
 from pallas_kernels.finished_linear.residual_stream import Stream
 from pallas_kernels.nvfp4_matmul import decode, decode_config, decode_plan, dense_tile, layout
 from pallas_kernels.nvfp4_matmul.decode import Sums
@@ -73,12 +73,12 @@ def linear(
     *,
     divisor: jax.Array | None = None,
     bias: jax.Array | None = None,
-    branch: Branch | None = None,
+    branch: PackedLora | None = None,
     eps: float | None = None,
     residual: tuple[Stream, jax.Array] | None = None,
     is_swiglu: bool = False,
     config: Config | gated_config.Config | None = None,
-    following: tuple[HopperNVFP4 | jax.Array, Branch | None] | None = None,
+    following: tuple[HopperNVFP4 | jax.Array, PackedLora | None] | None = None,
     counters: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array | Stream:
@@ -90,7 +90,7 @@ def linear(
       w: [N, K], packed for Hopper or dense in bfloat16.
       divisor: a packed w's global scale after `sliceable`; None for `w.global_scale`.
       bias: [N]; must be None if the rows of w are in pairs.
-      branch: from `lora.pack_branch`.
+      branch: from `lora.pack_lora`.
       eps: epsilon of the norm, if x is a stream.
       residual: a stream to which y is added, and the scale of the next norm, float32 [N]; must be None if the rows
         of w are in pairs.
@@ -179,7 +179,7 @@ def sliceable(global_scale: jax.Array) -> jax.Array:
     return global_scale if global_scale.shape[1] > 1 else jnp.broadcast_to(global_scale, wanted)
 
 
-def _dense_product(x: jax.Array, w: jax.Array, branch: Branch | None) -> Sums:
+def _dense_product(x: jax.Array, w: jax.Array, branch: PackedLora | None) -> Sums:
     x = x[:, : w.shape[1]]
 
     def times(matrix):
@@ -191,7 +191,7 @@ def _dense_product(x: jax.Array, w: jax.Array, branch: Branch | None) -> Sums:
 
 
 def _next_product(
-    m: int, w: HopperNVFP4 | jax.Array, branch: Branch | None
+    m: int, w: HopperNVFP4 | jax.Array, branch: PackedLora | None
 ) -> decode_plan.NextProduct | gated_config.NextProduct | None:
     if not isinstance(w, HopperNVFP4):
         return None

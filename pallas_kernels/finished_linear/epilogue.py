@@ -21,7 +21,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.finished_linear.lora import Branch
+from pallas_kernels.finished_linear.lora import PackedLora
 from pallas_kernels.finished_linear.residual_stream import Stream, square_rows
 from pallas_kernels.nvfp4_matmul.decode import Sums
 from pallas_kernels.nvfp4_matmul.decode_config import most_shared_bytes
@@ -67,7 +67,7 @@ def finish(
     divisor: jax.Array,
     *,
     bias: jax.Array | None = None,
-    branch: Branch | None = None,
+    branch: PackedLora | None = None,
     norm: tuple[Stream, float] | None = None,
     residual: tuple[jax.Array, jax.Array] | None = None,
     is_swiglu: bool = False,

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.finished_linear.lora import Branch
+from pallas_kernels.finished_linear.lora import PackedLora
 from pallas_kernels.finished_linear.residual_stream import Stream
 from pallas_kernels.mosaic import fragments, registers, transposed
 from pallas_kernels.mosaic import launch as mosaic
@@ -38,7 +38,7 @@ class Problem:
     mode: Literal["plain", "residual", "swiglu"]
     sums: Sums
     columns: int
-    branch: Branch | None
+    branch: PackedLora | None
     norm: tuple[Stream, float] | None
     square_rows: int
     interpret: bool

@@ -33,7 +33,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.finished_linear import gated_config
 from pallas_kernels.finished_linear.gated_config import Config, NextProduct
-from pallas_kernels.finished_linear.lora import Branch
+from pallas_kernels.finished_linear.lora import PackedLora
 from pallas_kernels.finished_linear.residual_stream import Stream
 from pallas_kernels.nvfp4_matmul import decode_plan, layout
 from pallas_kernels.nvfp4_matmul.layout import HopperNVFP4
@@ -49,7 +49,7 @@ def linear(
     w: HopperNVFP4,
     *,
     divisor: jax.Array | None = None,
-    branch: Branch | None = None,
+    branch: PackedLora | None = None,
     eps: float | None = None,
     config: Config | None = None,
     following: decode_plan.NextProduct | NextProduct | None = None,
@@ -64,7 +64,7 @@ def linear(
         with zeros to whole tiles.
       w: one [N, K] weight whose rows are in pairs.
       divisor: w's global scale after `decode.sliceable`; None for `w.global_scale`.
-      branch: from `lora.pack_branch` with `is_paired`; None without LoRA.
+      branch: from `lora.pack_lora` with `is_paired`; None without LoRA.
       eps: epsilon of the norm, if x is a stream.
       config: the configuration; None for that of `pick_config`.
       following: the next product, whose first words are prefetched; None for none.

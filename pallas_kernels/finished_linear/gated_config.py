@@ -160,7 +160,7 @@ def pick_config(
 
 @functools.cache
 def _candidates(m: int, n: int, k: int, rank: int, card: Device) -> tuple[Config, ...]:
-    tiles, found = layout.tiles(n), []
+    tiles, choices = layout.tiles(n), []
     # Sums of more than 64 rows leave no registers for a fifth warpgroup.
     groups = [(w, False) for w in ((5, 4, 3, 2, 1) if m <= 64 else (4, 3, 2, 1))]
     groups += [(4, True), (3, True)] if m > 32 else []
@@ -177,10 +177,10 @@ def _candidates(m: int, n: int, k: int, rank: int, card: Device) -> tuple[Config
                     # 59.0 us instead of 63.4 us).
                     avoided = m > 64 and is_shared
                     costs = count, avoided, turns, turns * high - count, is_shared, -step, -stages
-                    found.append((costs, config))
+                    choices.append((costs, config))
                     break
-    found = [choice for choice in found if choice[1].warpgroups >= 3] or found
-    return tuple(config for _, config in sorted(found, key=lambda choice: choice[0]))
+    choices = [choice for choice in choices if choice[1].warpgroups >= 3] or choices
+    return tuple(config for _, config in sorted(choices, key=lambda choice: choice[0]))
 
 
 def candidates(

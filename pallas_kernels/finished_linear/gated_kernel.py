@@ -276,8 +276,8 @@ class _BlockOfA(_Worker):
         add_up = lambda acc: pl.loop(ring.first, ring.end)(lambda unit: one_unit(unit, acc))
         total = self._summed(size, add_up)
         pieces = pl.ds(self.group * (size // fragments.COLUMNS), size // fragments.COLUMNS)
-        own = refs.shares.at[self._share, self._tile, pieces]
-        fragments.store(total, own, interpret=self.problem.interpret)
+        share_ref = refs.shares.at[self._share, self._tile, pieces]
+        fragments.store(total, share_ref, interpret=self.problem.interpret)
         if self.problem.interpret:
             return
         last = jnp.int32(self.problem.tiling.shares - 1)
@@ -350,20 +350,20 @@ class _Block(_Worker):
         tiles, blocks = self.problem.tiling.tiles, self.problem.config.blocks
         return gated_config.first_tile(self.number + 1, tiles, blocks)
 
-    def _place(self, unit: jax.Array) -> tuple[jax.Array | int, jax.Array]:
+    def _turn_and_step(self, unit: jax.Array) -> tuple[jax.Array | int, jax.Array]:
         """Returns the turn and the step of a unit."""
         if self.turns == 1:
             return 0, unit
         units = self.problem.units_of_turn
         return lax.div(unit, units), lax.rem(unit, units)
 
-    def _copy_words(self, unit: jax.Array, slot: jax.Array, place: jax.Array | int) -> None:
+    def _copy_words(self, unit: jax.Array, slot: jax.Array, tile_index: jax.Array | int) -> None:
         """Starts the bulk copies of W, or of B, for one tile."""
         problem, refs = self.problem, self.refs
-        turn, at = self._place(unit)
+        turn, at = self._turn_and_step(unit)
         # If there is no such tile, copy the block's last tile again, which another warpgroup has just requested.
-        tile = lax.min(self._tile(turn, place), self._end - 1)
-        first = place * gated_config.depth(problem.config)
+        tile = lax.min(self._tile(turn, tile_index), self._end - 1)
+        first = tile_index * gated_config.depth(problem.config)
 
         def copy(source: jax.Ref, count: int) -> None:
             plgpu.copy_gmem_to_smem(
@@ -396,7 +396,7 @@ class _Block(_Worker):
         problem, refs = self.problem, self.refs
         if problem.config.is_shared:
             self._copy_words(unit, slot, problem.config.warpgroups)
-        _, at = self._place(unit)
+        _, at = self._turn_and_step(unit)
         if not problem.rank:
             self._copy_x(at, slot, refs.full)
             return
@@ -497,12 +497,12 @@ class _Block(_Worker):
             pl.when(turn == 0)(lambda: plgpu.barrier_wait(self.refs.has_unit))
         # The shared tile is finished first: it has few sums, and this frees their registers.
         finished = reversed(list(zip(places, scales, totals, strict=True)))
-        for (place, row, _), scale, total in finished:
+        for (tile_index, row, _), scale, total in finished:
             base = registers.to_bfloat16(total, interpret=interpret)
             # The sums of many rows leave registers for only a few more.
             is_crowded = total is not totals[0] and self.rows > 96
             at_once = _AT_ONCE // 4 if is_crowded else _AT_ONCE
-            self._finish(base, scale, self._tile(turn, place), slots, place, row, at_once)
+            self._finish(base, scale, self._tile(turn, tile_index), slots, tile_index, row, at_once)
         # All slots of the branch were in use until now. Leave all but the last one, which the next turn leaves.
         for unit in units_of_branch[1:]:
             self._renew(unit)
@@ -516,9 +516,9 @@ class _Block(_Worker):
         load = (lambda tile: None) if problem.interpret else packed_tile.load
         high = gated_config.depth(problem.config)
         work = [
-            (acc, self.refs.w_slots.at[slot, place * high + chunk], row, rows, chunk)
+            (acc, self.refs.w_slots.at[slot, tile_index * high + chunk], row, rows, chunk)
             for chunk in range(problem.chunks)
-            for acc, (place, row, rows) in zip(accs, places, strict=True)
+            for acc, (tile_index, row, rows) in zip(accs, places, strict=True)
         ]
         self.ring.wait(slot)
         # One product runs while the next tile is decoded. But with a shared tile and more than 96 rows, there are no
@@ -565,7 +565,7 @@ class _Block(_Worker):
         scale: jax.Array,
         tile: jax.Array,
         slots: list[jax.Array],
-        place: jax.Array | int,
+        tile_index: jax.Array | int,
         row: jax.Array | int,
         at_once: int,
     ) -> None:
@@ -576,7 +576,7 @@ class _Block(_Worker):
           scale: factor for the sums, from `_scale`.
           tile: index of the tile.
           slots: the slots that hold B and U, one for each tile of A.
-          place: index of the tile in the block's turn.
+          tile_index: index of the tile in the block's turn.
           row: the first row of x.
           at_once: rows of x that are processed at a time.
         """
@@ -585,7 +585,7 @@ class _Block(_Worker):
         for part in _windows(base.shape[1], at_once):
             window = pl.ds(row + part.start, part.size)
             if problem.rank:
-                added = self._branch(slots, place, window)
+                added = self._branch(slots, tile_index, window)
             is_all = part.size == base.shape[1]
             y = base if is_all else base[:, part.start : part.start + part.size]
             y = y.astype(jnp.float32)
@@ -601,9 +601,9 @@ class _Block(_Worker):
                 to = refs.out.at[window, pl.ds(tile * (TILE // 2), TILE // 2)]
                 paired.store(result, to, interpret=interpret)
 
-    def _load_b(self, tile_of_a: int, slot: jax.Array, place: jax.Array | int) -> jax.Array:
+    def _load_b(self, tile_of_a: int, slot: jax.Array, tile_index: jax.Array | int) -> jax.Array:
         """Loads B for a tile's rows and the ranks of one tile of A to registers, bfloat16 [64, 64]."""
-        first, rank = place * gated_config.depth(self.problem.config), self.problem.rank
+        first, rank = tile_index * gated_config.depth(self.problem.config), self.problem.rank
         count = self.refs.b.shape[1] // self.problem.tiling.tiles_of_a
         pieces = [self.refs.w_slots.at[slot, first + i] for i in range(count)]
         owners = lora.owners(rank, tile_of_a)
@@ -612,13 +612,13 @@ class _Block(_Worker):
         return paired.load_diagonal(pieces, owners)
 
     def _branch(
-        self, slots: list[jax.Array], place: jax.Array | int, window: pl.Slice
+        self, slots: list[jax.Array], tile_index: jax.Array | int, window: pl.Slice
     ) -> jax.Array:
         """Returns the product of B and U, float32 [64, rows], summed over the tiles of A in order."""
 
         def add_products(acc):
             for tile_of_a, slot in enumerate(slots):
-                b = self._load_b(tile_of_a, slot, place)
+                b = self._load_b(tile_of_a, slot, tile_index)
                 self._multiply(acc, b, self._u_slot(slot).at[window])
 
         return self._summed(window.size, add_products)

@@ -12,7 +12,7 @@ from pallas_kernels.nvfp4_matmul.layout import TILE
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Branch:
+class PackedLora:
     """The LoRA matrices of linears that share an input and are joined along N, each of them called a part.
 
     They are arrays, so new values need no recompilation. The ranks of part i are rows rank * i ... rank * (i + 1) - 1
@@ -56,17 +56,17 @@ class Branch:
 
 
 def filled_rank(rank: int) -> int:
-    """Returns the padded rank of a part of a `Branch`: the next of 8, 16, 32, and the multiples of 64."""
+    """Returns the padded rank of a part of a `PackedLora`: the next of 8, 16, 32, and the multiples of 64."""
     return rank + -rank % TILE if rank > TILE // 2 else 1 << max(3, (rank - 1).bit_length())
 
 
-def pack_branch(
+def pack_lora(
     parts: Sequence[tuple[jax.Array, jax.Array]],
     scaling: float,
     *,
     is_packed: bool,
     is_paired: bool = False,
-) -> Branch:
+) -> PackedLora:
     """Joins the LoRA matrices of linears that share an input.
 
     Args:
@@ -87,7 +87,7 @@ def pack_branch(
     for part, (_, matrix) in enumerate(parts):
         start = filled * part % height
         b.append(pad_rows(pad_last(scaling * matrix.mT, start, width - rank - start)))
-    return Branch(
+    return PackedLora(
         a=dense_tile.pack(a, height)
         if is_packed
         else pad_last(a, 0, -a.shape[-1] % TILE).astype(jnp.bfloat16).mT,
@@ -151,8 +151,8 @@ def unpack_pairs(pieces: jax.Array, owners: tuple[int, ...]) -> jax.Array:
     Returns:
       bfloat16 [64 (rows), 64 (ranks)].
     """
-    each = min(4, len(owners))
-    words = pieces.reshape(len(pieces), -1)[:, : 128 * each].reshape(len(pieces), 128, each)
+    width = min(4, len(owners))
+    words = pieces.reshape(len(pieces), -1)[:, : 128 * width].reshape(len(pieces), 128, width)
     values = jax.lax.bitcast_convert_type(words.swapaxes(1, 2), jnp.bfloat16)
     # Axes: eight, w, g, (t, pair).
     values = values.reshape(len(owners), 4, 8, 8)

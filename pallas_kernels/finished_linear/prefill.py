@@ -14,7 +14,7 @@ from jax.scipy.linalg import block_diag
 from jax.typing import DTypeLike
 
 from pallas_kernels import runtime
-from pallas_kernels.linear import Branch
+from pallas_kernels.linear import LoraTerm
 from pallas_kernels.nvfp4_matmul import api, decode_config, layout, prefill, prefill_config
 from pallas_kernels.nvfp4_matmul.layout import TILE, HopperNVFP4
 from pallas_kernels.nvfp4_matmul.prefill_epilogue import Epilogue
@@ -58,7 +58,7 @@ def supports(
 def linear(
     x: jax.Array,
     w: HopperNVFP4,
-    branches: list[Branch],
+    branches: list[LoraTerm],
     unit: jax.Array,
     bias: jax.Array | None,
 ) -> jax.Array:
@@ -99,14 +99,14 @@ def _linear_fwd(x, w, branches, unit, bias):
     return linear(x, w, branches, unit, bias), (w, branches, unit, bias)
 
 
-def _linear_bwd(kept, dy):
-    w, branches, unit, bias = kept
+def _linear_bwd(residuals, dy):
+    w, branches, unit, bias = residuals
     slope = (dy.astype(jnp.float32) * unit).astype(dy.dtype)
     dx, dbranches = api.backward(slope, w), _branch_cotangents(branches, slope)
     return dx, None, dbranches, jnp.zeros_like(unit), bias if bias is None else jnp.zeros_like(bias)
 
 
-def _branch_cotangents(branches: list[Branch], slope: jax.Array) -> list[Branch]:
+def _branch_cotangents(branches: list[LoraTerm], slope: jax.Array) -> list[LoraTerm]:
     """Returns the cotangents of all branches.
 
     It takes two products with the whole slope [M, N], because XLA would copy the slope's parts for separate products.
@@ -114,19 +114,19 @@ def _branch_cotangents(branches: list[Branch], slope: jax.Array) -> list[Branch]
     down = jnp.concatenate([down for down, _ in branches], axis=1)
     up = block_diag(*(up for _, up in branches))
     ddown, dup = jnp.dot(slope, up.T), jnp.dot(down.T, slope)
-    found, row, column = [], 0, 0
+    cotangents, row, column = [], 0, 0
     for _, part in branches:
         rows, columns = slice(row, row + part.shape[0]), slice(column, column + part.shape[1])
-        found.append((ddown[:, rows], dup[rows, columns]))
+        cotangents.append((ddown[:, rows], dup[rows, columns]))
         row, column = rows.stop, columns.stop
-    return jax.tree.unflatten(jax.tree.structure(branches), jax.tree.leaves(found))
+    return jax.tree.unflatten(jax.tree.structure(branches), jax.tree.leaves(cotangents))
 
 
 linear.defvjp(_linear_fwd, _linear_bwd)
 
 
 def epilogue(
-    branches: list[Branch], unit: jax.Array, bias: jax.Array | None, *, is_paired: bool = False
+    branches: list[LoraTerm], unit: jax.Array, bias: jax.Array | None, *, is_paired: bool = False
 ) -> Epilogue:
     """Returns the operations after the product in the form that the kernel reads.
 

@@ -13,7 +13,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
 from pallas_kernels.mosaic import registers
-from pallas_kernels.mosaic.registers import i32, index, llvm, place
+from pallas_kernels.mosaic.registers import i32, index, llvm, position
 
 utils = mgpu.utils
 
@@ -46,7 +46,7 @@ def load_rows(ref: jax.Ref, *, is_quarter: bool = False, interpret: bool) -> jax
     kind = plgpu.ShapeDtypeStruct((64, width), ref.dtype, layout=plgpu.Layout.WGMMA)
 
     def emit(_: mgpu.LaunchContext, ref: ir.Value) -> mgpu.FragmentedArray:
-        warp, row, column = place()
+        warp, row, column = position()
         pair = ir.VectorType.get((2,), ir.MemRefType(ref.type).element_type)
         begin = arith.muli(warp, i32(width if is_quarter else 0))
         layout = kind.layout.to_mgpu()
@@ -82,7 +82,7 @@ def store_rows(
     width = columns // WARPS
 
     def emit(_: mgpu.LaunchContext, values: mgpu.FragmentedArray, ref: ir.Value) -> None:
-        warp, row, column = place()
+        warp, row, column = position()
         halves = [
             (half, of_half, arith.cmpi(arith.CmpIPredicate.ult, of_half, i32(rows)))
             for half, of_half in enumerate(_rows_of_halves(row, rows))
@@ -99,10 +99,10 @@ def store_rows(
                 with utils.when(is_row):
                     store(half, of_half, arith.muli(warp, i32(width)), 0)
                 continue
-            for own in range(WARPS):
-                is_own = arith.cmpi(arith.CmpIPredicate.eq, warp, i32(own))
-                with utils.when(arith.andi(is_row, is_own)):
-                    store(half, of_half, i32(own * width), own * width // 8)
+            for number in range(WARPS):
+                is_warp = arith.cmpi(arith.CmpIPredicate.eq, warp, i32(number))
+                with utils.when(arith.andi(is_row, is_warp)):
+                    store(half, of_half, i32(number * width), number * width // 8)
 
     arg_types = (plgpu.Layout.WGMMA, plgpu.RefType())
     plgpu.inline_mgpu(arg_types=arg_types)(emit)(values, ref)
@@ -114,7 +114,7 @@ def load_row_values(ref: jax.Ref) -> jax.Array:
     kind = plgpu.ShapeDtypeStruct((64,), ref.dtype, layout=plgpu.Layout.WGMMA.reduce(1))
 
     def emit(_: mgpu.LaunchContext, ref: ir.Value) -> mgpu.FragmentedArray:
-        _, row, _ = place()
+        _, row, _ = position()
         single = ir.VectorType.get((1,), ir.MemRefType(ref.type).element_type)
         layout = kind.layout.to_mgpu()
         registers = np.empty(layout.registers_shape((64,)), object)
@@ -135,7 +135,7 @@ def store_row_values(values: jax.Array, ref: jax.Ref, *, interpret: bool) -> Non
         return
 
     def emit(_: mgpu.LaunchContext, values: mgpu.FragmentedArray, ref: ir.Value) -> None:
-        warp, row, column = place()
+        warp, row, column = position()
         is_first = arith.cmpi(arith.CmpIPredicate.eq, arith.ori(warp, column), i32(0))
         with utils.when(is_first):
             for half, of_half in enumerate(_rows_of_halves(row, rows)):
@@ -146,7 +146,7 @@ def store_row_values(values: jax.Array, ref: jax.Ref, *, interpret: bool) -> Non
 
 
 def _rows_of_halves(row: ir.Value, rows: int) -> list[ir.Value]:
-    """Returns the rows of a thread: `row`, as `place` returns it, and `row` + 8 if there are more than 8 rows."""
+    """Returns the rows of a thread: `row`, as `position` returns it, and `row` + 8 if there are more than 8 rows."""
     return [row] if rows <= 8 else [row, arith.addi(row, i32(8))]
 
 
@@ -189,10 +189,10 @@ def put_row(
             return arith.addi(base, arith.addi(at, in_tile))
 
         if clear:  # two threads clear one row
-            own = arith.divui(thread, i32(2))
-            after = arith.cmpi(arith.CmpIPredicate.ugt, own, slot)
+            number = arith.divui(thread, i32(2))
+            after = arith.cmpi(arith.CmpIPredicate.ugt, number, slot)
             half = arith.muli(arith.remui(thread, i32(2)), i32(64))
-            at = arith.addi(begin(own), half)
+            at = arith.addi(begin(number), half)
             for sixteen in range(0, 64, 16):
                 to = arith.addi(at, i32(sixteen))
                 store = "st.shared.v4.b32 [$0], {$1, $1, $1, $1};"
@@ -274,17 +274,17 @@ def put_units(
 
     def emit(_: mgpu.LaunchContext, squares: ir.Value, out: ir.Value) -> None:
         columns, f32 = ir.MemRefType(squares.type).shape[1], ir.F32Type.get()
-        base, own = utils.memref_ptr(squares), registers.thread()
+        base, number = utils.memref_ptr(squares), registers.thread()
         at = lambda begin, offset: utils.getelementptr(begin, [offset], f32)
-        with utils.when(arith.cmpi(arith.CmpIPredicate.ult, own, i32(columns))):
+        with utils.when(arith.cmpi(arith.CmpIPredicate.ult, number, i32(columns))):
             rows = [
-                llvm.load(f32, at(base, arith.addi(own, i32(row * columns))))
+                llvm.load(f32, at(base, arith.addi(number, i32(row * columns))))
                 for row in range(count)
             ]
             mean = arith.divf(functools.reduce(arith.addf, rows), utils.c(width, f32))
             mean = arith.addf(mean, utils.c(eps, f32))
             unit = llvm.inline_asm(f32, [mean], "rsqrt.approx.f32 $0, $1;", "=f,f")
-            llvm.store(unit, at(utils.memref_ptr(out), own))
+            llvm.store(unit, at(utils.memref_ptr(out), number))
 
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 2)(emit)(squares, out)
 

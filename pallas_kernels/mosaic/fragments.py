@@ -69,8 +69,8 @@ def load(ref: jax.Ref, *, interpret: bool) -> jax.Array:
 
 def _emit_store(_: mgpu.LaunchContext, values: mgpu.FragmentedArray, ref: ir.Value) -> None:
     # Registers are ordered by eight columns, then by half (rows g and g + 8).
-    own = [value for pair in values.registers.flat for value in elements(pair)]
-    for column, four in enumerate(vectors(own, 4)):
+    flat = [value for pair in values.registers.flat for value in elements(pair)]
+    for column, four in enumerate(vectors(flat, 4)):
         llvm.store(four, _address(ref, column), alignment=16)
 
 
@@ -78,8 +78,8 @@ def _emit_load(ref: ir.Value, kind: plgpu.ShapeDtypeStruct) -> mgpu.FragmentedAr
     four = ir.VectorType.get((4,), ir.F32Type.get())
     columns = range(kind.shape[1] // COLUMNS)
     loaded = [llvm.load(four, _address(ref, column), alignment=16) for column in columns]
-    own = [value for vector in loaded for value in elements(vector)]
-    return fragment(kind, vectors(own, 2))
+    flat = [value for vector in loaded for value in elements(vector)]
+    return fragment(kind, vectors(flat, 2))
 
 
 def _address(ref: ir.Value, column: int) -> ir.Value:

@@ -16,11 +16,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
-from pallas_kernels.mosaic.registers import i32, index, llvm, place, pointer, thread
+from pallas_kernels.mosaic.registers import i32, index, llvm, pointer, position, thread
 
 utils = mgpu.utils
 
-MEMBERS, EACH = 8, 8
+MEMBERS, ROWS = 8, 8
 _OF_TILE = plgpu.Layout.WGMMA
 _OF_REF, _OF_SCALAR = plgpu.RefType(), plgpu.Layout.WG_SPLAT(())
 
@@ -53,13 +53,15 @@ def load_heads(
             ],
             axis=-1,
         )
-        own = [heads_of(k) for k in range(MEMBERS)]
-        return jnp.concatenate([jnp.pad(heads, ((0, EACH - count), (0, 0))) for heads in own])
+        of_members = [heads_of(k) for k in range(MEMBERS)]
+        return jnp.concatenate(
+            [jnp.pad(heads, ((0, ROWS - count), (0, 0))) for heads in of_members]
+        )
 
     def emit(
         _: mgpu.LaunchContext, ref: ir.Value, members: ir.Value, head: mgpu.FragmentedArray
     ) -> mgpu.FragmentedArray:
-        _, row, column = place()
+        _, row, column = position()
         of_row = index(arith.addi(head.registers.item(), arith.minui(row, i32(count - 1))))
 
         def load(member: ir.Value, tile: int, kind: ir.Type) -> ir.Value:
@@ -82,13 +84,13 @@ def load_columns(ref: jax.Ref, members: jax.Ref, *, interpret: bool) -> jax.Arra
     """
     _, length = ref.shape
     if interpret:
-        own = [
+        of_members = [
             jnp.concatenate([ref[_present(members[k])]] * (64 // length)) for k in range(MEMBERS)
         ]
-        return jnp.concatenate([jnp.broadcast_to(each, (EACH, 64)) for each in own])
+        return jnp.concatenate([jnp.broadcast_to(row, (ROWS, 64)) for row in of_members])
 
     def emit(_: mgpu.LaunchContext, ref: ir.Value, members: ir.Value) -> mgpu.FragmentedArray:
-        _, _, column = place()
+        _, _, column = position()
 
         def load(member: ir.Value, tile: int, kind: ir.Type) -> ir.Value:
             where = index(arith.addi(column, i32(8 * tile % length)))
@@ -104,7 +106,7 @@ def store_parts(
     values: jax.Array,
     ref: jax.Ref,
     members: jax.Ref,
-    place_of: tuple[int, jax.Array, jax.Array],
+    position_of: tuple[int, jax.Array, jax.Array],
     *,
     interpret: bool,
 ) -> None:
@@ -114,16 +116,16 @@ def store_parts(
       values: float32 [64, n].
       ref: float32 [units, parts, 8, n] in device memory.
       members: the list.
-      place_of: J, the unit of member 0, and the part: member m's rows go to ref[m * J + unit, part].
+      position_of: J, the unit of member 0, and the part: member m's rows go to ref[m * J + unit, part].
       interpret: run on a CPU.
     """
-    stride, unit, part = place_of
+    stride, unit, part = position_of
     if interpret:
         _store_each(values, members, stride, unit, lambda at: ref.at[at, part])
         return
 
     def emit(_: mgpu.LaunchContext, values, ref, members, unit, part) -> None:
-        _, row, column = place()
+        _, row, column = position()
 
         def store(half: int, of_unit: ir.Value) -> None:
             begin = [of_unit, index(part.registers.item()), index(row)]
@@ -140,7 +142,7 @@ def store_part_values(
     values: jax.Array,
     ref: jax.Ref,
     members: jax.Ref,
-    place_of: tuple[int, jax.Array, jax.Array],
+    position_of: tuple[int, jax.Array, jax.Array],
     which: int,
     *,
     interpret: bool,
@@ -151,17 +153,17 @@ def store_part_values(
       values: float32 [64], one for each row of a tile.
       ref: float32 [units, parts, kinds, 8] in device memory.
       members: the list.
-      place_of: as for `store_parts`.
+      position_of: as for `store_parts`.
       which: the kind of value.
       interpret: run on a CPU.
     """
-    stride, unit, part = place_of
+    stride, unit, part = position_of
     if interpret:
         _store_each(values, members, stride, unit, lambda at: ref.at[at, part, which])
         return
 
     def emit(_: mgpu.LaunchContext, values, ref, members, unit, part) -> None:
-        _, row, column = place()
+        _, row, column = position()
         kind = utils.c(which, ir.IndexType.get())
 
         def store(half: int, of_unit: ir.Value) -> None:
@@ -176,26 +178,26 @@ def store_part_values(
 
 
 def load_parts(
-    ref: jax.Ref, members: jax.Ref, place_of: tuple[int, jax.Array, jax.Array], at: int
+    ref: jax.Ref, members: jax.Ref, position_of: tuple[int, jax.Array, jax.Array], at: int
 ) -> jax.Array:
     """Loads 64 columns of what `store_parts` stored: float32 [64, 64]. It cannot be interpreted.
 
     Args:
       ref: float32 [units, parts, 8, n] in device memory.
       members: the list.
-      place_of: as for `store_parts`.
+      position_of: as for `store_parts`.
       at: the first column.
     """
-    stride, unit, part = place_of
+    stride, unit, part = position_of
 
     def emit(_: mgpu.LaunchContext, ref, members, unit, part) -> mgpu.FragmentedArray:
-        _, row, column = place()
+        _, row, column = position()
 
         def load(member: ir.Value, tile: int, kind: ir.Type) -> ir.Value:
             of_unit = arith.addi(arith.muli(member, i32(stride)), unit.registers.item())
             where = arith.addi(column, i32(at + 8 * tile))
             begin = [of_unit, part.registers.item(), row, where]
-            return vector.load(kind, ref, [index(each) for each in begin])
+            return vector.load(kind, ref, [index(item) for item in begin])
 
         return _loaded(ref, members, load)
 
@@ -204,29 +206,29 @@ def load_parts(
 
 
 def load_part_values(
-    ref: jax.Ref, members: jax.Ref, place_of: tuple[int, jax.Array, jax.Array], which: int
+    ref: jax.Ref, members: jax.Ref, position_of: tuple[int, jax.Array, jax.Array], which: int
 ) -> jax.Array:
     """Loads what `store_part_values` stored: float32 [64]. It cannot be interpreted.
 
     Args:
       ref: float32 [units, parts, kinds, 8] in device memory.
       members: the list.
-      place_of: as for `store_parts`.
+      position_of: as for `store_parts`.
       which: the kind of value.
     """
-    stride, unit, part = place_of
+    stride, unit, part = position_of
     kind = plgpu.ShapeDtypeStruct((64,), ref.dtype, layout=_OF_TILE.reduce(1))
 
     def emit(_: mgpu.LaunchContext, ref, members, unit, part) -> mgpu.FragmentedArray:
-        _, row, _ = place()
+        _, row, _ = position()
         single = ir.VectorType.get((1,), ir.MemRefType(ref.type).element_type)
         layout = kind.layout.to_mgpu()
-        made = np.empty(layout.registers_shape((64,)), object)
+        registers = np.empty(layout.registers_shape((64,)), object)
         for half, member in enumerate(_members_of_halves(members)):
             of_unit = arith.addi(arith.muli(_row_of(member), i32(stride)), unit.registers.item())
             at = [of_unit, part.registers.item(), i32(which), row]
-            made.flat[half] = vector.load(single, ref, [index(each) for each in at])
-        return mgpu.FragmentedArray(_registers=made, _layout=layout, _is_signed=None)
+            registers.flat[half] = vector.load(single, ref, [index(item) for item in at])
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
     arg_types = (_OF_REF, _OF_REF, _OF_SCALAR, _OF_SCALAR)
     return plgpu.inline_mgpu(arg_types=arg_types, return_type=kind)(emit)(ref, members, unit, part)
@@ -247,7 +249,7 @@ def store_heads(
     """
 
     def emit(_: mgpu.LaunchContext, values, ref, members, head) -> None:
-        _, row, column = place()
+        _, row, column = position()
         is_head = arith.cmpi(arith.CmpIPredicate.ult, row, i32(count))
         of_row = index(arith.addi(head.registers.item(), row))
 
@@ -286,12 +288,12 @@ def count(
     """
 
     def emit(_: mgpu.LaunchContext, counters, totals, members, unit, flags) -> None:
-        word, own = ir.IntegerType.get_signless(32), thread()
+        word, number = ir.IntegerType.get_signless(32), thread()
         single = ir.VectorType.get((1,), word)
         read = lambda ref, at: vector.extract(vector.load(single, ref, [index(at)]), [], [0])
         utils.warpgroup_barrier()
-        with utils.when(arith.cmpi(arith.CmpIPredicate.ult, own, i32(MEMBERS))):
-            member = read(members, own)
+        with utils.when(arith.cmpi(arith.CmpIPredicate.ult, number, i32(MEMBERS))):
+            member = read(members, number)
             present = _row_of(member)
             at = arith.addi(arith.muli(present, i32(stride)), unit.registers.item())
             base = llvm.ptrtoint(word, pointer(flags))
@@ -304,7 +306,7 @@ def count(
                 "st.shared.b32 [$2], is_last; }",
                 utils.getelementptr(pointer(counters), [at], word),
                 arith.subi(read(totals, present), i32(1)),
-                arith.addi(base, arith.muli(own, i32(4))),
+                arith.addi(base, arith.muli(number, i32(4))),
                 arith.cmpi(arith.CmpIPredicate.sge, member, i32(0)),
                 has_side_effects=True,
             )
@@ -330,7 +332,7 @@ def _row_of(member: ir.Value) -> ir.Value:
 
 def _members_of_halves(members: ir.Value) -> list[ir.Value]:
     """Returns the entries of the list for the two rows of a thread: a warp has the rows of two members."""
-    warp, _, _ = place()
+    warp, _, _ = position()
     single = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
     at = [arith.addi(arith.muli(warp, i32(2)), i32(half)) for half in range(2)]
     return [vector.extract(vector.load(single, members, [index(k)]), [], [0]) for k in at]
@@ -342,11 +344,11 @@ def _loaded(
     """Makes a [64, 64] tile; load(row of the batch, index of 8 columns, type) returns a thread's two values."""
     kind = ir.VectorType.get((2,), ir.MemRefType(ref.type).element_type)
     layout = _OF_TILE.to_mgpu()
-    made = np.empty(layout.registers_shape((64, 64)), object)
+    registers = np.empty(layout.registers_shape((64, 64)), object)
     for half, member in enumerate(_members_of_halves(members)):
         for tile in range(8):
-            made.flat[2 * tile + half] = load(_row_of(member), tile, kind)
-    return mgpu.FragmentedArray(_registers=made, _layout=layout, _is_signed=None)
+            registers.flat[2 * tile + half] = load(_row_of(member), tile, kind)
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
 
 def _for_present(
@@ -367,12 +369,14 @@ def _store_each(
     members: jax.Ref,
     stride: int,
     unit: jax.Array,
-    place_of: Callable[[jax.Array], jax.Ref],
+    position_of: Callable[[jax.Array], jax.Ref],
 ) -> None:
-    """Stores the rows of each member at `place_of(unit)`, for interpreted kernels."""
+    """Stores the rows of each member at `position_of(unit)`, for interpreted kernels."""
 
     def store(k: int, member: jax.Array) -> None:
-        place_of(member * stride + unit)[...] = lax.slice_in_dim(values, EACH * k, EACH * (k + 1))
+        position_of(member * stride + unit)[...] = lax.slice_in_dim(
+            values, ROWS * k, ROWS * (k + 1)
+        )
 
     for k in range(MEMBERS):
         member = members[k]

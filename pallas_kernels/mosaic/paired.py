@@ -121,10 +121,10 @@ def store(values: jax.Array, ref: jax.Ref, *, interpret: bool) -> None:
             arith.muli(arith.remui(lane, i32(4)), i32(2)),
         )
         for at in range(kind.shape[0] // _COLUMNS):
-            own = llvm.bitcast(word, values.registers.flat[at])
+            pair = llvm.bitcast(word, values.registers.flat[at])
             # Transpose 8 pairs x 8 columns, so that a thread has two values that are contiguous in memory.
             code = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
-            turned = llvm.inline_asm(word, [own], code, "=r,r", has_side_effects=True)
+            turned = llvm.inline_asm(word, [pair], code, "=r,r", has_side_effects=True)
             row = arith.addi(arith.divui(lane, i32(4)), i32(_COLUMNS * at))
             offset = arith.addi(
                 arith.muli(arith.extui(i64, row), mgpu.c(stride, i64)), arith.extui(i64, column)
@@ -154,13 +154,13 @@ def load_diagonal(pieces: list[jax.Ref], owners: tuple[int, ...]) -> jax.Array:
     kind = plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
 
     def emit(_: mgpu.LaunchContext, *pieces: ir.Value) -> mgpu.FragmentedArray:
-        first, own = arith.muli(thread(), i32(of_piece)), []
+        first, values = arith.muli(thread(), i32(of_piece)), []
         for piece in pieces:
-            own += elements(registers.load_words(registers.pointer(piece), first, of_piece))
-        made = [i32(0)] * 16
-        for eight, (owner, value) in enumerate(zip(owners, own, strict=True)):
-            made[2 * eight + owner] = value
-        return fragment(kind, [registers.as_pair(value) for value in made])
+            values += elements(registers.load_words(registers.pointer(piece), first, of_piece))
+        words = [i32(0)] * 16
+        for eight, (owner, value) in enumerate(zip(owners, values, strict=True)):
+            words[2 * eight + owner] = value
+        return fragment(kind, [registers.as_pair(value) for value in words])
 
     arg_types = (plgpu.RefType(),) * len(pieces)
     return plgpu.inline_mgpu(arg_types=arg_types, return_type=kind)(emit)(*pieces)

@@ -58,9 +58,11 @@ def opaque(value: jax.Array, *, interpret: bool) -> jax.Array:
     kind = plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar)
 
     def emit(_: mgpu.LaunchContext, value: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        word, own = ir.IntegerType.get_signless(32), value.registers.item()
-        own = llvm.inline_asm(word, [own], "mov.b32 $0, $1;", "=r,r", has_side_effects=True)
-        return fragment(kind, [own])
+        word, register = ir.IntegerType.get_signless(32), value.registers.item()
+        register = llvm.inline_asm(
+            word, [register], "mov.b32 $0, $1;", "=r,r", has_side_effects=True
+        )
+        return fragment(kind, [register])
 
     return plgpu.inline_mgpu(arg_types=(scalar,), return_type=kind)(emit)(value)
 
@@ -117,13 +119,13 @@ def elements(vector: ir.Value) -> list[ir.Value]:
 
 def vectors(values: list[ir.Value], width: int) -> list[ir.Value]:
     """Joins values of one type into vectors of `width` elements."""
-    made = []
+    joined = []
     for start in range(0, len(values), width):
         vector = llvm.mlir_undef(ir.VectorType.get((width,), values[0].type))
         for i in range(width):
             vector = llvm.insertelement(vector, values[start + i], i32(i))
-        made.append(vector)
-    return made
+        joined.append(vector)
+    return joined
 
 
 def fragment(kind: plgpu.ShapeDtypeStruct, registers: list[ir.Value]) -> mgpu.FragmentedArray:
@@ -165,12 +167,12 @@ def thread() -> ir.Value:
     return arith.remui(mgpu.utils.thread_idx(), i32(128))
 
 
-def place() -> tuple[ir.Value, ir.Value, ir.Value]:
+def position() -> tuple[ir.Value, ir.Value, ir.Value]:
     """Returns a thread's warp (0 to 3), and its row (0 to 7) and first column (0, 2, 4, 6) in [8, 8] of `WGMMA`."""
-    own = thread()
-    lane = arith.remui(own, i32(32))
+    number = thread()
+    lane = arith.remui(number, i32(32))
     column = arith.muli(arith.remui(lane, i32(4)), i32(2))
-    return arith.divui(own, i32(32)), arith.divui(lane, i32(4)), column
+    return arith.divui(number, i32(32)), arith.divui(lane, i32(4)), column
 
 
 def index(value: ir.Value) -> ir.Value:

@@ -19,11 +19,11 @@ def store(values: jax.Array, ref: jax.Ref) -> None:
       ref: bfloat16 [M, 64] in device memory.
     """
 
-    def place(ref: ir.Value, row: ir.Value, column: ir.Value) -> ir.Value:
+    def offset_of(ref: ir.Value, row: ir.Value, column: ir.Value) -> ir.Value:
         (stride, _), _ = ir.MemRefType(ref.type).get_strides_and_offset()
         return arith.addi(arith.muli(column, _index(stride)), row)
 
-    _store(values, ref, place, plgpu.RefType())
+    _store(values, ref, offset_of, plgpu.RefType())
 
 
 def store_swizzled(values: jax.Array, ref: jax.Ref, first: int) -> None:
@@ -36,7 +36,7 @@ def store_swizzled(values: jax.Array, ref: jax.Ref, first: int) -> None:
     """
     row_tiles = ref.shape[1] // 64
 
-    def place(_: ir.Value, row: ir.Value, column: ir.Value) -> ir.Value:
+    def offset_of(_: ir.Value, row: ir.Value, column: ir.Value) -> ir.Value:
         # A row of a tile has 128 bytes. In row c, the i-th 16 bytes are stored at position i XOR c % 8.
         eight = _index(8)
         tile = arith.addi(
@@ -49,11 +49,11 @@ def store_swizzled(values: jax.Array, ref: jax.Ref, first: int) -> None:
         return arith.addi(start, arith.remui(row, eight))
 
     kind = plgpu.RefType((plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
-    _store(values, ref, place, kind)
+    _store(values, ref, offset_of, kind)
 
 
 def _store(
-    values: jax.Array, ref: jax.Ref, place: Callable[..., ir.Value], kind: plgpu.RefType
+    values: jax.Array, ref: jax.Ref, offset_of: Callable[..., ir.Value], kind: plgpu.RefType
 ) -> None:
     transposable = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
 
@@ -63,7 +63,7 @@ def _store(
         places = values.layout.thread_idxs(values.shape)
         # A register holds two values that are adjacent along the rows of `values`, so they are contiguous in `ref`.
         for (row, column), pair in zip(places, values.registers.flat, strict=True):
-            offset = arith.index_cast(i64, place(ref, row, column))
+            offset = arith.index_cast(i64, offset_of(ref, row, column))
             llvm.store(pair, mgpu.utils.getelementptr(base, [offset], ir.BF16Type.get()))
 
     arg_types = (plgpu.Layout.WGMMA_TRANSPOSED, kind)

@@ -118,10 +118,10 @@ def pick_config(m: int, n: int, k: int, device: Device | None = None) -> Config:
       device: the device that runs it.
     """
     card, problem = device or runtime.device(), (_bucket(m), n, k)
-    found = table_of(card.name).get(problem)
-    if found is None and card.processors == runtime.H200.processors:
-        found = table_of(runtime.H200.name).get(problem)
-    return found or heuristic(m, n, k, card)
+    config = table_of(card.name).get(problem)
+    if config is None and card.processors == runtime.H200.processors:
+        config = table_of(runtime.H200.name).get(problem)
+    return config or heuristic(m, n, k, card)
 
 
 def heuristic(m: int, n: int, k: int, device: Device | None = None) -> Config:
@@ -152,7 +152,7 @@ def candidates(m: int, n: int, k: int, device: Device | None = None) -> list[Con
     """Returns configurations worth timing. The first is the heuristic's, if it is supported."""
     device = device or runtime.device()
     row_tiles, processors = layout.tiles(n), device.processors
-    found = [heuristic(m, n, k, device)]
+    configs = [heuristic(m, n, k, device)]
     fitting = [step for step in (256, 128, 64) if layout.whole(k) % step == 0]
     longest = [step for step in fitting if step >= (256 if m <= 32 else 128)] or fitting[:1]
     for warpgroups, loads in ((4, (1,)), (2, (1, 2)), (1, (2, 3, 4))):
@@ -167,15 +167,15 @@ def candidates(m: int, n: int, k: int, device: Device | None = None) -> list[Con
                     most = tiles * (layout.whole(k) // step)
                     stages = min(4, _deepest(m, warpgroups, step, min(blocks, most), device))
                     if stages > 1:
-                        found.append(Config(warpgroups, step, stages, min(blocks, most)))
+                        configs.append(Config(warpgroups, step, stages, min(blocks, most)))
     # A small matrix has few units. Try one, two and three of them per block: fewer parts are fewer sums to add up.
     for step in fitting:
         steps = layout.whole(k) // step
         for split in dict.fromkeys((steps, -(-steps // 2), -(-steps // 3))):
             if (blocks := row_tiles * split) <= 2 * processors:
                 stages = max(2, min(4, -(-steps // split), _deepest(m, 1, step, blocks, device)))
-                found.append(Config(1, step, stages, blocks))
-    return [c for c in dict.fromkeys(found) if supports(m, n, k, c, device=device) is None]
+                configs.append(Config(1, step, stages, blocks))
+    return [c for c in dict.fromkeys(configs) if supports(m, n, k, c, device=device) is None]
 
 
 def _deepest(m: int, warpgroups: int, step: int, blocks: int, device: Device) -> int:

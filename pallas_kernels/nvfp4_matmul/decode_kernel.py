@@ -175,13 +175,13 @@ class _Block:
         self._copy_x(unit, slot)
 
     def _copy_w(self, unit: jax.Array, slot: jax.Array) -> None:
-        tile, at = self.problem.plan.place(unit)
+        tile, at = self.problem.plan.tile_and_step(unit)
         chunks, warpgroups = self.problem.chunks, self.problem.config.warpgroups
         columns, w = pl.ds(at * chunks, chunks), self.refs.w
         self._copy_words(lambda i: w.at[tile * warpgroups + i, columns], slot, chunks)
 
     def _copy_x(self, unit: jax.Array, slot: jax.Array) -> None:
-        _, at = self.problem.plan.place(unit)
+        _, at = self.problem.plan.tile_and_step(unit)
         refs, columns = self.refs, pl.ds(at * self.problem.config.step, self.problem.config.step)
         plgpu.copy_gmem_to_smem(refs.x.at[:, columns], self._x_slots.at[slot], refs.full.at[slot])
 
@@ -274,9 +274,9 @@ class _Block:
           places: indices of that tile's pieces among all pieces of the unit.
           acc: the accumulator, float32 [64, M].
         """
-        slot, each = ring.slot(unit), self.problem.a.pieces
+        slot, pieces = ring.slot(unit), self.problem.a.pieces
         ring.wait(slot)
-        words = [self.refs.w_slots.at[slot, lax.div(i, each), lax.rem(i, each)] for i in places]
+        words = [self.refs.w_slots.at[slot, lax.div(i, pieces), lax.rem(i, pieces)] for i in places]
         if self.problem.interpret:
             of_a = self._in_memory(dense_tile.unpack_tile([ref[...] for ref in words]))
         else:

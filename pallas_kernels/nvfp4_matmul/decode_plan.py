@@ -35,7 +35,7 @@ class Plan:
         """Returns the first unit of a block; `block` is an int or a traced integer."""
         return _quotient(block * self.units, self.blocks)
 
-    def place(self, unit):
+    def tile_and_step(self, unit):
         """Returns the tile and the step of a unit; `unit` is a traced integer."""
         return lax.div(unit, self.steps), lax.rem(unit, self.steps)
 
@@ -104,6 +104,6 @@ class NextProduct:
 
     def first(self, block: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the row and column where a block's first words begin, in tiles of 64 x 64."""
-        tile, at = self.plan.place(self.plan.start(block))
+        tile, at = self.plan.tile_and_step(self.plan.start(block))
         high, wide = self.shape
         return tile * high, at * wide

@@ -116,8 +116,8 @@ def unpack_tile(pieces: list[jax.Array]) -> jax.Array:
 
 def in_units(words: jax.Array, warpgroups: int, step: int) -> jax.Array:
     """Groups pieces by slot: [tiles, K / 64, 4 or 2, 3, 192] -> [tiles, units, warpgroups, pieces, 3, 192]."""
-    each = pieces(words.shape[1] * TILE, warpgroups, step, height_of(words))
-    return words.reshape(len(words), -1, warpgroups, each, *layout.TILE_SHAPE)
+    count = pieces(words.shape[1] * TILE, warpgroups, step, height_of(words))
+    return words.reshape(len(words), -1, warpgroups, count, *layout.TILE_SHAPE)
 
 
 def shares(

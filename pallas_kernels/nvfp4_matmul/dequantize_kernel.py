@@ -74,12 +74,12 @@ def _unpack(
             (pl.ds(half, half), lambda row: pl.ds(up + row * half, half)),
         ]
 
-    def place(turn):
+    def row_and_column(turn):
         unit = block + turn * blocks
         return lax.div(unit, steps), lax.rem(unit, steps)
 
     def copy(turn, slot):
-        row, column = place(turn)
+        row, column = row_and_column(turn)
         plgpu.copy_gmem_to_smem(
             refs.w.at[row, pl.ds(column * chunks, chunks)], refs.slots.at[slot], refs.full.at[slot]
         )
@@ -89,7 +89,7 @@ def _unpack(
 
     @pl.loop(0, turns)
     def _units(turn):
-        (row, column), slot = place(turn), ring.slot(turn)
+        (row, column), slot = row_and_column(turn), ring.slot(turn)
         result = refs.unpacked.at[lax.rem(turn, 2)]
         with jax.named_scope("load"):
             ring.wait(slot)

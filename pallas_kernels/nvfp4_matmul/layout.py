@@ -224,7 +224,7 @@ def unpack_tiles(words: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     # Words [..., n, k, w, g, t, j, i] of codes [b, h, a]; see `_code_words`.
     pairs = code_words.reshape(*code_words.shape[:-1], CODE_WORDS // 2, 2)
-    codes = jnp.stack([_gather_code(pairs, *place) for place in np.ndindex(2, 4, 2)], axis=-1)
+    codes = jnp.stack([_gather_code(pairs, *index) for index in np.ndindex(2, 4, 2)], axis=-1)
     codes = codes.reshape(*stack, n, k, 4, 8, 4, 2, 2, 2, 2, 2)
     codes = _transposed(codes, "nkwgtjibha", "nwhgkjibta")
 
@@ -252,14 +252,17 @@ def _code_words(codes: jax.Array) -> jax.Array:
     codes = _transposed(codes, "nwhgkjibta", "nkwgtjibha").astype(jnp.uint32)
     words = [0, 0]
     for i, b, h, a, bit in np.ndindex(2, 2, 2, 2, 4):
-        word, place = map(int, _CODE_PLACES[i, 2 * b + h, a, bit])
-        words[word] |= (codes[..., i, b, h, a] >> (3 - bit) & 1) << place
+        word, bit_index = map(int, _CODE_PLACES[i, 2 * b + h, a, bit])
+        words[word] |= (codes[..., i, b, h, a] >> (3 - bit) & 1) << bit_index
     return jnp.stack(words, axis=-1).reshape(*stack, n // TILE, k // TILE, CODE_WORDS)
 
 
 def _gather_code(pairs: jax.Array, word: int, field: int, lane: int) -> jax.Array:
     places = _CODE_PLACES[word, field, lane]
-    bits = [(pairs[..., at] >> int(place) & 1) << (3 - i) for i, (at, place) in enumerate(places)]
+    bits = [
+        (pairs[..., at] >> int(bit_index) & 1) << (3 - i)
+        for i, (at, bit_index) in enumerate(places)
+    ]
     return sum(bits).astype(jnp.uint8)
 
 

@@ -183,14 +183,14 @@ class _Work:
         units = whole_units + (turns - whole_turns) * tiling.run
         return cls(problem, number, rank, turns, whole_turns, whole_units, units)
 
-    def place(self, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def tiles_of(self, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the tiles of x and W of a turn. Turns first go along a band of x, then to the next rows of W."""
         tiling = self.problem.tiling
         w_tile, at = _divide(self.number + turn * tiling.blocks, tiling.band)
         bands, w_tile = _divide(w_tile, tiling.whole_w_tiles)
         return bands * tiling.band + at, w_tile * self.problem.config.cluster + self.rank
 
-    def place_of_share(self, turn: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def share_of(self, turn: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the tiles of x and W of a turn, and the index of its share of K."""
         tiling = self.problem.tiling
         share, tile = _divide(self.number + turn * tiling.blocks - tiling.whole, tiling.shared)
@@ -200,18 +200,18 @@ class _Work:
 
     def locate(self, unit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the tiles of x and W of a unit, and its step along K."""
-        tiling, found = self.problem.tiling, []
+        tiling, located = self.problem.tiling, []
         if tiling.whole:
             turn, at = _divide(unit, self.problem.units_of_tile)
-            found.append((*self.place(turn), at))
+            located.append((*self.tiles_of(turn), at))
         if tiling.shared:
             turn, at = _divide(unit - self.whole_units, tiling.run)
-            x_tile, w_tile, share = self.place_of_share(self.whole_turns + turn)
-            found.append((x_tile, w_tile, share * tiling.run + at))
-        if len(found) == 1:
-            return found[0]
+            x_tile, w_tile, share = self.share_of(self.whole_turns + turn)
+            located.append((x_tile, w_tile, share * tiling.run + at))
+        if len(located) == 1:
+            return located[0]
         is_whole = unit < self.whole_units
-        return tuple(jnp.where(is_whole, a, b) for a, b in zip(*found, strict=True))
+        return tuple(jnp.where(is_whole, a, b) for a, b in zip(*located, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,8 +253,8 @@ class _Block:
         of_group = pl.ds(w_tile * self.problem.config.warpgroups, self.problem.config.warpgroups)
 
         def columns():
-            own = refs.w.at[at, of_group] if self.problem.backward else refs.w.at[of_group, at]
-            self._copy(own, refs.w_slots.at[slot], refs.x, x_tile, at, slot)
+            source = refs.w.at[at, of_group] if self.problem.backward else refs.w.at[of_group, at]
+            self._copy(source, refs.w_slots.at[slot], refs.x, x_tile, at, slot)
 
         def branch():
             row = w_tile * self.problem.config.warpgroups * TILE
@@ -271,16 +271,16 @@ class _Block:
 
     def _copy(
         self,
-        own: jax.Ref,
-        own_slot: jax.Ref,
+        source: jax.Ref,
+        w_slot: jax.Ref,
         common: jax.Ref,
         x_tile: jax.Array,
         column: jax.Array,
         slot: jax.Array,
     ) -> None:
-        """Starts the copies of the block's own rows of W (or B), and of the cluster's 64 columns of x (or U)."""
+        """Starts the copies of the rows of W (or B) of the block, and of the cluster's 64 columns of x (or U)."""
         config, refs = self.problem.config, self.refs
-        plgpu.copy_gmem_to_smem(own, own_slot, refs.full.at[slot])
+        plgpu.copy_gmem_to_smem(source, w_slot, refs.full.at[slot])
         plgpu.copy_gmem_to_smem(
             common.at[pl.ds(x_tile * config.rows, config.rows), pl.ds(column * TILE, TILE)],
             refs.x_slots.at[slot],
@@ -372,7 +372,7 @@ class _Block:
     def _one_tile(self, turn: jax.Array) -> None:
         """Sums a tile over all columns, and writes the result."""
         steps = self.problem.tiling.steps
-        x_tile, w_tile = self.work.place(turn)
+        x_tile, w_tile = self.work.tiles_of(turn)
         first_unit = turn * self.problem.units_of_tile
         w_row = (w_tile * self.problem.config.warpgroups + self.group) * TILE
         total = self._sum_of(first_unit, steps)
@@ -385,7 +385,7 @@ class _Block:
     def _one_share(self, turn: jax.Array) -> None:
         """Sums a tile over a share of the columns, and writes the partial sums."""
         work, tiling, config = self.work, self.problem.tiling, self.problem.config
-        x_tile, w_tile, share = work.place_of_share(turn)
+        x_tile, w_tile, share = work.share_of(turn)
         total = self._sum_of(work.whole_units + (turn - work.whole_turns) * tiling.run, tiling.run)
         with jax.named_scope("store"):
             w_tile -= tiling.whole_w_tiles * config.cluster

@@ -91,7 +91,7 @@ def decode_attention(
     group = all_heads // key_heads - 2
     pages = pages_of_a_piece(rows, key_heads, width)
     pieces = -(-width // pages)
-    found, weights, keys, values = launch.call(
+    products, weights, keys, values = launch.call(
         "attention_kernels.attend",
         {
             "layer": jnp.reshape(layer, (1,)),
@@ -104,7 +104,7 @@ def decode_attention(
             "ends": ends,
         },
         {
-            "found": jax.ShapeDtypeStruct((rows, key_heads, pieces, group, size), jnp.float32),
+            "products": jax.ShapeDtypeStruct((rows, key_heads, pieces, group, size), jnp.float32),
             "weights": jax.ShapeDtypeStruct((rows, key_heads, pieces, 2, group), jnp.float32),
             "new_keys": jax.ShapeDtypeStruct(keys.shape, keys.dtype),
             "new_values": jax.ShapeDtypeStruct(values.shape, values.dtype),
@@ -127,7 +127,7 @@ def decode_attention(
     )
     out = launch.call(
         "attention_kernels.combine",
-        {"ends": ends, "found": found, "weights": weights},
+        {"ends": ends, "products": products, "weights": weights},
         {"out": jax.ShapeDtypeStruct((rows, key_heads * group, size), qkv.dtype)},
         (rows, key_heads * group),
         warps=4,

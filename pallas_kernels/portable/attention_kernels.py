@@ -29,7 +29,7 @@ def attend(
     values,
     tables,
     ends,
-    found,
+    products,
     weights,
     new_keys,
     new_values,
@@ -58,11 +58,10 @@ def attend(
       values: [LAYERS, POOL, KEY_HEADS, SLOTS, SIZE].
       tables: int32 [B, WIDTH], the page table: each row's pages.
       ends: int32 [B], positions of the new tokens in their rows.
-      found: float32 [B, KEY_HEADS, PIECES, GROUP, SIZE], sums of exponentials times values.
+      products: float32 [B, KEY_HEADS, PIECES, GROUP, SIZE], sums of exponentials times values.
       weights: float32 [B, KEY_HEADS, PIECES, 2, GROUP], the largest scores times log2(e), and the sums of
         exponentials.
-      new_keys: the same memory as `keys`; the new key is written there if APPENDS.
-      new_values: the same memory as `values`; the new value is written there if APPENDS.
+      new_keys, new_values: the same memory as `keys` and `values`; the new token is written there if APPENDS.
     """
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -137,7 +136,7 @@ def attend(
         tl.store(new_values + start + all_c[None, :], new_value.to(kind))
 
     unit = (row * KEY_HEADS + head) * PIECES + piece
-    to = found + (unit * GROUP + g)[:, None] * SIZE + all_c[None, :]
+    to = products + (unit * GROUP + g)[:, None] * SIZE + all_c[None, :]
     tl.store(to, sums, mask=is_head)
     tl.store(weights + unit * (2 * GROUP) + g, largest, mask=g < GROUP)
     tl.store(weights + unit * (2 * GROUP) + GROUP + g, total, mask=g < GROUP)
@@ -146,7 +145,7 @@ def attend(
 @triton.jit
 def combine(
     ends,
-    found,
+    products,
     weights,
     out,
     KEY_HEADS: tl.constexpr,
@@ -173,8 +172,8 @@ def combine(
     share = tl.exp2(largest - tl.max(largest, axis=0))
     share = share / tl.sum(share * total, axis=0)
     c = tl.arange(0, SIZE)
-    of_found = found + (unit * GROUP + head % GROUP)[:, None] * SIZE + c[None, :]
-    parts = tl.load(of_found, mask=there[:, None], other=0.0)
+    of_products = products + (unit * GROUP + head % GROUP)[:, None] * SIZE + c[None, :]
+    parts = tl.load(of_products, mask=there[:, None], other=0.0)
     result = tl.sum(parts * share[:, None], axis=0)
     to = out + (row * (KEY_HEADS * GROUP) + head) * SIZE + c
     tl.store(to, rounded(result, ASSEMBLY).to(out.dtype.element_ty))

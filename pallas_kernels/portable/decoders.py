@@ -219,13 +219,13 @@ def nf4_values(words, COMPUTE: tl.constexpr, ASSEMBLY: tl.constexpr):
 
 
 @triton.jit
-def _scale(words, place: tl.constexpr, FORMAT: tl.constexpr):
+def _scale(words, shift: tl.constexpr, FORMAT: tl.constexpr):
     """Decodes the scale in one byte to float32: NVFP4's scale * DECODED_SCALE, or MXFP4's relative scale * 2^-126.
 
     The scales of the bfloat16 assembly are 2^126 times as large, because its codes have the factor 2^-126. Here codes
     are not subnormal, because the interpreter treats float32 subnormals as zeros.
     """
-    byte = words >> place & 0xFF
+    byte = words >> shift & 0xFF
     if FORMAT == "mxfp4":
         bits = tl.maximum(byte - 126, 0) << 7
     else:

@@ -70,7 +70,7 @@ def added(stream_: Stream, y: jax.Array, scale: jax.Array) -> Stream:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Branch:
+class PortableLora:
     """LoRA matrices of linears that share an input, stacked over layers.
 
     Attributes:
@@ -87,11 +87,11 @@ class Branch:
 
 
 def filled_rank(rank: int) -> int:
-    """Returns the padded rank of a part of a `Branch`: the next power of two, at least 16."""
+    """Returns the padded rank of a part of a `PortableLora`: the next power of two, at least 16."""
     return max(16, 1 << (rank - 1).bit_length())
 
 
-def pack_branch(parts: Sequence[tuple[jax.Array, jax.Array]], scaling: float) -> Branch:
+def pack_lora(parts: Sequence[tuple[jax.Array, jax.Array]], scaling: float) -> PortableLora:
     """Joins the LoRA matrices of linears that share an input.
 
     Args:
@@ -102,7 +102,7 @@ def pack_branch(parts: Sequence[tuple[jax.Array, jax.Array]], scaling: float) ->
     more = ((0, 0), (0, 0), (0, filled_rank(rank) - rank))
     a = [jnp.pad(a, more) for a, _ in parts]
     b = [jnp.pad(scaling * b.mT, more) for _, b in parts]
-    return Branch(
+    return PortableLora(
         a=jnp.concatenate(a, axis=-1).astype(jnp.bfloat16).mT,
         b=jnp.concatenate(b, axis=-2).astype(jnp.bfloat16),
         sizes=tuple(matrix.shape[-1] for _, matrix in parts),
@@ -139,7 +139,7 @@ def linear(
     multiplier: jax.Array,
     sizes: Sequence[int],
     bias: jax.Array | None = None,
-    branch: Branch | None = None,
+    branch: PortableLora | None = None,
     eps: float | None = None,
     residual: tuple[Stream, jax.Array] | None = None,
     is_swiglu: bool = False,
@@ -153,7 +153,7 @@ def linear(
       multiplier: float32 [L, 1] or [L, N], `w.multiplier`.
       sizes: rows of the weight in each of the joined linears.
       bias: [L, N].
-      branch: from `pack_branch`.
+      branch: from `pack_lora`.
       eps: epsilon of the norm, if x is a stream.
       residual: a stream to which y is added, and the scales float32 [L, N] of the norm after it.
       is_swiglu: whether y is gate and up, so that the result is silu(gate) * up.

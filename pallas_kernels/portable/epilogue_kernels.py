@@ -70,6 +70,61 @@ def _product(
 
 
 @triton.jit
+def _unit(
+    squares,
+    back,
+    row,
+    M: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILES: tl.constexpr,
+    TILES_FILLED: tl.constexpr,
+    EPS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    HAS_UNIT: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """Returns the factor of each row: 1 / RMS from the norm before, and what undoes the scaling of x for float16."""
+    there = row < M
+    unit = tl.full((BLOCK_M,), 1.0, tl.float32)
+    if HAS_UNIT:
+        square_tile = tl.arange(0, TILES_FILLED)
+        known = (square_tile < TILES)[:, None] & there[None, :]
+        sums = tl.load(squares + square_tile[:, None] * M + row[None, :], mask=known, other=0.0)
+        unit = tl.rsqrt(tl.sum(sums, axis=0) / WIDTH + EPS)
+    if COMPUTE == tl.float16:
+        # These are powers of two, so values that were rounded before this factor keep their significant bits.
+        unit *= tl.load(back + row, mask=there, other=0.0)
+    return unit
+
+
+@triton.jit
+def _columns(
+    tile,
+    N: tl.constexpr,
+    SIZE_0: tl.constexpr,
+    SIZE_1: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    IS_SWIGLU: tl.constexpr,
+):
+    """Returns the part of N that a tile belongs to, its columns, and which of them are in that part."""
+    # The first tile of each part begins with the part's first column.
+    tiles_0: tl.constexpr = (SIZE_0 + BLOCK_N - 1) // BLOCK_N
+    tiles_1: tl.constexpr = (SIZE_1 + BLOCK_N - 1) // BLOCK_N
+    part = (tile >= tiles_0).to(tl.int32)
+    begin = tile * BLOCK_N
+    end = SIZE_0
+    if SIZE_0 < N and not IS_SWIGLU:
+        is_third = tile >= tiles_0 + tiles_1
+        part += is_third.to(tl.int32)
+        begin = tl.where(part == 1, SIZE_0 + (tile - tiles_0) * BLOCK_N, begin)
+        begin = tl.where(is_third, SIZE_0 + SIZE_1 + (tile - tiles_0 - tiles_1) * BLOCK_N, begin)
+        end = tl.where(part == 1, SIZE_0 + SIZE_1, end)
+        end = tl.where(is_third, N, end)
+    n = begin + tl.arange(0, BLOCK_N)
+    return part, n, n < end
+
+
+@triton.jit
 def finish(
     layer,
     partials,
@@ -113,47 +168,21 @@ def finish(
       layer: int32 [1], index into every axis L.
       partials: float32 [SPLIT, M, STRIDE], sums over parts of K; the first N columns are used.
       multiplier: float32 [L, 1]; [L, N] with PER_ROW.
-      bias: [L, N].
-      b: [L, N, RANK]; each row has the ranks of its own part.
+      bias: [L, N]. b: [L, N, RANK]; each row has the ranks of its own part.
       down: float32 [RANK_SPLIT, M, RANKS], sums of x A; RANK columns for each part.
       squares: float32 [TILES, M], sums of squares of the stream that was multiplied.
       back: float32 [M], factors that undo the scaling of x for float16 (`matmul.Sums`); not read for bfloat16.
-      residual: [M, N].
-      scale: float32 [L, N], scales of the next norm.
+      residual: [M, N] and scale: float32 [L, N] of the next norm, only with HAS_RESIDUAL.
       out: [M, N]; [M, N / 2] with IS_SWIGLU.
-      scaled: [M, N], only with HAS_RESIDUAL.
-      new_squares: float32 [tiles, M], only with HAS_RESIDUAL.
+      scaled: [M, N] and new_squares: float32 [tiles, M], only with HAS_RESIDUAL.
       SIZE_0, SIZE_1: columns of the first two parts; the third has the rest of N.
     """
     index = tl.load(layer).to(tl.int64)
     tile = tl.program_id(0)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     there = row < M
-    unit = tl.full((BLOCK_M,), 1.0, tl.float32)
-    if HAS_UNIT:
-        each = tl.arange(0, TILES_FILLED)
-        known = (each < TILES)[:, None] & there[None, :]
-        sums = tl.load(squares + each[:, None] * M + row[None, :], mask=known, other=0.0)
-        unit = tl.rsqrt(tl.sum(sums, axis=0) / WIDTH + EPS)
-    if COMPUTE == tl.float16:
-        # These are powers of two, so values that were rounded before this factor keep their significant bits.
-        unit *= tl.load(back + row, mask=there, other=0.0)
-
-    # The first tile of each part begins with the part's first column.
-    tiles_0: tl.constexpr = (SIZE_0 + BLOCK_N - 1) // BLOCK_N
-    tiles_1: tl.constexpr = (SIZE_1 + BLOCK_N - 1) // BLOCK_N
-    part = (tile >= tiles_0).to(tl.int32)
-    begin = tile * BLOCK_N
-    end = SIZE_0
-    if SIZE_0 < N and not IS_SWIGLU:
-        is_third = tile >= tiles_0 + tiles_1
-        part += is_third.to(tl.int32)
-        begin = tl.where(part == 1, SIZE_0 + (tile - tiles_0) * BLOCK_N, begin)
-        begin = tl.where(is_third, SIZE_0 + SIZE_1 + (tile - tiles_0 - tiles_1) * BLOCK_N, begin)
-        end = tl.where(part == 1, SIZE_0 + SIZE_1, end)
-        end = tl.where(is_third, N, end)
-    n = begin + tl.arange(0, BLOCK_N)
-    real = n < end
+    unit = _unit(squares, back, row, M, WIDTH, TILES, TILES_FILLED, EPS, BLOCK_M, HAS_UNIT, COMPUTE)
+    part, n, real = _columns(tile, N, SIZE_0, SIZE_1, BLOCK_N, IS_SWIGLU)
     y = _product(
         index,
         partials,
@@ -179,7 +208,6 @@ def finish(
         COMPUTE,
         ASSEMBLY,
     )
-    mask = there[:, None] & real[None, :]
     if IS_SWIGLU:
         up = _product(
             index,
@@ -208,17 +236,15 @@ def finish(
         )
         gate = rounded(y, ASSEMBLY)
         y = gate / (1 + tl.exp(-gate)) * rounded(up, ASSEMBLY)
-        _store(out + row[:, None] * (N // 2) + n[None, :], y, mask, ASSEMBLY)
-    elif HAS_RESIDUAL:
-        at = row[:, None] * N + n[None, :]
-        r = tl.load(residual + at, mask=mask, other=0.0).to(tl.float32) + y
-        r = rounded(tl.where(mask, r, 0.0), ASSEMBLY)
-        _store(out + at, r, mask, ASSEMBLY)
+    mask = there[:, None] & real[None, :]
+    at = row[:, None] * (N // 2 if IS_SWIGLU else N) + n[None, :]
+    if HAS_RESIDUAL:
+        y += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+        y = rounded(tl.where(mask, y, 0.0), ASSEMBLY)
         after = tl.load(scale + index * N + n, mask=real, other=0.0)
-        _store(scaled + at, r * after[None, :], mask, ASSEMBLY)
-        tl.store(new_squares + tile * M + row, tl.sum(r * r, axis=1), mask=there)
-    else:
-        _store(out + row[:, None] * N + n[None, :], y, mask, ASSEMBLY)
+        _store(scaled + at, y * after[None, :], mask, ASSEMBLY)
+        tl.store(new_squares + tile * M + row, tl.sum(y * y, axis=1), mask=there)
+    _store(out + at, y, mask, ASSEMBLY)
 
 
 @triton.jit

@@ -208,7 +208,7 @@ def _codes(w: PortableWeight) -> jax.Array:
     if w.format == "nf4":
         codes = [bits >> 4 * part & 15 for part in range(4)]
     else:
-        sign = [bits >> place & 1 for place in (15, 12, 9, 14)]
+        sign = [bits >> shift & 1 for shift in (15, 12, 9, 14)]
         rest = [bits >> 6 & 7, bits >> 3 & 7, bits & 7, (bits >> 13 & 1) << 2 | bits >> 10 & 3]
         codes = [s << 3 | r for s, r in zip(sign, rest, strict=True)]
     codes = jnp.moveaxis(jnp.stack(codes, -2), -4, -3).astype(jnp.uint8)

@@ -80,11 +80,11 @@ def pick_config(m: int, n: int, k: int) -> Config:
     H200, then the H200's row is used.
     """
     card, problem = runtime.device(), (_bucket(m), n, k)
-    found = table_of(runtime.device_kind()).get(problem)
+    config = table_of(runtime.device_kind()).get(problem)
     alike = lambda other: (other.compute_capability, other.processors)
-    if found is None and alike(card) == alike(runtime.H200):
-        found = table_of(runtime.H200.name).get(problem)
-    return found or heuristic(m, n, k)
+    if config is None and alike(card) == alike(runtime.H200):
+        config = table_of(runtime.H200.name).get(problem)
+    return config or heuristic(m, n, k)
 
 
 def heuristic(m: int, n: int, k: int) -> Config:
@@ -123,7 +123,7 @@ def candidates(m: int, n: int, k: int) -> list[Config]:
     There are only one or two dozen, because each takes seconds to compile.
     """
     rows, chunks = whole(n), -(-k // CHUNK)
-    found = [heuristic(m, n, k)]
+    configs = [heuristic(m, n, k)]
     deep = [(u, s) for u, s in ((1, 4), (2, 3), (2, 4), (4, 3)) if chunks % u == 0]
     # Units and stages matter most with the heuristic's tile; other tiles are tried with one choice of them.
     large = m > 32 and rows % 128 == 0
@@ -136,10 +136,10 @@ def candidates(m: int, n: int, k: int) -> list[Config]:
                 most = max(1, chunks // units // 2)
                 programs = load * runtime.device().processors * 64 // block_n
                 split = min(max(1, round(programs / (rows // block_n))), most, 16)
-                found.append(Config(block_n, units, split, warps, stages))
+                configs.append(Config(block_n, units, split, warps, stages))
     fits = lambda c: prefetched(m, c) <= runtime.device().shared_bytes
     can_run = lambda c: fits(c) and not (_uses_tensor_memory() and c.warps >= 4)
-    return list(dict.fromkeys(filter(can_run, found)))
+    return list(dict.fromkeys(filter(can_run, configs)))
 
 
 def path_of(device_kind: str) -> pathlib.Path:

@@ -21,7 +21,7 @@ from flax.traverse_util import flatten_dict
 from pallas_kernels import decode_attention, rounded, runtime
 from pallas_kernels.finished_linear import decode as fused
 from pallas_kernels.finished_linear import gated, residual_stream
-from pallas_kernels.finished_linear.lora import Branch, pack_branch
+from pallas_kernels.finished_linear.lora import PackedLora, pack_lora
 from pallas_kernels.portable import epilogue as portable
 from pallas_kernels.portable import layout as portable_layout
 from qerl_jax.config import DENSE
@@ -61,7 +61,7 @@ class FusedWeights:
     weights: dict[str, Any]
     divisors: dict[str, jax.Array]
     biases: dict[str, jax.Array]
-    branches: dict[str, Branch | portable.Branch]
+    branches: dict[str, PackedLora | portable.PortableLora]
     embedding: jax.Array
     first_scale: jax.Array
     scales: dict[str, jax.Array]
@@ -230,16 +230,16 @@ def policy(
         value = held[*path, "scale"].astype(jnp.float32)
         return value + noise[*path, "scale"] if (*path, "scale") in noise else value
 
-    def branch(linear: str, shape: lora.LinearShape) -> Branch | portable.Branch:
+    def branch(linear: str, shape: lora.LinearShape) -> PackedLora | portable.PortableLora:
         at = [("layers", linear, name) for name, _ in model.arch.linears()[linear]]
         pairs = [
             (params[*path, "a"], shape.scaled(params[*path, "b"], part))
             for part, path in enumerate(at)
         ]
         if is_portable:
-            return portable.pack_branch(pairs, shape.factor)
+            return portable.pack_lora(pairs, shape.factor)
         is_paired = getattr(weights[linear], "is_paired", False)
-        return pack_branch(pairs, shape.factor, is_packed=is_packed, is_paired=is_paired)
+        return pack_lora(pairs, shape.factor, is_packed=is_packed, is_paired=is_paired)
 
     def divisor(weight: Any) -> jax.Array:
         return weight.multiplier if is_portable else fused.sliceable(weight.global_scale)

@@ -14,7 +14,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from pallas_kernels import rounded, runtime
-from pallas_kernels.linear import Branch
+from pallas_kernels.linear import LoraTerm
 from qerl_jax.model.architecture import Architecture
 
 
@@ -43,7 +43,7 @@ def logits(hidden: jax.Array, head: jax.Array) -> jax.Array:
 
 def branches(
     adapters: Sequence[tuple[jax.Array, jax.Array, jax.Array]], scaling: float
-) -> list[Branch]:
+) -> list[LoraTerm]:
     """Computes LoRA branches `scaling * (x A) B` (arXiv 2106.09685) as pairs x A and scaling * B, in x's dtype.
 
     Args:

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import FORMATS, decode_attention, prepare, rounded
-from pallas_kernels.finished_linear import finished_linear, prepare_branches
+from pallas_kernels.finished_linear import finished_linear, prepare_lora
 from qerl_jax.config import DENSE, LoraConfig, Remat, Weights
 from qerl_jax.distributed import sharding
 from qerl_jax.model import kv_cache, layers, packing
@@ -605,7 +605,7 @@ def with_prepared_adapter(
         weight = None if linear in partly or model.group > 1 else stacked[linear]["weight"]
         bias, has_unit = stacked[linear].get("bias"), linear in ("qkv", "gate_up")
         of_layer = functools.partial(
-            prepare_branches,
+            prepare_lora,
             scaling=shape.factor,
             weight=weight,
             dtype=model.dtype,

@@ -92,7 +92,7 @@ def launches(capability: int, rows: Sequence[int] = (8, 64)) -> list[Any]:
             (array((layers, k, rank), jnp.float32), array((layers, rank, size), jnp.float32))
             for size in sizes
         ]
-        packed = functools.partial(epilogue.pack_branch, scaling=1.0)
+        packed = functools.partial(epilogue.pack_lora, scaling=1.0)
         branch = jax.eval_shape(packed, pairs) if rank else None
         scale = array((layers, n), jnp.float32)
         stream = jax.eval_shape(

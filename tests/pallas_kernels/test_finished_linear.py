@@ -59,7 +59,7 @@ def test_prepared_matrices_give_the_bits_of_those_they_were_made_of(dtype):
     key = functools.partial(jax.random.normal, jax.random.key(2))
     x, weight, residual = key((5, 48), dtype), key((40, 48), dtype), key((5, 40), dtype)
     matrices = [(key((48, 8)), key((8, size))) for size in (24, 16)]
-    prepared = finished_linear.prepare_branches(
+    prepared = finished_linear.prepare_lora(
         matrices, None, 0.3, weight, dtype, rows=5, has_unit=False
     )
     assert prepared.b is None and len(prepared.ups) == (2 if dtype == jnp.float32 else 1)
@@ -92,7 +92,7 @@ def test_matrices_prepared_for_the_kernel_are_those_that_it_makes_itself(
         )
         for size in sizes
     ]
-    prepared = finished_linear.prepare_branches(
+    prepared = finished_linear.prepare_lora(
         matrices, case.bias, 0.5, w, jnp.bfloat16, rows=160, has_unit=True
     )
     branches = [

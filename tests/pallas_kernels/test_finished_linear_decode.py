@@ -25,7 +25,7 @@ EPS = 1e-6
 random = jax.jit(nvfp4.random, static_argnums=1, static_argnames="std")
 scaled_codes = jax.jit(nvfp4.scaled_codes, static_argnums=1)
 prepare = jax.jit(layout.prepare, static_argnames="is_paired")
-pack_branch = jax.jit(lora.pack_branch, static_argnames=("is_packed", "is_paired"))
+pack_lora = jax.jit(lora.pack_lora, static_argnames=("is_packed", "is_paired"))
 stream_of = jax.jit(residual_stream.stream)
 
 
@@ -72,7 +72,7 @@ def assert_rounded(actual, wanted, *, share=0.01):
 def run(m, n, k, config, *, rank, sizes, x=None, bias=None, interpret=True, **options):
     t = random(jax.random.key(7), (n, k), std=k**-0.5)
     parts = branches(k, rank, sizes) if rank else []
-    branch = pack_branch(parts, 0.5, is_packed=True) if rank else None
+    branch = pack_lora(parts, 0.5, is_packed=True) if rank else None
     x = normal(8, (m, k)) if x is None else x
     y = fused.linear(
         x,
@@ -177,7 +177,7 @@ def test_a_piece_is_in_the_order_of_a_warpgroups_registers():
 @pytest.mark.parametrize("rank", [8, 24, 32, 64, 128])
 def test_a_row_of_b_meets_the_ranks_of_its_own_part_alone(rank, sizes):
     parts = [(jnp.ones((64, rank)), jnp.full((rank, n), i + 1.0)) for i, n in enumerate(sizes)]
-    branch = pack_branch(parts, 1.0, is_packed=False)
+    branch = pack_lora(parts, 1.0, is_packed=False)
     # Column j of a row of b meets row first + j of u: count what each row of the base picks up.
     filled = [layout.whole(size) for size in sizes]
     ranks = np.zeros((sum(filled), branch.a.shape[0]))
@@ -265,7 +265,7 @@ def test_a_linear_of_any_size_meets_plain_arithmetic(
     t = random(jax.random.key(7), (n, k), std=k**-0.5)
     t = dataclasses.replace(t, global_scale=t.global_scale * scales)
     parts, x = branches(k, rank, sizes) if rank else [], normal(8, (m, k))
-    branch = pack_branch(parts, 0.5, is_packed=is_packed) if rank else None
+    branch = pack_lora(parts, 0.5, is_packed=is_packed) if rank else None
     w = prepare(t) if is_packed else nvfp4.dequantize(t, jnp.bfloat16)
     y = fused.linear(x, w, bias=bias, branch=branch, config=config, interpret=True)
     if not is_packed:
@@ -298,7 +298,7 @@ def test_a_linear_of_any_size_meets_plain_arithmetic(
 )
 def test_with_low_tiles_of_a_a_linear_meets_plain_arithmetic(capfd, m, n, k, rank, sizes, config):
     parts = branches(k, rank, sizes)
-    branch = pack_branch(parts, 0.5, is_packed=True)
+    branch = pack_lora(parts, 0.5, is_packed=True)
     assert branch.height == 32
     x, t, parts, y = run(m, n, k, config, rank=rank, sizes=sizes)
     assert_rounded(y, expected(f32(x), t, parts, None))
@@ -318,7 +318,7 @@ def test_what_fills_up_n_and_k_changes_no_bit(rank):
     whole_parts = [(more(a, 128, rank or 1), more(b, rank or 1, 128)) for a, b in parts]
 
     def run(x, t, bias, parts):
-        branch = pack_branch(parts, 0.5, is_packed=True) if rank else None
+        branch = pack_lora(parts, 0.5, is_packed=True) if rank else None
         w = prepare(t)
         return fused.linear(x, w, bias=bias, branch=branch, config=config, interpret=True)
 

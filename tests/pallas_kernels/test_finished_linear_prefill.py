@@ -33,7 +33,7 @@ class Linear:
 
     x: jax.Array
     weight: nvfp4.NVFP4Tensor
-    branches: list[linear.Branch]
+    branches: list[linear.LoraTerm]
     unit: jax.Array
     bias: jax.Array | None
 

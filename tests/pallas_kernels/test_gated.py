@@ -14,7 +14,7 @@ from pallas_kernels.finished_linear import (
     gated,
     gated_config,
     lora,
-    prepare_branches,
+    prepare_lora,
 )
 from pallas_kernels.finished_linear.gated_config import Config
 from pallas_kernels.nvfp4_matmul import api, layout, shapes
@@ -27,7 +27,7 @@ from tests.pallas_kernels.test_finished_linear_decode import (
     f32,
     normal,
     on_cpu,
-    pack_branch,
+    pack_lora,
     prepare,
     random,
     rounded,
@@ -45,7 +45,7 @@ def run(m, inner, k, rank, config=None, *, has_own_scales=False, interpret=True,
     """Returns the result of the kernel for a stream, and that of plain arithmetic."""
     t = weight(2 * inner, k, has_own_scales=has_own_scales)
     parts = branches(k, rank, (inner, inner)) if rank else []
-    branch = pack_branch(parts, 0.5, is_packed=True, is_paired=True) if rank else None
+    branch = pack_lora(parts, 0.5, is_packed=True, is_paired=True) if rank else None
     scale = 1 + 0.1 * normal(3, (k,), 1.0, jnp.float32)
     stream = stream_of(normal(2, (m, k), 3.0) if x is None else x, scale)
     device = None
@@ -123,7 +123,7 @@ def test_products_of_many_rows_do_not_see_the_order_of_rows(has_own_scales):
 
     matrices, bias = branches(k, 8, (n // 2, n // 2)), normal(3, (n,))
     ready = [(x @ a.astype(x.dtype), b.astype(x.dtype)) for a, b in matrices]
-    prepared = lambda w: prepare_branches(matrices, bias, 1.0, w, x.dtype, rows=m, has_unit=True)
+    prepared = lambda w: prepare_lora(matrices, bias, 1.0, w, x.dtype, rows=m, has_unit=True)
     finish = lambda w, more: f32(finished_linear(x, w, more, unit=jnp.full((m, 1), 0.7), bias=bias))
     wanted = finish(joined, ready)
     for more in (ready, prepared(paired), prepared(None)):
@@ -247,6 +247,6 @@ def test_a_linear_of_decoding_finds_the_kernel_by_its_weight():
     options = {"eps": EPS, "config": config, "interpret": True}
     y = fused.linear(stream, w, is_swiglu=True, **options)
     np.testing.assert_array_equal(y, gated.linear(stream, w, **options))
-    branch = pack_branch(branches(128, 8, (64, 64)), 0.5, is_packed=True)
+    branch = pack_lora(branches(128, 8, (64, 64)), 0.5, is_packed=True)
     with pytest.raises(NotImplementedError, match="those of LoRA's B are not"):
         fused.linear(stream, w, is_swiglu=True, branch=branch, **options)

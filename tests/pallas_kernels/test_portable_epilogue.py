@@ -60,7 +60,7 @@ def definition(w, matrices, bias, x, *, unit=None, residual=None):
 
 
 def linear(w, matrices, bias, x, sizes, residual=None, **options):
-    branch = None if matrices is None else epilogue.pack_branch(matrices, 0.5)
+    branch = None if matrices is None else epilogue.pack_lora(matrices, 0.5)
 
     @jax.jit
     def run(x, residual):
@@ -154,7 +154,7 @@ def test_ranks_are_filled_up_to_powers_of_two():
         (jnp.ones((2, 64, 24)), jnp.ones((2, 24, 40))),
         (jnp.ones((2, 64, 24)), jnp.ones((2, 24, 8))),
     ]
-    branch = epilogue.pack_branch(matrices, 3.0)
+    branch = epilogue.pack_lora(matrices, 3.0)
     assert branch.a.shape == (2, 64, 64) and branch.b.shape == (2, 48, 32)
     assert branch.sizes == (40, 8) and branch.rank == 32
     np.testing.assert_array_equal(np.float32(branch.b).sum(axis=-1), 72)
