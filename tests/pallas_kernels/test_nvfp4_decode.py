@@ -315,10 +315,10 @@ def test_a_prepared_weight_is_multiplied_anywhere_and_gives_the_same_derivative(
 def test_the_kernel_is_refused_without_its_device_or_its_layout():
     x, t = normal(0, (2, 64)), weight(0, 64, 64)
     with pytest.raises(
-        NotImplementedError, match="'hopper': needs a GPU of compute capability 9.0"
+        NotImplementedError, match="'decode': needs a GPU of compute capability 9.0"
     ):
         nvfp4_matmul(x, prepare(t), implementation="decode")
-    with pytest.raises(ValueError, match=r"one of \['reference'\] or None; got 'hopper'"):
+    with pytest.raises(ValueError, match=r"one of \['reference'\] or None; got 'decode'"):
         nvfp4_matmul(x, t, implementation="decode")
 
 
