@@ -86,11 +86,11 @@ def test_a_package_imports_only_from_those_above_it(name):
     assert [other for other in others if LEVEL.get(other, len(ORDER)) >= LEVEL[name]] == []
 
 
-def test_modules_of_a_package_import_each_other_without_cycles():
+def test_modules_import_each_other_without_cycles():
     import graphlib
 
     graph = {}
-    for path in itertools.chain(*map(files, packages())):
+    for path in itertools.chain(*map(files, packages()), (ROOT / "pallas_kernels").rglob("*.py")):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         graph[module] = {name.rpartition(".")[0] for name in imports(path)} | set(imports(path))
     graphlib.TopologicalSorter(graph).prepare()
@@ -144,8 +144,8 @@ def test_library_runs_without_torch():
     assert "torch" not in set(itertools.chain(*map(roots, paths)))
 
 
-def test_no_function_of_a_kernel_is_longer_than_150_lines():
+def test_no_function_of_a_kernel_is_longer_than_120_lines():
     for path in (ROOT / "pallas_kernels").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef):
-                assert node.end_lineno - node.lineno < 150, f"{path.name}: {node.name}"
+                assert node.end_lineno - node.lineno < 120, f"{path.name}: {node.name}"
