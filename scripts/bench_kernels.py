@@ -34,9 +34,9 @@ from pallas_kernels.decode_attention import decode as attention
 from pallas_kernels.decode_attention import decode_attention as attend_any
 from pallas_kernels.decode_attention import reference as attention_reference
 from pallas_kernels.finished_linear import decode as fused
-from pallas_kernels.finished_linear import epilogue, finished_linear, gated, lora
+from pallas_kernels.finished_linear import finished_linear, gated_config, lora, residual_stream
 from pallas_kernels.formats.nvfp4 import NVFP4Tensor
-from pallas_kernels.nvfp4_matmul import config as configs
+from pallas_kernels.nvfp4_matmul import decode_config as configs
 from pallas_kernels.nvfp4_matmul import layout, nvfp4_matmul, reference, shapes
 from pallas_kernels.portable import layout as portable_layout
 from pallas_kernels.portable import matmul as portable
@@ -291,7 +291,7 @@ def branch_of(n: int, k: int, rank: int, *, is_paired: bool) -> Any:
         return None
     normal = lambda seed, shape, std: std * jax.random.normal(jax.random.key(seed), shape)
     pairs = [(normal(s, (k, rank), k**-0.5), normal(s + 9, (rank, n // 2), 1.0)) for s in (1, 2)]
-    return lora.pack_branch(pairs, 1.0, is_packed=True, is_paired=is_paired)
+    return lora.pack_lora(pairs, 1.0, is_packed=True, is_paired=is_paired)
 
 
 def gate_up(case: SimpleNamespace) -> Callable[[Tell], None]:
@@ -301,10 +301,10 @@ def gate_up(case: SimpleNamespace) -> Callable[[Tell], None]:
     """
     problem, m = problem_of(case), fused.padded(case.m)
     n, k = problem.n, problem.k
-    stream = epilogue.stream(
+    stream = residual_stream.stream(
         3 * jax.random.normal(jax.random.key(8), (m, k), jnp.bfloat16), jnp.ones(k)
     )
-    changed = epilogue.stream(stream.values.T.at[1:].multiply(-3), jnp.ones(k))
+    changed = residual_stream.stream(stream.values.T.at[1:].multiply(-3), jnp.ones(k))
     tensor = jax.jit(nvfp4.random, static_argnums=1)(jax.random.key(7), (n, k))
     options = {"eps": EPS, "is_swiglu": True, "interpret": runtime.platform() != "gpu"}
 
@@ -334,7 +334,7 @@ def gate_up(case: SimpleNamespace) -> Callable[[Tell], None]:
     run = rounds_of(call, jax.ShapeDtypeStruct((m, n // 2), jnp.bfloat16))
     operands, floor = (weights, counters), floor_us(m, n, k)
     ranks = lora.filled_rank(case.rank) if case.rank else 0
-    config = gated.pick_config(m, n, k, rank=ranks) if is_paired else None
+    config = gated_config.pick_config(m, n, k, rank=ranks) if is_paired else None
 
     def measure(tell: Tell) -> None:
         spent = timing(run, x, operands, calls=length_of(weights))
@@ -574,7 +574,7 @@ def tune(case: SimpleNamespace) -> Callable[[Tell], None]:
     if kernels == "hopper":
         candidates = [c for c in candidates if not configs.supports(m, n, k, c, with_adapter=True)]
         pair = jnp.ones((k, RANK)), jnp.ones((RANK, out.shape[1]))
-        branch = lora.pack_branch([pair] * (2 if is_swiglu else 1), 1.0, is_packed=True)
+        branch = lora.pack_lora([pair] * (2 if is_swiglu else 1), 1.0, is_packed=True)
 
     candidates = candidates[: case.most or None]
 
