@@ -154,19 +154,15 @@ def random_experience(
     return make_experience(rollout, signs.reshape(len(prompt_lengths), -1), **options)
 
 
-def updater(
-    cfg: config.RunConfig, steps: int
-) -> tuple[Callable[[Any, int], dict], memory.MemoryPlan]:
+def updater(cfg: config.RunConfig, steps: int) -> tuple[Callable[[Any, int], dict], memory.Plan]:
     """Makes a function of rows and a number that does an update, and the plan of its memory."""
     arch = shape_of(cfg.model.model_name_or_path)
     lora = config.LoraConfig(cfg.lora.rank, cfg.lora.alpha)
     model = Transformer(arch, cfg.model.weights, lora, jnp.dtype(cfg.model.dtype))
     frozen = random_base(model, jax.random.key(0))
     state = updates.init_state(init_params(model, frozen, jax.random.key(1)), cfg.optim)
-    limit = memory.device_memory()
-    improve = updates.make_updater(
-        memory.planned(cfg, limit=limit), model, min(151_665, arch.vocab_size), steps
-    )
+    plan = memory.plan(cfg, limit=memory.device_memory())
+    improve = updates.make_updater(plan.cfg, model, min(151_665, arch.vocab_size), steps)
 
     def step(experience: Any, number: int) -> dict[str, Any]:
         nonlocal state
@@ -175,7 +171,7 @@ def updater(
         assert math.isfinite(metrics["grad_norm"]) and metrics["grad_norm"] > 0, metrics
         return metrics
 
-    return step, memory.estimate(cfg, limit=limit)
+    return step, plan
 
 
 def update(case: SimpleNamespace) -> Callable[[Tell], None]:
@@ -219,7 +215,7 @@ def step(case: SimpleNamespace) -> Callable[[Tell], None]:
     def measure(tell: Tell) -> None:
         with tempfile.TemporaryDirectory() as folder:
             cfg = configured(case, folder)
-            plan = memory.estimate(cfg, limit=memory.device_memory())
+            plan = memory.plan(cfg, limit=memory.device_memory())
             trainer.train(cfg, quiet=True)
             rows = read_metrics(folder)
         norms = [row["grad_norm"] for row in rows]

@@ -73,10 +73,9 @@ def main() -> None:
     limit, device = (card.limit, card.device) if card else (memory.device_memory(), None)
     # The shape of a published model is known, so a plan needs no download.
     arch = None if args.folder else architecture.KNOWN[f"qwen2.5-{args.model}"]
-    plan = memory.estimate(cfg, arch, limit=limit, device=device)
-    print(*plan.lines(limit), *expected_time(args.model, cfg), sep="\n", flush=True)
-    if limit is not None:
-        plan.require(limit)
+    plan = memory.plan(cfg, arch, limit=limit, device=device)
+    print(plan, *expected_time(args.model, cfg), sep="\n", flush=True)
+    plan.require()
     if args.plan_only:
         return
     if jax.default_backend() == "cpu" and not args.quick:

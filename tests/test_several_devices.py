@@ -37,7 +37,7 @@ from qerl_jax.generation.fleet import Fleet
 from qerl_jax.model.transformer import Transformer, abstract_base, random_base, trainable
 from qerl_jax.rl import grpo, rollouts, update
 from qerl_jax.tracking import logger
-from qerl_jax.training import setup
+from qerl_jax.training import devices as run_devices
 from qerl_jax.training.trainer import train
 from tests import test_tiny_run as tiny
 from tests.qerl_jax.generation import test_drafts as draft_tests
@@ -631,15 +631,15 @@ def test_problems_are_filtered_on_the_mesh_of_the_config(tmp_path, monkeypatch):
 def test_a_run_says_which_devices_it_uses_and_what_depends_on_timing():
     several, shared = replicas(3), replicas(1, tensor=2)
     cfg = tiny.small("any", deterministic=True)
-    first, warning = setup._about_devices(cfg, several)
+    first, warning = run_devices.about(cfg, several)
     assert (
         first == f"devices: 3 of {jax.device_count()} ({jax.devices()[0].device_kind}), 3 replicas"
     )
     assert "set rollout.compact = false" in warning
     fixed = {"num_generations": 4, "max_completion_length": 32, "compact": False}
-    assert setup._about_devices(tiny.small("any", deterministic=True, rollout=fixed), several) == [
+    assert run_devices.about(tiny.small("any", deterministic=True, rollout=fixed), several) == [
         first
     ]
     changes = {"model": {"gradient_checkpointing": "layer"}, "mesh": MeshConfig(data=1, tensor=2)}
-    (line,) = setup._about_devices(tiny.small("any", **changes, deterministic=True), shared)
+    (line,) = run_devices.about(tiny.small("any", **changes, deterministic=True), shared)
     assert line.endswith("1 replica, each of 2 (mesh.tensor)") and ": 2 of " in line

@@ -30,7 +30,7 @@ from qerl_jax.rewards import scoring, stock
 from qerl_jax.rl import optimizer, rollouts
 from qerl_jax.system.files import DiskError
 from qerl_jax.tracking import logger
-from qerl_jax.training.setup import check_folder
+from qerl_jax.training.run_folder import earlier_run
 from qerl_jax.training.trainer import train
 from tests.golden_files import GOLDEN
 
@@ -414,11 +414,11 @@ def test_the_divergence_of_a_run_that_goes_on_is_from_its_adapter_or_the_base(
 def test_another_config_may_not_resume_a_run(tmp_path):
     cfg = small(tmp_path / "run")
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.toml").write_text(config.dump(cfg))
+    config.write_run(tmp_path / "run", cfg)
     other = dataclasses.replace(
         cfg, seed=7, optim=dataclasses.replace(cfg.optim, learning_rate=1e-3)
     )
-    check_folder(other)  # no checkpoint: nothing is resumed
+    earlier_run(other)  # no checkpoint: nothing is resumed
     (tmp_path / "run" / "checkpoints" / "2").mkdir(parents=True)
     with pytest.raises(
         config.ConfigError,
@@ -432,7 +432,7 @@ def test_another_config_may_not_resume_a_run(tmp_path):
 def test_a_run_may_go_on_with_other_settings_of_what_is_on_a_device(tmp_path):
     cfg = small(tmp_path / "run", rollout={"num_generations": 4, "kv_cache_tokens": 4096})
     (tmp_path / "run" / "checkpoints" / "2").mkdir(parents=True)
-    (tmp_path / "run" / "config.toml").write_text(config.dump(cfg))
+    config.write_run(tmp_path / "run", cfg)
     # As where it goes on on devices that share a base, which refuses "none".
     changes = {
         "model": {"gradient_checkpointing": "auto"},
@@ -445,10 +445,10 @@ def test_a_run_may_go_on_with_other_settings_of_what_is_on_a_device(tmp_path):
         "mesh": config.MeshConfig(data=1, fsdp=2),
     }
     other = small(tmp_path / "run", **changes)
-    assert check_folder(other) == cfg
+    assert earlier_run(other) == cfg
     changes["rollout"]["temperature"] = 0.5
     with pytest.raises(config.ConfigError, match="another rollout.temperature"):
-        check_folder(small(tmp_path / "run", **changes))
+        earlier_run(small(tmp_path / "run", **changes))
 
 
 @pytest.mark.slow
@@ -489,7 +489,7 @@ def test_rows_are_held_against_the_context_of_the_base_that_was_loaded(tmp_path,
     # As of a hub name: a shape, of whose bases some have a longer context than others.
     unsaid = {"qerl-tiny": dataclasses.replace(arch, context=None)}
     monkeypatch.setattr(architecture, "KNOWN", unsaid)
-    assert memory.estimate(cfg).peak
+    assert memory.plan(cfg).peak
     with pytest.raises(
         ValueError, match=f"more than the {arch.context} that the model was made for"
     ):
@@ -709,7 +709,7 @@ def test_a_device_that_reports_its_memory_has_the_plan_beside_the_peak(
     tmp_path, monkeypatch, capsys
 ):
     cfg = small(tmp_path / "run", max_steps=1)
-    planned = memory.estimate(cfg, limit=80_000_000_000)
+    planned = memory.plan(cfg, limit=80_000_000_000)
     stats = {
         "bytes_limit": 80_000_000_000,
         "bytes_in_use": planned.size("always"),

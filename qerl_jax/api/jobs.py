@@ -1,6 +1,5 @@
 """The jobs of the command line as functions: measure, export, quantize, plan, report."""
 
-import dataclasses
 import os
 import pathlib
 import sys
@@ -16,11 +15,11 @@ from qerl_jax.api.settings import Config, Mesh, given_mesh, options_of, run_conf
 from qerl_jax.checkpoint import export as exports
 from qerl_jax.checkpoint import policy as sources
 from qerl_jax.checkpoint.policy import PolicySource
-from qerl_jax.config import BlockScales, MeshConfig, PackedFormat
+from qerl_jax.config import BlockScales, MeshConfig, PackedFormat, Weights
 from qerl_jax.evaluation import benchmark
 from qerl_jax.evaluation.options import EvalOptions
 from qerl_jax.planning import cards, memory
-from qerl_jax.planning.memory import MemoryPlan
+from qerl_jax.planning.memory import Plan
 from qerl_jax.quantization import quantizer
 from qerl_jax.quantization.calibration import Calibration
 from qerl_jax.system.checked import ConfigError, require
@@ -131,6 +130,8 @@ def export(
     step: int | None = None,
     limit: float | None = None,
     overwrite: bool = False,
+    model: str | None = None,
+    weights: Weights | None = None,
 ) -> dict[str, Any]:
     """Writes what a run has learned for other programs, and checks it against the trained policy.
 
@@ -139,7 +140,7 @@ def export(
     True
 
     Args:
-        run: A run, its folder, or a policy that was loaded from one.
+        run: A run, its folder, a policy that was loaded from one, or the folder of an adapter.
         out: The new folder. It appears whole or not at all.
         to: "peft" is the adapter; "merged" a whole 16-bit model; "nvfp4" that model packed again; "pair" the
             packed base and the adapter in two folders, for engines that load both.
@@ -149,6 +150,8 @@ def export(
         step: Step of the checkpoint to take; absent means the final adapter, or the newest checkpoint.
         limit: Largest mean difference of log-probabilities, in nats; absent means what rounding explains.
         overwrite: Whether an earlier export in `out` is replaced.
+        model: The base of an adapter without its run; absent means the one that its adapter_config.json names.
+        weights: The form of that base's weights in training; absent means "nvfp4".
 
     Returns:
         How far the export is from the trained policy, as its export.json has it.
@@ -176,7 +179,15 @@ def export(
     require(isinstance(run, str | os.PathLike), "run", run, "must be a run, or its folder")
     runtime.use_compilation_cache()
     return exports.export(
-        os.fspath(run), to, out, base=base, step=step, limit=limit, overwrite=overwrite
+        os.fspath(run),
+        to,
+        out,
+        base=base,
+        step=step,
+        limit=limit,
+        overwrite=overwrite,
+        model=model,
+        weights=weights,
     )
 
 
@@ -250,45 +261,6 @@ def quantize(
         return quantizer.quantize(os.fspath(source), target, recipe, log, move)
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """The estimated device memory of a run; `print` shows it as a table.
-
-    Attributes:
-        memory: The items by phase, and their sizes in bytes.
-        limit: Bytes that the device offers; None where it does not say.
-    """
-
-    memory: MemoryPlan
-    limit: int | None
-
-    @property
-    def peak(self) -> int:
-        """Bytes of the phase that needs the most."""
-        return self.memory.peak
-
-    @property
-    def fits(self) -> bool | None:
-        """Whether the run fits; None where the device does not say how much memory it has."""
-        try:
-            self.require()
-        except ConfigError:
-            return False
-        return None if self.limit is None else True
-
-    def require(self) -> None:
-        """Refuses a run that does not fit, as `train` does.
-
-        Raises:
-            ConfigError: Names the fields to change, or what would fit if no field is enough.
-        """
-        if self.limit is not None:
-            self.memory.require(self.limit)
-
-    def __str__(self) -> str:
-        return "\n".join(self.memory.lines(self.limit))
-
-
 def plan(
     config: Config,
     device_memory: str | int | None = None,
@@ -319,7 +291,7 @@ def plan(
     if device_memory is not None:
         limit = memory.parse_size(str(device_memory))
     planned_for = None if card is None else card.device
-    return Plan(memory.estimate(cfg, limit=limit, device=planned_for), limit)
+    return memory.plan(cfg, limit=limit, device=planned_for)
 
 
 def report(*runs: str | os.PathLike, output_dir: str | os.PathLike | None = None) -> pathlib.Path:

@@ -48,7 +48,7 @@ class Run:
     @property
     def config(self) -> RunConfig:
         """The config of the run."""
-        return configs.load(self.folder / "config.toml")
+        return configs.load_run(self.folder)
 
     @property
     def metrics(self) -> "pandas.DataFrame":
@@ -107,10 +107,12 @@ def load_run(folder: str | os.PathLike) -> Run:
 
     Raises:
         FileNotFoundError: When it is no run folder.
+        ConfigError: When another version has written it in another format.
     """
     folder = pathlib.Path(folder)
     if not (folder / "config.toml").is_file():
         raise FileNotFoundError(f"no config.toml in {folder}: not a run folder")
+    configs.load_run(folder)
     return Run(folder)
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,40 @@ from flax.traverse_util import flatten_dict
 from qerl_jax.aqn import schedule as aqn
 from qerl_jax.aqn.draw import row_noise
 from qerl_jax.config import NoiseConfig
+from qerl_jax.distributed.mesh import Replicas
 from qerl_jax.model import transformer
 
 # The metric that an adaptive sigma follows.
 _SIGNALS = {"entropy": "sampling/entropy", "kl": "sampling/kl_k3", "reward": "reward"}
+
+
+@dataclasses.dataclass(frozen=True)
+class StepNoise:
+    """The noise of a step.
+
+    Attributes:
+        vectors: The `noise` collection, or `RowNoise`; None for no noise.
+        metrics: Metrics under `aqn/`; empty without noise.
+        in_updates: Whether updates have the same noise as sampling.
+    """
+
+    vectors: Any = None
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    in_updates: bool = False
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """The noise as a collection of variables for sampling; empty without noise."""
+        return {} if self.vectors is None else {"noise": self.vectors}
+
+    @property
+    def of_updates(self) -> Any:
+        """The noise of updates; None if they have none."""
+        return self.vectors if self.in_updates else None
+
+    def on(self, replicas: Replicas) -> Self:
+        """Returns the same noise on the devices of all replicas."""
+        return dataclasses.replace(self, vectors=replicas.hold(self.vectors))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,31 +68,29 @@ class Exploration:
         """The initial sigma of an adaptive schedule; None for other schedules."""
         return self.cfg.sigma_start if self._adapts else None
 
-    def __call__(
-        self, step: int, place: int, sigma: float | None
-    ) -> tuple[dict[str, Any], dict[str, float]]:
-        """Returns the noise, as a dictionary with the entry "noise", and its metrics; both are empty without noise.
+    def __call__(self, step: int, schedule_step: int, sigma: float | None) -> StepNoise:
+        """Returns the noise of a step.
 
         Args:
             step: Optimizer steps done; determines the random numbers.
-            place: The run's position on the schedule.
+            schedule_step: The run's position on the schedule.
             sigma: Sigma of an adaptive schedule, from `adapted`; other schedules do not use it.
         """
         if self.cfg is None:
-            return {}, {}
-        stage = int(self.stage(place))
-        now = jnp.float32(sigma if stage else 0) if self._adapts else self.scheduled(place)
+            return StepNoise()
+        stage = int(self.stage(schedule_step))
+        now = jnp.float32(sigma if stage else 0) if self._adapts else self.scheduled(schedule_step)
         metrics = {"aqn/sigma": float(now), "aqn/stage": stage}
-        return {"noise": self.draw(step, now)}, metrics
+        return StepNoise(self.draw(step, now), metrics, self.cfg.scope == "both")
 
     def adapted(
-        self, sigma: float | None, place: int, metrics: Mapping[str, float]
+        self, sigma: float | None, schedule_step: int, metrics: Mapping[str, float]
     ) -> float | None:
         """Returns the next sigma of an adaptive schedule, given the metrics of a step; others return `sigma`.
 
         It does not change in stage 0, where metrics do not depend on it.
         """
-        if not self._adapts or not int(self.stage(place)):
+        if not self._adapts or not int(self.stage(schedule_step)):
             return sigma
         return aqn.adapted_sigma(
             sigma,
@@ -97,7 +125,7 @@ def make_exploration(
         ends = {"sigma_start": cfg.sigma_start, "sigma_end": cfg.sigma_end}
         sigma = aqn.sigma_schedule(cfg.schedule, exponent=cfg.exponent, **ends, **stages)
     draw = jax.jit(lambda step, sigma: _drawn(cfg, model, aqn.step_key(key, step), sigma))
-    return Exploration(cfg, lambda place: aqn.stage(place, **stages), sigma, draw)
+    return Exploration(cfg, lambda step: aqn.stage(step, **stages), sigma, draw)
 
 
 def abstract_noise(cfg: NoiseConfig, model: transformer.Transformer) -> Any:

@@ -26,7 +26,7 @@ import numpy as np
 from pallas_kernels import NumberFormat
 from qerl_jax import config
 from qerl_jax.checkpoint import base_model, hf_folder, packed_formats, peft, run_state
-from qerl_jax.checkpoint.policy import load_base, saved, trained_model
+from qerl_jax.checkpoint.policy import PolicySource, find_policy, load_base, saved, trained_model
 from qerl_jax.data import arithmetic, tokenizer
 from qerl_jax.model import architecture, layers, logprobs, lora, transformer
 from qerl_jax.system.checked import require
@@ -60,11 +60,13 @@ def export(
     step: int | None = None,
     limit: float | None = None,
     overwrite: bool = False,
+    model: str | None = None,
+    weights: config.Weights | None = None,
 ) -> dict[str, Any]:
     """Writes the trained policy of a run, and checks that the written policy is the same.
 
     Args:
-        run: A run folder.
+        run: A run folder, or the folder of an adapter.
         to: The kind of export.
         out: The new folder, written completely or not at all.
         base: The weights to which the adapter is added: "original" for the 16-bit weights, "packed" for the
@@ -76,6 +78,8 @@ def export(
             that rounding can cause. If the adapter is added to a base on which it was not trained, the difference is
             measured against that base with the adapter beside it.
         overwrite: Whether to replace an earlier export in `out`.
+        model: The base of an adapter; None means the one that its adapter_config.json names.
+        weights: The form of that base's weights in training; None means "nvfp4".
 
     Returns:
         The report, which is also in the folder as export.json.
@@ -87,8 +91,9 @@ def export(
         ExportError: If the log-probabilities differ by more than the limit.
     """
     run = pathlib.Path(run)
-    cfg = _config(run)
-    full, name = cfg.model.trainable == "full", cfg.model.model_name_or_path
+    source = _source(run, model, weights)
+    cfg, name = source.model, source.model.model_name_or_path
+    full = cfg.trainable == "full"
     folder = _trained_model(run, to, step) if full else hf_folder.local_folder(name)
     base = _checked_base(cfg, folder, to, base)
     if overwrite and not pathlib.Path(out).is_file():
@@ -96,7 +101,7 @@ def export(
     else:
         remedy = ", or replace an earlier export with overwrite=True (--overwrite)"
         hf_folder.require_new(pathlib.Path(out), "out", remedy)
-    model, params, step, frozen, probe = _load(run, cfg, folder, step)
+    model, params, step, frozen, probe = _load(source, folder, step)
     seen = probe.policy(model, frozen, params)
     trained = probe.logps(seen)
     bare = probe.policy(model, frozen, params, adapter=False)
@@ -127,7 +132,7 @@ def export(
                 written = model.clone(weights=form.name if form else str(dtype), lora=None)
                 written = written.clone(kept=base_model.kept_linears(partial, model.arch))
                 found = probe.policy(written, base_model.read_base(partial, written))
-        if to == "merged" and base == "original" and cfg.model.weights not in config.DENSE:
+        if to == "merged" and base == "original" and cfg.weights not in config.DENSE:
             # On another base the adapter has another effect, so compare the merged model with that base and the
             # adapter beside it.
             original = model.clone(weights=str(dtype))
@@ -194,20 +199,30 @@ def line(report: dict[str, Any]) -> str:
     )
 
 
-def _config(run: pathlib.Path) -> config.RunConfig:
-    path = run / "config.toml"
+def _source(run: pathlib.Path, model: str | None, weights: str | None) -> PolicySource:
+    """Returns the base and the adapter that are exported; see `export` for the arguments."""
+    is_run = (run / "config.toml").is_file()
     require(
-        path.is_file(),
+        is_run or (run / "adapter_config.json").is_file(),
         "run",
         str(run),
         "has no config.toml; a run folder is what qerl train writes",
         FileNotFoundError,
     )
+    if not is_run:
+        source = find_policy(model, run, weights=weights)
+        _require_base(source.model, run)
+        return source
+    for name, value in (("model", model), ("weights", weights)):
+        rule = "the config of the run says it; it is for an adapter without its run"
+        require(value is None, name, value, rule)
     cfg = config.load_run(run)
-    require(
-        not cfg.model.random_base, f"{path}: model.random_base", True, "there is no base to export"
-    )
-    return cfg
+    _require_base(cfg.model, run)
+    return PolicySource(cfg.model, run=cfg, folder=run)
+
+
+def _require_base(cfg: config.ModelConfig, run: pathlib.Path) -> None:
+    require(not cfg.random_base, f"{run}: model.random_base", True, "there is no base to export")
 
 
 def _trained_model(run: pathlib.Path, to: Kind, step: int | None) -> pathlib.Path:
@@ -221,13 +236,13 @@ def _trained_model(run: pathlib.Path, to: Kind, step: int | None) -> pathlib.Pat
 
 
 def _checked_base(
-    cfg: config.RunConfig, folder: pathlib.Path, to: Kind, base: Base | None
+    cfg: config.ModelConfig, folder: pathlib.Path, to: Kind, base: Base | None
 ) -> Base | None:
     if to in ("peft", "pair"):
         require(base is None, "from", base, "an adapter is exported without adding it to weights")
         return None
     packed = packed_formats.of_folder(folder) is not None
-    both = ["original"] if cfg.model.weights in config.DENSE else ["original", "packed"]
+    both = ["original"] if cfg.weights in config.DENSE else ["original", "packed"]
     choices = ["packed"] if packed else both
     if base is None and (to == "merged" or len(choices) == 1):
         return choices[-1]
@@ -291,25 +306,32 @@ def _mean_kl(p: np.ndarray, q: np.ndarray) -> float:
 
 
 def _load(
-    run: pathlib.Path, cfg: config.RunConfig, folder: pathlib.Path, step: int | None
+    source: PolicySource, folder: pathlib.Path, step: int | None
 ) -> tuple[transformer.Transformer, dict[str, Any], int | None, Any, _Probe]:
-    """Reads the trained policy of a run.
+    """Reads the trained policy, with the base in `folder`.
 
     Returns:
-        The model, the adapter (empty if the whole base was trained), the step of its checkpoint (None for the final
-        adapter), the base on the device, and the prompts on which policies are compared.
+        The model, the adapter (empty if the whole base was trained), the step of its checkpoint (None for a PEFT
+        folder), the base on the device, and the prompts on which policies are compared.
     """
-    full = cfg.model.trainable == "full"
-    base = dataclasses.replace(cfg.model, model_name_or_path=str(folder), trainable="lora")
-    model, frozen, tokens = load_base(base, None if full else cfg.lora)
-    if full:
-        params = {}
+    base = dataclasses.replace(source.model, model_name_or_path=str(folder), trainable="lora")
+    adapter = source.adapter
+    if adapter is not None:
+        rule = "an adapter's folder holds no checkpoints: name its run"
+        require(step is None, "step", step, rule)
+        shape = peft.read_lora(adapter)
+    elif source.model.trainable == "full":
+        shape = None
     else:
-        adapter, step = saved(run) if step is None else (None, step)
-        if step is None:
-            params = peft.import_adapter(adapter, model)
-        else:
-            step, params = run_state.StateFiles(run, keep=None).params(step)
+        shape = source.run.lora
+        adapter, step = saved(source.folder) if step is None else (None, step)
+    model, frozen, tokens = load_base(base, shape)
+    if shape is None:
+        params = {}
+    elif step is None:
+        params = peft.import_adapter(adapter, model)
+    else:
+        step, params = run_state.StateFiles(source.folder, keep=None).params(step)
     return model, params, step, frozen, _probe(tokens)
 
 
@@ -390,7 +412,7 @@ class _Sums:
     @classmethod
     def of(
         cls,
-        cfg: config.RunConfig,
+        cfg: config.ModelConfig,
         folder: pathlib.Path,
         model: transformer.Transformer,
         params: dict[str, Any],
@@ -398,15 +420,15 @@ class _Sums:
     ) -> "_Sums":
         """Makes the sums for a choice of base; None for `pair`, which uses the base of the training."""
         stored = packed_formats.of_folder(folder)
-        packed = cfg.model.weights not in config.DENSE and cfg.model.trainable != "full"
+        packed = cfg.weights not in config.DENSE and cfg.trainable != "full"
         rounded = stored is None and packed and base != "original"
         return cls(
             folder,
             model.arch,
             hf_folder.open_weights(folder),
             stored,
-            packed_formats.named(cfg.model.weights) if rounded else None,
-            cfg.model.block_scales,
+            packed_formats.named(cfg.weights) if rounded else None,
+            cfg.block_scales,
             params.get("layers", {}),
             lora.shapes(model.lora, model.arch) if model.lora else {},
             frozenset((linear, index) for linear, at in model.kept for index in at),

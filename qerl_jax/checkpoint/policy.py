@@ -212,6 +212,8 @@ def find_policy(
         # An adapter may be inside its run folder.
         places = [adapter, adapter.parent] if adapter.name in ("adapter", "best") else [adapter]
         folder = next((place for place in places if (place / "config.toml").is_file()), None)
+        if folder != adapter and not config.can_load_run(adapter.parent):
+            folder = None  # the adapter of another version's run is read without that run
         run = None if folder is None else config.load_run(folder)
         if adapter == folder and run.model.trainable == "full":
             adapter = None

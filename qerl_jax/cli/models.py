@@ -20,11 +20,13 @@ def export(
     step: int | None = None,
     limit: float | None = None,
     overwrite: bool = False,
+    model: str | None = None,
+    weights: Literal["nvfp4", "mxfp4", "nf4", "bfloat16", "float32"] | None = None,
 ) -> None:
     """Writes what a run has learned for other programs, and checks it against the trained policy.
 
     Args:
-        run: A run folder.
+        run: A run folder, or the folder of an adapter: also that of a run of an older version.
         out: The new folder.
         to: "peft" is the adapter; "merged" a whole 16-bit model; "nvfp4" that model packed again; "pair" the
             packed base and the adapter in two folders, for engines that load both.
@@ -35,6 +37,8 @@ def export(
         limit: Largest mean difference of log-probabilities, in nats; absent means what rounding
             explains.
         overwrite: Replace an earlier export in OUT.
+        model: The base of an adapter without its run; absent means the one that its adapter_config.json names.
+        weights: The form of that base's weights in training; absent means "nvfp4".
 
     Examples:
         qerl export runs/mine models/adapter --to peft
@@ -45,7 +49,15 @@ def export(
     from qerl_jax.checkpoint.export import lines
 
     report = qerl_jax.export(
-        run, out, to=to, base=base, step=step, limit=limit, overwrite=overwrite
+        run,
+        out,
+        to=to,
+        base=base,
+        step=step,
+        limit=limit,
+        overwrite=overwrite,
+        model=model,
+        weights=weights,
     )
     log(f"{to} in {out}")
     log(*lines(report))

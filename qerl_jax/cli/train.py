@@ -83,8 +83,7 @@ def plan(argv: list[str]) -> None:
         from qerl_jax.planning import memory
 
         use_compilation_cache()
-        planned_for = {"limit": made.limit, "device": card.device if card else None}
-        gigabytes = memory.compiled_update(cfg, **planned_for).temp_size_in_bytes / 1e9
+        gigabytes = memory.compiled_update(made).temp_size_in_bytes / 1e9
         log(f"compiled  temporaries of one micro-batch {gigabytes:.2f} GB")
     made.require()
     if made.limit is None:

@@ -16,7 +16,17 @@ from qerl_jax.config.grpo import (
     SapoConfig,
     VespoConfig,
 )
-from qerl_jax.config.run_file import PACKAGED, dump, given_rows, load, load_run, read_table
+from qerl_jax.config.run_file import (
+    PACKAGED,
+    RUN_FORMAT,
+    can_load_run,
+    dump,
+    given_rows,
+    load,
+    load_run,
+    read_table,
+    write_run,
+)
 from qerl_jax.config.sections import (
     DENSE,
     AdaptiveNoiseConfig,

@@ -7,7 +7,12 @@ from typing import Any
 
 from qerl_jax.config.sections import RunConfig
 from qerl_jax.system.checked import ConfigError, from_table, meant, require, to_table
-from qerl_jax.system.files import DEEPEST, is_shallow
+from qerl_jax.system.files import DEEPEST, is_shallow, write_whole
+
+# The format of run folders: of their config, checkpoints and logs. It rises when an older folder cannot be read.
+RUN_FORMAT = 1
+# The key of config.toml that has it.
+_FORMAT_KEY = "run_format"
 
 
 def load(path: str | pathlib.Path) -> RunConfig:
@@ -18,12 +23,38 @@ def load(path: str | pathlib.Path) -> RunConfig:
 def load_run(folder: str | pathlib.Path) -> RunConfig:
     """Reads the config of a run from its folder.
 
-    A run that was started before scales were searched does not say how they were chosen: by the maximum.
+    Raises:
+        ConfigError: If another version has written the folder in another format, or the config is invalid.
     """
-    table = read_table(pathlib.Path(folder) / "config.toml")
-    if isinstance(table.get("model"), dict):
-        table["model"].setdefault("block_scales", "maximum")
+    folder = pathlib.Path(folder)
+    table = _parsed(_find(folder / "config.toml"))
+    written = table.pop(_FORMAT_KEY, None)
+    if written != RUN_FORMAT:
+        raise ConfigError(_about_format(folder, written))
     return from_table(RunConfig, table)
+
+
+def can_load_run(folder: str | pathlib.Path) -> bool:
+    """Whether a folder is of a run, in the format of this version."""
+    path = pathlib.Path(folder) / "config.toml"
+    return path.is_file() and _parsed(path).get(_FORMAT_KEY) == RUN_FORMAT
+
+
+def _about_format(folder: pathlib.Path, written: Any) -> str:
+    """Returns the error for a run folder in another format."""
+    if isinstance(written, int) and written > RUN_FORMAT:
+        return (
+            f"run folder: got {str(folder)!r}, which a newer version of qerl-jax has written (run_format {written}; "
+            f"this version reads {RUN_FORMAT}): update qerl-jax, or choose another folder"
+        )
+    trained = [name for name in ("adapter", "model") if (folder / name).is_dir()]
+    use = (
+        f"start from, ask or export what it has trained by {folder / trained[0]}" if trained else ""
+    )
+    return (
+        f"run folder: got {str(folder)!r}, which an older version of qerl-jax has written (this version reads "
+        f"run_format {RUN_FORMAT}): {use or 'use that version'}, and choose another folder for new runs"
+    )
 
 
 # Configs that can be named without their folder; in a checkout the same files as configs/.
@@ -37,8 +68,17 @@ _DEEP_KEY = re.compile(
 
 
 def read_table(path: str | pathlib.Path) -> dict[str, Any]:
-    """Reads a TOML file, or a config of the package by its name; nothing is checked but that it is TOML."""
-    path = _find(path)
+    """Reads a TOML file, or a config of the package by its name; nothing is checked but that it is TOML.
+
+    The config of a run folder is read as any other: a new run can be started from it.
+    """
+    table = _parsed(_find(path))
+    table.pop(_FORMAT_KEY, None)
+    return table
+
+
+def _parsed(path: pathlib.Path) -> dict[str, Any]:
+    """Returns the tables of a TOML file, which may be hostile."""
     rule = f"must be at most {_LONGEST_FILE} bytes long"
     require(path.stat().st_size <= _LONGEST_FILE, str(path), path.stat().st_size, rule)
     try:
@@ -73,22 +113,31 @@ def _find(path: str | pathlib.Path) -> pathlib.Path:
     raise ConfigError(f"config file: got {str(path)!r}; {rule}")
 
 
+def write_run(folder: str | pathlib.Path, cfg: RunConfig, given_rows: int | None = None) -> None:
+    """Writes `config.toml` of a run: the format of its folder, and its config as `dump` returns it.
+
+    Args:
+        folder: The run folder.
+        cfg: The config.
+        given_rows: Number of rows that were passed in Python instead of `cfg.data`; a comment says so.
+
+    Raises:
+        DiskError: If it cannot be written.
+    """
+    comment = _GIVEN.format(given_rows) if given_rows is not None else ""
+    text = f"{comment}{_FORMAT_KEY} = {RUN_FORMAT}\n{dump(cfg)}"
+    write_whole(pathlib.Path(folder) / "config.toml", text)
+
+
 # The comment at the top of a run's config.toml if its rows are not those of [data].
 _GIVEN = "# Trained on {} rows from Python, not on [data].\n"
 
 
-def dump(cfg: RunConfig, given_rows: int | None = None) -> str:
-    """Returns the config as TOML text, every default written out.
-
-    Args:
-        cfg: The config.
-        given_rows: Number of rows that were passed in Python instead of `cfg.data`; a comment says so.
-    """
+def dump(cfg: RunConfig) -> str:
+    """Returns the config as TOML text, every default written out."""
     import tomli_w
 
-    return (_GIVEN.format(given_rows) if given_rows is not None else "") + tomli_w.dumps(
-        to_table(cfg)
-    )
+    return tomli_w.dumps(to_table(cfg))
 
 
 def given_rows(run_folder: str | pathlib.Path) -> int | None:

@@ -167,11 +167,7 @@ def describe(card: Card) -> list[str]:
         "model may be higher, because an update uses what memory is left to be faster:",
     ]
     for model, arch in architecture.KNOWN.items():
-        plan = memory.estimate(recipe(model), arch, limit=card.limit, device=card.device)
-        try:
-            plan.require(card.limit)
-            fits = "yes"
-        except ValueError:
-            fits = "no "
+        plan = memory.plan(recipe(model), arch, limit=card.limit, device=card.device)
+        fits = "yes" if plan.fits else "no "
         lines.append(f"  {fits}  {model:18} {plan.peak / 1e9:6.1f} GB")
     return lines

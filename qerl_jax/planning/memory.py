@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import runtime
 from qerl_jax.checkpoint import base_model, hf_folder
-from qerl_jax.config import DENSE, ConfigError, MeshConfig, OptimConfig, Remat, RunConfig
+from qerl_jax.config import DENSE, ConfigError, OptimConfig, Remat, RunConfig
 from qerl_jax.distributed import sharding
 from qerl_jax.distributed.mesh import places
 from qerl_jax.generation import kv_capacity
@@ -90,20 +90,25 @@ class Item:
 
 
 @dataclasses.dataclass(frozen=True)
-class MemoryPlan:
-    """The memory of a run.
+class Plan:
+    """The estimated device memory of a run, and what was chosen so that it fits; `print` shows it as a table.
 
     Attributes:
+        cfg: The run, with all values that its config leaves to the plan: the tokens of a micro-batch, and what is
+            recomputed.
+        arch: The shape of its base.
         items: Everything that uses memory on a device, by phase; the first item is the linears of the base.
-        update: A line about micro-batches and recomputation; "" if unknown.
+        about_update: A line about micro-batches and recomputation.
         rows: Rows of a rollout of each replica; the memory is the same on all devices.
-        mesh: The devices of the run.
+        limit: Bytes that the device offers; None if it does not report them.
     """
 
+    cfg: RunConfig
+    arch: architecture.Architecture
     items: tuple[Item, ...]
-    update: str = ""
-    rows: tuple[int, ...] = (0,)
-    mesh: MeshConfig = MeshConfig()
+    about_update: str
+    rows: tuple[int, ...]
+    limit: int | None = None
 
     def size(self, *phases: Phase) -> int:
         """Returns the bytes of all items of the given phases."""
@@ -114,12 +119,24 @@ class MemoryPlan:
         """The bytes that are in use in the phase that needs the most."""
         return self.size("always") + max(self.size(phase) for phase in _TURNS)
 
-    def require(self, limit: int) -> None:
-        """Checks that the plan needs at most `limit` bytes, and that its cache can hold a row.
+    @property
+    def fits(self) -> bool | None:
+        """Whether the run fits; None if the device does not report its memory."""
+        try:
+            self.require()
+        except ConfigError:
+            return False
+        return None if self.limit is None else True
+
+    def require(self) -> None:
+        """Checks that the run fits, and that its cache can hold a row. Without a limit everything fits.
 
         Raises:
             ConfigError: If not; it names the fields to change, or what would fit if no field is enough.
         """
+        limit = self.limit
+        if limit is None:
+            return
         if self.peak <= limit:
             for item in self.items:
                 if item.shortage:
@@ -135,6 +152,9 @@ class MemoryPlan:
             f"memory: this run needs {_gb(self.peak)} in its {fullest}; {self._offers} "
             f"{_gb(limit)}: {advice}"
         )
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
 
     def _within(self, turn: Phase) -> list[Item]:
         return [item for item in self.items if item.phase in ("always", turn)]
@@ -162,7 +182,7 @@ class MemoryPlan:
         would = ["a lower lora.rank"] * (kept - by_rank < limit)
         would += ["a smaller model", "a larger card"]
         if kept - self.items[0].kept < limit:
-            several = "more" if self.mesh.group > 1 else "several"
+            several = "more" if self.cfg.mesh.group > 1 else "several"
             would.append(f"{several} cards that share the base (mesh.fsdp, mesh.tensor)")
         large = [item for item in items if item.kept > limit // 100]
         needed = "; ".join(f"{item.name} {_gb(item.kept)}" for item in large)
@@ -173,10 +193,22 @@ class MemoryPlan:
 
     @property
     def _offers(self) -> str:
-        count = len(self.rows) * self.mesh.group
+        count = len(self.rows) * self.cfg.mesh.group
         return "the device offers" if count == 1 else f"each of {count} devices offers"
 
-    def about_exhaustion(self, phase: Phase, asked: int | None, limit: int | None) -> str:
+    def exhaustion(self, error: BaseException, phase: Phase) -> MemoryError | None:
+        """Returns the error to raise for one that says that the device ran out of memory; None for any other.
+
+        Args:
+            error: The error that was raised.
+            phase: The phase of the run; "always" while its weights were loaded.
+        """
+        is_exhausted, size = exhausted(error)
+        if not is_exhausted or isinstance(error, OSError):
+            return None
+        return MemoryError(self.about_exhaustion(phase, size))
+
+    def about_exhaustion(self, phase: Phase, asked: int | None) -> str:
         """Returns a line for a device that ran out of memory although the plan fitted.
 
         It names the largest estimated item of the phase (sizes that follow from shapes are exact) and the setting
@@ -186,7 +218,6 @@ class MemoryPlan:
         Args:
             phase: The phase of the run; "always" while its weights were loaded.
             asked: Bytes of the failed allocation, if known.
-            limit: Bytes that the device offers, if known.
         """
         lines = [item for item in self.items if item.phase == phase and item.field]
         wrong = max(lines, key=lambda item: (item.estimated, item.size))
@@ -196,7 +227,7 @@ class MemoryPlan:
         why = "is an estimate, and was too low"
         if not wrong.estimated:
             why = "is the largest that a setting makes smaller"
-        offered = "" if limit is None else f" of {_gb(limit)}"
+        offered = "" if self.limit is None else f" of {_gb(self.limit)}"
         culprit = f"of which {wrong.name!r} ({_gb(wrong.size)}) {why}: change {wrong.field}"
         if in_regions:
             culprit = (
@@ -232,11 +263,10 @@ class MemoryPlan:
                     f"the base ({_gb(base)}), or a cache that was not released"
                 )
 
-    def lines(self, limit: int | None = None, measured: int | None = None) -> list[str]:
+    def lines(self, measured: int | None = None) -> list[str]:
         """Returns the plan as lines of a table.
 
         Args:
-            limit: Bytes that the device offers; None leaves out that line.
             measured: Measured peak in bytes; None leaves out that line.
         """
         rows = []
@@ -244,13 +274,13 @@ class MemoryPlan:
             items = [item for item in self.items if item.phase == phase]
             rows += [_line(phase, item.name, item.size) for item in items]
             rows += [_line(phase, "in all", self.size(phase))] if items else []
-            rows += [f"{phase:10}  {self.update}"] if phase == "update" and self.update else []
+            rows += [f"{phase:10}  {self.about_update}"] if phase == "update" else []
         rows.append(_line("peak", "always, and the largest of the others", self.peak))
         if measured is not None:
             rows.append(f"{_line('peak', 'measured', measured)} ({measured / self.peak - 1:+.0%})")
-        if limit is not None:
-            rows.append(_line("device", "what it offers", limit))
-        group, how = self.mesh.group, "tensor" if self.mesh.tensor > 1 else "fsdp"
+        if self.limit is not None:
+            rows.append(_line("device", "what it offers", self.limit))
+        group, how = self.cfg.mesh.group, "tensor" if self.cfg.mesh.tensor > 1 else "fsdp"
         shown = itertools.product(enumerate(self.rows), range(group))
         if len(self.rows) * group > 1:
             rows += [
@@ -264,14 +294,17 @@ class MemoryPlan:
         return rows
 
 
-def estimate(
+def plan(
     cfg: RunConfig,
     arch: architecture.Architecture | None = None,
     *,
     limit: int | None = None,
     device: runtime.Device | None = None,
-) -> MemoryPlan:
-    """Estimates the memory of a run on each of its devices.
+) -> Plan:
+    """Estimates the memory of a run on each of its devices, and chooses what its config leaves open.
+
+    Among choices that fit, larger micro-batches are preferred to less recomputation. If none fits, the choice with
+    the least memory is taken. If `limit` is None, "auto" recomputation means "layer".
 
     Args:
         cfg: The run.
@@ -279,25 +312,55 @@ def estimate(
             `architecture.KNOWN`.
         limit: Bytes that the device offers, which bound the size of the KV cache; None for no bound.
         device: The device to plan for; None means this one.
+
+    Raises:
+        ConfigError: If the run's rows are longer than the base's context, or devices cannot share the base as asked.
     """
     arch = arch or _architecture(cfg)
     require_context(cfg, arch)
-    division = Division(arch, cfg.mesh.tensor, cfg.model.weights)
-    division.require()
-    items, adapter = _always(cfg, arch)
+    Division(arch, cfg.mesh.tensor, cfg.model.weights).require()
+    always, trained = _always(cfg, arch)
     with runtime.on(device or runtime.device()):
-        chosen = _chosen(cfg, arch, limit, sum(item.size for item in items), adapter)
-        update = _update(chosen, arch, adapter)
+        chosen = _chosen(cfg, arch, limit, sum(item.size for item in always), trained)
+        update = _update(chosen, arch, trained)
+    devices = places(cfg.mesh, cfg.generation_batch_size)
+    ends = [cfg.generation_batch_size * place // devices for place in range(devices + 1)]
+    return Plan(
+        chosen,
+        arch,
+        (
+            *always,
+            *_phases_that_sample(cfg, arch, always, trained, limit, device),
+            *update,
+            *_gathered(cfg, arch, "update"),
+        ),
+        _about_update(cfg, chosen),
+        tuple(end - start for start, end in itertools.pairwise(ends)),
+        limit,
+    )
+
+
+def _phases_that_sample(
+    cfg: RunConfig,
+    arch: architecture.Architecture,
+    always: Sequence[Item],
+    trained: int,
+    limit: int | None,
+    device: runtime.Device | None,
+) -> list[Item]:
+    """Returns the items of rollouts and evaluations; `trained` is the bytes of the trained parameters."""
     # With full training, the weights are copied to the sampler's dtype before the cache is allocated.
     full = cfg.model.trainable == "full"
-    sampled = adapter * _width(cfg) // 4 if full else 0
-    free = None if limit is None else max(0, limit - sum(item.size for item in items) - sampled)
+    copied = trained * _width(cfg) // 4 if full else 0
+    free = None if limit is None else max(0, limit - sum(item.size for item in always) - copied)
     # Prompts of a phase, and completions of each; replicas divide them.
     devices = places(cfg.mesh, cfg.generation_batch_size)
     sampling = {"rollout": (cfg.prompts_per_rollout, cfg.rollout.num_generations)}
     if cfg.eval:
-        asked = min(cfg.eval.batch_size, cfg.eval.num_problems)
-        sampling["evaluation"] = (asked, cfg.eval.num_generations)
+        problems = min(cfg.eval.batch_size, cfg.eval.num_problems)
+        sampling["evaluation"] = (problems, cfg.eval.num_generations)
+    part = Division(arch, cfg.mesh.tensor, cfg.model.weights).part
+    items = []
     for phase, (prompts, group) in sampling.items():
         rows, noisy = prompts * group, phase == "rollout" and cfg.noise is not None
         if noisy and cfg.noise.per == "sequence":
@@ -306,49 +369,14 @@ def estimate(
         own_noise = noisy and cfg.noise.per != "rollout"
         with runtime.on(device or runtime.device()):
             fused_rows = fused_decode.most_rows(sampled_policy(cfg, arch), own_noise=own_noise)
-        items += _sampling(cfg, division.part, free, phase, *shares, fused_rows)
+        items += _sampling(cfg, part, free, phase, *shares, fused_rows)
         items += _gathered(cfg, arch, phase)
-        items += [Item("weights as sampled", sampled, phase)] if full else []
-    ends = [cfg.generation_batch_size * place // devices for place in range(devices + 1)]
-    return MemoryPlan(
-        (*items, *update, *_gathered(cfg, arch, "update")),
-        about_update(cfg, chosen),
-        tuple(end - start for start, end in itertools.pairwise(ends)),
-        cfg.mesh,
-    )
+        items += [Item("weights as sampled", copied, phase)] if full else []
+    return items
 
 
-def planned(
-    cfg: RunConfig,
-    arch: architecture.Architecture | None = None,
-    *,
-    limit: int | None = None,
-    device: runtime.Device | None = None,
-) -> RunConfig:
-    """Returns the config with values that it leaves to the plan: tokens of a micro-batch, and what is recomputed.
-
-    Among choices that fit, larger micro-batches are preferred to less recomputation. If none fits, the choice with
-    the least memory is taken. If `limit` is None, "auto" recomputation means "layer".
-
-    Args:
-        cfg: The run.
-        arch: See `estimate`.
-        limit: See `estimate`.
-        device: See `estimate`.
-    """
-    arch = arch or _architecture(cfg)
-    items, adapter = ([], 0) if limit is None else _always(cfg, arch)
-    with runtime.on(device or runtime.device()):
-        return _chosen(cfg, arch, limit, sum(item.size for item in items), adapter)
-
-
-def about_update(cfg: RunConfig, chosen: RunConfig) -> str:
-    """Returns a line about the micro-batches and the recomputation of an update, and which of them the plan chose.
-
-    Args:
-        cfg: The run.
-        chosen: The result of `planned`.
-    """
+def _about_update(cfg: RunConfig, chosen: RunConfig) -> str:
+    """Returns a line about the micro-batches and the recomputation of an update, and which of them the plan chose."""
     shapes = update_shapes(chosen)
     tokens = max(shape.tokens for shape in shapes)
     budget = cfg.optim.max_tokens_per_microbatch
@@ -392,6 +420,11 @@ def device_memory() -> int | None:
     return (runtime.memory_stats() or {}).get("bytes_limit")
 
 
+def peak_memory() -> int:
+    """Returns the peak device memory of this process, in bytes; 0 if the device does not report it."""
+    return (runtime.memory_stats() or {}).get("peak_bytes_in_use", 0)
+
+
 def parse_size(text: str) -> int:
     """Parses a size such as "80GB" or "74.5 gib", or a plain number of bytes, which must be at least a million.
 
@@ -407,21 +440,13 @@ def parse_size(text: str) -> int:
     return size
 
 
-def compiled_update(
-    cfg: RunConfig,
-    arch: architecture.Architecture | None = None,
-    *,
-    limit: int | None = None,
-    device: runtime.Device | None = None,
-) -> Any:
-    """Compiles the gradient of the largest micro-batch for the default device, and returns its `memory_analysis()`.
+def compiled_update(plan: Plan) -> Any:
+    """Compiles the gradient of a plan's largest micro-batch for the default device; returns its `memory_analysis()`.
 
-    No weights are allocated. The workspace depends on the kind of device. Values that the config leaves to the plan
-    are chosen by `planned`, for `device`.
+    No weights are allocated. The workspace depends on the kind of device.
     """
-    arch = arch or _architecture(cfg)
-    cfg = planned(cfg, arch, limit=limit, device=device)
-    model, params, frozen = abstract_policy(cfg, arch)
+    cfg = plan.cfg
+    model, params, frozen = abstract_policy(cfg, plan.arch)
     made = max(update_shapes(cfg), key=lambda shape: (shape.tokens, shape.slots))
     layout = microbatches.MicroBatch(made, microbatches.empty_rows(made.num_rows)).packing
     shape = jax.ShapeDtypeStruct
@@ -529,7 +554,8 @@ def _always(cfg: RunConfig, arch: architecture.Architecture) -> tuple[list[Item]
 def _chosen(
     cfg: RunConfig, arch: architecture.Architecture, limit: int | None, always: int, adapter: int
 ) -> RunConfig:
-    """Implements `planned`; `always` and `adapter` are bytes of the constant items and of the trained parameters."""
+    """Returns the config as `plan` completes it; `always` and `adapter` are bytes of the constant items and of the
+    trained parameters."""
     remats: tuple[Remat, ...] = ("products", "mlp", "layer")
     if cfg.model.gradient_checkpointing != "auto":
         remats = (cfg.model.gradient_checkpointing,)
@@ -544,7 +570,7 @@ def _chosen(
         for budget in _budgets(cfg, limit)
         for remat in remats
     ]
-    # If none fits, the last one is returned, and `MemoryPlan.require` then says what would help.
+    # If none fits, the last one is returned, and `Plan.require` then says what would help.
     for candidate in candidates[:-1]:
         size = always + sum(item.size for item in _update(candidate, arch, adapter))
         if limit is None or size <= _CHOSEN_SHARE * limit:

@@ -335,7 +335,7 @@ def make_updater(
     """Makes an updater from a config.
 
     Args:
-        cfg: The run, with all planned values filled in: see `memory.planned`.
+        cfg: The run, with all planned values filled in: see `memory.plan`.
         model: The policy.
         num_tokens: Number of ids that the tokenizer has.
         total_steps: Optimizer steps of the whole run.

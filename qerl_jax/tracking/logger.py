@@ -58,7 +58,6 @@ class Logger:
         for place, path in completion_files(self._folder).items():
             if place > step:
                 path.unlink()
-        self.num_tokens = max((row.get("num_tokens", 0) for row in rows), default=0)
         with writing(self._path):
             self._file = self._path.open(
                 "ab", buffering=0
@@ -134,8 +133,6 @@ class Logger:
 
 class Unheard:
     """Replaces `Logger` in processes that write and show nothing, because the first process does."""
-
-    num_tokens = 0
 
     def _nothing(self, *_) -> None:
         """Does nothing."""

@@ -5,26 +5,77 @@ The first fault has occurred in other trainers: rewards vary, nothing is learned
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import runtime
+from qerl_jax.aqn.draw import RowNoise
 from qerl_jax.distributed.hosts import Hosts
-from qerl_jax.rl import update
+from qerl_jax.planning import memory
+from qerl_jax.rl import dynamic_sampling, rollouts, update
 from qerl_jax.rl.experience import Experience
 from qerl_jax.rl.objective import score
+from qerl_jax.training.groups import to_experience
+from qerl_jax.training.load import PreparedRun
+from qerl_jax.training.position import Position
 
-# Number of rows that are scored again.
-_ROWS = 8
+# Number of rows that are scored again, and of groups that must fail the check before a run ends.
+_ROWS, _CHECKED_GROUPS = 8, 3
 # The check is conclusive if rounding noise per token is below this fraction of the adapter's effect (root mean
 # squares). Otherwise rounding affects both sides of the regression, and the share of a correct sampler falls below 1.
 _CLEAR = 1 / 8
 # The number of tokens with the largest effects that are left out. Rounding changes most tokens by little and one in a
 # hundred by a lot: one such token can look like a large effect that is missing in the sampler.
 _OUTLIERS = 3
+
+
+def check(
+    run: PreparedRun,
+    state: update.TrainState,
+    experience: Experience,
+    learned: Mapping[str, Any],
+) -> None:
+    """Checks a run after a step: weights are finite, and the same in all processes.
+
+    Args:
+        run: The run.
+        state: The state after the step.
+        experience: What it learned from.
+        learned: Metrics of the update.
+
+    Raises:
+        ValueError: If weights or the optimizer's state are not finite.
+        RuntimeError: If the processes have different weights.
+    """
+    logps = experience.behaviour_logps[experience.mask]
+    if learned["updates/non_finite"] or not np.isfinite(logps).all():
+        require_finite(state)
+    require_same(run.hosts, state.params, int(state.step))
+
+
+def compare_memory(plan: memory.Plan, earlier_peak: int, note: Callable[[str], None]) -> None:
+    """Shows the memory plan beside the measured peak, and checks that there is only one copy of the base.
+
+    Args:
+        plan: The plan; there is nothing to compare if the device does not report its memory.
+        earlier_peak: Peak memory from before the run, in bytes. A peak that is not higher was not caused by the run.
+        note: Called with each line of the comparison.
+
+    Raises:
+        RuntimeError: If more memory is or was in use than one copy of the base explains.
+    """
+    if plan.limit is None:
+        return
+    peak = memory.peak_memory()
+    for line in plan.lines(peak):
+        note(line)
+    plan.require_one_base(
+        runtime.memory_stats()["bytes_in_use"], peak if peak > earlier_peak else 0
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +138,34 @@ def is_due(step: int, updates_per_rollout: int) -> bool:
     return rollout > 0 and rollout & (rollout - 1) == 0
 
 
+def check_sampler(
+    run: PreparedRun, position: Position, sampled: rollouts.Scored, noise: Any
+) -> dict[str, float]:
+    """Runs `check_adapter` on groups of a step, if a check is due and there is an adapter.
+
+    Args:
+        run: The run.
+        position: Its position, with the adapter that the groups were sampled with.
+        sampled: The groups of this step, without those left over from another.
+        noise: The noise that they were sampled with, or None.
+    """
+    cfg = run.cfg
+    if not run.task.model.lora or not is_due(position.step, cfg.updates_per_rollout):
+        return {}
+    if isinstance(noise, RowNoise) and noise.per != "group":
+        # The trainer's rows cannot have noise per token, nor noise per row if rows share a prompt.
+        if noise.per == "token" or cfg.optim.share_prompts:
+            return {}
+    groups = (
+        dynamic_sampling.choose(sampled, [number])
+        for number in range(min(_CHECKED_GROUPS, len(sampled.rewards)))
+    )
+    experiences = (
+        to_experience(cfg, group, np.zeros_like(group.rewards), noise) for group in groups
+    )
+    return check_adapter(run.updater, position.state.params, run.frozen, noise, experiences)
+
+
 def check_adapter(
     updater: update.Updater, params: Any, frozen: Any, noise: Any, groups: Iterable[Experience]
 ) -> dict[str, float]:
@@ -137,22 +216,19 @@ def _share_of(
     return adapter_share(*scored, part.behaviour_logps, part.mask)
 
 
-def require_finite(tree: Any, step: int) -> None:
+def require_finite(state: update.TrainState) -> None:
     """Checks that weights and optimizer state are finite, before they are saved.
 
     No update should break this, because updates whose loss or gradient is not finite are skipped.
 
-    Args:
-        tree: The trained parameters and the optimizer's state.
-        step: Optimizer steps done, for the error.
-
     Raises:
         ValueError: For the first array with a number that is not finite.
     """
-    for path, is_finite in jax.tree_util.tree_leaves_with_path(jax.device_get(_finite(tree))):
+    learned = {"params": state.params, "opt_state": state.opt_state}
+    for path, is_finite in jax.tree_util.tree_leaves_with_path(jax.device_get(_finite(learned))):
         if not is_finite:
             raise ValueError(
-                f"weights: {jax.tree_util.keystr(path)} is not finite after step {step}, which no update with a "
+                f"weights: {jax.tree_util.keystr(path)} is not finite after step {state.step}, which no update with a "
                 "finite gradient explains: memory may be broken. Nothing of it was saved; start the same command "
                 "again, and it goes on from the last checkpoint. If that happens again, lower "
                 "optim.learning_rate, and test the memory of this machine"

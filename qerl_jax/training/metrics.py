@@ -1,106 +1,49 @@
-"""Metrics of one iteration of the training loop: times, rewards, lengths and completions."""
+"""Metrics of one iteration of the training loop: rewards, lengths and completions."""
 
-import dataclasses
-import time
-import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from pallas_kernels import runtime
-from qerl_jax.generation.draft_control import Record
 from qerl_jax.rewards import scoring
-from qerl_jax.rl import grpo, rollouts
+from qerl_jax.rl import grpo, rollouts, update
 from qerl_jax.tools.conversations import transcript
+from qerl_jax.training.groups import Groups
+from qerl_jax.training.load import PreparedRun
+from qerl_jax.training.position import Position
+from qerl_jax.training.trace import Trace
 
 
-@dataclasses.dataclass
-class Trace:
-    """Timing and records of one iteration, which are filled in while it runs.
+def row(
+    run: PreparedRun,
+    trace: Trace,
+    position: Position,
+    groups: Groups,
+    state: update.TrainState,
+    learned: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Returns the metrics of a step: its row of metrics.jsonl, without those of an evaluation.
 
-    Attributes:
-        step: Optimizer steps done before it.
-        total_steps: Optimizer steps of the whole run.
-        records: Logs of the reward functions, one record per sampling round.
-        started: Clock time at its start, in seconds.
-        laps: Seconds spent in each phase.
-        parked: How often a row was preempted (moved to the host) because the cache was full.
-        drafted: Statistics of drafts.
+    Args:
+        run: The run.
+        trace: Times of the step.
+        position: The position before the step.
+        groups: What was sampled and scored.
+        state: The state after the step.
+        learned: Metrics of the update, of the checks and of the noise.
     """
-
-    step: int
-    total_steps: int
-    records: list[scoring.Record] = dataclasses.field(default_factory=list)
-    started: float = dataclasses.field(default_factory=time.perf_counter)
-    laps: dict[str, float] = dataclasses.field(default_factory=dict)
-    parked: int = 0
-    drafted: Record = dataclasses.field(default_factory=Record)
-
-    @property
-    def extras(self) -> dict[str, Any]:
-        """The extra arguments of reward functions, as in TRL."""
-        return {
-            "trainer_state": types.SimpleNamespace(
-                global_step=self.step, max_steps=self.total_steps
-            )
-        }
-
-    def lap(self, phase: str) -> None:
-        """Adds the time since the last lap to a phase."""
-        elapsed = time.perf_counter() - self.started - sum(self.laps.values())
-        self.laps[phase] = self.laps.get(phase, 0.0) + elapsed
-
-    def metrics(self, sampled: rollouts.Rollout, learned: rollouts.Rollout) -> dict[str, float]:
-        """Returns times, token rates of sampling and update, and the metrics that reward functions logged."""
-        stats = runtime.memory_stats() or {}
-        peak = (
-            {"perf/peak_memory_gb": stats["peak_bytes_in_use"] / 1e9}
-            if "peak_bytes_in_use" in stats
-            else {}
-        )
-        drafts = {
-            "drafts/accepted_per_call": self.drafted.accepted_per_call,
-            "drafts/speedup": self.drafted.speedup,
-        }
-        return {
-            **self._logged(),
-            "step_time": sum(self.laps.values()),
-            **{f"perf/{phase}_time": seconds for phase, seconds in self.laps.items()},
-            "perf/rollout_tokens_per_second": int(sampled.sampled_lengths.sum())
-            / self.laps["rollout"],
-            "perf/update_tokens_per_second": learned.num_tokens / self.laps["update"],
-            "perf/parked_rows": self.parked,
-            **{name: value for name, value in drafts.items() if value is not None},
-            **peak,
-        }
-
-    def columns(self) -> dict[str, list]:
-        """Returns the columns that reward functions added, for all sampled rows; None for rows without a value."""
-        names = dict.fromkeys(name for record in self.records for name in record.columns)
-        return {
-            name: [
-                value
-                for record in self.records
-                for value in record.columns.get(name, [None] * record.rows)
-            ]
-            for name in names
-        }
-
-    def _logged(self) -> dict[str, float]:
-        # Names of evaluation metrics are dropped: a logged eval/accuracy could be mistaken for the run's own.
-        names = dict.fromkeys(
-            name
-            for record in self.records
-            for name in record.values
-            if not name.startswith("eval/")
-        )
-        return {
-            name: float(
-                np.mean([v for record in self.records for v in record.values.get(name, ())])
-            )
-            for name in names
-        }
+    # Metrics of reward functions come first, so that they cannot replace the run's own.
+    return {
+        **trace.metrics(groups.sampled.rollout, groups.chosen.rollout),
+        **groups.metrics,
+        **learned,
+        **of_rollout(groups.sampled, run.task.functions),
+        **of_turns(groups.sampled.rollout),
+        **truncation(groups.chosen, groups.advantages, run.cfg.grpo.mask_truncated_completions),
+        "epoch": groups.supply.drawn / len(run.task.problems),
+        "num_tokens": position.progress.num_tokens + groups.sampled.rollout.num_tokens,
+        "updates/skipped": int(state.skipped),
+    }
 
 
 def of_rollout(scored: rollouts.Scored, functions: Sequence[scoring.Named]) -> dict[str, float]:

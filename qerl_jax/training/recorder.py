@@ -1,5 +1,7 @@
 """Writes metrics, evaluations, the best adapter and checkpoints during a run, and handles its end."""
 
+import contextlib
+import importlib.metadata
 import json
 import pathlib
 import time
@@ -7,103 +9,175 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
+import jax
+import numpy as np
+
+from qerl_jax import config
 from qerl_jax.checkpoint import hf_folder, peft
-from qerl_jax.model.transformer import as_computed
 from qerl_jax.planning import memory
 from qerl_jax.rewards.scoring import RewardError
-from qerl_jax.rl import dynamic_sampling, update
+from qerl_jax.rl import rollouts
 from qerl_jax.system.files import write_whole, writing
-from qerl_jax.tracking import health
-from qerl_jax.tracking.logger import Logger, plain, read_metrics
+from qerl_jax.tracking import health, terminal
+from qerl_jax.tracking.logger import Logger, Unheard, plain, read_metrics
 from qerl_jax.training import guards, metrics
-from qerl_jax.training.setup import PreparedRun
+from qerl_jax.training.groups import Groups
+from qerl_jax.training.load import PreparedRun
+from qerl_jax.training.position import Position
 from qerl_jax.training.stopping import Stopped
+from qerl_jax.training.trace import Trace
 
 type Callback = Callable[[int, dict[str, Any]], bool | None]
+
+
+def open_log(run: PreparedRun, *, quiet: bool) -> Logger | Unheard:
+    """Writes the config into the run folder, and opens its log; only the first process does so."""
+    if not run.leads:
+        return Unheard()
+    cfg = run.cfg
+    folder = pathlib.Path(cfg.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    config.write_run(folder, cfg, run.task.given_rows)
+    return Logger(
+        folder,
+        total_steps=run.task.total_steps,
+        step=run.start.step,
+        quiet=quiet,
+        log_completions=cfg.log_completions,
+        report_to=cfg.report_to,
+        run_name=cfg.run_name,
+        settings=config.to_table(cfg),
+    )
 
 
 class Recorder:
     """Records the steps of a run.
 
-    As a context manager it handles the end of the run. When a signal stops the run (`Stopped`), the state of the
-    last complete step is saved. An unfinished step is dropped, and repeated when the run resumes; so is an
-    interrupted evaluation.
+    As a context manager it handles the end of the run. When a signal stops the run (`Stopped`), the last complete
+    position is saved. An unfinished step is dropped, and repeated when the run resumes; so is an interrupted
+    evaluation.
 
     Attributes:
-        trace: The current step; None before the first.
-        health: Finds problems in the metrics so far.
+        goes_on: Whether the run continues; false after `on_step` has returned False.
     """
 
-    def __init__(self, run: PreparedRun, logger: Logger, on_step: Callback | None):
-        """Continues from the progress in the checkpoint; for an older checkpoint, from the metrics file."""
+    def __init__(self, run: PreparedRun, logger: Logger | Unheard, on_step: Callback | None):
+        """Continues from the position at which the run starts."""
         self._run, self._logger, self._on_step = run, logger, on_step
-        self._state, self._supply, self._sigma = run.state, run.supply, run.sigma
-        self._saved = int(run.state.step)
+        self._position, self._saved = run.start, run.start.step
+        self._trace: Trace | None = None
+        self._has_warned, self.goes_on = False, True
         rows = read_metrics(run.cfg.output_dir) if run.leads else []
-        self._best = max((row.get("eval/accuracy", -1.0) for row in rows), default=-1.0)
-        self._best = run.progress.get("best", self._best)
-        logger.num_tokens = run.progress.get("num_tokens", logger.num_tokens)
-        self._pending = run.progress.get("pending")
         if run.hosts.told(lambda: any(row["step"] == self._saved for row in rows)):
-            self._pending = None
-        self.trace: metrics.Trace | None = None
-        self.health = health.Health.of(run.cfg, rows)
+            self._position = self._position.with_progress(pending=None)
+        self._health = health.Health.of(run.cfg, rows)
 
-    def begin(self) -> bool:
-        """Does the work before the first step, and returns whether to continue.
+    def begin(self) -> Position:
+        """Does the work before the first step, and returns the position of the run.
 
         This is the evaluation of the untrained policy, or one that was interrupted when the run was stopped.
         """
-        if self._pending is not None:
-            return self.record(self._state, self._supply, self._pending, self._sigma)
-        if self._run.evaluator and self._state.step == 0:
-            return self.record(self._state, self._supply, {}, self._sigma)
-        return True
+        position, pending = self._position, self._position.progress.pending
+        if position.schedule_step < self._run.task.total_steps:
+            self._logger.note(
+                "compiling: the first evaluation and the first step take longer than others"
+            )
+        if pending is not None:
+            return self._record(position, dict(pending))
+        if self._run.evaluator and position.step == 0:
+            return self._record(position, {})
+        return position
 
-    def record(
-        self,
-        state: update.TrainState,
-        supply: dynamic_sampling.Supply,
-        row: dict[str, Any],
-        sigma: float | None,
-    ) -> bool:
-        """Writes the metrics of a step, with an evaluation if one is due, and returns whether to continue.
+    def begin_step(self) -> Trace:
+        """Begins a step, and returns its times, which are filled in while it runs."""
+        self._logger.begin_step(self._run.cfg.generation_batch_size)
+        self._trace = Trace(self._position.step, self._run.task.total_steps)
+        return self._trace
 
-        It also writes `best` and `best.json` if held-out accuracy is the highest so far, and a checkpoint if one is
-        due. An adaptive sigma is the only part of the noise in a checkpoint: all else follows from the step.
+    def __call__(self, position: Position, row: dict[str, Any], groups: Groups) -> Position:
+        """Writes what a step has given: completions, metrics, and what is due: an evaluation, a checkpoint.
 
         Args:
-            state: The state after the step.
-            supply: The position in the data after it.
+            position: The position after the step.
             row: Metrics of the step.
-            sigma: The next sigma of an adaptive schedule; None for other schedules.
+            groups: Its completions.
+
+        Returns:
+            The position, with the best accuracy so far.
         """
-        run, cfg, step = self._run, self._run.cfg, int(state.step)
-        self._state, self._supply, self._pending, self._sigma = state, supply, row, sigma
-        over = run.place(step, supply) >= run.total_steps
+        if row["completions/without_reward"] and not self._has_warned:
+            self._has_warned = True
+            self._run.notes.append(_about_unjudged(position.step, groups.sampled))
+            self._logger.note(self._run.notes[-1])
+        rows = metrics.completion_rows(
+            groups.sampled, groups.chosen, groups.advantages, self._trace.columns()
+        )
+        self._logger.write_completions(position.step, rows)
+        return self._record(position, row)
+
+    def _record(self, position: Position, row: dict[str, Any]) -> Position:
+        """Writes the metrics of a step, with an evaluation if one is due.
+
+        It also writes `best` and `best.json` if held-out accuracy is the highest so far, and a checkpoint if one is
+        due.
+        """
+        run, cfg, step = self._run, self._run.cfg, position.step
+        self._position = position.with_progress(pending=row)
+        over = position.schedule_step >= run.task.total_steps
         every = cfg.eval.eval_steps if cfg.eval else 0
-        if run.evaluator and (step == 0 or over or crosses(run, step, every)):
+        if run.evaluator and (step == 0 or over or _crosses(cfg, step, every)):
             began = time.perf_counter()
-            row = row | run.evaluator(variables(run, state.params))
+            row = row | run.evaluator(run.variables(position.state.params))
             row["perf/eval_time"] = time.perf_counter() - began
         row = {name: plain(value) for name, value in row.items()}
         self._logger.write(step, row)
-        if run.leads and every and row.get("eval/accuracy", -1.0) > self._best:
-            self._best = row["eval/accuracy"]
+        position = position.with_progress(pending=None)
+        if run.leads and every and row.get("eval/accuracy", -1.0) > position.progress.best:
+            position = position.with_progress(best=row["eval/accuracy"])
             folder = pathlib.Path(cfg.output_dir)
-            export(run, folder / "best", state.params)
+            export(run, folder / "best", position.state.params)
             table = {"step": step} | {k: v for k, v in row.items() if k.startswith("eval/")}
             write_whole(folder / "best.json", json.dumps(table, indent=2) + "\n")
-        for warning in self.health.see(row | {"step": step}):
+        for warning in self._health.see(row | {"step": step}):
             self._logger.note(warning)
-        self._pending = None
-        goes_on = run.hosts.told(
+        self._position = position
+        self.goes_on = run.hosts.told(
             lambda: self._on_step is None or self._on_step(step, row) is not False
         )
-        ends = over or not goes_on
-        if step > 0 and (ends or crosses(run, step, cfg.save_steps)):
+        ends = over or not self.goes_on
+        if step > 0 and (ends or _crosses(cfg, step, cfg.save_steps)):
             self._save(ends=ends)
-        return goes_on
+        return position
+
+    def end(self) -> None:
+        """Writes what the run has trained, and its report, and shows lines about them."""
+        run, params = self._run, self._position.state.params
+        if not run.leads:
+            return
+        folder = pathlib.Path(run.cfg.output_dir) / ("adapter" if run.task.model.lora else "model")
+        export(run, folder, params)
+        self._logger.note(f"{folder.name} in {folder}")
+        if closing := self._health.closing():
+            self._logger.note(closing)
+        self._write_report()
+
+    def _write_report(self) -> None:
+        """Writes report.md and the page into the run folder, and shows a line about each."""
+        from qerl_jax.tracking import card, report  # slow to import: the page draws charts
+
+        run, folder = self._run, self._run.cfg.output_dir
+        used = jax.tree.leaves(self._position.state.params)[0].sharding.device_set
+        machine = card.Machine(
+            next(iter(used)).device_kind,
+            len(used) * run.hosts.count,
+            {name: _version(name) for name in ("qerl-jax", "jax", "jaxlib")},
+            time.monotonic() - run.began,
+        )
+        # A run whose metrics were removed has nothing to report.
+        with contextlib.suppress(FileNotFoundError):
+            path = card.write(folder, machine, run.notes, given_rows=run.task.given_rows)
+            self._logger.note(f"report card in {path}")
+            self._logger.note(f"page in {report.write([folder], with_pictures=False)}")
 
     def __enter__(self) -> Self:
         return self
@@ -120,22 +194,20 @@ class Recorder:
             Stopped: If a signal has stopped the run, with a line about its progress.
             MemoryError: If the device ran out of memory, with the line of the memory plan and its setting.
         """
+        if not isinstance(error, Exception | Stopped):
+            return
+        step = self._position.step
         if isinstance(error, Exception):
             error.add_note(self._doing())
-            step = int(self._state.step)
-            # The state is still that of the last step. On several hosts the others have not stopped at the same place.
+            # The position is still that of the last step. On several hosts the others have not stopped at the same
+            # place.
             if isinstance(error, RewardError) and self._run.hosts.count == 1 and step > self._saved:
                 self._save()
             if self._saved:
                 error.add_note(f"step {self._saved} is saved: the same command goes on from there")
-            is_exhausted, asked = memory.exhausted(error)
-            if is_exhausted and not isinstance(error, OSError):
-                plan = self._run.memory or memory.estimate(self._run.cfg)
-                limit = memory.device_memory()
-                raise MemoryError(plan.about_exhaustion(self._phase(), asked, limit)) from error
-        if not isinstance(error, Stopped):
+            if exhausted := self._run.plan.exhaustion(error, self._phase()):
+                raise exhausted from error
             return
-        step, cfg = int(self._state.step), self._run.cfg
         name = error.signal.name
         if step == 0:
             raise Stopped(
@@ -145,57 +217,40 @@ class Recorder:
             self._save()
         raise Stopped(
             error.signal,
-            f"stopped by {name} after step {step} of {self._run.total_steps}, which is saved in "
-            f"{cfg.output_dir}: the same command goes on from there",
+            f"stopped by {name} after step {step} of {self._run.task.total_steps}, which is saved in "
+            f"{self._run.cfg.output_dir}: the same command goes on from there",
         ) from error
 
     def _phase(self) -> memory.Phase:
         """Returns the phase of the device, from the finished phases of the step."""
-        if self.trace is None or self._pending is not None:
+        if self._trace is None or self._position.progress.pending is not None:
             return "evaluation"
-        return "update" if "reward" in self.trace.laps else "rollout"
+        return "update" if "reward" in self._trace.laps else "rollout"
 
     def _doing(self) -> str:
         """Returns in words what the run was doing."""
-        if self.trace is None:
+        if self._trace is None:
             return "before the first step"
-        last = next(reversed(self.trace.laps), "start")
+        last = next(reversed(self._trace.laps), "start")
         after = {"start": "rollout", "rollout": "rewards", "reward": "update", "update": "log"}
-        doing = "evaluation" if self._pending is not None else after[last]
-        return f"in the {doing} of step {self.trace.step + 1} of {self._run.total_steps}"
+        doing = "evaluation" if self._position.progress.pending is not None else after[last]
+        return f"in the {doing} of step {self._trace.step + 1} of {self._run.task.total_steps}"
 
     def _save(self, *, ends: bool = False) -> None:
-        """Writes a checkpoint of the last complete step: its state, and the run's progress.
-
-        Args:
-            ends: Whether the run ends here, so that what it exports is of this step.
-        """
-        progress = {"num_tokens": self._logger.num_tokens, "best": self._best, "ends": ends}
-        if self._run.sources:
-            progress["sources"] = self._run.sources
-        if self._pending is not None:
-            progress["pending"] = {name: plain(value) for name, value in self._pending.items()}
-        noise = {} if self._sigma is None else {"sigma": self._sigma}
-        table = self._supply.to_table() | noise | {"progress": progress}
-        guards.require_finite(learned_state(self._state), int(self._state.step))
+        """Writes a checkpoint of the last complete position; `ends` as for `Position.to_table`."""
+        position, pending = self._position, self._position.progress.pending
+        if pending is not None:
+            plain_row = {name: plain(value) for name, value in pending.items()}
+            position = position.with_progress(pending=plain_row)
+        guards.require_finite(position.state)
         if self._run.leads:
-            self._run.files.save(self._state, table)
-        self._saved = int(self._state.step)
+            self._run.files.save(position.state, position.to_table(ends=ends))
+        self._saved = position.step
 
 
-def learned_state(state: update.TrainState) -> dict[str, Any]:
-    """Returns the parts of a state that updates change: parameters and optimizer state."""
-    return {"params": state.params, "opt_state": state.opt_state}
-
-
-def variables(run: PreparedRun, params: Any) -> dict[str, Any]:
-    """Returns the variables for sampling, with `params` in the dtype of the model."""
-    return {"params": as_computed(params, run.model.dtype), "frozen": run.frozen}
-
-
-def crosses(run: PreparedRun, step: int, every: int) -> bool:
+def _crosses(cfg: config.RunConfig, step: int, every: int) -> bool:
     """Whether one of the optimizer steps of the rollout that ended at `step` was a multiple of `every`."""
-    stride = run.cfg.updates_per_rollout
+    stride = cfg.updates_per_rollout
     return every > 0 and step // every > (step - stride) // every
 
 
@@ -203,12 +258,31 @@ def export(run: PreparedRun, folder: pathlib.Path, params: Any) -> None:
     """Writes the trained weights: a PEFT adapter, or a whole model."""
     source = run.cfg.model.model_name_or_path
     with writing(folder):
-        if run.model.lora:
-            peft.export_adapter(folder, params, run.model.lora, source)
+        if run.task.model.lora:
+            peft.export_adapter(folder, params, run.task.model.lora, source)
         else:
             hf_folder.export_model(
                 folder,
-                run.model,
+                run.task.model,
                 run.frozen | params,
                 hf_folder.local_folder(source, weights=False),
             )
+
+
+def _about_unjudged(step: int, scored: rollouts.Scored) -> str:
+    """Returns a warning about completions without a reward, which is shown once per run."""
+    group, at = np.argwhere(np.isnan(scored.rewards))[0]
+    text = scored.rollout.texts[group * scored.rollout.num_generations + at]
+    return (
+        f"warning: in step {step} every reward function returned None for "
+        f"{np.isnan(scored.rewards).sum()} of {scored.rewards.size} completions. They are left out of "
+        "baseline and loss; completions/without_reward counts them in every step. The first one "
+        f"answers {terminal.asked(scored.rollout.problems[group].prompt)[:200]!r} with {text[:200]!r}."
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

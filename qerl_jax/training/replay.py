@@ -81,8 +81,8 @@ def run(path: str | pathlib.Path) -> list[str]:
     params = _filled(fresh, _under("params", arrays))
     leaves = _under("noise", arrays)
     noise = _filled(exploration.abstract_noise(cfg.noise, model), leaves) if leaves else None
-    planned = memory.planned(cfg, model.arch, limit=memory.device_memory())
-    updater = update.make_updater(planned, model, tokenizer.num_tokens, total_steps=1)
+    plan = memory.plan(cfg, model.arch, limit=memory.device_memory())
+    updater = update.make_updater(plan.cfg, model, tokenizer.num_tokens, total_steps=1)
     fixed = _under("fixed", arrays)
     loss, grads = update.replay_step(
         updater,

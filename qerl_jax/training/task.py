@@ -19,7 +19,7 @@ from qerl_jax.system.checked import require
 from qerl_jax.tools import environments
 from qerl_jax.tools.conversations import Tools
 from qerl_jax.tools.shared_tools import SharedToolboxes
-from qerl_jax.training import metrics
+from qerl_jax.training.trace import Trace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Task:
         informative: Marks the groups of a scored rollout that dynamic sampling keeps, bool [P].
         total_steps: Optimizer steps of the whole run.
         notes: Lines to show at the start of the run.
+        given_rows: Number of problems if the caller passed them instead of `cfg.data`; else None.
     """
 
     model: transformer.Transformer
@@ -47,6 +48,7 @@ class Task:
     informative: Callable[[rollouts.Scored], np.ndarray]
     total_steps: int
     notes: list[str]
+    given_rows: int | None
 
 
 def make_task(
@@ -74,7 +76,8 @@ def make_task(
         ValueError: For data, a reward or an environment that cannot be used.
     """
     functions, weights = _rewards(cfg, reward_functions)
-    if problems is None:
+    has_rows = problems is not None
+    if not has_rows:
         _require_held_out(cfg)
         problems = datasets.from_config(cfg.data, split=cfg.data.split, seed=cfg.seed)
     model, tokenizer = _described(cfg)
@@ -97,7 +100,16 @@ def make_task(
     total_steps = cfg.total_steps(len(problems))
     notes += _about_epochs(cfg, total_steps)
     task = Task(
-        model, tokenizer, problems, functions, weights, talks, informative, total_steps, notes
+        model,
+        tokenizer,
+        problems,
+        functions,
+        weights,
+        talks,
+        informative,
+        total_steps,
+        notes,
+        given_rows=len(problems) if has_rows else None,
     )
     try:
         _try(task, hosts, cfg.data.max_prompt_length)
@@ -130,7 +142,7 @@ def _described(cfg: config.RunConfig) -> tuple[transformer.Transformer, Tokenize
 def _try(task: Task, hosts: Hosts, max_prompt_length: int) -> None:
     """Resets environments with the first two problems, and tries the reward functions on these."""
     first = task.problems[:2]
-    extras = metrics.Trace(0, task.total_steps).extras
+    extras = Trace(0, task.total_steps).extras
     if task.tools is not None:
         prompts.with_observations(task.tools, first, task.tokenizer, max_prompt_length)
         extras |= task.tools.toolboxes.extras(len(first))

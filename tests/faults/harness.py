@@ -43,9 +43,7 @@ def copy_of(run, folder):
     """Copies a run folder under another name, and puts that name into its config."""
     shutil.copytree(run, folder)
     cfg = config.load(folder / "config.toml")
-    (folder / "config.toml").write_text(
-        config.dump(dataclasses.replace(cfg, output_dir=str(folder)))
-    )
+    config.write_run(folder, dataclasses.replace(cfg, output_dir=str(folder)))
     return folder
 
 

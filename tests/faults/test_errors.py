@@ -11,7 +11,7 @@ from qerl_jax import config
 from qerl_jax.cli import main
 from qerl_jax.planning import memory
 from qerl_jax.rl import rollouts
-from qerl_jax.training import setup, trainer
+from qerl_jax.training import load, trainer
 from tests.faults import harness
 
 ABSURD = {
@@ -131,7 +131,7 @@ def test_a_bare_message_of_a_library_that_computes_is_no_answer(tmp_path, monkey
     def reshaped(cfg, **_):
         return jax.numpy.zeros(3).reshape(2)
 
-    monkeypatch.setattr(trainer, "setup", reshaped)
+    monkeypatch.setattr(trainer, "check", reshaped)
     path = tmp_path / "run.toml"
     path.write_text(config.dump(harness.tiny(tmp_path / "run")))
     assert main.main(["train", str(path)]) == 1
@@ -154,7 +154,7 @@ def test_out_of_memory_names_the_line_of_the_plan_and_the_setting(tmp_path, monk
     assert shown.count("\n") == 1
     text = "qerl train: memory: the device ran out of memory in the rollout when it asked for 12.35 GB."
     assert shown.startswith(text)
-    plan = memory.estimate(harness.tiny("x"))
+    plan = memory.plan(harness.tiny("x"))
     name, field = re.search(r"of which '(.*)' \(.*\) is .*: change (\S+)", shown).groups()
     assert [item.field for item in plan.items if item.name == name and item.phase == "rollout"] == [
         field
@@ -177,11 +177,11 @@ def test_a_plan_knows_which_of_its_lines_may_be_wrong(phase, line, setting, monk
     monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
     cfg = config.load(harness.ROOT / "configs" / "gsm8k_qwen2.5_7b.toml")
     arch = memory.architecture.KNOWN["qwen2.5-7b"]
-    plan = memory.estimate(cfg, arch, limit=80 * 10**9)
-    text = plan.about_exhaustion(phase, None, 80 * 10**9)
+    plan = memory.plan(cfg, arch, limit=80 * 10**9)
+    text = plan.about_exhaustion(phase, None)
     assert line in text and f"change {setting}" in text and "\n" not in text
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    text = plan.about_exhaustion(phase, None, 80 * 10**9)
+    text = plan.about_exhaustion(phase, None)
     assert f"unset XLA_PYTHON_CLIENT_PREALLOCATE, or change {setting}" in text
 
 
@@ -202,7 +202,7 @@ def test_weights_that_do_not_fit_are_out_of_memory_too(tmp_path, monkeypatch, ca
     def loading(*_, **__):
         raise jax.errors.JaxRuntimeError(OOM)
 
-    monkeypatch.setattr(setup.base_model, "load_weights", loading)
+    monkeypatch.setattr(load.base_model, "load_weights", loading)
     path = tmp_path / "run.toml"
     path.write_text(config.dump(harness.tiny(tmp_path / "run")))
     assert main.main(["train", str(path)]) == 2

@@ -116,7 +116,7 @@ def test_a_step_with_pickled_objects_is_refused(tmp_path, capsys):
     canary = tmp_path / "canary"
     path = tmp_path / "run" / "non_finite" / "step_000001.npz"
     path.parent.mkdir(parents=True)
-    (path.parents[1] / "config.toml").write_text(config.dump(harness.tiny(tmp_path / "run")))
+    config.write_run(path.parents[1], harness.tiny(tmp_path / "run"))
     np.savez(path, step=np.array([Canary(canary)], dtype=object))
     for damage in (
         lambda data: data,

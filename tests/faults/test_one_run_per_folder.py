@@ -17,6 +17,7 @@ from qerl_jax import config
 from qerl_jax.system import locks
 from qerl_jax.tracking import logger
 from qerl_jax.training import trainer
+from qerl_jax.training.check import check
 from tests.faults import harness
 
 HOLD = """
@@ -75,7 +76,7 @@ def test_where_there_are_no_locks_a_warning_says_so(tmp_path, monkeypatch):
 
 
 def test_train_refuses_a_folder_in_use_before_it_reads_or_writes_there(tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer, "setup", lambda *_, **__: pytest.fail("it went on"))
+    monkeypatch.setattr(trainer, "check", lambda *_, **__: pytest.fail("it went on"))
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     with locks.held(tmp_path), pytest.raises(locks.Busy):
         trainer.train(harness.tiny(tmp_path))
@@ -86,13 +87,14 @@ def test_of_two_new_runs_the_one_that_comes_second_is_refused(tmp_path, monkeypa
     """The other run begins and ends while this one still checks its data."""
     folder = tmp_path / "run"
 
-    def meanwhile(cfg, *, checked, **_):
+    def meanwhile(cfg, **options):
+        checked = check(cfg, **options)
         folder.mkdir()
-        (folder / "config.toml").write_text(config.dump(cfg))
-        checked([])
-        pytest.fail("it went on")
+        config.write_run(folder, cfg)
+        return checked
 
-    monkeypatch.setattr(trainer, "setup", meanwhile)
+    monkeypatch.setattr(trainer, "check", meanwhile)
+    monkeypatch.setattr(trainer, "load", lambda *_, **__: pytest.fail("it went on"))
     with pytest.raises(config.ConfigError, match="another run has begun there in the meantime"):
         trainer.train(harness.tiny(folder))
 

@@ -120,6 +120,7 @@ def test_a_checkpoint_holds_what_the_run_remembers(tmp_path):
     rows = logger.read_metrics(tmp_path)
     progress = StateFiles(tmp_path, keep=None).supply()["progress"]
     assert progress == {
+        "sources": {},
         "num_tokens": rows[-1]["num_tokens"],
         "best": max(row["eval/accuracy"] for row in rows),
         "ends": True,

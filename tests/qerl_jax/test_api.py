@@ -365,14 +365,14 @@ def test_a_run_that_goes_on_after_its_end_is_asked_by_its_newest_checkpoint(run,
 
 def test_the_base_of_a_run_that_has_saved_nothing_can_be_asked(tmp_path):
     cfg = settings.run_config(QUICKSTART, {})
-    (tmp_path / "config.toml").write_text(config.dump(cfg))
+    config.write_run(tmp_path, cfg)
     source = sources.find_policy(None, tmp_path, base=True)
     assert source.adapter is None and source.name == "base"
 
 
 def test_a_whole_model_is_not_asked_before_the_run_has_ended(tmp_path):
     cfg = settings.run_config("gsm8k_qwen2.5_3b_full", {})
-    (tmp_path / "config.toml").write_text(config.dump(cfg))
+    config.write_run(tmp_path, cfg)
     (tmp_path / "checkpoints" / "1").mkdir(parents=True)
     with pytest.raises(FileNotFoundError, match="has no model: .* when it has ended"):
         policies.find(tmp_path)
@@ -380,7 +380,7 @@ def test_a_whole_model_is_not_asked_before_the_run_has_ended(tmp_path):
 
 def test_a_whole_model_is_not_asked_while_the_run_goes_on_after_an_end(tmp_path, monkeypatch):
     cfg = settings.run_config("gsm8k_qwen2.5_3b_full", {})
-    (tmp_path / "config.toml").write_text(config.dump(cfg))
+    config.write_run(tmp_path, cfg)
     (tmp_path / "model").mkdir()
     assert sources.find_policy(None, tmp_path).model.model_name_or_path == str(tmp_path / "model")
     monkeypatch.setattr(sources, "_goes_on", lambda files: True)
@@ -395,7 +395,7 @@ def test_a_text_is_asked_as_in_training_also_if_the_set_has_a_system_prompt(
 ):
     data = {"dataset": dataset, "apply_chat_template": False}
     cfg = settings.run_config(QUICKSTART, {"data": data, "eval": None})
-    (tmp_path / "config.toml").write_text(config.dump(cfg))
+    config.write_run(tmp_path, cfg)
     source = sources.find_policy(None, tmp_path, base=True)
     assert source.apply_chat_template == is_chat
 
@@ -595,7 +595,7 @@ def test_a_plan_says_whether_the_run_fits():
     said = {"optim": {"max_tokens_per_microbatch": 4096}}
     plan = qerl_jax.plan(QUICKSTART, "1GB", max_steps=10, **said)
     assert plan.fits and str(plan).startswith("always ")
-    needed = plan.memory.size("always", "update")
+    needed = plan.size("always", "update")
     assert plan.peak >= needed > 1e6
     small = qerl_jax.plan(QUICKSTART, needed - 1, **said)
     assert small.fits is False

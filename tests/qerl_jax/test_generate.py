@@ -247,7 +247,7 @@ def test_generate_prints_the_completions_of_several_prompts(capsys):
 def test_generate_takes_the_adapter_and_the_settings_of_a_run_folder(tmp_path, capsys):
     cfg = config.load(QUICKSTART)
     cfg = dataclasses.replace(cfg, lora=LoraConfig(4, 4.0))
-    (tmp_path / "config.toml").write_text(config.dump(cfg))
+    config.write_run(tmp_path, cfg)
     model, frozen, _ = load_base(cfg.model, cfg.lora)
     params = transformer.init_params(model, frozen, jax.random.key(0))
     # B of a new adapter is zero: it is made to matter.
@@ -310,7 +310,7 @@ def test_a_policy_with_tools_gives_whole_conversations():
 @pytest.mark.slow
 def test_generate_calls_the_tools_of_a_config(tmp_path, capsys):
     cfg = dataclasses.replace(config.load(QUICKSTART), tools=THINKS)
-    (tmp_path / "config.toml").write_text(config.dump(cfg))
+    config.write_run(tmp_path, cfg)
     options = ["--n", "2", "--max-tokens", "60", "--temperature", "0.5", "--dtype", "float32"]
     asked = ["generate", *PROMPTS[:2], *options, "--tools"]
     expected = list(able().completions(PROMPTS[:2], **TURNS))

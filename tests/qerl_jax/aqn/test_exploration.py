@@ -67,26 +67,31 @@ def make(cfg, total_steps=10):
 
 def test_noise_of_a_rollout_is_what_step_and_schedule_say():
     cfg = NoiseConfig(num_stages=5)
-    acting, metrics = make(cfg)(7, 7, None)
+    noise = make(cfg)(7, 7, None)
     sigma = aqn.sigma_schedule(sigma_start=1e-2, sigma_end=1e-4, num_stages=5, total_steps=10)(7)
     expected = aqn.norm_noise(aqn.step_key(KEY, 7), sigma, noise_shapes(ARCH))
-    jax.tree.map(np.testing.assert_array_equal, acting["noise"], expected)
-    assert metrics == {"aqn/sigma": float(sigma), "aqn/stage": 3}
+    jax.tree.map(np.testing.assert_array_equal, noise.variables["noise"], expected)
+    assert noise.metrics == {"aqn/sigma": float(sigma), "aqn/stage": 3}
+    assert noise.of_updates is None
+    assert make(dataclasses.replace(cfg, scope="both"))(7, 7, None).of_updates is not None
     assert make(cfg).first is None and make(cfg).adapted(None, 7, {}) is None
 
 
 def test_without_the_section_nothing_acts():
     none = make(None)
-    assert none(3, 3, None) == ({}, {}) and none.first is None and none.adapted(None, 3, {}) is None
+    noise = none(3, 3, None)
+    assert noise.variables == noise.metrics == {} and noise.of_updates is None
+    assert none.first is None and none.adapted(None, 3, {}) is None
 
 
 @pytest.mark.parametrize("per", ["group", "sequence", "token"])
 def test_noise_of_rows_is_of_the_steps_key_and_the_schedules_sigma(per):
-    acting, metrics = make(NoiseConfig(per=per, num_stages=5))(7, 7, None)
-    assert isinstance(acting["noise"], RowNoise) and acting["noise"].per == per
-    assert float(acting["noise"].sigma) == metrics["aqn/sigma"]
-    np.testing.assert_array_equal(acting["noise"].key, jax.random.key_data(aqn.step_key(KEY, 7)))
-    drawn = acting["noise"].draw(jnp.array([2]), jnp.array([0]))
+    noise = make(NoiseConfig(per=per, num_stages=5))(7, 7, None)
+    vectors = noise.vectors
+    assert isinstance(vectors, RowNoise) and vectors.per == per
+    assert float(vectors.sigma) == noise.metrics["aqn/sigma"]
+    np.testing.assert_array_equal(vectors.key, jax.random.key_data(aqn.step_key(KEY, 7)))
+    drawn = vectors.draw(jnp.array([2]), jnp.array([0]))
     shapes = jax.tree.map(lambda leaf: (leaf.shape[0], leaf.shape[2]), drawn)
     assert shapes == jax.tree.map(lambda leaf: leaf.shape, noise_shapes(ARCH))
 
@@ -103,13 +108,12 @@ def test_an_adaptive_sigma_is_silent_first_and_then_follows_its_metric(signal, m
     assert sigma == 1e-2
     # Two of ten steps are silent, and what they measure changes nothing.
     for step in range(2):
-        acting, metrics = noise(step, step, sigma)
-        assert metrics["aqn/sigma"] == 0
-        assert not any(leaf.any() for leaf in jax.tree.leaves(acting["noise"]))
+        silent = noise(step, step, sigma)
+        assert silent.metrics["aqn/sigma"] == 0
+        assert not any(leaf.any() for leaf in jax.tree.leaves(silent.vectors))
         sigma = noise.adapted(sigma, step, high)
     assert sigma == 1e-2
-    _, metrics = noise(2, 2, sigma)
-    assert metrics == {"aqn/sigma": pytest.approx(1e-2), "aqn/stage": 1}
+    assert noise(2, 2, sigma).metrics == {"aqn/sigma": pytest.approx(1e-2), "aqn/stage": 1}
     found = []
     for seen in (high, high, low, low, low, high):
         sigma = noise.adapted(sigma, 2, seen)

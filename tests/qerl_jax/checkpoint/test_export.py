@@ -50,7 +50,7 @@ def finished_run(folder, size=0.05, **model):
     rng = np.random.default_rng(1)
     params = jax.tree.map(lambda x: x + size * rng.normal(size=x.shape).astype(np.float32), params)
     folder.mkdir()
-    (folder / "config.toml").write_text(config.dump(cfg))
+    config.write_run(folder, cfg)
     peft.export_adapter(folder / "adapter", params, model.lora, cfg.model.model_name_or_path)
     return model, {"params": params, "frozen": frozen}
 
@@ -244,7 +244,7 @@ def test_a_run_that_has_not_ended_is_exported_from_its_checkpoints(run, tmp_path
 def test_a_model_that_was_trained_whole_is_packed_from_what_the_run_wrote(tmp_path):
     (tmp_path / "run").mkdir()
     cfg = run_config(tmp_path / "run", LoraConfig(), weights="bfloat16", trainable="full")
-    (tmp_path / "run" / "config.toml").write_text(config.dump(cfg))
+    config.write_run(tmp_path / "run", cfg)
     with pytest.raises(ValueError, match="to: got 'peft'; a run with .* has no adapter"):
         export.export(tmp_path / "run", "peft", tmp_path / "out")
     with pytest.raises(FileNotFoundError, match="the run has not ended"):

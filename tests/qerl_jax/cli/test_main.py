@@ -327,7 +327,7 @@ def test_an_option_that_cannot_be_read_is_an_error_of_one_line(command, said, ca
 def test_a_run_folder_in_the_place_of_a_set_is_an_error_that_says_where_it_belongs(
     tmp_path, capsys
 ):
-    (tmp_path / "config.toml").write_text(config.dump(changed()))
+    config.write_run(tmp_path, changed())
     assert main.main(["eval", str(tmp_path)]) == 2
     rule = f"is a run folder, not a set: qerl eval SET --adapter {tmp_path}"
     assert capsys.readouterr().err == f"qerl eval: sets: got {str(tmp_path)!r}; {rule}\n"

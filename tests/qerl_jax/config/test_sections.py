@@ -37,7 +37,7 @@ from qerl_jax.config import (
 from qerl_jax.config import rules as config_rules
 from qerl_jax.rewards import scoring
 from qerl_jax.system import checked
-from qerl_jax.training import setup
+from qerl_jax.training import load
 
 CONFIGS = pathlib.Path(__file__).parents[3] / "configs"
 MINIMAL = {
@@ -993,17 +993,6 @@ def test_lora_without_regret_has_few_ranks_on_all_linears_and_ten_times_the_rate
     }
 
 
-def test_a_run_of_before_scales_were_searched_is_read_with_those_of_the_maximum(tmp_path):
-    """Its adapter was trained on that base; a user's own config gets the default."""
-    before = config.dump(dataclasses.replace(FULL, model=ModelConfig("base")))
-    before = before.replace('block_scales = "auto"\n', "")
-    (tmp_path / "config.toml").write_text(before)
-    assert config.load(tmp_path / "config.toml").model.block_scales == "auto"
-    assert config.load_run(tmp_path).model.block_scales == "maximum"
-    (tmp_path / "config.toml").write_text(config.dump(FULL))
-    assert config.load_run(tmp_path) == FULL
-
-
 def test_a_config_of_the_package_can_be_named_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert config.load("gsm8k_qwen2.5_7b") == config.load(CONFIGS / "gsm8k_qwen2.5_7b.toml")
@@ -1030,10 +1019,10 @@ def test_a_config_of_the_package_can_be_named_from_any_folder(tmp_path, monkeypa
 def test_a_run_that_is_to_be_repeated_exactly_makes_no_drafts(monkeypatch):
     told = []
     monkeypatch.setattr(
-        setup.rollouts, "make_sampler", lambda *of, **options: told.append(of[2].drafts)
+        load.rollouts, "make_sampler", lambda *of, **options: told.append(of[2].drafts)
     )
     for deterministic in (False, True):
         run = build(deterministic=deterministic)
-        setup._sampler(run, *[mock.Mock()] * 3)
+        load._sampler(mock.Mock(cfg=run), None)
         told.append(run.drafts)
     assert told == ["auto", "auto", "off", "off"]

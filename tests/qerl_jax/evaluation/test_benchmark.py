@@ -254,7 +254,7 @@ def run_folder(adapter, tmp_path):
         data=dataclasses.replace(cfg.data, system_prompt="Add."),
         eval=EvalConfig(num_problems=5, temperature=0.7, num_generations=4),
     )
-    (tmp_path / "config.toml").write_text(config.dump(cfg))
+    config.write_run(tmp_path, cfg)
     for name in ("adapter", "best"):
         shutil.copytree(adapter, tmp_path / name)
     return tmp_path

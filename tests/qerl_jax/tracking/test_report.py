@@ -25,7 +25,7 @@ def make_run(folder, seed=0, steps=12, lift=0.0, **changes):
     cfg = config.load(ROOT / "configs" / "quickstart.toml")
     cfg = dataclasses.replace(cfg, output_dir=str(folder), seed=seed, **changes)
     (folder / "completions").mkdir(parents=True)
-    (folder / "config.toml").write_text(config.dump(cfg))
+    config.write_run(folder, cfg)
     rows = [
         {"step": 0, "eval/accuracy": 0.3, "eval/accuracy_low": 0.25, "eval/accuracy_high": 0.35}
     ]
@@ -169,7 +169,7 @@ def test_the_page_says_what_the_runs_came_to(compared):
 
 def test_a_run_on_rows_from_python_names_no_data_set(tmp_path):
     run = make_run(tmp_path / "run")
-    (run / "config.toml").write_text(config.dump(config.load_run(run), given_rows=1400))
+    config.write_run(run, config.load_run(run), given_rows=1400)
     text = report.write([run], tmp_path / "page").read_text()
     assert ">1,400 rows from Python<" in text and ">arithmetic<" not in text
     assert config.load_run(run) == config.load(run / "config.toml")

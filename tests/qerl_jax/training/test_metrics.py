@@ -7,6 +7,7 @@ import pytest
 
 from qerl_jax.rewards import scoring
 from qerl_jax.training import metrics
+from qerl_jax.training.trace import Trace
 
 
 @pytest.mark.parametrize(("is_masked", "signal"), [(False, 0.25), (True, 0.0)])
@@ -27,6 +28,6 @@ def test_what_rewards_log_is_averaged_and_is_not_taken_for_an_evaluation():
     for name, value in (("share", 1), ("share", 2), ("eval/accuracy", 1)):
         record.log_metric(name, value)
     rollout = types.SimpleNamespace(sampled_lengths=np.array([4]), num_tokens=4)
-    trace = metrics.Trace(0, 1, [record], laps={"rollout": 1.0, "update": 1.0})
+    trace = Trace(0, 1, [record], laps={"rollout": 1.0, "update": 1.0})
     found = trace.metrics(rollout, rollout)
     assert found["share"] == 1.5 and "eval/accuracy" not in found

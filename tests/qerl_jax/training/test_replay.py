@@ -48,7 +48,7 @@ def experience():
 
 def test_a_skipped_step_is_written_and_runs_once_more(tmp_path):
     cfg = run_config(tmp_path)
-    (tmp_path / "config.toml").write_text(config.dump(cfg))
+    config.write_run(tmp_path, cfg)
     model, frozen, tokenizer = load_base(cfg.model, cfg.lora, cfg.seed)
     params, frozen = trainable(model, frozen, jax.random.key(0))
     written = []
@@ -78,13 +78,13 @@ def test_a_skipped_step_is_written_and_runs_once_more(tmp_path):
 def test_a_step_under_noise_of_each_groups_own_runs_once_more(tmp_path):
     cfg = run_config(tmp_path)
     cfg = dataclasses.replace(cfg, noise=dataclasses.replace(cfg.noise, per="group", scope="both"))
-    (tmp_path / "config.toml").write_text(config.dump(cfg))
+    config.write_run(tmp_path, cfg)
     model, frozen, _ = load_base(cfg.model, cfg.lora, cfg.seed)
     params, frozen = trainable(model, frozen, jax.random.key(0))
     noise = exploration.make_exploration(cfg.noise, model, jax.random.key(3), 10)
-    acting, _ = noise(5, 5, None)
+    vectors = noise(5, 5, None).vectors
     rows = dataclasses.replace(experience(), noise=np.array([4, 0, 2, 7], np.int32))
-    failure = update.NonFinite(5, params, rows, {}, acting["noise"])
+    failure = update.NonFinite(5, params, rows, {}, vectors)
     lines = replay.run(replay.write(tmp_path, failure))
     assert lines[0].startswith("step 5: loss ")
     assert sum("advantages not finite" in line for line in lines) == 1

@@ -1,0 +1,201 @@
+"""Checks the input of a run, and decides all that can be decided before anything expensive starts."""
+
+import dataclasses
+import pathlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from qerl_jax import config
+from qerl_jax.aqn import exploration
+from qerl_jax.checkpoint import hf_folder, peft, run_state
+from qerl_jax.config import rules as config_rules
+from qerl_jax.data import datasets
+from qerl_jax.distributed.hosts import Hosts
+from qerl_jax.distributed.mesh import Replicas
+from qerl_jax.evaluation.evaluator import Evaluator
+from qerl_jax.planning import memory
+from qerl_jax.rewards import stock
+from qerl_jax.rl import optimizer
+from qerl_jax.system.checked import require
+from qerl_jax.tools import environments
+from qerl_jax.tracking import trackers
+from qerl_jax.training import devices, run_folder, sources
+from qerl_jax.training.position import schedule_step
+from qerl_jax.training.random_streams import EVAL, NOISE, stream_key
+from qerl_jax.training.stopping import Stop
+from qerl_jax.training.task import Task, make_task
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckedRun:
+    """A run whose input was checked. Nothing was written yet, and no weights were loaded.
+
+    Attributes:
+        cfg: The config.
+        plan: The memory that the run needs, and the config with what the plan chose.
+        replicas: The replicas of the policy, and their devices.
+        task: The problems, rewards and tools, and the policy without its weights.
+        adapter: The folder of the adapter to start from; None for a new adapter.
+        aqn: The noise of the sampling policy.
+        evaluator: Measures held-out accuracy; None without evaluations.
+        files: The checkpoints of the run folder.
+        resumed: The step of the checkpoint from which the run continues; None for a new run.
+        stored: What that checkpoint holds beside the state, see `Position.to_table`; empty for a new run.
+        sources: Hashes of the user's code of rewards and tools when the run began, see `sources.hashes`.
+        stop: Tells whether a signal has asked the run to end.
+        notes: Lines to show at the start of the run.
+        began: Start of the check, in seconds of the monotonic clock.
+        earlier_peak: Peak device memory of this process before the run, in bytes.
+    """
+
+    cfg: config.RunConfig
+    plan: memory.Plan
+    replicas: Replicas
+    task: Task
+    adapter: pathlib.Path | None
+    aqn: exploration.Exploration
+    evaluator: Evaluator | None
+    files: run_state.StateFiles
+    resumed: int | None
+    stored: dict[str, Any]
+    sources: Mapping[str, str]
+    stop: Stop
+    notes: list[str]
+    began: float
+    earlier_peak: int
+
+
+def check(
+    cfg: config.RunConfig,
+    *,
+    problems: Sequence[datasets.Problem] | None = None,
+    reward_functions: Sequence[stock.RewardFunction] | None = None,
+    tools: Sequence[environments.Tool] | None = None,
+    environment: environments.Tool | Mapping[str, environments.Tool] | None = None,
+    stop: Stop | None = None,
+) -> CheckedRun:
+    """Checks config, data, rewards, tools, memory and run folder; reads no weights, and writes nothing.
+
+    Args:
+        cfg: The run.
+        problems: Problems to train on, instead of those that `cfg.data` names.
+        reward_functions: Rewards, instead of those that `cfg.rewards` names.
+        tools: Tools, instead of those that `cfg.tools` names.
+        environment: An environment class, or several by name, instead of those that `cfg.tools` names.
+        stop: Tells whether a signal has asked the run to end; sampling checks it between chunks of tokens.
+
+    Raises:
+        ConfigError: If a field, the data or the folder's earlier run does not fit. It is a ValueError.
+        RewardError: If a reward function fails on the first problems.
+    """
+    began, stop, hosts = time.monotonic(), stop or Stop(), Hosts.all()
+    trackers.require(cfg.report_to)
+    earlier = hosts.told(
+        lambda: (before := run_folder.earlier_run(cfg)) and config.to_table(before)
+    )
+    replicas = devices.choose(cfg, hosts)
+    plan = memory.plan(cfg, limit=memory.device_memory())
+    require(
+        plan.limit is not None or cfg.rollout.kv_cache_fraction is None,
+        "rollout.kv_cache_fraction",
+        cfg.rollout.kv_cache_fraction,
+        "this device does not report its memory: give rollout.kv_cache_tokens",
+    )
+    plan.require()
+    earlier_peak = memory.peak_memory()
+    adapter = _starting_adapter(cfg)
+    task = make_task(
+        cfg,
+        hosts,
+        problems=problems,
+        reward_functions=reward_functions,
+        tools=tools,
+        environment=environment,
+    )
+    notes = [*devices.about(cfg, replicas), *config_rules.advice(cfg)]
+    notes += [f"update: {plan.about_update}", *task.notes]
+    evaluator = Evaluator.of_run(
+        cfg,
+        task.model,
+        task.tokenizer,
+        stream_key(cfg, EVAL),
+        notes.append,
+        stop.poll,
+        task.tools,
+        replicas,
+    )
+    notes += devices.about_slow_sampling(cfg, task.model)
+    aqn = exploration.make_exploration(
+        cfg.noise, task.model, stream_key(cfg, NOISE), task.total_steps
+    )
+
+    files = run_state.StateFiles(cfg.output_dir, cfg.save_total_limit)
+    resumed = hosts.told(files.newest)
+    stored = {} if resumed is None else hosts.told(lambda: files.supply(resumed))
+    notes += files.notes
+    hashes = hosts.told(lambda: sources.hashes(cfg, reward_functions))
+    began_with = stored.get("progress", {}).get("sources", hashes)
+    notes += sources.about_changes(cfg, began_with, hashes)
+    if resumed is not None and earlier is not None:
+        notes += _about_resuming(cfg, task, resumed, stored["drawn"], earlier)
+    return CheckedRun(
+        cfg,
+        plan,
+        replicas,
+        task,
+        adapter,
+        aqn,
+        evaluator,
+        files,
+        resumed,
+        stored,
+        began_with,
+        stop,
+        notes,
+        began,
+        earlier_peak,
+    )
+
+
+def _starting_adapter(cfg: config.RunConfig) -> pathlib.Path | None:
+    """Returns the folder of the adapter to start from, or None.
+
+    Raises:
+        ConfigError: If the adapter's shape or scaling differs from the config.
+    """
+    if cfg.model.adapter_name_or_path is None:
+        return None
+    folder = hf_folder.local_folder(cfg.model.adapter_name_or_path)
+    lora = peft.read_lora(folder)
+    for field in ("rank", "alpha", "train_norms", *peft.SHAPE_FIELDS):
+        ours, theirs = getattr(cfg.lora, field), getattr(lora, field)
+        require(ours == theirs, f"lora.{field}", ours, f"the adapter in {folder} needs {theirs!r}")
+    return folder
+
+
+def _about_resuming(
+    cfg: config.RunConfig, task: Task, step: int, drawn: int, earlier: Mapping[str, Any]
+) -> list[str]:
+    """Returns lines about the step after which a run continues, and about its schedules if it was made longer."""
+    now, total = schedule_step(cfg, step, drawn), task.total_steps
+    if now < total:
+        lines = [f"resumed: the run in {cfg.output_dir} goes on after step {step} of {total}"]
+    else:
+        lines = [
+            f"nothing left to do: the run in {cfg.output_dir} has ended after all of its {step} steps. Raise max_steps "
+            "to continue it, or choose another output_dir"
+        ]
+    before = config.from_table(config.RunConfig, earlier).total_steps(len(task.problems))
+    if before == total:
+        return lines
+    last = float(optimizer.learning_rate(cfg.optim, before)(max(0, now - 1)))
+    rate = float(optimizer.learning_rate(cfg.optim, total)(now))
+    schedules = (
+        "learning rate and noise now follow" if cfg.noise else "the learning rate now follows"
+    )
+    lines.append(
+        f"this run was planned for {before} optimizer steps, and now for {total}: {schedules} the schedule "
+        f"of {total} steps (the next rate is {rate:.3g}, the last one was {last:.3g})"
+    )
+    return lines

@@ -1,0 +1,196 @@
+"""Loads all that the training loop needs: the policy's weights onto the devices, sampler, updater and position."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from qerl_jax import config
+from qerl_jax.aqn import exploration
+from qerl_jax.checkpoint import peft, run_state
+from qerl_jax.checkpoint.policy import read_base
+from qerl_jax.data import datasets
+from qerl_jax.distributed.hosts import Hosts
+from qerl_jax.distributed.mesh import Replicas
+from qerl_jax.evaluation.evaluator import Evaluator
+from qerl_jax.generation.sampler import Sampler
+from qerl_jax.model import transformer
+from qerl_jax.planning import memory
+from qerl_jax.rl import dynamic_sampling, rollouts, update
+from qerl_jax.rl.entropy import EntropyControl
+from qerl_jax.tracking import terminal
+from qerl_jax.training import replay
+from qerl_jax.training.check import CheckedRun
+from qerl_jax.training.position import Position, Progress
+from qerl_jax.training.random_streams import PARAMS, stream_key
+from qerl_jax.training.stopping import Stop
+from qerl_jax.training.task import Task
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedRun:
+    """The inputs of the training loop.
+
+    Attributes:
+        cfg: The config.
+        plan: The memory plan.
+        task: The problems, rewards and tools, and the policy without its weights.
+        replicas: The replicas of the policy, and their devices.
+        frozen: The part of the policy that is not trained.
+        start: The position from which the run begins or continues; the first update donates its buffers.
+        aqn: The noise of the sampling policy.
+        sampler: Samples completions.
+        updater: Updates the policy with a rollout.
+        evaluator: Measures held-out accuracy; None without evaluations.
+        files: The checkpoints.
+        stop: Tells whether a signal has asked the run to end.
+        notes: Lines that were shown, for the report.
+        began: Start of the preparation, in seconds of the monotonic clock.
+        earlier_peak: Peak device memory of this process before the run, in bytes.
+    """
+
+    cfg: config.RunConfig
+    plan: memory.Plan
+    task: Task
+    replicas: Replicas
+    frozen: Any
+    start: Position
+    aqn: exploration.Exploration
+    sampler: Sampler
+    updater: update.Updater
+    evaluator: Evaluator | None
+    files: run_state.StateFiles
+    stop: Stop
+    notes: list[str]
+    began: float
+    earlier_peak: int
+
+    @property
+    def hosts(self) -> Hosts:
+        """The processes of the run."""
+        return self.replicas.hosts
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the process that writes files, computes rewards, runs tools and prints."""
+        return self.hosts.leads
+
+    def variables(self, params: Any) -> dict[str, Any]:
+        """Returns the variables for sampling, with `params` in the dtype of the model."""
+        params = transformer.as_computed(params, self.task.model.dtype)
+        return {"params": params, "frozen": self.frozen}
+
+
+def load(
+    checked: CheckedRun, *, row_lengths: Sequence[int] | None = None, quiet: bool = True
+) -> PreparedRun:
+    """Loads the weights of a run that was checked, and its state if the run is resumed.
+
+    Args:
+        checked: The result of `check`.
+        row_lengths: For benchmarks: the lengths at which sampled rows end, see `Engine`.
+        quiet: Do not show progress while the base is read.
+
+    Returns:
+        The run, with its state and the base on the device.
+
+    Raises:
+        MemoryError: If the device runs out of memory; the message names the setting that helps.
+    """
+    try:
+        state, frozen, lines = _policy(checked, quiet or not checked.replicas.hosts.leads)
+    except Exception as error:
+        if exhausted := checked.plan.exhaustion(error, "always"):
+            raise exhausted from error
+        raise
+    return PreparedRun(
+        checked.cfg,
+        checked.plan,
+        checked.task,
+        checked.replicas,
+        frozen,
+        _start(checked, state),
+        checked.aqn,
+        sampler=_sampler(checked, row_lengths),
+        updater=_updater(checked),
+        evaluator=checked.evaluator,
+        files=checked.files,
+        stop=checked.stop,
+        notes=[*checked.notes, *lines],
+        began=checked.began,
+        earlier_peak=checked.earlier_peak,
+    )
+
+
+def _policy(checked: CheckedRun, quiet: bool) -> tuple[update.TrainState, Any, list[str]]:
+    """Returns the initial or resumed state, the part that is not trained, and lines about the noise."""
+    cfg, model, replicas = checked.cfg, checked.task.model, checked.replicas
+    frozen = read_base(cfg.model, model, cfg.seed, replicas, quiet=quiet)
+    params, frozen = transformer.trainable(model, frozen, stream_key(cfg, PARAMS))
+    if checked.adapter is not None:
+        params = peft.import_adapter(checked.adapter, model)
+    lines = []
+    if cfg.noise is not None:
+        lines = exploration.describe(cfg.noise, model, params, frozen)
+        terminal.say(lines, quiet=quiet)
+    entropy = cfg.grpo.entropy
+    state = update.init_state(
+        params,
+        cfg.optim,
+        keep_reference=cfg.keeps_reference,
+        control=EntropyControl.begin(entropy) if entropy and entropy.adaptive else None,
+    )
+    del params
+    state, frozen = replicas.hold(state), replicas.hold(frozen)
+    if checked.resumed is not None:
+        like = run_state.placement(state)
+        if replicas.hosts.leads:
+            del state  # with full training the device cannot hold two states
+            state = checked.files.restore(like, checked.resumed)
+        state = replicas.of_first(state)
+    return state, frozen, lines
+
+
+def _start(checked: CheckedRun, state: update.TrainState) -> Position:
+    cfg, task, stored = checked.cfg, checked.task, checked.stored
+
+    def problem(index: int) -> datasets.Problem:
+        return datasets.batch(task.problems, index, batch_size=1, seed=cfg.seed)[0]
+
+    progress = {name: value for name, value in stored.get("progress", {}).items() if name != "ends"}
+    return Position(
+        cfg,
+        state,
+        dynamic_sampling.Supply.from_table({"drawn": 0} | stored, problem, task.tokenizer),
+        stored.get("sigma", checked.aqn.first),
+        Progress(**progress | {"sources": checked.sources}),
+    )
+
+
+def _sampler(checked: CheckedRun, row_lengths: Sequence[int] | None = None) -> Sampler:
+    cfg, task = checked.cfg, checked.task
+    return rollouts.make_sampler(
+        task.model,
+        task.tokenizer,
+        dataclasses.replace(cfg.rollout, drafts=cfg.drafts),
+        max_prompt_length=cfg.data.max_prompt_length,
+        entropies=True,
+        poll=checked.stop.poll,
+        tools=task.tools,
+        replicas=checked.replicas,
+        row_lengths=row_lengths,
+    )
+
+
+def _updater(checked: CheckedRun) -> update.Updater:
+    task, replicas = checked.task, checked.replicas
+    write_batch = functools.partial(replay.write, checked.cfg.output_dir)
+    return update.make_updater(
+        checked.plan.cfg,
+        task.model,
+        task.tokenizer.num_tokens,
+        task.total_steps,
+        on_non_finite=write_batch if replicas.hosts.leads else None,
+        replicas=replicas,
+        poll=checked.stop.poll,
+    )
