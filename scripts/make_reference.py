@@ -21,6 +21,7 @@ import typing
 from qerl_jax import config
 from qerl_jax.cli import common
 from qerl_jax.cli.main import COMMANDS
+from qerl_jax.config.tiers import tier_text
 from qerl_jax.system.checked import Count, Rule, all_sections, sections
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
@@ -66,6 +67,21 @@ In Python, `qerl_jax.train(config, optim={"learning_rate": 2e-5})` does the same
 The run folder gets `config.toml`, with all defaults written out. An unknown field, a wrong type or an impossible value is
 one line that names the field, the value and the rule, before anything is loaded.
 
+## Tiers
+
+Each field has a tier. `qerl train CONFIG --help` shows it too, and a run that sets fields beyond the core says so in a line at
+its start.
+
+| tier | what is known |
+| --- | --- |
+| core | a recipe in `configs/` sets the field, and runs with it were measured ([results](results.md), [benchmarks](benchmarks.md)) |
+| verified | it ran on a card ([what ran where](verified.md)), and its effect is known |
+| experimental | it works, as tests show, but its effect was not measured |
+
+Some values of a core field are experimental: they stand beside its tier. A field that only says where something is, what is written
+or how long a run is has no effect to measure: it is core if a recipe sets it, else verified. Fields become core by
+[one measured run](../CONTRIBUTING.md#core-and-edge).
+
 ## Fields that are changed most
 
 | you want | fields |
@@ -105,7 +121,7 @@ def described(text: str, heading: str) -> dict[str, str]:
         return {}
     entries = re.split(r"(?m)^    (?=\*{0,2}\w+:)", part[1])[1:]
     return {
-        name.strip("* "): " ".join(words.split())
+        name.strip("* "): re.sub(r"^\[[^]]*\] ", "", " ".join(words.split()))
         for name, _, words in (entry.partition(":") for entry in entries)
     }
 
@@ -189,10 +205,10 @@ def section(name: str, cls: type) -> str:
         is_needed = field.default is dataclasses.MISSING
         meaning = texts[field.name] + "".join(f" The value {rule}." for rule in rules)
         default = "needed" if is_needed else value(field.default)
-        rows.append((f"`{field.name}`", words, default, cell(meaning)))
+        rows.append((f"`{field.name}`", words, default, cell(tier_text(field)), cell(meaning)))
     summary = inspect.cleandoc(cls.__doc__).partition("\n\nAttributes:")[0].strip()
     title = f"[{name}]" if name else "The run"
-    head = ("field", "type", "default", "meaning")
+    head = ("field", "type", "default", "tier", "meaning")
     return f"## {title}\n\n{linked(summary)}\n\n{table(head, rows)}"
 
 

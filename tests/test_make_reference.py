@@ -14,7 +14,9 @@ def test_committed_reference_is_what_the_code_makes(page):
 def test_every_field_of_a_config_is_on_its_page():
     page = make_reference.configuration()
     assert "| `output_dir` | text | needed |" in page
-    assert "| `beta` | number | `0.04` | Weight of the KL to the reference policy." in page
+    assert (
+        "| `beta` | number | `0.04` | verified | Weight of the KL to the reference policy." in page
+    )
     assert '| `scope` | `"rollout"`, `"both"` | `"rollout"` |' in page
 
 

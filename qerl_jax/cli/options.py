@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, NoReturn
 
 import tyro
 
+from qerl_jax.config.tiers import tier_text
 from qerl_jax.system.checked import ConfigError, require, sections
 
 
@@ -119,7 +120,7 @@ def parse(target: Any, argv: Sequence[str], options: Options, *, prog: str, **se
         ConfigError: For an option that there is not, a value that it cannot have, or something that is missing.
         SystemExit: After the help, with status 0.
     """
-    _join_lines(target)
+    _prepare_texts(target)
     argv = _with_pythons_truth(argv, options)
     said = io.StringIO()
     try:
@@ -133,17 +134,22 @@ def parse(target: Any, argv: Sequence[str], options: Options, *, prog: str, **se
         raise ConfigError(rule or _fault(argv, options, prog) or _plain(said.getvalue())) from None
 
 
-def _join_lines(target: Any) -> None:
-    """Joins the lines of each description in the docstrings of dataclasses, for the help.
+def _prepare_texts(target: Any) -> None:
+    """Joins the lines of each description in the docstrings of dataclasses, and begins it with the field's tier.
 
     tyro joins them too, but not where the second begins with a quotation mark or a bracket.
     """
     if inspect.isclass(target):
         for cls in filter(dataclasses.is_dataclass, target.__mro__):
-            cls.__doc__ = re.sub(r"\n {8,}", " ", inspect.cleandoc(cls.__doc__))
+            text = re.sub(r"\n {8,}", " ", inspect.cleandoc(cls.__doc__))
+            for field in dataclasses.fields(cls):
+                if "tier" in field.metadata:
+                    name, tier = field.name, tier_text(field)
+                    text = re.sub(rf"(?m)^    {name}: (?!\[)", rf"    {name}: [{tier}] ", text)
+            cls.__doc__ = text
     for hint in typing.get_type_hints(target).values():
         for kind in filter(dataclasses.is_dataclass, members(hint)):
-            _join_lines(kind)
+            _prepare_texts(kind)
 
 
 def _with_pythons_truth(argv: Sequence[str], options: Options) -> list[str]:

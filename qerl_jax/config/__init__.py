@@ -57,4 +57,5 @@ from qerl_jax.config.sections import (
     Weights,
     data_name,
 )
+from qerl_jax.config.tiers import Tier, about_tiers
 from qerl_jax.system.checked import ConfigError, from_table, to_table

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Annotated, Literal, get_args
 
 from qerl_jax.config.rules import RENAMED
+from qerl_jax.config.tiers import core, experimental, verified
 from qerl_jax.system.checked import (
     Checked,
     Closed01,
@@ -34,8 +35,8 @@ class SapoConfig(Checked, section="grpo.sapo."):
         temperature_neg: Temperature of the gate for all other tokens.
     """
 
-    temperature_pos: Positive = 1.0
-    temperature_neg: Positive = 1.05
+    temperature_pos: Positive = experimental(1.0)
+    temperature_neg: Positive = experimental(1.05)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +51,10 @@ class VespoConfig(Checked, section="grpo.vespo."):
         lambda_neg: The decay for rows of a negative advantage.
     """
 
-    k_pos: NotNegative = 2.0
-    lambda_pos: Positive = 3.0
-    k_neg: NotNegative = 3.0
-    lambda_neg: Positive = 2.0
+    k_pos: NotNegative = experimental(2.0)
+    lambda_pos: Positive = experimental(3.0)
+    k_neg: NotNegative = experimental(3.0)
+    lambda_neg: Positive = experimental(2.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,12 +76,12 @@ class ReferenceConfig(Checked, section="grpo.reference."):
         sync_steps: Optimizer steps between two updates of that copy.
     """
 
-    beta: NotNegative = 0.04
-    policy: Literal["base", "adapter", "synced"] | None = None
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    bias_correction: bool = False
-    mixup_alpha: Closed01 = 0.6
-    sync_steps: Count = 512
+    beta: NotNegative = verified(0.04)
+    policy: Literal["base", "adapter", "synced"] | None = verified(None)
+    kl_estimator: Literal["k1", "k2", "k3"] = experimental("k3")
+    bias_correction: bool = experimental(False)
+    mixup_alpha: Closed01 = experimental(0.6)
+    sync_steps: Count = experimental(512)
 
     def _across(self):
         holds = self.kl_estimator != "k1" or self.bias_correction
@@ -99,8 +100,8 @@ class DynamicSamplingConfig(Checked, section="grpo.dynamic_sampling."):
             which teach nothing, fill the rollout up.
     """
 
-    metric: NotEmpty | None = None
-    max_rounds: Count = 10
+    metric: NotEmpty | None = experimental(None)
+    max_rounds: Count = experimental(10)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,12 +120,12 @@ class EntropyConfig(Checked, section="grpo.entropy."):
             in a run. It is compared with the mean over the tokens of `grpo.top_entropy_quantile`.
     """
 
-    coef: NotNegative = 0.0
-    adaptive: bool = False
-    coef_min: NotNegative = 0.0
-    coef_max: Positive = 1.0
-    coef_delta: Positive = 0.005
-    target: Positive = 0.2
+    coef: NotNegative = experimental(0.0)
+    adaptive: bool = experimental(False)
+    coef_min: NotNegative = experimental(0.0)
+    coef_max: Positive = experimental(1.0)
+    coef_delta: Positive = experimental(0.005)
+    target: Positive = experimental(0.2)
 
     def _across(self):
         return [
@@ -155,10 +156,10 @@ class CorrectionConfig(Checked, section="grpo.mismatch.correction."):
     """
 
     mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = (
-        "token_truncate"
+        experimental("token_truncate")
     )
-    clip_max: Positive = 3.0
-    clip_min: Positive | None = None
+    clip_max: Positive = experimental(3.0)
+    clip_min: Positive | None = experimental(None)
 
     def _across(self):
         holds = self.clip_min is None or self.clip_min < self.clip_max
@@ -180,9 +181,9 @@ class MaskConfig(Checked, section="grpo.mismatch.mask."):
             mean ("geometric") of its tokens' ratios.
     """
 
-    ratio_max: Annotated[float, Rule(lambda x: x > 1, "must be above 1")]
-    ratio_min: Open01 | None = None
-    level: Literal["token", "sequence", "geometric"] = "token"
+    ratio_max: Annotated[float, Rule(lambda x: x > 1, "must be above 1")] = experimental()
+    ratio_min: Open01 | None = experimental(None)
+    level: Literal["token", "sequence", "geometric"] = experimental("token")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +198,7 @@ class MismatchConfig(Checked, section="grpo.mismatch."):
 
     correction: CorrectionConfig | None = None
     mask: MaskConfig | None = None
-    off_policy_threshold: Positive | None = None
+    off_policy_threshold: Positive | None = experimental(None)
 
     def _across(self):
         parts = (self.correction, self.mask, self.off_policy_threshold)
@@ -239,20 +240,22 @@ class GrpoConfig(Checked, section="grpo.", renamed=RENAMED):
             more forward pass in each optimizer step.
     """
 
-    loss_type: LossType = "dapo"
-    epsilon: Open01 = 0.2
-    epsilon_high: Annotated[float, Rule(lambda x: x > 0, "must be > 0")] | None = None
-    delta: float | None = None
-    importance_sampling_level: Literal["token", "sequence"] = "token"
-    advantage_estimator: Literal["grpo", "rloo"] = "grpo"
-    scale_rewards: Literal["group", "batch", "none"] = "group"
-    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = (
+    loss_type: LossType = core(
+        "dapo", experimental=("bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
+    )
+    epsilon: Open01 = core(0.2)
+    epsilon_high: Annotated[float, Rule(lambda x: x > 0, "must be > 0")] | None = core(None)
+    delta: float | None = experimental(None)
+    importance_sampling_level: Literal["token", "sequence"] = experimental("token")
+    advantage_estimator: Literal["grpo", "rloo"] = experimental("grpo")
+    scale_rewards: Literal["group", "batch", "none"] = experimental("group")
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = experimental(
         "sum_then_normalize"
     )
-    mask_truncated_completions: bool = False
-    num_iterations: Count = 1
-    old_logprobs: Literal["behaviour", "recompute"] = "behaviour"
-    top_entropy_quantile: Closed01 = 1.0
+    mask_truncated_completions: bool = core(False)
+    num_iterations: Count = experimental(1)
+    old_logprobs: Literal["behaviour", "recompute"] = experimental("behaviour")
+    top_entropy_quantile: Closed01 = experimental(1.0)
     reference: ReferenceConfig | None = None
     dynamic_sampling: DynamicSamplingConfig | None = None
     mismatch: MismatchConfig | None = None

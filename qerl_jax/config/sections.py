@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from qerl_jax.config.grpo import GrpoConfig
 from qerl_jax.config.rules import RENAMED, across_sections
+from qerl_jax.config.tiers import core, experimental, verified
 from qerl_jax.system.checked import (
     Checked,
     Closed01,
@@ -95,17 +96,17 @@ class ModelConfig(Checked, section="model."):
             lowered the errors of a real model's weights, but raised those of its outputs.
     """
 
-    model_name_or_path: NotEmpty
-    tokenizer_name_or_path: str | None = None
-    weights: Weights = "nvfp4"
-    dtype: Dtype = "bfloat16"
-    random_base: bool = False
-    gradient_checkpointing: Checkpointing = "auto"
-    trainable: Literal["lora", "full"] = "lora"
-    adapter_name_or_path: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    kernels: Kernels = "auto"
-    block_scales: BlockScales = "auto"
+    model_name_or_path: NotEmpty = core()
+    tokenizer_name_or_path: str | None = core(None)
+    weights: Weights = core("nvfp4")
+    dtype: Dtype = core("bfloat16")
+    random_base: bool = core(False)
+    gradient_checkpointing: Checkpointing = core("auto")
+    trainable: Literal["lora", "full"] = core("lora")
+    adapter_name_or_path: str | None = experimental(None)
+    chat_template_kwargs: dict[str, Any] | None = experimental(None)
+    kernels: Kernels = verified("auto")
+    block_scales: BlockScales = core("auto")
 
     def _across(self):
         lora = self.trainable == "lora"
@@ -144,14 +145,14 @@ class LoraConfig(Checked, section="lora."):
     rank: Annotated[
         int,
         Rule(lambda n: 1 <= n <= _MOST_RANK, f"must be at least 1 and at most {_MOST_RANK}"),
-    ] = 32
-    alpha: Positive = 32.0
-    dropout: HalfOpen01 = 0.0
-    train_norms: bool = False
-    target_modules: tuple[Linear, ...] | None = None
-    rank_pattern: dict[str, int] | None = None
-    alpha_pattern: dict[str, float] | None = None
-    use_rslora: bool = False
+    ] = core(32)
+    alpha: Positive = core(32.0)
+    dropout: HalfOpen01 = experimental(0.0)
+    train_norms: bool = experimental(False)
+    target_modules: tuple[Linear, ...] | None = experimental(None)
+    rank_pattern: dict[str, int] | None = experimental(None)
+    alpha_pattern: dict[str, float] | None = experimental(None)
+    use_rslora: bool = experimental(False)
 
     def __post_init__(self):
         # Each shape has one spelling, so that equal shapes compare equal, and it can be hashed.
@@ -251,10 +252,10 @@ class DataConfig(Checked, section="data."):
         num_problems: How many problems to generate ("arithmetic") or keep, from the front; absent means all.
     """
 
-    dataset: str
-    path: str | None = None
-    name: str | None = None
-    split: str = "train"
+    dataset: str = core()
+    path: str | None = verified(None)
+    name: str | None = core(None)
+    split: str = verified("train")
     columns: (
         Annotated[
             dict[str, str],
@@ -264,14 +265,14 @@ class DataConfig(Checked, section="data."):
             ),
         ]
         | None
-    ) = None
-    system_prompt: str | None = None
-    prompt_template: PromptTemplate | None = None
-    apply_chat_template: bool = True
-    max_prompt_characters: Count | None = None
-    max_prompt_length: Count = 512
-    overlong_prompts: Literal["error", "drop"] = "error"
-    num_problems: Count | None = None
+    ) = verified(None)
+    system_prompt: str | None = core(None)
+    prompt_template: PromptTemplate | None = experimental(None)
+    apply_chat_template: bool = experimental(True)
+    max_prompt_characters: Count | None = experimental(None)
+    max_prompt_length: Count = core(512)
+    overlong_prompts: Literal["error", "drop"] = core("error")
+    num_problems: Count | None = core(None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,12 +304,12 @@ class RewardConfig(Checked, section="rewards."):
             "must be a list of names; functions themselves are given to "
             "qerl_jax.train as reward_funcs",
         ),
-    ]
-    weights: tuple[float, ...] | None = None
-    options: dict[str, dict[str, Any]] | None = None
-    soft_punish_cache: Count | None = None
-    soft_punish_weight: Positive = 1.0
-    shaping: tuple[str, ...] | None = None
+    ] = core()
+    weights: tuple[float, ...] | None = experimental(None)
+    options: dict[str, dict[str, Any]] | None = experimental(None)
+    soft_punish_cache: Count | None = experimental(None)
+    soft_punish_weight: Positive = experimental(1.0)
+    shaping: tuple[str, ...] | None = experimental(None)
 
     def _across(self):
         count = len(self.functions)
@@ -359,24 +360,24 @@ class RolloutConfig(Checked, section="rollout."):
             lambda n: n >= 2,
             "must be at least 2, because an advantage compares the completions of one prompt",
         ),
-    ] = 8
-    generation_batch_size: Count | None = None
-    max_concurrent: Count | None = None
-    kv_cache_tokens: int | None = None
-    kv_cache_fraction: Open01 | None = None
-    compact: bool = True
-    max_completion_length: Annotated[int, Rule(lambda n: n >= 1, "must be >= 1")] = 512
+    ] = core(8)
+    generation_batch_size: Count | None = core(None)
+    max_concurrent: Count | None = core(None)
+    kv_cache_tokens: int | None = verified(None)
+    kv_cache_fraction: Open01 | None = verified(None)
+    compact: bool = verified(True)
+    max_completion_length: Annotated[int, Rule(lambda n: n >= 1, "must be >= 1")] = core(512)
     temperature: Annotated[
         float,
         Rule(
             lambda x: x > 0,
             "must be positive: greedy completions of one prompt are equal and teach nothing",
         ),
-    ] = 1.0
-    top_k: TopK = 0
-    top_p: TopP = 1.0
-    min_p: Closed01 = 0.0
-    repetition_penalty: RepetitionPenalty = 1.0
+    ] = core(1.0)
+    top_k: TopK = experimental(0)
+    top_p: TopP = experimental(1.0)
+    min_p: Closed01 = experimental(0.0)
+    repetition_penalty: RepetitionPenalty = experimental(1.0)
     stop: (
         Annotated[
             tuple[str, ...],
@@ -386,10 +387,10 @@ class RolloutConfig(Checked, section="rollout."):
             ),
         ]
         | None
-    ) = None
-    ignore_eos: bool = False
-    drafts: Drafts = "auto"
-    steps_per_generation: Count | None = None
+    ) = experimental(None)
+    ignore_eos: bool = verified(False)
+    drafts: Drafts = core("auto")
+    steps_per_generation: Count | None = experimental(None)
 
     def _across(self):
         return [
@@ -438,20 +439,20 @@ class OptimConfig(Checked, section="optim."):
             lambda x: 0 < x <= 1,
             "must be positive and at most 1: AdamW moves a weight by about that much in a step",
         ),
-    ] = 1e-5
-    lr_scheduler_type: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup_ratio: HalfOpen01 = 0.1
-    min_lr_ratio: Closed01 = 0.0
-    adam_beta1: HalfOpen01 = 0.9
-    adam_beta2: HalfOpen01 = 0.99
-    adam_epsilon: Positive = 1e-8
-    weight_decay: NotNegative = 0.1
-    max_grad_norm: Positive = 0.2
-    per_device_train_batch_size: Count = 8
-    gradient_accumulation_steps: Count = 1
-    max_tokens_per_microbatch: int | None = None
-    share_prompts: bool = True
-    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    ] = core(1e-5)
+    lr_scheduler_type: Literal["cosine", "linear", "constant"] = core("cosine")
+    warmup_ratio: HalfOpen01 = core(0.1)
+    min_lr_ratio: Closed01 = core(0.0)
+    adam_beta1: HalfOpen01 = core(0.9)
+    adam_beta2: HalfOpen01 = core(0.99)
+    adam_epsilon: Positive = experimental(1e-8)
+    weight_decay: NotNegative = core(0.1)
+    max_grad_norm: Positive = core(0.2)
+    per_device_train_batch_size: Count = core(8)
+    gradient_accumulation_steps: Count = core(1)
+    max_tokens_per_microbatch: int | None = verified(None)
+    share_prompts: bool = verified(True)
+    optimizer: Literal["adamw", "adamw_8bit"] = verified("adamw")
 
     def _across(self):
         holds = self.min_lr_ratio == 0 or self.lr_scheduler_type != "constant"
@@ -473,9 +474,9 @@ class AdaptiveNoiseConfig(Checked, section="noise.adaptive."):
         rate: Factor by which sigma is raised or lowered after a rollout.
     """
 
-    target: float
-    metric: Literal["entropy", "kl", "reward"] = "entropy"
-    rate: Annotated[float, Rule(lambda x: x > 1, "must be above 1")] = 1.1
+    target: float = experimental()
+    metric: Literal["entropy", "kl", "reward"] = experimental("entropy")
+    rate: Annotated[float, Rule(lambda x: x > 1, "must be above 1")] = experimental(1.1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -500,16 +501,18 @@ class NoiseConfig(Checked, section="noise.", renamed=RENAMED):
             decoding cannot use the fused layers and is slower.
     """
 
-    sigma_start: Positive = 1e-2
-    sigma_end: float = 1e-4
+    sigma_start: Positive = core(1e-2)
+    sigma_end: float = core(1e-4)
     num_stages: Annotated[
         int, Rule(lambda n: n >= 3, "must be at least 3: one without noise, two with noise")
-    ] = 10
-    schedule: Literal["exponential", "linear", "cosine", "logarithmic"] = "exponential"
-    exponent: Literal["code", "paper"] = "code"
-    scope: Literal["rollout", "both"] = "rollout"
-    final_norm: bool = False
-    per: Literal["rollout", "group", "sequence", "token"] = "rollout"
+    ] = core(10)
+    schedule: Literal["exponential", "linear", "cosine", "logarithmic"] = core(
+        "exponential", experimental=("linear", "cosine", "logarithmic")
+    )
+    exponent: Literal["code", "paper"] = experimental("code")
+    scope: Literal["rollout", "both"] = core("rollout", experimental=("both",))
+    final_norm: bool = experimental(False)
+    per: Literal["rollout", "group", "sequence", "token"] = experimental("rollout")
     adaptive: AdaptiveNoiseConfig | None = None
 
     def _across(self):
@@ -555,16 +558,16 @@ class EvalConfig(Checked, section="eval."):
         path: Where that set lies if not on the hub, as `data.path`.
     """
 
-    split: str = "test"
-    num_problems: Count = 512
-    reward: str = "accuracy_reward"
-    temperature: NotNegative = 1.0
-    top_p: TopP = 1.0
-    batch_size: Count = 512
-    eval_steps: Annotated[int, Rule(lambda n: n >= 0, "must not be negative")] = 0
-    num_generations: int = 1
-    dataset: str | None = None
-    path: str | None = None
+    split: str = core("test")
+    num_problems: Count = core(512)
+    reward: str = core("accuracy_reward")
+    temperature: NotNegative = core(1.0)
+    top_p: TopP = core(1.0)
+    batch_size: Count = core(512)
+    eval_steps: Annotated[int, Rule(lambda n: n >= 0, "must not be negative")] = core(0)
+    num_generations: int = core(1)
+    dataset: str | None = core(None)
+    path: str | None = verified(None)
 
     def _across(self):
         return [
@@ -606,15 +609,17 @@ class ToolsConfig(Checked, section="tools."):
             where there is one tool.
     """
 
-    functions: tuple[str, ...] = ()
-    environment: NotEmpty | None = None
-    environments: Annotated[dict[str, str], Rule(bool, "must name at least one")] | None = None
-    environment_options: dict[str, Any] | None = None
-    max_tool_calling_iterations: Count | None = None
-    max_reply_tokens: Count = 256
-    seconds: Positive = 5.0
-    workers: Count | None = None
-    call_format: CallFormat | None = None
+    functions: tuple[str, ...] = experimental(())
+    environment: NotEmpty | None = experimental(None)
+    environments: Annotated[dict[str, str], Rule(bool, "must name at least one")] | None = (
+        experimental(None)
+    )
+    environment_options: dict[str, Any] | None = experimental(None)
+    max_tool_calling_iterations: Count | None = experimental(None)
+    max_reply_tokens: Count = experimental(256)
+    seconds: Positive = experimental(5.0)
+    workers: Count | None = experimental(None)
+    call_format: CallFormat | None = experimental(None)
     call_pattern: (
         Annotated[
             str,
@@ -624,7 +629,7 @@ class ToolsConfig(Checked, section="tools."):
             ),
         ]
         | None
-    ) = None
+    ) = experimental(None)
 
     @property
     def has_environment(self) -> bool:
@@ -685,9 +690,9 @@ class MeshConfig(Checked, section="mesh."):
             those of `fsdp`, so `fsdp` cannot be given too.
     """
 
-    data: Count | None = None
-    fsdp: Count = 1
-    tensor: Count = 1
+    data: Count | None = experimental(None)
+    fsdp: Count = experimental(1)
+    tensor: Count = experimental(1)
 
     @property
     def group(self) -> int:
@@ -726,7 +731,7 @@ class RunConfig(Checked):
         run_name: The run's name in those trackers; absent means the name of the run folder.
     """
 
-    output_dir: NotEmpty
+    output_dir: NotEmpty = core()
     model: ModelConfig
     data: DataConfig
     rewards: RewardConfig
@@ -738,15 +743,15 @@ class RunConfig(Checked):
     eval: EvalConfig | None = None
     tools: ToolsConfig | None = None
     mesh: MeshConfig = MeshConfig()
-    max_steps: Count | None = None
-    num_train_epochs: Positive | None = None
-    seed: Annotated[int, Rule(is_seed, "must be in [0, 2**32)")] = 42
-    save_steps: Count = 50
-    save_total_limit: Count = 3
-    log_completions: bool = True
-    deterministic: bool = False
-    report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
-    run_name: str | None = None
+    max_steps: Count | None = core(None)
+    num_train_epochs: Positive | None = core(None)
+    seed: Annotated[int, Rule(is_seed, "must be in [0, 2**32)")] = core(42)
+    save_steps: Count = core(50)
+    save_total_limit: Count = core(3)
+    log_completions: bool = core(True)
+    deterministic: bool = verified(False)
+    report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = verified(())
+    run_name: str | None = verified(None)
 
     def _across(self):
         return across_sections(self)

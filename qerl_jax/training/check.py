@@ -113,7 +113,7 @@ def check(
         tools=tools,
         environment=environment,
     )
-    notes = [*devices.about(cfg, replicas), *config_rules.advice(cfg)]
+    notes = [*devices.about(cfg, replicas), *config_rules.advice(cfg), *config.about_tiers(cfg)]
     notes += [f"update: {plan.about_update}", *task.notes]
     evaluator = Evaluator.of_run(
         cfg,
