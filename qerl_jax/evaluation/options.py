@@ -57,35 +57,24 @@ class EvalOptions(Checked):
     seed: Seed = 0
 
     def _across(self):
-        return [
-            (value in (None, *get_args(choices)), name, f"must be {_listed(get_args(choices))}")
-            for name, value, choices in (
-                ("protocol", self.protocol, _Name),
-                ("drafts", self.drafts, Drafts),
-            )
-        ]
+        rule = 'must be "paper", "verl" or "run"'
+        return [(self.protocol in (None, *get_args(_Name)), "protocol", rule)]
 
     def of_source(self) -> dict[str, Any]:
         """Returns the fields that say where problems come from and in which form they are asked, as in `DataConfig`."""
-        return _given(self, "path", "split", "columns", "num_problems", "apply_chat_template")
+        return _present(self, "path", "split", "columns", "num_problems", "apply_chat_template")
 
     def of_sampling(self) -> dict[str, Any]:
         """Returns the fields that replace those of a protocol's `SamplingParams`, by its names."""
-        fields = _given(self, "temperature", "top_p", "max_tokens", "drafts")
+        fields = _present(self, "temperature", "top_p", "max_tokens", "drafts")
         return fields if self.samples is None else fields | {"n": self.samples}
 
     def of_protocol(self) -> dict[str, Any]:
         """Returns the fields that replace those of a `Protocol`."""
-        return _given(self, "system_prompt", "prompt_template", "reward")
+        return _present(self, "system_prompt", "prompt_template", "reward")
 
 
-def _given(options: EvalOptions, *names: str) -> dict[str, Any]:
+def _present(options: EvalOptions, *names: str) -> dict[str, Any]:
     """Returns the fields among these that are not None."""
     fields = {name: getattr(options, name) for name in names}
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def _listed(words: tuple[str, ...]) -> str:
-    """Returns words as in "paper", "verl" or "run"."""
-    *others, last = (f'"{word}"' for word in words)
-    return f"{', '.join(others)} or {last}"

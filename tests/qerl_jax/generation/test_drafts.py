@@ -10,11 +10,11 @@ import pytest
 
 from pallas_kernels import runtime
 from qerl_jax.aqn import draw as noise
-from qerl_jax.config import RolloutConfig
 from qerl_jax.generation import draft_control, engine, recall
 from qerl_jax.generation.draft_control import Drafting
 from qerl_jax.generation.draft_search import KINDS, MOST
 from qerl_jax.generation.engine import Engine
+from qerl_jax.generation.sampling_params import SamplingParams
 from qerl_jax.generation.stop_strings import StopStrings
 from qerl_jax.model.transformer import noise_shapes
 from tests.qerl_jax.generation import test_draft_search as search_tests
@@ -248,7 +248,7 @@ def test_a_batch_that_grows_again_has_no_drafts():
 def test_a_config_makes_drafts_on_a_hopper_gpu_only():
     model = plain.policy()[0]
     tokenizer = type("Tokenizer", (), {"num_tokens": 64, "stop_tokens": ()})
-    made = lambda drafts: Engine.of(model, tokenizer, RolloutConfig(drafts=drafts))._drafts
+    made = lambda drafts: Engine.of(model, tokenizer, SamplingParams(drafts=drafts))._drafts
     assert made("auto") is None
     with runtime.on(runtime.H200):
         assert made("auto") == Drafting() and made("off") is None

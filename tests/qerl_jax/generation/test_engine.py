@@ -120,6 +120,18 @@ def test_completions_are_the_rows_of_a_stream_put_together():
         assert (row.tokens.dtype, row.behaviour_logps.dtype) == (np.int32, np.float32)
 
 
+@pytest.mark.parametrize("wanted,rows,expected", [(None, None, 3), (4, None, 4), (None, 2, 2)])
+def test_without_a_report_of_memory_the_default_is_what_the_assumed_memory_holds(
+    wanted, rows, expected, monkeypatch
+):
+    """A longest row needs keys and values of WIDTH - 1 + C tokens; a number that is given stands."""
+    share = 3.5 * (WIDTH - 1 + C) * policy()[0].arch.kv_bytes(4)
+    monkeypatch.setattr(kv_capacity, "_UNREPORTED_MEMORY", share / kv_capacity._ROWS_SHARE)
+    options = {"max_prompt_length": WIDTH, "max_concurrent": wanted, "rows": rows}
+    (schedule,) = make().schedules(policy()[1], prompts(), **options)
+    assert schedule._shapes.sizes[0] == expected
+
+
 def test_rows_end_with_a_stop_token_or_at_their_limit():
     for tokens, logps, ended in whole():
         assert np.isin(tokens, stops()).tolist() == [False] * (len(tokens) - 1) + [ended == "stop"]
