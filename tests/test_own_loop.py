@@ -1,10 +1,10 @@
-"""Tests that the loop in scripts/own_loop.py, made of parts of `qerl_jax.rl`, runs and learns."""
+"""Tests that the loop in examples/own_loop.py, made of parts of `qerl_jax.rl`, runs and learns."""
 
 import jax
 import numpy as np
 import pytest
 
-from scripts import own_loop
+from examples import own_loop
 
 
 @pytest.mark.slow

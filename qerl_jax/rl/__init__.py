@@ -9,7 +9,7 @@ that it samples from, and an update returns the new state.
     experience = rl.make_experience(rollout, advantages)                  # join
     state, metrics = updater(state, frozen, experience, None, key)        # learn
 
-`scripts/own_loop.py` is a complete loop. This package may import `generation`, `rewards` and what those import.
+`examples/own_loop.py` is a complete loop. This package may import `generation`, `rewards` and what those import.
 """
 
 import importlib

@@ -1,6 +1,6 @@
 """A custom training loop from the parts in `qerl_jax.rl`: the tiny base learns arithmetic on a CPU.
 
-    python -m scripts.own_loop
+    python -m examples.own_loop
 
 Noise (AQN), sampling, rewards, advantages and the update are one call each, with values in and values out. Change what
 is between them.
