@@ -174,8 +174,8 @@ def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     if has_fused_attention(query.dtype, query.shape[-1]):
         # JAX cannot differentiate this for an odd number of tokens, so one is added at the end. No token sees it.
         even = [
-            jnp.pad(each, ((0, 0), (0, each.shape[1] % 2), (0, 0), (0, 0)))
-            for each in (query, key, value)
+            jnp.pad(heads, ((0, 0), (0, heads.shape[1] % 2), (0, 0), (0, 0)))
+            for heads in (query, key, value)
         ]
         mixed = jax.nn.dot_product_attention(*even, is_causal=True, implementation="cudnn")
         return mixed[:, : query.shape[1]]

@@ -35,10 +35,10 @@ class LinearShape:
     @property
     def scaling(self) -> float | None:
         """The common scaling of all branches; None if they differ."""
-        each = {s for layer in self.scalings for s in layer if s}
-        return each.pop() if len(each) == 1 else None
+        scalings = {s for layer in self.scalings for s in layer if s}
+        return scalings.pop() if len(scalings) == 1 else None
 
-    def kept(self, part: int, index: jax.Array | int) -> jax.Array | None:
+    def rank_mask(self, part: int, index: jax.Array | int) -> jax.Array | None:
         """Returns which ranks a branch has in layer `index`, bool [rank]; None if it has all in every layer."""
         if all(layer[part] == self.rank for layer in self.ranks):
             return None
@@ -75,7 +75,7 @@ def shapes(lora: LoraConfig, arch: Architecture) -> Mapping[str, LinearShape]:
     Raises:
         ConfigError: If a key of `rank_pattern` or `alpha_pattern` matches no linear that has a branch.
     """
-    found = {}
+    linears = {}
     used: set[str] = set()
     for linear in arch.linears():
         names = [arch.linear_names(linear, index) for index in range(arch.num_layers)]
@@ -84,12 +84,12 @@ def shapes(lora: LoraConfig, arch: Architecture) -> Mapping[str, LinearShape]:
         ranks = tuple(tuple(rank for rank, _ in layer) for layer in pairs)
         if any(map(any, ranks)):
             scalings = tuple(tuple(factor for _, factor in layer) for layer in pairs)
-            found[linear] = LinearShape(max(map(max, ranks)), ranks, scalings)
+            linears[linear] = LinearShape(max(map(max, ranks)), ranks, scalings)
     for field in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(lora, field) or {}:
             names_one = any(matches(pattern, name) for name in used)
             require(names_one, f"lora.{field}", pattern, "names no linear that has a branch")
-    return found
+    return linears
 
 
 def branch(lora: LoraConfig, name: str) -> tuple[int, float] | None:

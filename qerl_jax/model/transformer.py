@@ -39,7 +39,7 @@ from qerl_jax.model.lora import LinearShape
 from qerl_jax.model.lora import shapes as lora_shapes
 
 # For each `remat`, the linears whose outputs are saved for the backward pass. It does not need the output of "down".
-_KEPT = {"products": ("qkv", "o", "gate_up"), "mlp": ("qkv", "o"), "layer": ()}
+_SAVED_ACTIVATIONS = {"products": ("qkv", "o", "gate_up"), "mlp": ("qkv", "o"), "layer": ()}
 
 
 # Linears of a packed base that are in 16 bits: (name, indices of the layers in which they are).
@@ -107,12 +107,12 @@ class Adapter(nn.Module):
     rank: int | None = None
 
     @nn.compact
-    def __call__(self, x, kept=None):
+    def __call__(self, x, rank_mask=None):
         """Returns x after dropout [..., K], A float32 [K, rank] and B float32 [rank, features].
 
         Args:
             x: [..., K]. Dropout needs the rng "dropout".
-            kept: bool [rank], the ranks that this branch has, used in initialization only; None for all.
+            rank_mask: bool [rank], the ranks that this branch has, used in initialization only; None for all.
         """
         width, rank = x.shape[-1], self.rank or self.lora.rank
         # PEFT's Kaiming-uniform with a = sqrt(5) is uniform within 1/sqrt(K).
@@ -120,14 +120,14 @@ class Adapter(nn.Module):
 
         def start(key):
             a = uniform(key, (width, rank), jnp.float32) - width**-0.5
-            return a if kept is None else jnp.where(kept, a, 0)
+            return a if rank_mask is None else jnp.where(rank_mask, a, 0)
 
         a = self.param("a", start)
         b = self.param("b", nn.initializers.zeros, (rank, self.features), jnp.float32)
         if self.lora.dropout and self.has_rng("dropout"):
             keep = 1.0 - self.lora.dropout
-            kept = jax.random.bernoulli(self.make_rng("dropout"), keep, x.shape)
-            x = jnp.where(kept, x / keep, 0).astype(x.dtype)
+            dropout_mask = jax.random.bernoulli(self.make_rng("dropout"), keep, x.shape)
+            x = jnp.where(dropout_mask, x / keep, 0).astype(x.dtype)
         return x, a, b
 
 
@@ -158,15 +158,15 @@ class FusedLinear(nn.Module):
     over: str | None = None
 
     @nn.compact
-    def __call__(self, x, residual=None, index=0, kept=None):
+    def __call__(self, x, residual=None, index=0, dense_override=None):
         """Computes the linear with its LoRA branches, and adds a residual if one is given.
 
         Args:
             x: [..., K], or the two factors of a norm (`layers.Normed`).
             residual: [..., N], or None.
             index: The layer number.
-            kept: A stack of dense weights, and this layer's index in it. That weight is used instead of the layer's
-                own, unless the index is -1.
+            dense_override: A stack of dense weights, and this layer's index in it. That weight is used instead of
+                the layer's own, unless the index is -1.
 
         Returns:
             [..., N] in x's dtype.
@@ -190,12 +190,14 @@ class FusedLinear(nn.Module):
         finished = lambda weight: finished_linear(
             x, weight, branches, unit=unit, bias=bias, residual=residual, over=self.over
         )
-        if kept is None:
+        if dense_override is None:
             y = finished(weight)
         else:
-            stack, place = kept
-            own = lambda: finished(jax.lax.dynamic_index_in_dim(stack, place, keepdims=False))
-            y = jax.lax.cond(place >= 0, own, lambda: finished(weight))
+            stack, index_in_stack = dense_override
+            dense = lambda: finished(
+                jax.lax.dynamic_index_in_dim(stack, index_in_stack, keepdims=False)
+            )
+            y = jax.lax.cond(index_in_stack >= 0, dense, lambda: finished(weight))
         return checkpoint_name(y, self.name)
 
     def _branches(self, x, index):
@@ -205,8 +207,8 @@ class FusedLinear(nn.Module):
             return layers.branches(adapters, self.lora.scaling)
         adapters = []
         for part, (name, size) in enumerate(self.parts):
-            kept = shape.kept(part, index)
-            x_, a, b = Adapter(size, self.lora, shape.rank, name=name)(x, kept)
+            rank_mask = shape.rank_mask(part, index)
+            x_, a, b = Adapter(size, self.lora, shape.rank, name=name)(x, rank_mask)
             adapters.append((x_, a, shape.scaled(b, part, index)))
         return layers.branches(adapters, shape.factor)
 
@@ -247,7 +249,7 @@ class Block(nn.Module):
     over: str | None = None
 
     @nn.compact
-    def __call__(self, carry, index, tables, packed=None, plan=None, kept=None):
+    def __call__(self, carry, index, tables, packed=None, plan=None, dense_overrides=None):
         """Runs the layer on the carry (x [B, T, D], cache or None), and returns (the new carry, None) for `nn.scan`.
 
         Args:
@@ -256,22 +258,27 @@ class Block(nn.Module):
             tables: The result of `layers.rope_tables`.
             packed: The layout of a single packed row; None for ordinary rows.
             plan: The plan of `decode_attention` for a step of one token per row.
-            kept: By linear, a stack of dense weights, and each layer's index [L] in it or -1.
+            dense_overrides: By linear, a stack of dense weights, and each layer's index [L] in it or -1.
         """
         x, cache = carry
-        own = {name: (stack, places[index]) for name, (stack, places) in (kept or {}).items()}
-        x, cache = self._attention(x, cache, index, tables, packed, plan, own)
+        dense_overrides = dense_overrides or {}
+        overrides = {name: (stack, at[index]) for name, (stack, at) in dense_overrides.items()}
+        x, cache = self._attention(x, cache, index, tables, packed, plan, overrides)
         rows = None if packed is None else packed.rows
         normed = self._norm("post_attention_layernorm", split=True)(x, rows)
-        gate_up = self._linear("gate_up")(normed, index=index, kept=own.get("gate_up"))
-        down = self._linear("down")(layers.swiglu(gate_up), x, index, own.get("down"))
+        gate_up = self._linear("gate_up")(
+            normed, index=index, dense_override=overrides.get("gate_up")
+        )
+        down = self._linear("down")(layers.swiglu(gate_up), x, index, overrides.get("down"))
         return (down, cache), None
 
-    def _attention(self, x, cache, index, tables, packed, plan, kept):
+    def _attention(self, x, cache, index, tables, packed, plan, overrides):
         arch = self.arch
         rows = None if packed is None else packed.rows
         normed = self._norm("input_layernorm", split=True)(x, rows)
-        qkv = self._linear("qkv", bias=arch.qkv_bias)(normed, index=index, kept=kept.get("qkv"))
+        qkv = self._linear("qkv", bias=arch.qkv_bias)(
+            normed, index=index, dense_override=overrides.get("qkv")
+        )
         batch, length, _ = qkv.shape
         heads = qkv.reshape(batch, length, -1, arch.head_size)
         query, key, value = jnp.split(
@@ -306,7 +313,7 @@ class Block(nn.Module):
             else:
                 mixed = _packed_attention(packed, query, key, value)
         mixed = mixed.reshape(batch, length, arch.query_width)
-        return self._linear("o")(mixed, x, index, kept.get("o")), cache
+        return self._linear("o")(mixed, x, index, overrides.get("o")), cache
 
     def _linear(self, name, bias=False):
         parts, role, shape = self.arch.linears()[name], self.role, None
@@ -415,7 +422,7 @@ class Transformer(nn.Module):
 
         block = Block
         if remat != "none":
-            policy = jax.checkpoint_policies.save_only_these_names(*_KEPT[remat])
+            policy = jax.checkpoint_policies.save_only_these_names(*_SAVED_ACTIVATIONS[remat])
             block = nn.remat(Block, prevent_cse=False, policy=policy)
         extends = cache is not None and tokens.shape[1] == 1
         scan = nn.scan(
@@ -441,7 +448,7 @@ class Transformer(nn.Module):
             self.over,
             name="layers",
         )
-        kept = self._kept_weights(partly)
+        dense_overrides = self._dense_overrides(partly)
         x = embedding[tokens].astype(self.dtype)
         plan = None
         if extends:
@@ -453,7 +460,9 @@ class Transformer(nn.Module):
                 cache.sequence,
                 heads=self.arch.num_heads,
             )
-        (x, cache), _ = stack((x, cache), jnp.arange(arch.num_layers), tables, packed, plan, kept)
+        (x, cache), _ = stack(
+            (x, cache), jnp.arange(arch.num_layers), tables, packed, plan, dense_overrides
+        )
         if cache is not None:
             cache = dataclasses.replace(cache, ends=cache.ends + tokens.shape[1])
         rows = None if packed is None else packed.rows
@@ -464,11 +473,11 @@ class Transformer(nn.Module):
 
         The latter are a dict from the linear to the indices of these layers.
         """
-        kept = {} if self.weights in DENSE else dict(self.kept)
-        dense = tuple(name for name, at in kept.items() if len(at) == self.arch.num_layers)
-        return dense, {name: at for name, at in kept.items() if name not in dense}
+        layers_of = {} if self.weights in DENSE else dict(self.kept)
+        dense = tuple(name for name, at in layers_of.items() if len(at) == self.arch.num_layers)
+        return dense, {name: at for name, at in layers_of.items() if name not in dense}
 
-    def _kept_weights(
+    def _dense_overrides(
         self, partly: dict[str, tuple[int, ...]]
     ) -> dict[str, tuple[jax.Array, jax.Array]]:
         """Returns by linear the stacked dense weights of some layers, and each layer's index [L] in them, or -1."""
@@ -522,7 +531,7 @@ def random_base(model: Transformer, key: jax.Array, places: Any = None) -> dict[
         The `frozen` tree.
     """
 
-    def made(key):
+    def packed(key):
         whole = model.clone(tensor=1).init(key, jnp.zeros((1, 1), jnp.int32))["frozen"]
         layers_ = dict(whole["layers"])
         for linear in model.arch.linears():
@@ -530,7 +539,7 @@ def random_base(model: Transformer, key: jax.Array, places: Any = None) -> dict[
             layers_[linear] = layers_[linear] | {"weight": weight}
         return whole | {"layers": layers_}
 
-    return jax.jit(made, out_shardings=places)(key)
+    return jax.jit(packed, out_shardings=places)(key)
 
 
 def abstract_base(model: Transformer) -> dict[str, Any]:
@@ -614,8 +623,8 @@ def with_prepared_adapter(
         )
         return {"branches": jax.vmap(of_layer)(matrices, bias)}
 
-    found = lora_shapes(model.lora, model.arch).items()
-    return variables | {"prepared": {"layers": {name: branches(name, s) for name, s in found}}}
+    shapes = lora_shapes(model.lora, model.arch).items()
+    return variables | {"prepared": {"layers": {name: branches(name, s) for name, s in shapes}}}
 
 
 def run_layer(
