@@ -76,9 +76,10 @@ $(VENV)/.docs $(VENV)/.notebooks $(VENV)/.cuda: $(VENV)/.%: pyproject.toml const
 	$(BIN)/python -m pip install --editable '.[$*]' --constraint constraints.txt
 	@touch $@
 
-lint: env  ## check style and format
+lint: env  ## check style, format and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/python -m mypy
 
 lines: env  ## count the lines of Python of each tree, beside the budget
 	$(BIN)/python -m tests.test_budget
@@ -88,5 +89,5 @@ format: env  ## mend what the formatter and the linter can mend
 	$(BIN)/ruff format
 
 clean:  ## remove caches and build products; runs/ and .venv stay
-	rm -rf build dist .pytest_cache .ruff_cache ./*.egg-info
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache ./*.egg-info
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -91,6 +91,7 @@ class RowNoise:
         key = jax.random.wrap_key_data(self.key)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
         if self.per == "token":
+            assert tokens is not None
             keys = jax.vmap(jax.random.fold_in)(keys, tokens)
         leaves = [jax.ShapeDtypeStruct(shape, jnp.float32) for _, shape in self.shapes]
         drawn = jax.vmap(lambda key: norm_noise(key, self.sigma, leaves))(keys)
@@ -104,7 +105,12 @@ class RowNoise:
         return tree
 
 
-def row_noise(key: Array, sigma: Array | float, shapes: Any, per: str) -> RowNoise:
+def row_noise(
+    key: Array,
+    sigma: Array | float,
+    shapes: Any,
+    per: Literal["group", "sequence", "token"],
+) -> RowNoise:
     """Makes noise that differs between groups, sequences or tokens.
 
     Args:

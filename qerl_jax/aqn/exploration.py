@@ -59,14 +59,14 @@ class Exploration:
     """
 
     cfg: NoiseConfig | None
-    stage: Callable[[int], Any] | None = None
+    stage: Callable[[int], Any] = lambda schedule_step: 0
     scheduled: Callable[[int], jax.Array] | None = None
-    draw: Callable[[int, Any], Any] | None = None
+    draw: Callable[[int, Any], Any] = lambda step, sigma: None
 
     @property
     def first(self) -> float | None:
         """The initial sigma of an adaptive schedule; None for other schedules."""
-        return self.cfg.sigma_start if self._adapts else None
+        return self.cfg.sigma_start if self.cfg is not None and self.cfg.adaptive else None
 
     def __call__(self, step: int, schedule_step: int, sigma: float | None) -> StepNoise:
         """Returns the noise of a step.
@@ -79,7 +79,7 @@ class Exploration:
         if self.cfg is None:
             return StepNoise()
         stage = int(self.stage(schedule_step))
-        now = jnp.float32(sigma if stage else 0) if self._adapts else self.scheduled(schedule_step)
+        now = self.scheduled(schedule_step) if self.scheduled else jnp.float32(stage and sigma)
         metrics = {"aqn/sigma": float(now), "aqn/stage": stage}
         return StepNoise(self.draw(step, now), metrics, self.cfg.scope == "both")
 
@@ -90,20 +90,17 @@ class Exploration:
 
         It does not change in stage 0, where metrics do not depend on it.
         """
-        if not self._adapts or not int(self.stage(schedule_step)):
+        adaptive = self.cfg.adaptive if self.cfg is not None else None
+        if self.cfg is None or adaptive is None or sigma is None or not self.stage(schedule_step):
             return sigma
         return aqn.adapted_sigma(
             sigma,
-            float(metrics[_SIGNALS[self.cfg.adaptive.metric]]),
-            target=self.cfg.adaptive.target,
-            rate=self.cfg.adaptive.rate,
+            float(metrics[_SIGNALS[adaptive.metric]]),
+            target=adaptive.target,
+            rate=adaptive.rate,
             lowest=self.cfg.sigma_end,
             highest=self.cfg.sigma_start,
         )
-
-    @property
-    def _adapts(self) -> bool:
-        return self.cfg is not None and self.cfg.adaptive is not None
 
 
 def make_exploration(
@@ -122,8 +119,13 @@ def make_exploration(
     stages = {"num_stages": cfg.num_stages, "total_steps": total_steps}
     sigma = None
     if cfg.adaptive is None:
-        ends = {"sigma_start": cfg.sigma_start, "sigma_end": cfg.sigma_end}
-        sigma = aqn.sigma_schedule(cfg.schedule, exponent=cfg.exponent, **ends, **stages)
+        sigma = aqn.sigma_schedule(
+            cfg.schedule,
+            exponent=cfg.exponent,
+            sigma_start=cfg.sigma_start,
+            sigma_end=cfg.sigma_end,
+            **stages,
+        )
     draw = jax.jit(lambda step, sigma: _drawn(cfg, model, aqn.step_key(key, step), sigma))
     return Exploration(cfg, lambda step: aqn.stage(step, **stages), sigma, draw)
 

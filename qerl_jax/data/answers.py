@@ -79,11 +79,11 @@ def last_boxes(text: str) -> str | None:
         inside = braced(text, opening.end(), start)
         between = "" if inside is None else text[opening.end() + len(inside) + 1 : start]
         joint = between.translate(_NO_DELIMITERS).strip()
-        if not (_AND.fullmatch(joint) or (joint == "," and len(boxes) > 1)):
+        if inside is None or not (_AND.fullmatch(joint) or (joint == "," and len(boxes) > 1)):
             break
         boxes.append(inside)
         start = opening.start()
-    return None if boxes[0] is None else ",".join(reversed(boxes))
+    return None if boxes[0] is None else ",".join(box for box in reversed(boxes) if box is not None)
 
 
 def braced(text: str, start: int, stop: int) -> str | None:

@@ -141,7 +141,7 @@ class Problems(Sequence[Problem]):
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, index: int | slice) -> Problem | list[Problem]:
+    def __getitem__(self, index: Any) -> Any:
         chosen = range(self.length)[index]
         return self.read(chosen) if isinstance(chosen, int) else [self.read(i) for i in chosen]
 
@@ -193,7 +193,7 @@ def from_config(
     return _problems(dataset, of_row, kept[:wanted], where)
 
 
-def from_rows(cfg: DataConfig, rows: Sequence[Mapping[str, Any]], where: str) -> Problems:
+def from_rows(cfg: DataConfig, rows: Any, where: str) -> Problems:
     """Makes problems from rows in memory, as `from_config` does from a file.
 
     Args:
@@ -250,7 +250,8 @@ def _columns(cfg: DataConfig, names: Sequence[str], where: str) -> tuple[str, st
     """Returns the names of the prompt column and the answer column (None if there is none)."""
     prompt = _column("prompt", cfg, names, _PROMPT_COLUMNS, where)
     rule = "must have a column 'prompt' ('question', 'problem'), or data.columns must name it"
-    require(prompt is not None, f"{where}: columns", sorted(names), rule)
+    if prompt is None:
+        raise ConfigError(f"{where}: columns: got {sorted(names)!r}; {rule}")
     return prompt, _column("answer", cfg, names, (), where)
 
 
@@ -289,7 +290,7 @@ def batch(problems: Sequence[Problem], index: int, *, batch_size: int, seed: int
 
 def collate(
     problems: Sequence[Problem],
-) -> tuple[list[str | list[tokenizer.Message]], dict[str, list]]:
+) -> tuple[list[tokenizer.Prompt], dict[str, list]]:
     """Returns the prompts and the columns of problems as lists, for rewards.
 
     Prompts have the form of their rows. A missing column is None. Messages are copied, so that a reward function that

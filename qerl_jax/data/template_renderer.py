@@ -40,7 +40,7 @@ def render_batch(template: str, chats: list, settings: dict[str, Any]) -> list[s
 class _Generation(Extension):
     """The tag `generation`, with which templates mark the text of the model: its body is rendered unchanged."""
 
-    tags = frozenset({"generation"})
+    tags = {"generation"}
 
     def parse(self, parser):
         line = next(parser.stream).lineno

@@ -104,8 +104,9 @@ def hendrycks_form(answer: str) -> str:
     if answer == "0.5":
         return "\\frac{1}{2}"
     quotient = re.fullmatch(r"(-?(?:0|[1-9][0-9]*))/(-?(?:0|[1-9][0-9]*))", answer)
-    is_quotient = quotient is not None and "-0" not in quotient.groups()
-    return rf"\frac{{{quotient[1]}}}{{{quotient[2]}}}" if is_quotient else answer
+    if quotient is None or "-0" in quotient.groups():
+        return answer
+    return rf"\frac{{{quotient[1]}}}{{{quotient[2]}}}"
 
 
 def _with_braces(answer: str) -> str:

@@ -42,9 +42,10 @@ def module(path: str) -> ModuleType:
     # The module's name is the file's path, so that a file math.py does not hide another module of that name. Dots
     # would mean packages.
     spec = importlib.util.spec_from_file_location(os.path.abspath(path).replace(".", "_"), path)
-    made = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
+    assert spec is not None and spec.loader is not None, path  # as for every path that ends in .py
+    loaded = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
 
 
 def attribute(path: str) -> Any:
@@ -53,9 +54,9 @@ def attribute(path: str) -> Any:
     Raises:
         ValueError: If there is no such object, or it cannot be imported.
     """
-    place, _, name = path.rpartition(":")
+    file, _, name = path.rpartition(":")
     try:
-        return functools.reduce(getattr, name.split("."), module(place))
+        return functools.reduce(getattr, name.split("."), module(file))
     except Exception as error:
         raise ValueError(f"could not import {path!r}: {type(error).__name__}: {error}") from error
 

@@ -58,6 +58,9 @@ class Limits:
             raise ValueError(f"{self}: seconds must be positive and memory_mb at least 64")
 
 
+type Status = Literal["ok", "failed", "timeout"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """The end status and the output of a program.
@@ -68,7 +71,7 @@ class Outcome:
         errors: Its standard error, at most 16 MiB.
     """
 
-    status: Literal["ok", "failed", "timeout"]
+    status: Status
     output: str
     errors: str = dataclasses.field(default="", compare=False, repr=False)
 
@@ -213,8 +216,8 @@ def _run(program: str, stdin: str, limits: Limits, isolation: _Isolation) -> Out
         except subprocess.TimeoutExpired:
             status = None
         # 128 + SIGXCPU and, for a program that ignores it, 128 + SIGKILL.
-        ended = {0: "ok", None: "timeout", 152: "timeout", 137: "timeout"}.get(status, "failed")
-        return Outcome(ended, _text(output), _text(errors))
+        ends: dict[int | None, Status] = {0: "ok", None: "timeout", 152: "timeout", 137: "timeout"}
+        return Outcome(ends.get(status, "failed"), _text(output), _text(errors))
 
 
 def _file(content: bytes) -> IO[bytes]:
@@ -377,13 +380,13 @@ def _seccomp() -> bytes:
     def when(test: int, value: int, verdict: int) -> list[tuple[int, int, int, int]]:
         return [(test, 0, 1, value), (give, 0, 0, verdict)]
 
-    refused = (row[column] for row in _REFUSED if row[column] is not None)
+    refused = (call for row in _REFUSED if isinstance(call := row[column], int))
     program = [
         *((load, 0, 0, machine), (equal, 1, 0, architecture), (give, 0, 0, kill)),
         (load, 0, 0, number),
         *when(at_least, 0x40000000, refuse),  # the x32 system calls of x86_64
         *when(equal, _CLONE3, missing),
-        *(each for call in refused for each in when(equal, call, refuse)),
+        *(step for call in refused for step in when(equal, call, refuse)),
         # A clone: allowed if it is a thread. Any other call continues after these four.
         *((equal, 0, 4, clone), (load, 0, 0, first_argument)),
         *((any_bit, 0, 1, _CLONE_THREAD), (give, 0, 0, allow), (give, 0, 0, refuse)),

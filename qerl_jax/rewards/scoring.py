@@ -356,10 +356,11 @@ def check(
 def _resolve_one(
     name: str | RewardFunction, options: Mapping[str, Mapping[str, Any]], field: str
 ) -> RewardFunction:
-    found = _find(name, field) if isinstance(name, str) else name
-    require(callable(found), field, name, f"cannot be called: {type(found).__name__}")
-    makes = isinstance(name, str) and (name in FACTORIES or name in options)
-    return _make(name, found, options.get(name, {})) if makes else found
+    function = _find(name, field) if isinstance(name, str) else name
+    require(callable(function), field, name, f"cannot be called: {type(function).__name__}")
+    if isinstance(name, str) and (name in FACTORIES or name in options):
+        return _make(name, function, options.get(name, {}))
+    return function
 
 
 def _make(name: str, factory: Any, options: Mapping[str, Any]) -> RewardFunction:

@@ -53,7 +53,7 @@ def _by_text(judge: Callable[[str], float]) -> RewardFunction:
     return reward
 
 
-def _by_answer(judge: Callable[[str, str], float]) -> RewardFunction:
+def _by_answer(judge: Callable[[str, str], float | None]) -> RewardFunction:
     """Makes a reward function from one that judges a single text by its row's answer."""
 
     @functools.wraps(judge)
@@ -67,7 +67,7 @@ def _by_answer(judge: Callable[[str, str], float]) -> RewardFunction:
 
 
 @_by_answer
-def accuracy_reward(text: str, answer: str) -> float:
+def accuracy_reward(text: str, answer: str) -> float | None:
     """Returns 1 if the last `<answer>` block holds the row's answer, else 0; None for a row without an answer.
 
     Numbers are compared by value ("$1,234.00" equals "1234"), anything else as stripped text.
@@ -76,13 +76,13 @@ def accuracy_reward(text: str, answer: str) -> float:
 
 
 @_by_answer
-def gsm8k_hash_reward(text: str, answer: str) -> float:
+def gsm8k_hash_reward(text: str, answer: str) -> float | None:
     """Returns 1 if the number after the last `####` (GSM8K's format) is the row's answer, else 0."""
     return answers.same(answers.after_hashes(text), answer)
 
 
 @_by_answer
-def gsm8k_flexible_reward(text: str, answer: str) -> float:
+def gsm8k_flexible_reward(text: str, answer: str) -> float | None:
     """Returns 1 if the last number of the text is the row's answer, else 0; the text may have any format."""
     return answers.same(answers.last_number(text), answer)
 
@@ -313,8 +313,7 @@ def get_cosine_scaled_reward(
             for correct, ids in zip(verdicts, completion_ids, strict=True)
         ]
 
-    cosine_scaled_reward.votes = is_correct.votes
-    return cosine_scaled_reward
+    return _with(cosine_scaled_reward, votes=vars(is_correct)["votes"])
 
 
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> RewardFunction:
@@ -362,8 +361,8 @@ def get_soft_overlong_punishment(
 
     def soft_overlong_punishment_reward(completion_ids: Sequence, **_) -> list[float]:
         lengths = np.array([len(ids) for ids in completion_ids])
-        over = np.float32(lengths - (max_completion_length - soft_punish_cache))
-        return (-np.clip(over / np.float32(soft_punish_cache), 0, 1)).tolist()
+        over = np.asarray(lengths - (max_completion_length - soft_punish_cache), np.float32)
+        return [-float(share) for share in np.clip(over / np.float32(soft_punish_cache), 0, 1)]
 
     return soft_overlong_punishment_reward
 
@@ -422,8 +421,7 @@ def get_code_reward(
             log_metric("rewards/code_reward/timeouts", late)
         return [passed[row] / len(each) if each else None for row, each in enumerate(tests)]
 
-    code_reward.begin = begin
-    return code_reward
+    return _with(code_reward, begin=begin)
 
 
 def _equal_in_minerva_form(given: str | None, answer: str) -> bool:
@@ -472,8 +470,12 @@ def _math_reward(
         judges.begin("agrees", pairs)
 
     reward.__name__ = name
-    reward.begin = begin
-    reward.votes = functools.partial(votes.mathematical, judges)
+    return _with(reward, begin=begin, votes=functools.partial(votes.mathematical, judges))
+
+
+def _with(reward: RewardFunction, **attributes: Callable) -> RewardFunction:
+    """Returns a reward function that has the attributes which `scoring` describes."""
+    vars(reward).update(attributes)
     return reward
 
 

@@ -60,7 +60,7 @@ def is_seed(value: Any) -> bool:
 
 
 def require(
-    holds: bool, name: str, value: Any, rule: str, error: type[Exception] = ConfigError
+    holds: object, name: str, value: Any, rule: str, error: type[Exception] = ConfigError
 ) -> None:
     """Raises `error` unless `holds`, with the name, the value and the rule."""
     if not holds:
