@@ -9,7 +9,16 @@ from numbers import Integral
 from typing import Annotated, Any, Self, get_args
 
 from qerl_jax.config import Drafts, EvalConfig, RepetitionPenalty, RolloutConfig, TopK, TopP
-from qerl_jax.system.checked import Checked, Closed01, Count, NotNegative, Open01, Rule, is_seed
+from qerl_jax.system.checked import (
+    Checked,
+    Closed01,
+    Count,
+    NotNegative,
+    Open01,
+    Rule,
+    is_seed,
+    pythons,
+)
 
 _texts = Rule(
     lambda texts: (
@@ -127,6 +136,11 @@ class EngineLimits(Checked):
     max_concurrent: Whole | None = None
     kv_cache_tokens: Whole | None = None
     kv_cache_fraction: Open01 | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name, value in vars(self).items():  # converts numbers of NumPy to Python's
+            object.__setattr__(self, name, pythons(value))
 
     @classmethod
     def of(cls, section: RolloutConfig) -> Self:
