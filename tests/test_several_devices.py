@@ -413,7 +413,7 @@ def temporaries(remat, **how):
     updater = updates.make(optim=updates.geometry(2, 4))
     objective = dataclasses.replace(updater.objective, model=model, remat=remat)
     experience = updates.sample_experience()
-    cut = update.cut_rows(updater, experience, experience.rows.reshape(-1))
+    cut = update.divide_rows(updater, experience, experience.rows.reshape(-1))
     sums = jax.tree.map(lambda x: jnp.zeros(x.shape), (jnp.float32(0), params))
     own = [sums, experience.pack(cut[-1], {}), jax.random.key(0)]
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(frozen["layers"]))

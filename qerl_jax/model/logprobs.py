@@ -72,23 +72,23 @@ def of_targets(
     hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, chunk, hidden.shape[-1])
     targets = jnp.pad(targets, (0, padding)).reshape(-1, chunk)
     temperature = jnp.asarray(temperature, jnp.float32)
-    asked = None if count is None else jnp.arange(len(targets)) * chunk < count
+    needed = None if count is None else jnp.arange(len(targets)) * chunk < count
     logps, entropies = _of_chunks(
-        hidden, head, targets, asked, temperature, num_tokens, entropy_slopes
+        hidden, head, targets, needed, temperature, num_tokens, entropy_slopes
     )
     return logps.reshape(-1)[:rows], entropies.reshape(-1)[:rows]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _of_chunks(hidden, head, targets, asked, temperature, num_tokens, entropy_slopes):
+def _of_chunks(hidden, head, targets, needed, temperature, num_tokens, entropy_slopes):
     def of_chunk(hidden, targets):
         logps = log_softmax(layers.logits(hidden, head), temperature, num_tokens)
         return _picked(logps, targets), entropy(logps)
 
-    return jax.lax.map(lambda args: _if_asked(of_chunk, *args), (asked, hidden, targets))
+    return jax.lax.map(lambda args: _if_needed(of_chunk, *args), (needed, hidden, targets))
 
 
-def _of_chunks_fwd(hidden, head, targets, asked, temperature, num_tokens, entropy_slopes):
+def _of_chunks_fwd(hidden, head, targets, needed, temperature, num_tokens, entropy_slopes):
     def of_chunk(hidden, targets):
         logps = log_softmax(layers.logits(hidden, head), temperature, num_tokens)
         through_head = lambda x: linear(x.astype(hidden.dtype), head.T).astype(hidden.dtype)
@@ -98,18 +98,18 @@ def _of_chunks_fwd(hidden, head, targets, asked, temperature, num_tokens, entrop
         return _picked(logps, targets), entropy(logps), tuple(slopes)
 
     logps, entropies, slopes = jax.lax.map(
-        lambda args: _if_asked(of_chunk, *args), (asked, hidden, targets)
+        lambda args: _if_needed(of_chunk, *args), (needed, hidden, targets)
     )
-    return (logps, entropies), (slopes, hidden, head, targets, asked, temperature)
+    return (logps, entropies), (slopes, hidden, head, targets, needed, temperature)
 
 
 def _of_chunks_bwd(num_tokens, entropy_slopes, residuals, cotangents):
-    slopes, hidden, head, targets, asked, temperature = residuals
+    slopes, hidden, head, targets, needed, temperature = residuals
     # The cotangents of the log-probabilities and, if entropies need a gradient, of the entropies.
     factors = cotangents[: len(slopes)]
     dhidden = sum(
-        each[..., None] * slope.astype(jnp.float32)
-        for each, slope in zip(factors, slopes, strict=True)
+        factor[..., None] * slope.astype(jnp.float32)
+        for factor, slope in zip(factors, slopes, strict=True)
     ).astype(hidden.dtype)
 
     # If the head is frozen, this result is unused and the compiler removes it.
@@ -129,12 +129,12 @@ def _of_chunks_bwd(num_tokens, entropy_slopes, residuals, cotangents):
 _of_chunks.defvjp(_of_chunks_fwd, _of_chunks_bwd)
 
 
-def _if_asked(f, asked, *args):
-    """Returns f(*args), or zeros of the same shapes if `asked` is false; None counts as true."""
-    if asked is None:
+def _if_needed(f, needed, *args):
+    """Returns f(*args), or zeros of the same shapes if `needed` is false; None counts as true."""
+    if needed is None:
         return f(*args)
     zeros = lambda *_: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(f, *args))
-    return jax.lax.cond(asked, f, zeros, *args)
+    return jax.lax.cond(needed, f, zeros, *args)
 
 
 def _picked(logps: jax.Array, targets: jax.Array) -> jax.Array:

@@ -116,7 +116,7 @@ def pack(
     leads = is_real & (leader == np.arange(len(prompts)))
     shared = np.where(leads, prompt_lengths, 0)
     starts = np.cumsum(lengths) - lengths
-    own = lengths.sum() + np.cumsum(shared) - shared
+    prompt_starts = lengths.sum() + np.cumsum(shared) - shared
     real = lengths.sum() + shared.sum()
     widths = np.repeat([width for _, width in arrays], [count for count, _ in arrays])
     if real > tokens or np.any(lengths + prompt_lengths > widths):
@@ -124,12 +124,12 @@ def pack(
     numbers = np.arange(len(prompts))
     rows = np.concatenate([np.repeat(numbers, lengths), np.repeat(numbers, shared)])
     counts = np.concatenate([lengths, shared])
-    place = np.arange(real) - np.repeat(np.cumsum(counts) - counts, counts)
-    place[: lengths.sum()] += np.repeat(prompt_lengths, lengths)
+    positions = np.arange(real) - np.repeat(np.cumsum(counts) - counts, counts)
+    positions[: lengths.sum()] += np.repeat(prompt_lengths, lengths)
     return Packing(
         rows=_filled(rows, tokens, len(prompts)),
-        positions=_filled(place, tokens, 0),
-        prompt_starts=np.where(is_real, own[leader], tokens).astype(np.int32),
+        positions=_filled(positions, tokens, 0),
+        prompt_starts=np.where(is_real, prompt_starts[leader], tokens).astype(np.int32),
         prompt_lengths=prompt_lengths.astype(np.int32),
         starts=starts.astype(np.int32),
         lengths=lengths.astype(np.int32),
@@ -158,12 +158,11 @@ def _parts(packing: Packing):
 def _slots(packing: Packing, first: int, count: int, width: int) -> tuple[jax.Array, jax.Array]:
     """Returns, for the slots [n_k, S_k] of an array, the token's index on the flat axis (T for an empty slot), and
     whether the slot is in a prompt."""
-    own = slice(first, first + count)
-    column = lambda x: x[own, None]
+    column = lambda x: x[first : first + count, None]
     slot, prompt = jnp.arange(width), column(packing.prompt_lengths)
-    place = column(packing.starts) + slot - prompt
+    index = column(packing.starts) + slot - prompt
     in_completion = slot < prompt + column(packing.lengths)
-    tokens = jnp.where(in_completion, place, len(packing.rows))
+    tokens = jnp.where(in_completion, index, len(packing.rows))
     in_prompt = slot < prompt
     return jnp.where(in_prompt, column(packing.prompt_starts) + slot, tokens), in_prompt
 
@@ -192,10 +191,10 @@ def _unfold_bwd(packing: Packing, slopes: tuple[jax.Array, ...]) -> tuple[None, 
     )
     in_prompt = jnp.arange(width) < packing.prompt_lengths[:, None]
     sums = _sums_by_prompt(packing, jnp.where(in_prompt[..., None], prompts, 0))
-    place = jnp.where(
+    index = jnp.where(
         packing.is_prompt, packing.rows * width + packing.positions, sums.shape[0] * width
     )
-    of_prompts = _taken(sums.reshape(-1, sums.shape[-1]), place)
+    of_prompts = _taken(sums.reshape(-1, sums.shape[-1]), index)
     return None, jnp.where(packing.is_prompt[:, None], of_prompts, _folded(packing, slopes))
 
 
@@ -206,10 +205,10 @@ def _folded(packing: Packing, arrays: tuple[jax.Array, ...]) -> jax.Array:
     flat = 0
     for (first, count, width), x in zip(_parts(packing), arrays, strict=True):
         row = packing.rows - first
-        place = jnp.where(
+        index = jnp.where(
             (row >= 0) & (row < count), row * width + packing.positions, count * width
         )
-        flat = flat + _taken(x.reshape(count * width, -1), place)
+        flat = flat + _taken(x.reshape(count * width, -1), index)
     return flat
 
 
@@ -219,9 +218,9 @@ _fold = jax.custom_vjp(_folded)
 def _fold_bwd(packing: Packing, slopes: jax.Array) -> tuple[None, tuple[jax.Array, ...]]:
     arrays = []
     for first, count, width in _parts(packing):
-        place, in_prompt = _slots(packing, first, count, width)
+        index, in_prompt = _slots(packing, first, count, width)
         read = ~in_prompt | packing.leads[first : first + count, None]
-        arrays.append(_taken(slopes, jnp.where(read, place, len(slopes))))
+        arrays.append(_taken(slopes, jnp.where(read, index, len(slopes))))
     return None, tuple(arrays)
 
 
@@ -239,20 +238,20 @@ def _in_completion(packing: Packing) -> tuple[jax.Array, jax.Array]:
 def _before(packing: Packing, flat: jax.Array) -> jax.Array:
     in_completion, is_first = _in_completion(packing)
     last = _taken(packing.prompt_starts + packing.prompt_lengths - 1, packing.rows)
-    place = jnp.where(is_first, last, jnp.arange(len(flat)) - 1)
-    return _taken(flat, jnp.where(in_completion, place, len(flat)))
+    index = jnp.where(is_first, last, jnp.arange(len(flat)) - 1)
+    return _taken(flat, jnp.where(in_completion, index, len(flat)))
 
 
 def _before_bwd(packing: Packing, slopes: jax.Array) -> tuple[None, jax.Array]:
     in_completion, is_first = _in_completion(packing)
     follows = jnp.pad(in_completion & ~is_first, (0, 1))[1:]
-    place = jnp.where(follows, jnp.arange(len(slopes)) + 1, len(slopes))
+    index = jnp.where(follows, jnp.arange(len(slopes)) + 1, len(slopes))
     real = packing.lengths > 0
     firsts = _taken(slopes, jnp.where(real, packing.starts, len(slopes)))
     sums = _sums_by_prompt(packing, firsts)
     is_last = packing.positions == _taken(packing.prompt_lengths, packing.rows) - 1
     of_last = _taken(sums, jnp.where(is_last, packing.rows, len(sums)))
-    return None, jnp.where(is_last[:, None], of_last, _taken(slopes, place))
+    return None, jnp.where(is_last[:, None], of_last, _taken(slopes, index))
 
 
 _before.defvjp(lambda packing, flat: (_before(packing, flat), packing), _before_bwd)
@@ -261,15 +260,15 @@ _before.defvjp(lambda packing, flat: (_before(packing, flat), packing), _before_
 @jax.custom_vjp
 def _by_row(packing: Packing, flat: jax.Array) -> jax.Array:
     slot = jnp.arange(packing.arrays[0][1])
-    place = packing.starts[:, None] + slot
-    return _taken(flat, jnp.where(slot < packing.lengths[:, None], place, len(flat)))
+    index = packing.starts[:, None] + slot
+    return _taken(flat, jnp.where(slot < packing.lengths[:, None], index, len(flat)))
 
 
 def _by_row_bwd(packing: Packing, slopes: jax.Array) -> tuple[None, jax.Array]:
     in_completion, _ = _in_completion(packing)
     slot = packing.positions - _taken(packing.prompt_lengths, packing.rows)
-    place = jnp.where(in_completion, packing.rows * slopes.shape[1] + slot, slopes.size)
-    return None, _taken(slopes.reshape(-1), place)
+    index = jnp.where(in_completion, packing.rows * slopes.shape[1] + slot, slopes.size)
+    return None, _taken(slopes.reshape(-1), index)
 
 
 _by_row.defvjp(lambda packing, flat: (_by_row(packing, flat), packing), _by_row_bwd)

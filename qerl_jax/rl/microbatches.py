@@ -182,8 +182,8 @@ def shapes(
             f"{prompt_width} + {completion_width} tokens"
         )
     # Tokens of the longest row, with its share of a prompt that the group has in common.
-    own = completion_width + prompt_width / group
-    made = []
+    longest_share = completion_width + prompt_width / group
+    chosen = []
     row_widths = _row_widths(longest)
     for divisor, share in _SIZES if len(row_widths) > 1 else _SIZES_OF_ONE_WIDTH:
         tokens = budget // divisor
@@ -191,14 +191,14 @@ def shapes(
             break
         wide = sorted({min(width, tokens) for width in row_widths}, reverse=True)
         rows = [s * tokens / w for s, w in zip(_SLOTS[-len(wide) :], wide, strict=True)]
-        rows[0] = max(rows[0], tokens / own)
+        rows[0] = max(rows[0], tokens / longest_share)
         arrays = tuple(
             (min(max_rows, math.ceil(share * n)), w) for n, w in zip(rows, wide, strict=True)
         )
         narrow = arrays[1:] or arrays
-        kept = {1: (arrays, narrow, arrays[:1]), 2: (narrow,)}.get(divisor, (arrays,))
-        made += [Shape(tokens, each, prompt_width, overhead) for each in dict.fromkeys(kept)]
-    return tuple(made)
+        parts = {1: (arrays, narrow, arrays[:1]), 2: (narrow,)}.get(divisor, (arrays,))
+        chosen += [Shape(tokens, part, prompt_width, overhead) for part in dict.fromkeys(parts)]
+    return tuple(chosen)
 
 
 def default_budget(*, prompt_width: int, completion_width: int, rows: int, prompts: int) -> int:
@@ -272,7 +272,7 @@ def token_budget(
     )
 
 
-def cut(rows: Rows, shapes: Sequence[Shape]) -> list[MicroBatch]:
+def divide(rows: Rows, shapes: Sequence[Shape]) -> list[MicroBatch]:
     """Divides rows into micro-batches of the given shapes with little padding; long rows come first.
 
     A micro-batch begins with the longest row that is left and other rows of its prompt. Then come prompts
@@ -311,29 +311,29 @@ def cut(rows: Rows, shapes: Sequence[Shape]) -> list[MicroBatch]:
     return batches
 
 
-def cut_for(rows: Rows, shapes: Sequence[Shape], places: int) -> list[MicroBatch]:
-    """Divides rows as `cut` does, but with smaller micro-batches if large ones would leave devices idle.
+def divide_for(rows: Rows, shapes: Sequence[Shape], devices: int) -> list[MicroBatch]:
+    """Divides rows as `divide` does, but with smaller micro-batches if large ones would leave devices idle.
 
     It tries micro-batches of at most the whole budget of tokens, then a half, and so on; only rows that are too long
     for these get larger ones. It returns the first division in which no device exceeds its share of the work by more
     than 5%, else the one with the least work for the busiest device.
 
     Args:
-        rows: See `cut`.
-        shapes: See `cut`.
-        places: Number of devices.
+        rows: See `divide`.
+        shapes: See `divide`.
+        devices: Number of devices.
     """
-    if places == 1:
-        return cut(rows, shapes)
+    if devices == 1:
+        return divide(rows, shapes)
     spans = rows.lengths + rows.prompt_lengths
     best, least = [], math.inf
     for most in sorted({shape.tokens for shape in shapes}, reverse=True):
         smaller = [shape for shape in shapes if shape.tokens <= most]
         fits = spans <= max(min(shape.arrays[0][1], shape.tokens) for shape in smaller)
-        batches = cut(rows.take(~fits), shapes) if not fits.all() else []
-        batches += cut(rows.take(fits), smaller) if fits.any() or not batches else []
+        batches = divide(rows.take(~fits), shapes) if not fits.all() else []
+        batches += divide(rows.take(fits), smaller) if fits.any() or not batches else []
         loads = np.bincount(
-            dealt(batches, places), [batch.shape.cost for batch in batches], minlength=places
+            assign(batches, devices), [batch.shape.cost for batch in batches], minlength=devices
         )
         if loads.max() < least:
             best, least = batches, loads.max()
@@ -342,7 +342,7 @@ def cut_for(rows: Rows, shapes: Sequence[Shape], places: int) -> list[MicroBatch
     return best
 
 
-def alike(
+def sets_of_one_shape(
     batches: Sequence[MicroBatch], width: int
 ) -> list[tuple[tuple[int, ...], list[MicroBatch]]]:
     """Groups micro-batches of equal shape into sets of `width`, and returns each with the indices of its members.
@@ -366,17 +366,17 @@ def alike(
     ]
 
 
-def dealt(batches: Sequence[MicroBatch], places: int) -> list[int]:
+def assign(batches: Sequence[MicroBatch], devices: int) -> list[int]:
     """Distributes micro-batches, the costliest first, each to the device with the least work so far.
 
     Returns:
         The index of each micro-batch's device.
     """
-    loads, found = np.zeros(places), [0] * len(batches)
+    loads, owners = np.zeros(devices), [0] * len(batches)
     for number in sorted(range(len(batches)), key=lambda n: -batches[n].shape.cost):
-        found[number] = int(np.argmin(loads))
-        loads[found[number]] += batches[number].shape.cost
-    return found
+        owners[number] = int(np.argmin(loads))
+        loads[owners[number]] += batches[number].shape.cost
+    return owners
 
 
 def by_rows(rows: Rows, micro_rows: int, shapes: Sequence[Shape]) -> list[MicroBatch]:
@@ -424,25 +424,25 @@ class _Filling:
         """Adds rows of one prompt if all of them fit, and returns whether they did."""
         first = chosen[0]
         prompt = int(self.rows.prompts[first])
-        own = 0 if prompt in self.prompts else int(self.rows.prompt_lengths[first])
-        tokens = own + int(self.rows.lengths[list(chosen)].sum())
+        shared = 0 if prompt in self.prompts else int(self.rows.prompt_lengths[first])
+        tokens = shared + int(self.rows.lengths[list(chosen)].sum())
         if self.used + tokens > self.shape.tokens:
             return False
-        places, free = (
-            [],
-            [n - len(a) for (n, _), a in zip(self.shape.arrays, self.arrays, strict=True)],
-        )
+        free = [n - len(a) for (n, _), a in zip(self.shape.arrays, self.arrays, strict=True)]
+        numbers = []
         for i in chosen:
             # Finds the narrowest array that is wide enough and has a free row.
-            place = len(free) - 1
-            while place >= 0 and (free[place] == 0 or self.shape.arrays[place][1] < self.spans[i]):
-                place -= 1
-            if place < 0:
+            number = len(free) - 1
+            while number >= 0 and (
+                free[number] == 0 or self.shape.arrays[number][1] < self.spans[i]
+            ):
+                number -= 1
+            if number < 0:
                 return False
-            free[place] -= 1
-            places.append(place)
-        for i, place in zip(chosen, places, strict=True):
-            self.arrays[place].append(i)
+            free[number] -= 1
+            numbers.append(number)
+        for i, number in zip(chosen, numbers, strict=True):
+            self.arrays[number].append(i)
         self.prompts.add(prompt)
         self.used += tokens
         return True
@@ -459,15 +459,15 @@ def _fill(shape: Shape, groups: list[list[int]], rows: Rows, spans: np.ndarray) 
     """Fills a micro-batch of a shape with rows by prompt, longest first."""
     filling, taken = _Filling(shape, rows, spans), set()
 
-    def take_each(group):
+    def take_singly(group):
         taken.update(i for i in group if i not in taken and filling.take([i]))
 
-    take_each(groups[0])
+    take_singly(groups[0])
     for group in groups[1:]:
         if filling.take(group):
             taken.update(group)
     for group in groups[1:]:
-        take_each(group)
+        take_singly(group)
     return filling
 
 

@@ -138,14 +138,14 @@ def accumulate(objective, sums, *micro_batch):
 @functools.partial(
     jax.jit, static_argnames=("grpo_cfg", "optim_cfg", "total_steps"), donate_argnames="state"
 )
-def apply(state: TrainState, sums, learns, place, *, grpo_cfg, optim_cfg, total_steps):
+def apply(state: TrainState, sums, learns, schedule_step, *, grpo_cfg, optim_cfg, total_steps):
     """Does the optimizer's step; it is skipped if no row has a signal, or if loss or gradient is not finite.
 
     Args:
         state: The state before the step; donated.
         sums: The loss, a float32 scalar, and its gradient, a tree like `params`.
         learns: bool scalar, whether any row has a signal.
-        place: int32 scalar, the step's position on the learning-rate schedule.
+        schedule_step: int32 scalar, the step's position on the learning-rate schedule.
         grpo_cfg: The objective, which sets when the reference is updated; static.
         optim_cfg: The optimizer; static.
         total_steps: Length of the schedule in optimizer steps; static.
@@ -155,7 +155,7 @@ def apply(state: TrainState, sums, learns, place, *, grpo_cfg, optim_cfg, total_
         was empty or not finite.
     """
     value, grads = sums
-    rate = optimizer.learning_rate(optim_cfg, total_steps)(place)
+    rate = optimizer.learning_rate(optim_cfg, total_steps)(schedule_step)
     norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(value)
     # Masks of the sampling ratio may have removed all rows that had a signal.
@@ -199,7 +199,7 @@ class Updater:
     A rollout is shuffled with the key, and divided into optimizer batches of m * a rows; rows of a prompt stay
     together if an optimizer batch can hold them. All `num_iterations` passes use the same order, as in TRL. An
     optimizer batch is divided into micro-batches of at most `max_tokens_per_microbatch` tokens, with little padding
-    (`microbatches.cut`). For `bnpo`, whose value depends on this division, there are `a` micro-batches of m rows.
+    (`microbatches.divide`). For `bnpo`, whose value depends on this division, there are `a` micro-batches of m rows.
     Gradients are summed, so memory is needed for one micro-batch at a time. A program is compiled for each shape of
     micro-batches: at most five, or six with bnpo.
 
@@ -235,7 +235,7 @@ class Updater:
         experience: Experience,
         noise: Any,
         key: jax.Array,
-        place: int | None = None,
+        schedule_step: int | None = None,
     ) -> tuple[TrainState, dict[str, Any]]:
         """Updates the policy with one rollout.
 
@@ -245,7 +245,7 @@ class Updater:
             experience: The rollout, on the host.
             noise: The sampler's noise (a tree or `RowNoise`), with which the policy is computed here, too; or None.
             key: Random key for the order of the rows and for dropout.
-            place: The first step's position on the learning-rate schedule of `total_steps`; None means
+            schedule_step: The first step's position on the learning-rate schedule of `total_steps`; None means
                 `state.step`.
 
         Returns:
@@ -258,27 +258,29 @@ class Updater:
             the number of different shapes of micro-batches.
         """
         order_key, step_key = jax.random.split(key)
-        place = int(state.step) if place is None else place
+        schedule_step = int(state.step) if schedule_step is None else schedule_step
         batches = optimizer_batches(self, experience.rows, order_key)
         cfg, records = self.objective.grpo, []
         steps = cfg.num_iterations * len(batches)
         learns = _learns(cfg, experience)
-        cuts = [micro_batches(self, experience, rows) for rows in batches]
-        fixed = anchors(self, state, frozen, experience, noise, steps, cuts)
+        divided = [micro_batches(self, experience, rows) for rows in batches]
+        fixed = anchors(self, state, frozen, experience, noise, steps, divided)
         learner = self
         for index in range(steps):
             rows = batches[index % len(batches)]
-            held = fixed | _high_entropy(learner, state.params, frozen, experience, noise, rows)
+            per_token = fixed | _high_entropy(
+                learner, state.params, frozen, experience, noise, rows
+            )
             coef = _entropy_coef(cfg, state.entropy)
             sums, counts = summed_gradient(
                 learner,
                 state.params,
                 frozen,
                 experience,
-                held,
+                per_token,
                 noise,
                 rows,
-                cuts[index % len(batches)],
+                divided[index % len(batches)],
                 jax.random.fold_in(step_key, index),
                 coef,
             )
@@ -286,7 +288,7 @@ class Updater:
                 state,
                 sums,
                 np.any(learns[rows]),
-                np.int32(place + index),
+                np.int32(schedule_step + index),
                 grpo_cfg=cfg,
                 optim_cfg=self.optim,
                 total_steps=self.total_steps,
@@ -296,7 +298,7 @@ class Updater:
             metrics, counts = jax.device_get((metrics, counts))
             records.append((metrics, *update_metrics.joined(counts, rows.size)))
             if cfg.entropy is not None:
-                tokens = _entropy_tokens(experience, held, rows)
+                tokens = _entropy_tokens(experience, per_token, rows)
                 mean = records[-1][1].entropy.sum(dtype=np.float64) / max(tokens, 1)
                 metrics["policy_loss"] = metrics["loss"] + coef * mean
                 if state.entropy is not None and tokens:
@@ -313,14 +315,14 @@ class Updater:
                         experience=experience.take(rows),
                         fixed={
                             name: x[experience.tokens_of(rows.reshape(-1))]
-                            for name, x in held.items()
+                            for name, x in per_token.items()
                         },
                         noise=noise,
                         entropy_coef=coef,
                     )
                 )
         metrics = update_metrics.reduced(records) | update_metrics.of_sampling(records[0][2])
-        return state, metrics | _packing_metrics(experience, cuts)
+        return state, metrics | _packing_metrics(experience, divided)
 
 
 def make_updater(
@@ -368,31 +370,30 @@ def anchors(
     experience: Experience,
     noise: Any,
     steps: int,
-    cuts: Sequence[Sequence[microbatches.MicroBatch]],
+    divided: Sequence[Sequence[microbatches.MicroBatch]],
 ) -> dict[str, np.ndarray]:
     """Computes log-probabilities that stay fixed during the `steps` optimizer steps on a rollout.
 
-    They are computed for the rows in `cuts`, the micro-batches of each optimizer batch; others are 0.
+    They are computed for the rows in `divided`, the micro-batches of each optimizer batch; others are 0.
 
     Returns:
-        float32 [N] each, by completion token, in nats: "old_logps", computed with `noise`, if `old_logprobs` is "recompute" and there
-        are several steps; "ref_logps", computed without noise, for a KL term.
+        float32 [N] each, by completion token, in nats: "old_logps", computed with `noise`, if `old_logprobs` is
+        "recompute" and there are several steps; "ref_logps", computed without noise, for a KL term.
     """
-    cfg, fixed = updater.objective.grpo, {}
-    rows = _rows_of(cuts)
+    cfg, fixed, rows = updater.objective.grpo, {}, _rows_of(divided)
     # With a single step, the old policy is the learning policy: `loss` uses its log-probabilities without gradient.
     if cfg.old_logprobs == "recompute" and steps > 1:
-        fixed["old_logps"] = all_logps(updater, state.params, frozen, experience, noise, rows)
+        fixed["old_logps"] = _scores(updater, state.params, frozen, experience, noise, rows)
     if cfg.reference is not None:
-        kept = state.reference is not None
-        params = state.reference if kept else state.params
-        fixed["ref_logps"] = all_logps(
-            updater, params, frozen, experience, None, rows, adapter=kept
+        adapter = state.reference is not None
+        params = state.reference if adapter else state.params
+        fixed["ref_logps"] = _scores(
+            updater, params, frozen, experience, None, rows, adapter=adapter
         )
     return fixed
 
 
-def all_logps(
+def _scores(
     updater: Updater,
     params: Any,
     frozen: Any,
@@ -401,86 +402,72 @@ def all_logps(
     rows: np.ndarray,
     *,
     adapter: bool = True,
+    of: str = "logps",
 ) -> np.ndarray:
-    """Computes the log-probabilities of some rows of a rollout: float32 [N]; 0 at the tokens of other rows.
-
-    Args:
-        updater: The updater that computes them.
-        params: The trained parameters.
-        frozen: The rest of the policy.
-        experience: The rollout.
-        noise: AQN's noise, or None.
-        rows: int [k], indices of rows.
-        adapter: Whether the adapter is applied; False computes the base.
-    """
-    return _of_tokens(updater, params, frozen, experience, noise, rows, adapter, "logps")
-
-
-def _of_tokens(updater, params, frozen, experience, noise, rows, adapter, of) -> np.ndarray:
-    """Computes `score` for rows int [k] of a rollout: float32 [N]; 0 at the tokens of other rows."""
+    """Computes `score` for rows int [k] of a rollout: float32 [N], by completion token; 0 for other rows."""
     values, objective = np.zeros(len(experience.completions), np.float32), updater.objective
     policies = updater.replicas.each((params, frozen, noise))
-    cut = cut_rows(updater, experience, rows)
+    batches = divide_rows(updater, experience, rows)
 
-    def scored(numbers, batches, own):
-        packed = updater.replicas.apart([experience.pack(batch, {}) for batch in batches], own)
-        return score(objective, *policies[own], packed, adapter, of)
+    def scored(numbers, members, replica):
+        packed = updater.replicas.apart([experience.pack(batch, {}) for batch in members], replica)
+        return score(objective, *policies[replica], packed, adapter, of)
 
-    scores = _computed(updater, cut, scored, program=(objective, adapter, of))
-    for batch, of_batch in zip(cut, scores, strict=True):
+    scores = _computed(updater, batches, scored, program=(objective, adapter, of))
+    for batch, of_batch in zip(batches, scores, strict=True):
         index = experience.tokens_of(batch.rows.numbers)
         values[index] = np.asarray(of_batch)[: len(index)]
     return values
 
 
-def _computed[Found](
+def _computed[Result](
     updater: Updater,
-    cut: Sequence[microbatches.MicroBatch],
-    compute: Callable[[Sequence[int], Sequence[microbatches.MicroBatch], int], Found],
+    batches: Sequence[microbatches.MicroBatch],
+    compute: Callable[[Sequence[int], Sequence[microbatches.MicroBatch], int], Result],
     program: Any,
-) -> list[Found]:
+) -> list[Result]:
     """Computes a result for each micro-batch; replicas compute in parallel.
 
     Args:
         updater: The updater that computes them.
-        cut: The micro-batches.
-        compute: Called as compute(numbers, micro-batches, own) with one micro-batch per device of replica number
-            `own` of this host, all of one shape, and their indices in `cut`. If a replica has several devices, arrays
-            of the result have a leading axis for them.
+        batches: The micro-batches.
+        compute: Called as compute(numbers, micro-batches, replica) with one micro-batch per device of replica number
+            `replica` of this host, all of one shape, and their indices in `batches`. If a replica has several devices,
+            arrays of the result have a leading axis for them.
         program: Identifies the program.
 
     Returns:
-        The results, in the order of `cut`. With several hosts or devices per replica, arrays are on the host.
+        The results, in the order of `batches`. With several hosts or devices per replica, arrays are on the host.
     """
     replicas = updater.replicas
-    sets = microbatches.alike(cut, replicas.group)
-    places = microbatches.dealt([batches[0] for _, batches in sets], len(replicas))
+    sets = microbatches.sets_of_one_shape(batches, replicas.group)
+    owners = microbatches.assign([members[0] for _, members in sets], len(replicas))
 
-    def work(own):
-        group, found = replicas.groups[own] if replicas.devices else (None,), {}
-        mine = [each for each, at in zip(sets, places, strict=True) if at == replicas.own[own]]
-        for numbers, batches in mine:
-            updater.poll()
-            with replicas.compiling(group[0], program, batches[0].shape):
-                found[numbers] = compute(numbers, batches, own)
-        return found
+    def work(replica):
+        group, results = replicas.groups[replica] if replicas.devices else (None,), {}
+        for (numbers, members), owner in zip(sets, owners, strict=True):
+            if owner == replicas.own[replica]:
+                updater.poll()
+                with replicas.compiling(group[0], program, members[0].shape):
+                    results[numbers] = compute(numbers, members, replica)
+        return results
 
     def computed():
-        made = [each for of_place in replicas.side_by_side(work) for each in of_place.items()]
+        results = [pair for part in replicas.side_by_side(work) for pair in part.items()]
         if replicas.group == 1:
-            return {number: x for (number,), x in made}
+            return {number: x for (number,), x in results}
         return {
             number: jax.tree.map(lambda x, at=at: x[at], of_set)
-            for numbers, of_set in jax.device_get(made)
+            for numbers, of_set in jax.device_get(results)
             for at, number in enumerate(numbers)
         }
 
     if replicas.hosts.count == 1:
-        found = computed()
+        by_number = computed()
     else:
-        everyones = replicas.hosts.together(lambda: jax.device_get(computed()), updater.poll)
-        found = {number: x for each in everyones for number, x in each.items()}
-    return [found[number] for number in range(len(cut))]
+        parts = replicas.hosts.together(lambda: jax.device_get(computed()), updater.poll)
+        by_number = {number: x for part in parts for number, x in part.items()}
+    return [by_number[number] for number in range(len(batches))]
 
 
 def _high_entropy(
@@ -500,7 +487,7 @@ def _high_entropy(
     if quantile == 1:
         return {}
     rows = _with_tokens(experience, rows.reshape(-1))
-    entropies = _of_tokens(updater, params, frozen, experience, noise, rows, True, "entropies")
+    entropies = _scores(updater, params, frozen, experience, noise, rows, of="entropies")
     mask = experience.mask & np.isin(experience.row_of_token, rows)
     return {"high_entropy": high_entropy(entropies, mask, quantile)}
 
@@ -541,12 +528,12 @@ def micro_batches(
     """
     chosen, cfg = rows.reshape(-1), updater.objective.grpo
     if cfg.loss_type == "bnpo":
-        return cut_rows(updater, experience, chosen)
+        return divide_rows(updater, experience, chosen)
     learned = chosen[_learns(cfg, experience)[chosen]]
     if len(learned):
-        return cut_rows(updater, experience, learned)
+        return divide_rows(updater, experience, learned)
     # The last micro-batch is kept, only to compare policy and sampler.
-    return cut_rows(updater, experience, _with_tokens(experience, chosen))[-1:]
+    return divide_rows(updater, experience, _with_tokens(experience, chosen))[-1:]
 
 
 def summed_gradient(
@@ -557,7 +544,7 @@ def summed_gradient(
     fixed: dict[str, np.ndarray],
     noise: Any,
     rows: np.ndarray,
-    cut: Sequence[microbatches.MicroBatch],
+    batches: Sequence[microbatches.MicroBatch],
     key: jax.Array,
     entropy_coef: float,
 ) -> tuple[tuple[jax.Array, Any], list[Any]]:
@@ -571,7 +558,7 @@ def summed_gradient(
         fixed: Its fixed log-probabilities, see `anchors`, and the mask of high-entropy tokens, if they are used.
         noise: AQN's noise, or None.
         rows: int [n, k], indices of the batch's rows.
-        cut: The micro-batches of these rows.
+        batches: The micro-batches of these rows.
         key: Key of LoRA's dropout.
         entropy_coef: Coefficient of the entropy bonus.
 
@@ -595,24 +582,24 @@ def summed_gradient(
     policies = updater.replicas.each((params, frozen, noise))
     # Made before anything runs, so that transfers to a device do not wait for its work.
     apart, count = updater.replicas.apart, updater.replicas.group
-    keys = [jax.random.fold_in(key, number) for number in range(len(cut))]
+    keys = [jax.random.fold_in(key, number) for number in range(len(batches))]
     starts = enumerate(updater.replicas.each(zeros(params)))
-    sums = [apart([start] * count, own) for own, start in starts]
+    sums = [apart([start] * count, replica) for replica, start in starts]
 
-    def accumulated(numbers, batches, own):
+    def accumulated(numbers, members, replica):
         # Micro-batches that only fill a set have no key of their own and get the first one's.
-        own_keys = [keys[number] for number in (*numbers, *numbers[:1] * count)[:count]]
-        sums[own], counts = accumulate(
+        set_keys = [keys[number] for number in (*numbers, *numbers[:1] * count)[:count]]
+        sums[replica], counts = accumulate(
             updater.objective,
-            sums[own],
-            *policies[own],
-            apart([experience.pack(each, fixed) for each in batches], own),
+            sums[replica],
+            *policies[replica],
+            apart([experience.pack(batch, fixed) for batch in members], replica),
             totals,
-            apart(own_keys, own),
+            apart(set_keys, replica),
         )
         return counts
 
-    counts = _computed(updater, cut, accumulated, program=updater.objective)
+    counts = _computed(updater, batches, accumulated, program=updater.objective)
     return updater.replicas.total(sums), counts
 
 
@@ -628,9 +615,9 @@ def replay_step(
 ) -> tuple[jax.Array, Any]:
     """Computes loss and gradient of an optimizer step that a `NonFinite` describes; `key` is the dropout key."""
     rows = experience.rows
-    cut = micro_batches(updater, experience, rows)
+    batches = micro_batches(updater, experience, rows)
     return summed_gradient(
-        updater, params, frozen, experience, fixed, noise, rows, cut, key, entropy_coef
+        updater, params, frozen, experience, fixed, noise, rows, batches, key, entropy_coef
     )[0]
 
 
@@ -645,7 +632,7 @@ def _with_tokens(experience: Experience, rows: np.ndarray) -> np.ndarray:
     return rows[experience.num_learned[rows] > 0]
 
 
-def cut_rows(
+def divide_rows(
     updater: Updater, experience: Experience, numbers: np.ndarray, *, largest: bool = False
 ) -> list[microbatches.MicroBatch]:
     """Divides rows int [k] of a rollout into micro-batches; with `largest`, all have the shape that fits any row."""
@@ -663,23 +650,23 @@ def cut_rows(
     if cfg.loss_type == "bnpo":
         return microbatches.by_rows(rows, optim.per_device_train_batch_size, shapes)
     replicas = updater.replicas
-    return microbatches.cut_for(rows, shapes, len(replicas) * replicas.group)
+    return microbatches.divide_for(rows, shapes, len(replicas) * replicas.group)
 
 
-def _rows_of(cuts: Sequence[Sequence[microbatches.MicroBatch]]) -> np.ndarray:
+def _rows_of(divided: Sequence[Sequence[microbatches.MicroBatch]]) -> np.ndarray:
     """Returns the rows that are in any micro-batch, int [k], in ascending order."""
-    rows = np.unique(np.concatenate([batch.rows.numbers for cut in cuts for batch in cut]))
+    rows = np.unique(np.concatenate([batch.rows.numbers for part in divided for batch in part]))
     return rows[rows >= 0]
 
 
 def _packing_metrics(
-    experience: Experience, cuts: Sequence[Sequence[microbatches.MicroBatch]]
+    experience: Experience, divided: Sequence[Sequence[microbatches.MicroBatch]]
 ) -> dict[str, float]:
     """Returns metrics of packing: the number of computed rows, the share of padding, and the number of shapes."""
-    real = sum(experience.rows_to_divide(_rows_of([cut])).tokens for cut in cuts)
-    shapes = [batch.shape for cut in cuts for batch in cut]
+    real = sum(experience.rows_to_divide(_rows_of([part])).tokens for part in divided)
+    shapes = [batch.shape for part in divided for batch in part]
     return {
         "update/padding": 1 - real / sum(shape.tokens for shape in shapes),
-        "update/rows": len(_rows_of(cuts)) / len(cuts),
+        "update/rows": len(_rows_of(divided)) / len(divided),
         "update/programs": len(set(shapes)),
     }

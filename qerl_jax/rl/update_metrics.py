@@ -52,11 +52,11 @@ def joined(
         The values of `drift`, concatenated. The sum of the entropies.
     """
     rows, drifts, entropies = zip(*counts, strict=True)
-    joined = jax.tree.map(lambda *each: np.concatenate(each), *rows)
+    joined = jax.tree.map(lambda *parts: np.concatenate(parts), *rows)
     real = joined.tokens > 0
     padded = jax.tree.map(lambda x: np.pad(x[real], (0, num_rows - real.sum())), joined)
-    # Each has one number per micro-batch, or one per token.
-    together = lambda *each: np.concatenate([np.ravel(x) for x in each])
+    # They have one number per micro-batch, or one per token.
+    together = lambda *parts: np.concatenate([np.ravel(x) for x in parts])
     return padded, jax.tree.map(together, *drifts), sum(entropies)
 
 
@@ -111,5 +111,5 @@ def reduced(records: list[Any]) -> dict[str, Any]:
         "entropy_coef": lambda x: x[-1],
     }
     return {
-        name: how.get(name, np.mean)(np.array([each[name] for each in steps])) for name in steps[0]
+        name: how.get(name, np.mean)(np.array([step[name] for step in steps])) for name in steps[0]
     }

@@ -206,7 +206,7 @@ def _share_of(
 ) -> AdapterShare:
     """Computes `adapter_share` for the first rows of a group."""
     # The shape is always the same, so that one program is compiled per run.
-    batch = update.cut_rows(updater, group, group.rows.reshape(-1)[:_ROWS], largest=True)[0]
+    batch = update.divide_rows(updater, group, group.rows.reshape(-1)[:_ROWS], largest=True)[0]
     part, replicas = group.pack(batch, {}), updater.replicas
     policy = replicas.each((params, frozen, noise))[0]
     parts = replicas.apart([part] * replicas.group, 0)

@@ -311,7 +311,7 @@ def test_micro_batches_are_planned_as_the_update_cuts_them():
         rows = microbatches.Rows(
             np.arange(64), np.full(64, length), np.arange(64) // 8, np.full(64, 256)
         )
-        seen |= {batch.shape for batch in microbatches.cut(rows, planned)}
+        seen |= {batch.shape for batch in microbatches.divide(rows, planned)}
     assert max(shape.tokens for shape in seen) == 4096 and seen <= set(planned)
 
 

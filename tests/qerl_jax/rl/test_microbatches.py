@@ -31,7 +31,7 @@ FEW = {"prompt_width": 100, "completion_width": 900, "group": 3, "max_rows": 6}
 def test_long_rows_meet_the_rows_of_their_prompt():
     """Of 2000 tokens 800 + 500 + 200 and a prompt of 100 leave room for 300 and a prompt."""
     rows = rows_of([800, 200, 500, 50, 600, 300], group=3, prompt_lengths=100)
-    batches = microbatches.cut(rows, microbatches.shapes(2000, **FEW))
+    batches = microbatches.divide(rows, microbatches.shapes(2000, **FEW))
     assert named(batches) == [[0, 1, 2, 5], [3, 4]]
     # The second prompt stands in both.
     assert rows.tokens == 2450 + 2 * 100
@@ -41,7 +41,7 @@ def test_what_a_small_micro_batch_holds_is_a_small_one():
     shapes = microbatches.shapes(3200, **FEW)
     assert {shape.tokens for shape in shapes} == {266, 1600, 3200}
     for lengths, tokens in (([60, 30], 266), ([300, 300, 300, 300], 1600), ([600], 3200)):
-        (batch,) = microbatches.cut(rows_of(lengths), shapes)
+        (batch,) = microbatches.divide(rows_of(lengths), shapes)
         assert batch.shape.tokens == tokens
 
 
@@ -51,7 +51,7 @@ def test_the_narrowest_rows_that_are_wide_enough_are_taken():
     )
     widths = [width for _, width in shapes[0].arrays]
     assert widths == [4352, 1536, 512]
-    (batch,) = microbatches.cut(rows_of([4000, 1000, 300, 290]), shapes[:1])
+    (batch,) = microbatches.divide(rows_of([4000, 1000, 300, 290]), shapes[:1])
     places = np.flatnonzero(batch.rows.numbers >= 0)
     of_row = np.repeat(widths, [count for count, _ in batch.shape.arrays])
     assert dict(zip(batch.rows.numbers[places], of_row[places], strict=True)) == {
@@ -59,7 +59,7 @@ def test_the_narrowest_rows_that_are_wide_enough_are_taken():
         **{2: 512, 3: 512},
     }
     # Where no row is longer than 1536 tokens, no wider rows are there.
-    (batch,) = microbatches.cut(rows_of([1200, 1100]), shapes)
+    (batch,) = microbatches.divide(rows_of([1200, 1100]), shapes)
     assert [width for _, width in batch.shape.arrays] == [1536, 512]
 
 
@@ -70,7 +70,7 @@ def test_every_row_is_in_one_micro_batch_within_its_shape(seed, budget):
     lengths = np.minimum(rng.lognormal(4.5, 1.0, 256), 512).astype(int) + (rng.random(256) < 0.5)
     rows = rows_of(np.clip(lengths, 1, 512), group=8, prompt_lengths=rng.integers(1, 89, 32))
     shapes = microbatches.shapes(budget, **LIMITS)
-    batches = microbatches.cut(rows, shapes)
+    batches = microbatches.divide(rows, shapes)
     taken = np.concatenate([batch.rows.numbers for batch in batches])
     assert sorted(taken[taken >= 0]) == list(range(256))
     for batch in batches:
@@ -97,7 +97,7 @@ def test_shapes_are_at_most_five_whatever_the_limits(budget, limit):
 
 def test_without_rows_there_is_one_empty_micro_batch():
     shapes = microbatches.shapes(600, **LIMITS)
-    (batch,) = microbatches.cut(rows_of([5]).take(np.arange(0)), shapes)
+    (batch,) = microbatches.divide(rows_of([5]).take(np.arange(0)), shapes)
     assert batch.shape.tokens == 300 and (batch.rows.numbers == -1).all()
 
 
@@ -138,7 +138,7 @@ def padding(shapes, *, rows, mean, sigma, limit, truncated=0.0, prompts=(60, 201
         rows = rows_of(np.clip(lengths, 1, limit), group=8, prompt_lengths=prompt_lengths)
         rows = rows.take(np.repeat(rng.random(count // 8) >= silent, 8))
         real += rows.tokens
-        computed += sum(batch.shape.tokens for batch in microbatches.cut(rows, shapes))
+        computed += sum(batch.shape.tokens for batch in microbatches.divide(rows, shapes))
     return 1 - real / computed
 
 
@@ -181,7 +181,9 @@ def test_a_small_model_ends_with_few_micro_batches_instead_of_many():
     cheap, dear = (
         [
             b.shape.tokens
-            for b in microbatches.cut(rows, microbatches.shapes(8192, **sizes, overhead=overhead))
+            for b in microbatches.divide(
+                rows, microbatches.shapes(8192, **sizes, overhead=overhead)
+            )
         ]
         for overhead in (0.0, SMOLLM2)
     )
@@ -203,8 +205,8 @@ def test_micro_batches_go_to_the_device_that_has_the_least_to_do():
     )
     batches = list(map(of, [200, 1600, 1700, 3200, 800]))
     # The costliest comes first and goes to device 0, the next to 1 and 2, then 800 to 2 and 200 to 1.
-    assert microbatches.dealt(batches, 3) == [1, 2, 1, 0, 2]
-    assert microbatches.dealt(batches, 1) == [0] * 5
+    assert microbatches.assign(batches, 3) == [1, 2, 1, 0, 2]
+    assert microbatches.assign(batches, 1) == [0] * 5
 
 
 @pytest.mark.parametrize("places", [2, 3, 4, 8])
@@ -215,14 +217,14 @@ def test_several_devices_get_about_as_much_to_do(places):
     shapes = microbatches.shapes(
         8704, prompt_width=256, completion_width=4096, group=8, max_rows=128
     )
-    whole, found = microbatches.cut(rows, shapes), microbatches.cut_for(rows, shapes, places)
-    assert microbatches.cut_for(rows, shapes, 1)[0].shape == whole[0].shape
+    whole, found = microbatches.divide(rows, shapes), microbatches.divide_for(rows, shapes, places)
+    assert microbatches.divide_for(rows, shapes, 1)[0].shape == whole[0].shape
     taken = np.concatenate([batch.rows.numbers for batch in found])
     assert sorted(taken[taken >= 0]) == list(range(48))
 
     def busiest(batches):
         costs = [batch.shape.cost for batch in batches]
-        return np.bincount(microbatches.dealt(batches, places), costs, minlength=places).max()
+        return np.bincount(microbatches.assign(batches, places), costs, minlength=places).max()
 
     alone = sum(batch.shape.cost for batch in whole)
     assert busiest(found) <= busiest(whole)
@@ -235,10 +237,12 @@ def test_micro_batches_of_one_shape_are_computed_together():
         microbatches.MicroBatch(shape, rows_of(np.ones(5)).in_slots(np.array([number, -1])))
         for number, shape in enumerate((small, large, small, small, large))
     ]
-    found = microbatches.alike(made, 2)
+    found = microbatches.sets_of_one_shape(made, 2)
     assert [numbers for numbers, _ in found] == [(0, 2), (3,), (1, 4)]
     for numbers, batches in found:
         assert len(batches) == 2 and len({batch.shape for batch in batches}) == 1
         assert named(batches) == [[n] for n in numbers] + [[]] * (2 - len(numbers))
         assert {len(batch.rows.numbers) for batch in batches} == {2}
-    assert microbatches.alike(made, 1) == [((n,), [batch]) for n, batch in enumerate(made)]
+    assert microbatches.sets_of_one_shape(made, 1) == [
+        ((n,), [batch]) for n, batch in enumerate(made)
+    ]
