@@ -122,9 +122,9 @@ def search_scales(
 
     def tried(best, step):
         scales = jnp.clip(first + step, 0, _SCALE_MAX)
-        found = error(scales)
-        better = found < best[1]
-        return (jnp.where(better, scales, best[0]), jnp.where(better, found, best[1])), None
+        errors = error(scales)
+        better = errors < best[1]
+        return (jnp.where(better, scales, best[0]), jnp.where(better, errors, best[1])), None
 
     (scales, _), _ = jax.lax.scan(tried, (first, error(first)), jnp.asarray(SEARCHED_STEPS))
     return scales.astype(jnp.uint8)

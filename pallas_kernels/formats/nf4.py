@@ -120,8 +120,8 @@ def quantize(w: jax.Array, *, double: bool = False, absmax: jax.Array | None = N
     blocks = _blocks(w)
     largest = jnp.max(jnp.abs(blocks), axis=-1) if absmax is None else absmax
     bare = NF4Tensor(None, largest, None, None, (n, k))
-    held = _with_quantized_scales(bare) if double else bare
-    return _coded(held, blocks, largest if absmax is None else scales(held))
+    stored = _with_quantized_scales(bare) if double else bare
+    return _coded(stored, blocks, largest if absmax is None else scales(stored))
 
 
 def recode(w: jax.Array, t: NF4Tensor) -> NF4Tensor:
@@ -156,9 +156,9 @@ def search_scales(w: jax.Array, moments: jax.Array | None = None) -> jax.Array:
         return block_errors(off.reshape(BLOCK, n, k // BLOCK), moments).reshape(-1)
 
     def tried(best, share):
-        found = error(share)
-        better = found < best[1]
-        return (jnp.where(better, share, best[0]), jnp.where(better, found, best[1])), None
+        errors = error(share)
+        better = errors < best[1]
+        return (jnp.where(better, share, best[0]), jnp.where(better, errors, best[1])), None
 
     start = jnp.ones_like(largest), error(jnp.float32(1))
     (shares, _), _ = jax.lax.scan(tried, start, jnp.asarray(SEARCHED_SHARES, jnp.float32))
@@ -283,10 +283,10 @@ def _nearest(x: jax.Array, table: np.ndarray) -> jax.Array:
 
 def _nearest_values(x: jax.Array) -> jax.Array:
     """Returns the table entry nearest to each value."""
-    found = jnp.full_like(x, CODE_VALUES[0])
+    nearest = jnp.full_like(x, CODE_VALUES[0])
     for below, above in itertools.pairwise(CODE_VALUES):  # no gather: faster on a CPU
-        found = jnp.where(x > (below + above) / 2, above, found)
-    return found
+        nearest = jnp.where(x > (below + above) / 2, above, nearest)
+    return nearest
 
 
 def _with_quantized_scales(t: NF4Tensor) -> NF4Tensor:

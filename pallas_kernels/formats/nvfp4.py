@@ -165,7 +165,7 @@ def search_scales(
     w: jax.Array,
     global_scale: jax.Array,
     moments: jax.Array | None = None,
-    given: jax.Array | None = None,
+    tried_scales: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Finds for each block the scale that rounds it with the smallest squared error.
 
@@ -179,7 +179,7 @@ def search_scales(
       global_scale: float32 [..., 1]. Candidates above 448 become 448.
       moments: float32 [K / 16, 16, 16], second moments of the 16 inputs that a block multiplies. By default all
         entries have equal weight. Only for w [N, K].
-      given: float8_e4m3fn [..., N, K / 16], scales that are tried too, or None.
+      tried_scales: float8_e4m3fn [..., N, K / 16], scales that are tried too, or None.
 
     Returns:
       The scales, float8_e4m3fn [..., N, K / 16], and the sum of all blocks' errors, float32 [...].
@@ -191,10 +191,10 @@ def search_scales(
     rows = n if stack else _rows_at_a_time(n, k)
     one = functools.partial(_search_rows, divisor=global_scale[..., None], moments=moments)
     if rows == n:
-        scales, errors = one((w, given))
+        scales, errors = one((w, tried_scales))
         return scales, jnp.sum(errors, axis=(-2, -1))
-    cut = lambda x: None if x is None else x.reshape(n // rows, rows, -1)
-    scales, errors = jax.lax.map(one, (cut(w), cut(given)))
+    chunks = lambda x: None if x is None else x.reshape(n // rows, rows, -1)
+    scales, errors = jax.lax.map(one, (chunks(w), chunks(tried_scales)))
     return scales.reshape(n, -1), jnp.sum(errors)
 
 
@@ -213,14 +213,14 @@ def _search_rows(
     """Searches the scales of a weight, or of some of its rows.
 
     Args:
-      rows: w [..., N, K], and given scales [..., N, K / 16] or None.
+      rows: w [..., N, K], and scales to try [..., N, K / 16] or None.
       divisor: float32 [..., 1, 1], the global scale.
       moments: as in `search_scales`.
 
     Returns:
       The scales and the errors of the blocks, each [..., N, K / 16].
     """
-    w, given = rows
+    w, tried_scales = rows
     block_max = _block_max(w)
     first = _scales_of_maxima(block_max, divisor, w.dtype)
     # A block's entries are on the first axis, so that sums over them need no shuffles.
@@ -235,9 +235,9 @@ def _search_rows(
         return block_errors(off if moments is None else off * signs, moments)
 
     def better_of(best, bits):
-        found = error(bits)
-        better = found < best[1]
-        return jnp.where(better, bits, best[0]), jnp.where(better, found, best[1])
+        errors = error(bits)
+        better = errors < best[1]
+        return jnp.where(better, bits, best[0]), jnp.where(better, errors, best[1])
 
     def tried(best, step):
         # Positive E4M3 values have the order of their bytes, from 1 (2^-9) to 126 (448).
@@ -246,8 +246,8 @@ def _search_rows(
     as_bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.uint8).astype(jnp.int32)
     start = as_bits(_scales_of_maxima(block_max, divisor, w.dtype, 0))
     best = as_bits(first), error(as_bits(first))
-    if given is not None:
-        best = better_of(best, as_bits(given))
+    if tried_scales is not None:
+        best = better_of(best, as_bits(tried_scales))
     (bits, errors), _ = jax.lax.scan(tried, best, jnp.asarray(SEARCHED_STEPS))
     scales = jax.lax.bitcast_convert_type(bits.astype(jnp.uint8), jnp.float8_e4m3fn)
     return scales, errors / divisor**2
@@ -292,20 +292,20 @@ def search(
     sizes = [len(part) for part in parts]
     whole = jnp.concatenate(parts)
 
-    def searched(divisor, given=None):
-        return divisor, *search_scales(whole, divisor, moments, given)
+    def searched(divisor, tried_scales=None):
+        return divisor, *search_scales(whole, divisor, moments, tried_scales)
 
     def better(old, new):
         return jax.tree.map(lambda a, b: jnp.where(new[2] < old[2], b, a), old, new)
 
     tight = searched(shared)
-    held_back = _block_max(whole) * shared / _CODE_MAX > _ROOMY_SCALE_MAX
+    is_crowded = _block_max(whole) * shared / _CODE_MAX > _ROOMY_SCALE_MAX
     best = jax.lax.cond(
-        held_back.mean() > _CROWDED, lambda: better(tight, searched(roomy)), lambda: tight
+        is_crowded.mean() > _CROWDED, lambda: better(tight, searched(roomy)), lambda: tight
     )
     if like is not None:
-        given = jnp.concatenate([t.scales for t in like])
-        best = better(searched(like[0].global_scale, given), best)
+        tried_scales = jnp.concatenate([t.scales for t in like])
+        best = better(searched(like[0].global_scale, tried_scales), best)
     divisor, scales, _ = best
     return split(quantize(whole, divisor, scales), sizes)
 

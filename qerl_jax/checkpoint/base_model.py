@@ -236,14 +236,14 @@ def kept_linears(folder: str | pathlib.Path, arch: architecture.Architecture) ->
     """
     if packed_formats.of_folder(folder) is None:
         return ()
-    tensors, found = safetensors.Tensors(folder), {}
+    tensors, layers = safetensors.Tensors(folder), {}
     for linear in arch.linears():
-        found[linear] = tuple(
+        layers[linear] = tuple(
             index
             for index in range(arch.num_layers)
             if any(_in_16_bits(tensors, name) for name in arch.linear_names(linear, index))
         )
-    return tuple((linear, at) for linear, at in found.items() if at)
+    return tuple((linear, at) for linear, at in layers.items() if at)
 
 
 def _in_16_bits(tensors: safetensors.Tensors, name: str) -> bool:
@@ -408,9 +408,9 @@ def check_names(
         if linear in linears:
             _check_kind(tensors, name, suffix, source, name in expected)
     for name, shape in expected.items():
-        found = tensors.shape(name)
-        if found != shape and not (found == () and shape == (1,)):
-            raise ValueError(f"{name}: got shape {found}; config.json says {shape}")
+        shape_read = tensors.shape(name)
+        if shape_read != shape and not (shape_read == () and shape == (1,)):
+            raise ValueError(f"{name}: got shape {shape_read}; config.json says {shape}")
 
 
 # Tensors beside a weight that are ignored: scales for quantized activations, which stay in 16 bits here, and for a
@@ -423,16 +423,20 @@ def _check_kind(
     name: str,
     suffix: str,
     source: packed_formats.FolderFormat | None,
-    has_place: bool,
+    is_expected: bool,
 ) -> None:
     """Checks that a linear's tensor has an expected dtype, and does not change the linear in an unsupported way."""
     dense = source is None or _in_16_bits(tensors, name.removesuffix(f".{suffix}"))
-    found, types = tensors.type(name), {"weight": _FLOATS} if dense else source.types
-    if not has_place and suffix not in _IGNORED:
+    type_read, types = tensors.type(name), {"weight": _FLOATS} if dense else source.types
+    if not is_expected and suffix not in _IGNORED:
         raise NotImplementedError(
             f"{name}: has no place in the model, and would change what the linear does"
         )
-    known = types.get(suffix, (found,))
+    known = types.get(suffix, (type_read,))
     require(
-        found in known, f"{name}: type", found, f"must be {' or '.join(known)}", NotImplementedError
+        type_read in known,
+        f"{name}: type",
+        type_read,
+        f"must be {' or '.join(known)}",
+        NotImplementedError,
     )

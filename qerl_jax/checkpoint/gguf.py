@@ -143,17 +143,17 @@ class _Parser:
             if key in fields:
                 raise GGUFError(f"{key}: comes twice")
             fields[key] = self._value(self._number("I"))
-        found = {}
+        entries = {}
         for _ in range(num_tensors):
             name, tensor = self._text(), self._tensor()
-            if name in found:
+            if name in entries:
                 raise GGUFError(f"{name}: comes twice")
-            found[name] = tensor
+            entries[name] = tensor
         align = fields.get("general.alignment", 32)
         if not isinstance(align, int) or not 1 <= align <= 1 << 20 or align & (align - 1):
             raise GGUFError(f"general.alignment: got {align!r}; must be a power of two")
         start = -(-self._at // align) * align
-        return Header(fields, {name: self._placed(name, *t, start) for name, t in found.items()})
+        return Header(fields, {name: self._placed(name, *t, start) for name, t in entries.items()})
 
     def _tensor(self) -> tuple[tuple[int, ...], int, int]:
         axes = self._number("I")
@@ -221,7 +221,7 @@ def _byte_shape(name: str, shape: tuple[int, ...], kind: int) -> tuple[int, ...]
     if kind in _PLAIN:
         return (*shape[:-1], shape[-1] * _PLAIN[kind].itemsize)
     gguf = _package(name)
-    sizes = {int(each): size for each, size in gguf.GGML_QUANT_SIZES.items()}
+    sizes = {int(number): size for number, size in gguf.GGML_QUANT_SIZES.items()}
     if kind not in sizes:
         raise GGUFError(f"{name}: has the type {kind}, which is unknown")
     block, nbytes = sizes[kind]
@@ -358,9 +358,12 @@ def model_config(header: Header) -> dict[str, Any]:
         return value
 
     width, heads = number("embedding_length"), number("attention.head_count")
-    given = lambda name, default: number(name) if f"{arch}.{name}" in fields else default
-    head = given("attention.key_length", width // heads)
-    if given("rope.dimension_count", head) != head or given("attention.value_length", head) != head:
+    optional = lambda name, default: number(name) if f"{arch}.{name}" in fields else default
+    head = optional("attention.key_length", width // heads)
+    if (
+        optional("rope.dimension_count", head) != head
+        or optional("attention.value_length", head) != head
+    ):
         raise GGUFError(f"{arch}.rope.dimension_count: only rotations of whole heads can be read")
     scaling = fields.get(f"{arch}.rope.scaling.type", "none")
     if scaling != "none" and fields.get(f"{arch}.rope.scaling.factor", 1) != 1:
@@ -376,7 +379,7 @@ def model_config(header: Header) -> dict[str, Any]:
         "intermediate_size": number("feed_forward_length"),
         "num_hidden_layers": number("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": given("attention.head_count_kv", heads),
+        "num_key_value_heads": optional("attention.head_count_kv", heads),
         "head_dim": head,
         "max_position_embeddings": number("context_length"),
         "rms_norm_eps": short(number("attention.layer_norm_rms_epsilon", float)),
@@ -440,8 +443,8 @@ def as_folder(path: str | pathlib.Path) -> pathlib.Path:
         GGUFError: If the file cannot be read.
     """
     path = pathlib.Path(path).expanduser().resolve()
-    found = path.stat()
-    seen = f"{_FOLDER_FORM} {path} {found.st_size} {found.st_mtime_ns}"
+    stat = path.stat()
+    seen = f"{_FOLDER_FORM} {path} {stat.st_size} {stat.st_mtime_ns}"
     key = hashlib.sha256(seen.encode()).hexdigest()[:16]
     cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
     folder = cache / "qerl_jax" / "gguf" / f"{path.stem}-{key}"
@@ -514,12 +517,12 @@ def write_tokenizer(folder: pathlib.Path, fields: Mapping[str, Any]) -> bool:
             raise GGUFError(f"{name}: got {reprlib.repr(value)}; {rule}")
     tokens, merges, types = map(fields.get, _TOKENIZER_FORMS)
     try:
-        made = byte_pairs(kind, tokens, merges, types)
+        byte_pair_tokenizer = byte_pairs(kind, tokens, merges, types)
     except GGUFError:
         raise
     except Exception as error:  # the package tokenizers has no error type of its own
         raise GGUFError(f"tokenizer.ggml: is no tokenizer: {error}") from error
-    made.save(str(folder / "tokenizer.json"))
+    byte_pair_tokenizer.save(str(folder / "tokenizer.json"))
     named = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
     ids = {name: fields.get(f"tokenizer.ggml.{ours}_token_id") for name, ours in named.items()}
     is_token = lambda i: type(i) is int and 0 <= i < len(tokens) and types[i] != _UNUSED
@@ -562,21 +565,21 @@ def byte_pairs(kind: str, tokens: list[str], merges: list[str], types: list[int]
     vocabulary = {token: index for index, token in enumerate(tokens) if types[index] != _UNUSED}
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
     options = {"ignore_merges": True} if kind == "llama-bpe" else {}
-    made = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, **options))
+    byte_pair_tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, **options))
     pattern: str | None = _SPLITS[kind]
     if pattern is None:
         words = pre_tokenizers.Digits(individual_digits=True)
     else:
         words = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
-    made.pre_tokenizer = pre_tokenizers.Sequence([words, bytes_])
-    made.decoder = decoders.ByteLevel()
+    byte_pair_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, bytes_])
+    byte_pair_tokenizer.decoder = decoders.ByteLevel()
     if kind == "qwen2":
-        made.normalizer = normalizers.NFC()
+        byte_pair_tokenizer.normalizer = normalizers.NFC()
     whole = [
-        AddedToken(token, special=each == _CONTROL, normalized=False)
-        for token, each in zip(tokens, types, strict=True)
-        if each in (_CONTROL, _USER_DEFINED)
+        AddedToken(token, special=kind_of == _CONTROL, normalized=False)
+        for token, kind_of in zip(tokens, types, strict=True)
+        if kind_of in (_CONTROL, _USER_DEFINED)
     ]
-    made.add_tokens(whole)
-    return made
+    byte_pair_tokenizer.add_tokens(whole)
+    return byte_pair_tokenizer

@@ -99,8 +99,8 @@ def fill_folder(
     for index in range(num_layers):
         prefix = f"model.layers.{index}."
         if kind(index) not in shapes:
-            made = layer(index).items()
-            shapes[kind(index)] = {n.removeprefix(prefix): (a.dtype, a.shape) for n, a in made}
+            content = layer(index).items()
+            shapes[kind(index)] = {n.removeprefix(prefix): (a.dtype, a.shape) for n, a in content}
         table |= {prefix + name: shape for name, shape in shapes[kind(index)].items()}
 
     def read(name: str) -> np.ndarray:
@@ -141,7 +141,7 @@ def _state_end_token(folder: pathlib.Path) -> None:
         return
     end = tokens.get("eos_token")
     end = end.get("content") if isinstance(end, dict) else end  # older files hold a dict per token
-    ids = {each.get("content"): each.get("id") for each in tokenizer.get("added_tokens") or ()}
+    ids = {added.get("content"): added.get("id") for added in tokenizer.get("added_tokens") or ()}
     if end is not None and ids.get(end) is not None:
         generation["eos_token_id"] = ids[end]
         (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")

@@ -54,8 +54,8 @@ def _is_named(modules: str | list[str], name: str) -> bool:
 
 
 def _by_pattern(patterns: dict[str, float] | None, name: str, default: float) -> float:
-    given = (patterns or {}).items()
-    return next((v for p, v in given if _is_matched(rf"(.*\.)?({p})", name)), default)
+    items = (patterns or {}).items()
+    return next((v for p, v in items if _is_matched(rf"(.*\.)?({p})", name)), default)
 
 
 def _is_matched(pattern: str, name: str) -> bool:
@@ -64,12 +64,14 @@ def _is_matched(pattern: str, name: str) -> bool:
     Raises:
         ValueError: If it is not a valid pattern, or takes too long.
     """
-    (found,) = _matchers().map("full_match", [(pattern, name)])
-    if isinstance(found, Failure):
-        is_late = found.reason == "timeout"
-        why = "takes too long to match" if is_late else f"is no regular expression: {found.detail}"
+    (matched,) = _matchers().map("full_match", [(pattern, name)])
+    if isinstance(matched, Failure):
+        is_late = matched.reason == "timeout"
+        why = (
+            "takes too long to match" if is_late else f"is no regular expression: {matched.detail}"
+        )
         raise ValueError(f"adapter_config.json: {pattern!r} {why}")
-    return found
+    return matched
 
 
 @functools.cache
@@ -232,9 +234,12 @@ def import_adapter(folder: str | pathlib.Path, model: transformer.Transformer) -
     tensors, config = Tensors(folder, "adapter_model"), _config(folder)
     arch, ours, needed = model.arch, model.lora, read_lora(folder)
     for field in ("rank", *SHAPE_FIELDS):
-        value, held = getattr(needed, field), getattr(ours, field)
+        value, expected = getattr(needed, field), getattr(ours, field)
         require(
-            value == held, f"{folder}/adapter_config.json: {field}", value, f"the model has {held}"
+            value == expected,
+            f"{folder}/adapter_config.json: {field}",
+            value,
+            f"the model has {expected}",
         )
     unread = set(tensors)
 
@@ -247,8 +252,11 @@ def import_adapter(folder: str | pathlib.Path, model: transformer.Transformer) -
 
     def branch(name: str, n: int, k: int, filled: int) -> tuple[np.ndarray, np.ndarray]:
         a, b = np.zeros((k, filled), np.float32), np.zeros((filled, n), np.float32)
-        if found := _branch(config, name):
-            rank, quotient = found[0], np.float32(found[1] / lora.branch(ours, name)[1])
+        if rank_and_alpha := _branch(config, name):
+            rank, quotient = (
+                rank_and_alpha[0],
+                np.float32(rank_and_alpha[1] / lora.branch(ours, name)[1]),
+            )
             a[:, :rank] = read(f"{name}.lora_A", (rank, k)).T
             b[:rank] = quotient * read(f"{name}.lora_B", (n, rank)).T
         return a, b
@@ -282,9 +290,9 @@ def _peft_tensors(params: Any, shape: LoraConfig):
             else:
                 for part, pair in content.items():
                     name = f"{prefix}{architecture.PARENT[module]}.{part}"
-                    if found := lora.branch(shape, name.removeprefix(_PEFT_PREFIX)):
-                        yield f"{name}.lora_A.weight", pair["a"][index][:, : found[0]].T
-                        yield f"{name}.lora_B.weight", pair["b"][index][: found[0]].T
+                    if rank_and_alpha := lora.branch(shape, name.removeprefix(_PEFT_PREFIX)):
+                        yield f"{name}.lora_A.weight", pair["a"][index][:, : rank_and_alpha[0]].T
+                        yield f"{name}.lora_B.weight", pair["b"][index][: rank_and_alpha[0]].T
 
 
 def export_adapter(folder: str | pathlib.Path, params: Any, shape: LoraConfig, base: str) -> None:

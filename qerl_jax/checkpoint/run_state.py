@@ -66,10 +66,10 @@ class StateFiles:
                 files.write_whole(partial / _SUPPLY, files.to_line(supply or {}))
                 files.seal(partial)
             steps = self.steps()
-            kept = [each for each in steps if each <= step]
-            kept = kept if self._keep is None else kept[-self._keep :]
-            for each in set(steps) - set(kept):
-                shutil.rmtree(self._path(each))
+            retained = [saved for saved in steps if saved <= step]
+            retained = retained if self._keep is None else retained[-self._keep :]
+            for saved in set(steps) - set(retained):
+                shutil.rmtree(self._path(saved))
 
     def steps(self) -> list[int]:
         """Returns the steps of the checkpoints in ascending order, including damaged ones."""
@@ -84,14 +84,14 @@ class StateFiles:
         """
         damaged = []
         for step in reversed(self.steps()):
-            found = self._damage(step)
-            if found is None:
+            damage = self._damage(step)
+            if damage is None:
                 self.notes += [
                     f"warning: {text}; it is skipped, and the run goes on from checkpoint {step}"
                     for text in damaged
                 ]
                 return step
-            damaged.append(f"{self._path(step)} is damaged: {found}")
+            damaged.append(f"{self._path(step)} is damaged: {damage}")
         if damaged:
             raise ValueError(
                 f"no checkpoint in {self._folder} can be read ({'; '.join(damaged)}): restore one "
@@ -132,15 +132,15 @@ class StateFiles:
             FileNotFoundError: If there is no such checkpoint.
             ValueError: If it is damaged.
         """
-        found = self.steps()
-        if not found or (step is not None and step not in found):
+        steps = self.steps()
+        if not steps or (step is not None and step not in steps):
             raise FileNotFoundError(
-                f"no checkpoint of step {step} in {self._folder}; there are {found}"
+                f"no checkpoint of step {step} in {self._folder}; there are {steps}"
             )
         if step is None:
             step = self.newest()
         elif damage := self._damage(step):
-            raise ValueError(f"{self._path(step)} is damaged: {damage}; there are {found}")
+            raise ValueError(f"{self._path(step)} is damaged: {damage}; there are {steps}")
         return step, self._read(step)["params"]
 
     def supply(self, step: int | None = None) -> dict[str, Any] | None:
@@ -197,10 +197,10 @@ def placement(state: Any) -> Any:
     return jax.tree.map(described, state)
 
 
-def _on_one_device(found: Any) -> jax.ShapeDtypeStruct:
+def _on_one_device(leaf: Any) -> jax.ShapeDtypeStruct:
     """Returns how to restore an array onto one device. By default orbax would look for the devices that wrote it."""
-    place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return jax.ShapeDtypeStruct(found.shape, found.dtype, sharding=place)
+    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _placed(x: jax.Array | np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
@@ -227,11 +227,11 @@ def _written(state: Any) -> dict[str, Any]:
 def _arrays() -> ocp.Checkpointer:
     if jax.process_count() == 1:
         return ocp.Checkpointer(ocp.StandardCheckpointHandler())
-    own = ocp.options.MultiprocessingOptions(
+    this_process = ocp.options.MultiprocessingOptions(
         primary_host=jax.process_index(), active_processes={jax.process_index()}
     )
-    handler = ocp.StandardCheckpointHandler(multiprocessing_options=own)
-    return ocp.Checkpointer(handler, multiprocessing_options=own)
+    handler = ocp.StandardCheckpointHandler(multiprocessing_options=this_process)
+    return ocp.Checkpointer(handler, multiprocessing_options=this_process)
 
 
 @contextlib.contextmanager

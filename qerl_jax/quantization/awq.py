@@ -125,7 +125,7 @@ def fold(
             tensors.update(zip(names, new, strict=True))
             seen.pop(linear)
             return jnp.ones(weights[0].shape[1])
-        s, after, new, parts, gram, (nearest, found) = _search(
+        s, after, new, parts, gram, (nearest, searched) = _search(
             form, scales, heads, weights, divided, seen.pop(linear), before
         )
         packed[linear] = parts
@@ -135,7 +135,7 @@ def fold(
         tensors.update(zip(names, new, strict=True))
         if norm is not None:
             tensors[f"{prefix}{norm}.weight"] = np.asarray(after)
-        errors[linear] = float(nearest), float(found)
+        errors[linear] = float(nearest), float(searched)
         return s
 
     # Linears whose scales divide the rows of another come first, so that the other's search sees the divided rows.
@@ -193,8 +193,8 @@ def _search(
     def candidate(s):
         scaled = moments
         if moments is not None:
-            own = s.reshape(-1, form.group)
-            scaled = moments / own[:, None] / own[..., None]
+            by_block = s.reshape(-1, form.group)
+            scaled = moments / by_block[:, None] / by_block[..., None]
         return form.pack(jnp.split(weight * s, ends), scales, scaled)
 
     def error(packed, s):
@@ -204,11 +204,11 @@ def _search(
     plain = form.pack(jnp.split(weight, ends))
     nearest = error(plain, 1.0)
     errors = jax.lax.map(lambda s: error(candidate(s), s), s)
-    found = jnp.minimum(nearest, errors.min())
+    smallest = jnp.minimum(nearest, errors.min())
     best = jnp.where(errors.min() <= nearest, s[jnp.argmin(errors)], 1.0)
     packed = jax.lax.cond(errors.min() <= nearest, lambda: candidate(best), lambda: plain)
     whole = jnp.maximum(output_error(weight * row, seen.gram), 1e-30)
-    relative = jnp.sqrt(jnp.maximum(jnp.stack([nearest, found]) / whole, 0))
+    relative = jnp.sqrt(jnp.maximum(jnp.stack([nearest, smallest]) / whole, 0))
     after = None if norm is None else _exact(norm, best)[1]
     new, gram = jnp.split(weight * best, ends), seen.gram / best / best[:, None]
     return best, after, new, packed, gram, relative

@@ -57,12 +57,12 @@ def texts(cfg: Calibration, tokens: tokenizer.Tokenizer) -> list[str]:
     if cfg.dataset in _ARITHMETIC:
         draw, answer = _ARITHMETIC[cfg.dataset]
         problems = [draw("train", cfg.seed, index) for index in range(cfg.num_samples)]
-        rows = [{"question": each.question, "answer": answer(each)} for each in problems]
+        rows = [{"question": problem.question, "answer": answer(problem)} for problem in problems]
         order = range(len(rows))
     else:
-        found = datasets.load_rows(cfg.dataset, None, None, "train")
-        order = np.random.default_rng(cfg.seed).permutation(len(found))[: cfg.num_samples]
-        rows = [found[int(index)] for index in order]
+        dataset = datasets.load_rows(cfg.dataset, None, None, "train")
+        order = np.random.default_rng(cfg.seed).permutation(len(dataset))[: cfg.num_samples]
+        rows = [dataset[int(index)] for index in order]
     chats = [
         _chat(row, f"{cfg.dataset}, row {index}") for index, row in zip(order, rows, strict=True)
     ]
@@ -147,7 +147,7 @@ def _chat(row: Mapping[str, Any], where: str) -> str | Sequence[dict[str, str]]:
         if column in row:
             system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
             chat = row[column]
-            holds = isinstance(chat, Sequence) and all(isinstance(each, Mapping) for each in chat)
+            holds = isinstance(chat, Sequence) and all(isinstance(entry, Mapping) for entry in chat)
             require(holds, f"{where}: {column}", chat, "must be a list of messages")
             return system + [_message(message) for message in chat]
     if "text" in row:

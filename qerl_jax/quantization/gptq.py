@@ -81,23 +81,23 @@ def _rounded(form, weights, start, before, gram, order, lower):
     weight = jnp.concatenate([weight.astype(jnp.float32) for weight in weights])
     steps = jnp.concatenate([form.steps(part) for part in start])
     moved = jnp.split(compensated(weight, steps, order, lower, form.grid), ends)
-    found = [form.recode(own, part) for own, part in zip(moved, start, strict=True)]
+    rounded_parts = [form.recode(matrix, part) for matrix, part in zip(moved, start, strict=True)]
 
     def error(packed):
         rounded = jnp.concatenate([form.unpack(part, jnp.float32) for part in packed])
         return output_error(rounded - weight, gram)
 
-    choices = [form.pack(weights), *([] if before is None else [list(before)]), found]
+    choices = [form.pack(weights), *([] if before is None else [list(before)]), rounded_parts]
     errors = jnp.stack([error(choice) for choice in choices])
     # A NaN, from a failed factorization, must not be the smallest.
     errors = jnp.where(jnp.isnan(errors), jnp.inf, errors)
     best = jnp.argmin(errors)
-    kept = jax.tree.map(
+    chosen = jax.tree.map(
         lambda *leaves: jnp.select([best == i for i in range(len(choices))], leaves), *choices
     )
     errors = jnp.stack([errors[0], errors.min()])
     whole = jnp.maximum(output_error(weight, gram), 1e-30)
-    return kept, jnp.sqrt(jnp.maximum(errors / whole, 0))
+    return chosen, jnp.sqrt(jnp.maximum(errors / whole, 0))
 
 
 def compensated(
@@ -128,18 +128,18 @@ def compensated(
     def one_block(b, carry):
         moved, errors = carry
         first = k + more - (b + 1) * BLOCK
-        cut = lambda x: jax.lax.dynamic_slice_in_dim(x, first, BLOCK)
-        shares = jax.lax.dynamic_slice_in_dim(lower, first, BLOCK, axis=1) / cut(diagonal)
+        group = lambda x: jax.lax.dynamic_slice_in_dim(x, first, BLOCK)
+        shares = jax.lax.dynamic_slice_in_dim(lower, first, BLOCK, axis=1) / group(diagonal)
         # Errors of columns that are not rounded yet are still 0.
-        due = cut(columns) + jnp.dot(shares.T, errors, precision=_HIGHEST)
-        square, original, step = cut(shares), cut(columns), cut(worth)
+        due = group(columns) + jnp.dot(shares.T, errors, precision=_HIGHEST)
+        square, original, step = group(shares), group(columns), group(worth)
 
         def one(i, carry):
             due, off = carry
             j = BLOCK - 1 - i
-            own = original[j] - _nearest(due[j], step[j], grid)
+            error = original[j] - _nearest(due[j], step[j], grid)
             before = jnp.where(jnp.arange(BLOCK) < j, square[j], 0)
-            return due + before[:, None] * own, off.at[j].set(own)
+            return due + before[:, None] * error, off.at[j].set(error)
 
         due, off = jax.lax.fori_loop(0, BLOCK, one, (due, jnp.zeros((BLOCK, n), jnp.float32)))
         put = lambda x, block: jax.lax.dynamic_update_slice_in_dim(x, block, first, 0)
@@ -152,10 +152,10 @@ def compensated(
 
 def _nearest(x: jax.Array, step: jax.Array, grid: np.ndarray) -> jax.Array:
     """Rounds x to the nearest product of a grid value and the step."""
-    ratio, found = x / jnp.where(step == 0, 1, step), jnp.full_like(x, grid[0])
+    ratio, nearest = x / jnp.where(step == 0, 1, step), jnp.full_like(x, grid[0])
     for below, above in zip(grid[:-1], grid[1:], strict=True):
-        found = jnp.where(ratio > (below + above) / 2, above, found)
-    return found * step
+        nearest = jnp.where(ratio > (below + above) / 2, above, nearest)
+    return nearest * step
 
 
 def factor(gram: jax.Array, order: jax.Array) -> jax.Array:

@@ -84,10 +84,12 @@ def kept_linears(arch: architecture.Architecture, patterns: Sequence[str]) -> Ke
     }
     kept = set()
     for pattern in patterns:
-        found = {at for at, own in names.items() if fnmatch.filter(own, pattern)}
+        matches = {at for at, parts in names.items() if fnmatch.filter(parts, pattern)}
         first, last = names["qkv", 0][0], names["down", arch.num_layers - 1][0]
-        require(bool(found), "keep", pattern, f"names no linear; they are called {first} to {last}")
-        kept |= found
+        require(
+            bool(matches), "keep", pattern, f"names no linear; they are called {first} to {last}"
+        )
+        kept |= matches
     return frozenset(kept)
 
 
@@ -316,8 +318,8 @@ def _quantized_layer(
         dense = lambda name: jnp.asarray(tensors[f"{name}.weight"])
         layer = _layer(states.model, tensors, prefix, dense)
     written, errors = dict(tensors), {}
-    for place, linear in enumerate(job.arch.linears()):
-        move(0.4 + 0.1 * place)
+    for position, linear in enumerate(job.arch.linears()):
+        move(0.4 + 0.1 * position)
         names = job.arch.linear_names(linear, index)
         weights = [jnp.asarray(written.pop(f"{name}.weight")) for name in names]
         if (linear, index) in job.kept:
@@ -326,9 +328,11 @@ def _quantized_layer(
             continue
         if "gptq" in recipe.method:
             before = packed.pop(linear, None)
-            parts, found = gptq.pack(form, recipe.block_scales, weights, grams.pop(linear), before)
-            nearest = outputs.get(linear, found)[0]
-            outputs[linear] = float(nearest), float(found[1])
+            parts, relative_errors = gptq.pack(
+                form, recipe.block_scales, weights, grams.pop(linear), before
+            )
+            nearest = outputs.get(linear, relative_errors)[0]
+            outputs[linear] = float(nearest), float(relative_errors[1])
         else:
             grams.pop(linear, None)
             parts = packed.pop(linear, None) or form.pack(weights, recipe.block_scales)
@@ -338,8 +342,8 @@ def _quantized_layer(
             probe.add(linear, layer, unpacked)
         for name, part in zip(names, jax.device_get(parts), strict=True):
             written |= {f"{name}.{suffix}": array for suffix, array in job.form.write(part).items()}
-    found = {"weights": errors, "outputs": outputs}
-    return written, {name: values for name, values in found.items() if values}
+    errors_by_kind = {"weights": errors, "outputs": outputs}
+    return written, {name: values for name, values in errors_by_kind.items() if values}
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -444,11 +448,13 @@ def _dequantized_layer(job: _Job, index: int, model: transformer.Transformer) ->
 
 
 def _line(errors: dict[str, Any], number: int, total: int, seconds: float) -> str:
-    found = errors.get("weights", {})  # none where all linears of the layer stay in 16 bits
-    weights = "  ".join(f"{linear} {error:.4f}" for linear, error in found.items()) or "none"
+    weight_errors = errors.get("weights", {})  # none where all linears of the layer stay in 16 bits
+    weights = (
+        "  ".join(f"{linear} {error:.4f}" for linear, error in weight_errors.items()) or "none"
+    )
     outputs = "  ".join(
-        f"{linear} {found:.4f} (rtn {nearest:.4f})"
-        for linear, (nearest, found) in errors.get("outputs", {}).items()
+        f"{linear} {searched:.4f} (rtn {nearest:.4f})"
+        for linear, (nearest, searched) in errors.get("outputs", {}).items()
     )
     minutes, rest = divmod(round(seconds * (total - number)), 60)
     return (

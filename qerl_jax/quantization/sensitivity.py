@@ -69,8 +69,8 @@ class Sensitivities:
     def restore(self, index: int) -> None:
         """Reads the saved results of a layer, in place of calls of `add`; does nothing if there are none."""
         if self._file(index).is_file():
-            kept = safetensors.Tensors(self._folder, self._file(index).stem)
-            self._fresh = {linear: jnp.array(x) for linear, x in kept.items()}
+            saved = safetensors.Tensors(self._folder, self._file(index).stem)
+            self._fresh = {linear: jnp.array(x) for linear, x in saved.items()}
 
     def advance(self, index: int, layer: dict[str, Any]) -> None:
         """Runs a dense layer of the source on all states, except those that `add` made for this layer."""
@@ -89,11 +89,11 @@ class Sensitivities:
             The divergences by (layer, fused linear).
         """
         arch = self._model.arch
-        found = {
+        divergences = {
             at: _divergence(arch, (self._x, x), self._live, norm, head)
             for at, x in self._packed.items()
         }
-        return {at: float(kl) for at, kl in jax.device_get(found).items()}
+        return {at: float(kl) for at, kl in jax.device_get(divergences).items()}
 
     def _file(self, index: int) -> pathlib.Path:
         return self._folder / f"sensitivity-{index:05d}.safetensors"
@@ -118,16 +118,16 @@ def _divergence(
     return jnp.sum(jax.lax.map(of_row, (*both, live))) / jnp.sum(live)
 
 
-def table(arch: Architecture, found: dict[tuple[int, str], float], tokens: int) -> list[str]:
+def table(arch: Architecture, divergences: dict[tuple[int, str], float], tokens: int) -> list[str]:
     """Returns the ten linears whose packing changes the model most, as lines of a table; no lines if none was
     measured."""
-    if not found:
+    if not divergences:
         return []
     text = [
         f"most sensitive: KL(16 bit || only this linear packed) per token, mean of {tokens}, and",
         "MB more for 16 bits; --keep NAME ... leaves linears in 16 bits",
     ]
-    for (index, linear), kl in sorted(found.items(), key=lambda item: -item[1])[:10]:
+    for (index, linear), kl in sorted(divergences.items(), key=lambda item: -item[1])[:10]:
         (first, *_), parts = arch.linear_names(linear, index), arch.linears()[linear]
         name = first.rpartition(".")[0] + "." + "/".join(part for part, _ in parts)
         text.append(f"  {name:<56} {kl:.2e}  {arch.linear_size(linear) * 1.4375 / 1e6:8.2f}")
