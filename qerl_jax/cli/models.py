@@ -7,7 +7,7 @@ import tyro
 
 import qerl_jax
 from qerl_jax.cli.common import log
-from qerl_jax.config import PackedFormat
+from qerl_jax.config import PackedFormat, Weights
 
 
 def export(
@@ -21,7 +21,7 @@ def export(
     limit: float | None = None,
     overwrite: bool = False,
     model: str | None = None,
-    weights: Literal["nvfp4", "mxfp4", "nf4", "bfloat16", "float32"] | None = None,
+    weights: Weights | None = None,
 ) -> None:
     """Writes what a run has learned for other programs, and checks it against the trained policy.
 
