@@ -153,9 +153,9 @@ def mean_scales(
         frozen: The rest of the policy.
         final_norm: Whether the norm before the head has noise.
     """
-    held = flatten_dict(frozen) | flatten_dict(params)
+    variables = flatten_dict(frozen) | flatten_dict(params)
     paths = flatten_dict(transformer.noise_shapes(model.arch, final_norm))
-    means = _mean_sizes([held[path] for path in paths])
+    means = _mean_sizes([variables[path] for path in paths])
     return {path[-2]: float(mean) for path, mean in zip(paths, means, strict=True)}
 
 

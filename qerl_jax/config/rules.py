@@ -127,7 +127,7 @@ def _across_tables(cfg):
 
 def _is_plain(value):
     if isinstance(value, dict):
-        return all(isinstance(name, str) and _is_plain(each) for name, each in value.items())
+        return all(isinstance(name, str) and _is_plain(item) for name, item in value.items())
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     return isinstance(value, str | bool | int | float)
@@ -173,16 +173,18 @@ def _across_batches(cfg):
     group, updates = cfg.rollout.num_generations, cfg.updates_per_rollout
     per_device = "optim.per_device_train_batch_size"
     optimizer_batch = f"{per_device} * optim.gradient_accumulation_steps"
-    given = optimizer_batch
+    optimizer_rows = optimizer_batch
     if cfg.rollout.generation_batch_size is not None:
-        given = "rollout.generation_batch_size"
+        optimizer_rows = "rollout.generation_batch_size"
     elif cfg.rollout.steps_per_generation is not None:
-        given = f"{per_device} * rollout.steps_per_generation"
-    require(rows <= _MOST_ROWS, given, rows, f"must be at most {_MOST_ROWS} rows a rollout")
+        optimizer_rows = f"{per_device} * rollout.steps_per_generation"
+    require(
+        rows <= _MOST_ROWS, optimizer_rows, rows, f"must be at most {_MOST_ROWS} rows a rollout"
+    )
     rule = f"must be a multiple of rollout.num_generations = {group}"
-    require(rows % group == 0, given, rows, rule)
+    require(rows % group == 0, optimizer_rows, rows, rule)
     rule = f"must be a multiple of the optimizer batch, {optimizer_batch} = {batch}"
-    require(rows % batch == 0, given, rows, rule)
+    require(rows % batch == 0, optimizer_rows, rows, rule)
     shared = "mesh.tensor" if cfg.mesh.tensor > 1 else "mesh.fsdp"
     return [
         (

@@ -143,5 +143,5 @@ def dump(cfg: RunConfig) -> str:
 def given_rows(run_folder: str | pathlib.Path) -> int | None:
     """Returns how many rows were passed to a run in Python; None if it was trained on its config's data."""
     with (pathlib.Path(run_folder) / "config.toml").open() as file:
-        given = re.fullmatch(re.escape(_GIVEN).replace(r"\{\}", r"(\d+)"), file.readline())
-    return int(given[1]) if given else None
+        match = re.fullmatch(re.escape(_GIVEN).replace(r"\{\}", r"(\d+)"), file.readline())
+    return int(match[1]) if match else None

@@ -56,7 +56,7 @@ def about_tiers(cfg: Any) -> list[str]:
             ("experimental", "experimental (effect not measured)"),
             ("verified", "verified"),
         )
-        if (names := [name for name, each in changed if each == tier])
+        if (names := [name for name, field_tier in changed if field_tier == tier])
     ]
     return (
         [f"fields beyond the core (docs/configuration.md#tiers): {'; '.join(parts)}"]
@@ -80,7 +80,7 @@ def _changed(cfg: Any, prefix: str = "") -> Iterator[tuple[str, Tier]]:
                 yield f"{name} = {value!r}", tier
         elif value is not None:
             within = list(_changed(value, f"{name}."))
-            tiers = [each.metadata.get("tier") for each in dataclasses.fields(value)]
+            tiers = [leaf.metadata.get("tier") for leaf in dataclasses.fields(value)]
             if not within and field.default is None and "core" not in tiers:
                 yield name, "verified" if "verified" in tiers else "experimental"
             yield from within

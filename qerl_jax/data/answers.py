@@ -54,8 +54,8 @@ def after_hashes(text: str) -> str | None:
 
 def last_number(text: str) -> str | None:
     """Returns the last number of the text, as it is written, with its sign and without a dollar sign, or None."""
-    found = _NUMBER_IN_TEXT.findall(text.replace(_MINUS, "-"))
-    return "".join(found[-1]) if found else None
+    numbers = _NUMBER_IN_TEXT.findall(text.replace(_MINUS, "-"))
+    return "".join(numbers[-1]) if numbers else None
 
 
 def last_boxed(text: str) -> str | None:
@@ -104,7 +104,7 @@ def answer_line(text: str) -> str | None:
 def stated(text: str) -> str | None:
     r"""Returns the answer of a text in any form: the last `<answer>` block, else box, `####`, "Answer:" or number."""
     readings = (last_block, last_boxes, after_hashes, answer_line, last_number)
-    return next((found for read in readings if (found := read(text)) is not None), None)
+    return next((answer for read in readings if (answer := read(text)) is not None), None)
 
 
 def canonical(answer: str) -> str:
@@ -135,7 +135,7 @@ def number(text: str) -> decimal.Decimal | None:
     return decimal.Decimal(match[1] + match[2].replace(",", "")) if match else None
 
 
-def same(given: str | None, expected: Any) -> float | None:
+def same(answer: str | None, expected: Any) -> float | None:
     """Returns 1.0 if two answers agree, else 0.0; None if there is no expected answer.
 
     Numbers are compared by value ("$1,234.00" equals "1234"), anything else as stripped text. An answer
@@ -143,12 +143,12 @@ def same(given: str | None, expected: Any) -> float | None:
     """
     if expected is None:
         return None
-    if given is None:
+    if answer is None:
         return 0.0
-    given_number, expected_number = number(given), number(str(expected))
+    given_number, expected_number = number(answer), number(str(expected))
     if given_number is not None and expected_number is not None:
         return float(given_number == expected_number)
-    return float(given.strip() == str(expected).strip())
+    return float(answer.strip() == str(expected).strip())
 
 
 # Replaced in this order. Articles are matched with the space after them, so "a b" loses its "a ".
@@ -197,7 +197,7 @@ def _minerva_text(answer: str) -> str:
     for command in ("text", "textbf", "overline"):
         # The brace is optional, so that each opening matches at once and the search takes linear time.
         opened = rf"\\{command}\{{([^}}\n]*)(\}}?)"
-        answer = re.sub(opened, lambda found: found[1] if found[2] else found[0], answer)
+        answer = re.sub(opened, lambda match: match[1] if match[2] else match[0], answer)
     answer = re.sub(r"\\boxed\{(.*)", _without_last_brace, answer)
     answer = re.sub(r"frac([^{])(.)", r"frac{\1}{\2}", answer)
     answer = re.sub(r"sqrt([^{])", r"sqrt{\1}", answer)

@@ -51,10 +51,10 @@ def render(
     batches = [chats[start : start + _BATCH] for start in range(0, len(chats), _BATCH)]
     calls = [(template, batch, settings) for batch in batches]
     texts: list[str] = []
-    for given in (pool or shared_pool()).map("render_batch", calls):
-        if isinstance(given, Failure):
-            raise ValueError(f"{where}: {_reason(given)}")
-        texts += given
+    for result in (pool or shared_pool()).map("render_batch", calls):
+        if isinstance(result, Failure):
+            raise ValueError(f"{where}: {_reason(result)}")
+        texts += result
     return texts
 
 
@@ -63,10 +63,10 @@ def _reason(failure: Failure) -> str:
         return f"could not be rendered within {SECONDS:g} seconds; the template may be hostile"
     if failure.reason == "died":
         return "ended the process in which it was rendered; the template may be hostile"
-    said = " ".join(failure.detail.split())
-    if said.startswith("MemoryError"):
+    detail = " ".join(failure.detail.split())
+    if detail.startswith("MemoryError"):
         return f"needs more than {MEMORY_BYTES >> 20} MiB of memory; the template may be hostile"
-    return f"could not be rendered: {said[:300]}"
+    return f"could not be rendered: {detail[:300]}"
 
 
 @functools.cache

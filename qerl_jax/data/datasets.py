@@ -188,9 +188,9 @@ def from_config(
     limit = cfg.max_prompt_characters or getattr(
         SETS.get(cfg.dataset), "max_prompt_characters", None
     )
-    kept = _short_enough(dataset[prompt], limit, where) if limit else range(len(dataset))
+    selected = _short_enough(dataset[prompt], limit, where) if limit else range(len(dataset))
     of_row = functools.partial(_problem, cfg, prompt, answer)
-    return _problems(dataset, of_row, kept[:wanted], where)
+    return _problems(dataset, of_row, selected[:wanted], where)
 
 
 def from_rows(cfg: DataConfig, rows: Any, where: str) -> Problems:
@@ -215,35 +215,37 @@ def from_rows(cfg: DataConfig, rows: Any, where: str) -> Problems:
     names = rows.column_names if is_table else list(dict.fromkeys(n for row in rows for n in row))
     prompt, answer = _columns(dataclasses.replace(cfg, dataset=where), names, where)
     prompts = rows[prompt] if is_table else [row.get(prompt) for row in rows]
-    for index, each in enumerate(prompts):
+    for index, value in enumerate(prompts):
         rule = "must be text or messages of role and content"
-        if isinstance(each, str) or is_chat(each):
+        if isinstance(value, str) or is_chat(value):
             rule = "all prompts must be texts, or all chats, as that of row 0 is"
-            if isinstance(each, str) == isinstance(prompts[0], str):
+            if isinstance(value, str) == isinstance(prompts[0], str):
                 continue
-        raise ValueError(f"{where}, row {index}, column {prompt!r}: {rule}; got {each!r}")
+        raise ValueError(f"{where}, row {index}, column {prompt!r}: {rule}; got {value!r}")
     limit = cfg.max_prompt_characters
-    kept = _short_enough(prompts, limit, where) if limit else range(len(rows))
+    selected = _short_enough(prompts, limit, where) if limit else range(len(rows))
     of_row = functools.partial(_problem, cfg, prompt, answer)
-    return _problems(rows, of_row, kept[: cfg.num_problems], where)
+    return _problems(rows, of_row, selected[: cfg.num_problems], where)
 
 
 def _is_row(row: Any) -> bool:
     return isinstance(row, Mapping) and all(isinstance(name, str) for name in row)
 
 
-def _problems(rows: Any, of_row: Callable, kept: Sequence[int], where: str) -> Problems:
-    """Makes problems of the rows with indices in `kept`; `of_row` makes one from a row and its name in errors."""
+def _problems(rows: Any, of_row: Callable, selected: Sequence[int], where: str) -> Problems:
+    """Makes problems of the rows with indices in `selected`; `of_row` makes one from a row and its name in errors."""
 
     def read(index: int) -> Problem:
         try:
-            row = rows[kept[index]]
+            row = rows[selected[index]]
         except UnicodeDecodeError as error:  # texts are decoded when they are read
-            raise ValueError(f"{where}, row {kept[index]}: not UTF-8 text: {error}") from error
-        return dataclasses.replace(of_row(row, f"{where}, row {kept[index]}"), row=kept[index])
+            raise ValueError(f"{where}, row {selected[index]}: not UTF-8 text: {error}") from error
+        return dataclasses.replace(
+            of_row(row, f"{where}, row {selected[index]}"), row=selected[index]
+        )
 
     read(0)  # finds a row that cannot be read now, not in the middle of a run
-    return Problems(len(kept), read)
+    return Problems(len(selected), read)
 
 
 def _columns(cfg: DataConfig, names: Sequence[str], where: str) -> tuple[str, str | None]:
@@ -257,8 +259,8 @@ def _columns(cfg: DataConfig, names: Sequence[str], where: str) -> tuple[str, st
 
 def system_prompt(cfg: DataConfig) -> str:
     """Returns the system prompt of a `[data]` section, or its name in `SYSTEM_PROMPTS`; "" for none."""
-    own = getattr(SETS.get(cfg.dataset), "system_prompt", None)
-    return cfg.system_prompt if cfg.system_prompt is not None else own or ""
+    default = getattr(SETS.get(cfg.dataset), "system_prompt", None)
+    return cfg.system_prompt if cfg.system_prompt is not None else default or ""
 
 
 def batch(problems: Sequence[Problem], index: int, *, batch_size: int, seed: int) -> list[Problem]:
@@ -285,7 +287,10 @@ def batch(problems: Sequence[Problem], index: int, *, batch_size: int, seed: int
     )
     positions = range(index * batch_size, (index + 1) * batch_size)
     places = (divmod(position, len(problems)) for position in positions)
-    return [problems[int(_order(len(problems), seed, epoch)[place])] for epoch, place in places]
+    return [
+        problems[int(_order(len(problems), seed, epoch)[position_in_epoch])]
+        for epoch, position_in_epoch in places
+    ]
 
 
 def collate(
@@ -316,8 +321,8 @@ def _arithmetic(cfg: DataConfig, split: str, seed: int, count: int) -> Problems:
     require(cfg.name in _ARITHMETIC, "config", cfg.name, rule)
 
     def read(index: int) -> Problem:
-        found = _ARITHMETIC[cfg.name](split, seed, index)
-        row = {"question": found.question, "answer": str(found.answer)}
+        problem = _ARITHMETIC[cfg.name](split, seed, index)
+        row = {"question": problem.question, "answer": str(problem.answer)}
         return _problem(cfg, "question", "answer", row, f"{cfg.dataset}, row {index}")
 
     read(0)  # finds an unknown split now
@@ -338,16 +343,16 @@ def load_rows(name: str, path: str | None, config: str | None, split: str):
     """
     import datasets  # slow to import, and not needed for arithmetic
 
-    source, place = SETS.get(name), path or name
-    folder = pathlib.Path(place).expanduser()
-    has_rows = is_file(place)
-    looks_local = has_rows or folder.is_absolute() or place.startswith((".", "~"))
+    source, location = SETS.get(name), path or name
+    folder = pathlib.Path(location).expanduser()
+    has_rows = is_file(location)
+    looks_local = has_rows or folder.is_absolute() or location.startswith((".", "~"))
     is_there = folder.exists() or not (looks_local or path)
     require(is_there, "data set", os.fspath(folder), "no such file or folder")
     rule = f"must be a folder, or a file that ends in {', '.join(_FILE_FORMATS)}"
-    require(has_rows or not folder.is_file(), "data set", place, rule)
+    require(has_rows or not folder.is_file(), "data set", location, rule)
     # For an empty file `datasets` would raise a bare StopIteration.
-    require(not has_rows or folder.stat().st_size > 0, "data set", place, "the file is empty")
+    require(not has_rows or folder.stat().st_size > 0, "data set", location, "the file is empty")
     try:
         if has_rows:
             require(config is None, "config", config, "a file has no configurations")
@@ -368,13 +373,13 @@ def load_rows(name: str, path: str | None, config: str | None, split: str):
         remedy = "; without a network, give a copy on disk by `path`" if is_far else ""
         reason = (has_rows and _json_fault(folder)) or error.__cause__ or error
         raise ValueError(
-            f"could not load the data set {place!r} ({which}): {reason}{remedy}"
+            f"could not load the data set {location!r} ({which}): {reason}{remedy}"
         ) from error
 
 
-def is_file(place: str) -> bool:
+def is_file(location: str) -> bool:
     """Whether a data set's name or path names a file with rows, which has no splits."""
-    return pathlib.Path(place).suffix in _FILE_FORMATS
+    return pathlib.Path(location).suffix in _FILE_FORMATS
 
 
 def _as_written(rows: Any, path: pathlib.Path) -> Any:
@@ -394,20 +399,20 @@ def _as_written(rows: Any, path: pathlib.Path) -> Any:
     text = path.read_text("utf-8-sig")
     try:
         whole = parse_json(text)
-        found = whole if isinstance(whole, list) else [whole]
+        records = whole if isinstance(whole, list) else [whole]
     except ValueError:  # one row per line
-        found = [parse_json(line) for line in text.split("\n") if line.strip()]
+        records = [parse_json(line) for line in text.split("\n") if line.strip()]
     for name in mixed:
         texts = {
             isinstance(row[name], str): i
-            for i, row in enumerate(found)
+            for i, row in enumerate(records)
             if row.get(name) is not None
         }
         if True in texts:
-            shown = (f"row {i} has {found[i][name]!r}" for i in sorted(texts.values()))
+            shown = (f"row {i} has {records[i][name]!r}" for i in sorted(texts.values()))
             raise ValueError(f"column {name!r}: {' and '.join(shown)}: write all as texts, or none")
     for name in names:
-        rows = rows.remove_columns(name).add_column(name, [row.get(name) for row in found])
+        rows = rows.remove_columns(name).add_column(name, [row.get(name) for row in records])
     return rows
 
 
@@ -424,13 +429,13 @@ def _json_fault(path: pathlib.Path) -> str | None:
                 continue
             try:
                 # With its end of line, a row that is cut off would be wrong on the next line.
-                found = parse_json(text.rstrip())
+                value = parse_json(text.rstrip())
             except json.JSONDecodeError as error:
                 line = number + error.lineno - 1
                 return f"line {line}, column {error.colno}: not JSON: {error.msg}"
             except ValueError as error:  # nested too deep
                 return f"line {number}: {error}"
-            for index, row in enumerate(found if is_list else [found]):
+            for index, row in enumerate(value if is_list else [value]):
                 if not isinstance(row, dict):
                     where = f"row {index}" if is_list else f"line {number}"
                     return f"{where}: got {reprlib.repr(row)}; must be an object {{...}}"
@@ -448,17 +453,17 @@ def _column(
     appointed = (cfg.columns or {}).get(role)
     rule = f"{where} has no such column; it has {sorted(names)}"
     require(appointed in (None, *names), f"data.columns.{role}", appointed, rule)
-    own = getattr(SETS.get(cfg.dataset), role, None)
-    return next((name for name in (appointed, own, *others) if name in names), None)
+    default = getattr(SETS.get(cfg.dataset), role, None)
+    return next((name for name in (appointed, default, *others) if name in names), None)
 
 
 def _short_enough(prompts: Iterable[Any], limit: int, where: str) -> Sequence[int]:
     """Returns the indices of the rows whose prompt has at most `limit` characters."""
     messages = (_messages(prompt, "a prompt") for prompt in prompts)
     sizes = [sum(len(message["content"]) for message in prompt) for prompt in messages]
-    kept = [row for row, size in enumerate(sizes) if size <= limit]
-    require(kept, f"{where}: max_prompt_characters", limit, "no prompt is that short")
-    return kept
+    selected = [row for row, size in enumerate(sizes) if size <= limit]
+    require(selected, f"{where}: max_prompt_characters", limit, "no prompt is that short")
+    return selected
 
 
 def _problem(
@@ -470,7 +475,7 @@ def _problem(
 ) -> Problem:
     """Makes a problem from a row, see `from_config`."""
     columns = dict(row)
-    prompt = own = columns.pop(prompt_column)
+    prompt = row_prompt = columns.pop(prompt_column)
     is_text = isinstance(prompt, str)
     named = system_prompt(cfg)
     instruction = SYSTEM_PROMPTS.get(named, named)
@@ -486,7 +491,7 @@ def _problem(
         prompt = ({"role": "system", "content": instruction}, *prompt)
     if cfg.prompt_template is not None:
         prompt = _fill(cfg.prompt_template, prompt, row)
-    return Problem(prompt, _with_answer(columns, answer_column), is_text, row_prompt=own)
+    return Problem(prompt, _with_answer(columns, answer_column), is_text, row_prompt=row_prompt)
 
 
 def is_chat(prompt: Any) -> bool:

@@ -123,17 +123,17 @@ def _without_units(form: str) -> str:
         form = shorter
 
 
-def _imaginary_unit(found: re.Match) -> str:
+def _imaginary_unit(match: re.Match) -> str:
     """Returns I, in braces before an exponent: without them math-verify would drop the exponent."""
-    return "{I}" if found.string[found.end() :].lstrip().startswith("^") else " I "
+    return "{I}" if match.string[match.end() :].lstrip().startswith("^") else " I "
 
 
-def _numeral(found: re.Match) -> str:
+def _numeral(match: re.Match) -> str:
     r"""Returns a number with a base: plain digits in base ten, else a symbol that equals only the same number."""
-    digits, base = found[1], found[2] or found[3]
+    digits, base = match[1], match[2] or match[3]
     base = _BASES.get(base, base)
     letters = not digits.isdigit()
     if not base.isdigit() or not 2 <= int(base) <= 36 or (letters and int(base) <= 10):
-        return found[0]
+        return match[0]
     plain = digits.lstrip("0") or "0"
     return plain if base == "10" else rf"\Omega_{{{plain}b{base}}}"

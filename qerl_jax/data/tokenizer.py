@@ -118,9 +118,9 @@ def load(
     try:
         hf = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:  # transformers raises errors of many types for a broken file
-        said = " ".join(f"{type(error).__name__}: {error}".split())
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(
-            f"tokenizer: transformers cannot read the one in {folder}: {said}"
+            f"tokenizer: transformers cannot read the one in {folder}: {reason}"
         ) from error
     template = hf.get_chat_template() if hf.chat_template else ""
     require(isinstance(template, str), f"{folder}: chat template", template, "must be a text")
@@ -149,11 +149,11 @@ def load(
 def _stated_ends(folder: pathlib.Path) -> list[int]:
     """Returns the end-of-sequence ids in the model's configs, which transformers and vLLM use too."""
     places = [folder / name for name in ("generation_config.json", "config.json")]
-    path = next((place for place in places if place.is_file()), None)
+    path = next((candidate for candidate in places if candidate.is_file()), None)
     listed = None if path is None else read_json(path).get("eos_token_id")
     ends = listed if isinstance(listed, list) else [] if listed is None else [listed]
     rule = "must be an id, or a list of ids"
-    require(all(type(each) is int for each in ends), f"{path}: eos_token_id", listed, rule)
+    require(all(type(stop) is int for stop in ends), f"{path}: eos_token_id", listed, rule)
     return ends
 
 

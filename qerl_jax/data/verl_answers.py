@@ -30,14 +30,14 @@ _UNIT = "\\text{ "
 
 def strict_number(text: str) -> str | None:
     """Returns the number after the last `#### ` with one in the last 300 characters, without commas, or None."""
-    found = _HASHES.findall(text[-TAIL:])
-    return found[-1].replace(",", "") if found else None
+    numbers = _HASHES.findall(text[-TAIL:])
+    return numbers[-1].replace(",", "") if numbers else None
 
 
 def flexible_number(text: str) -> str | None:
     """Returns the last run of digits, points and commas, other than ".", in the last 300 characters, or None."""
-    found = [run for run in _NUMBER.findall(text[-TAIL:]) if run != "."]
-    return found[-1] if found else None
+    numbers = [run for run in _NUMBER.findall(text[-TAIL:]) if run != "."]
+    return numbers[-1] if numbers else None
 
 
 def answer_line(text: str) -> str | None:
@@ -57,12 +57,12 @@ def boxed(text: str) -> str | None:
     return answers.braced(text, start + len("\\boxed{"), len(text)) if is_braced else None
 
 
-def same_in_hendrycks_form(given: str, expected: str) -> bool:
+def same_in_hendrycks_form(answer: str, expected: str) -> bool:
     """Whether two answers have the same Hendrycks form; if one of them has none, whether their texts are equal."""
     try:
-        return hendrycks_form(given) == hendrycks_form(expected)
+        return hendrycks_form(answer) == hendrycks_form(expected)
     except ValueError:
-        return given == expected
+        return answer == expected
 
 
 def hendrycks_vote(answer: str) -> str:

@@ -87,15 +87,15 @@ class Hosts:
             return [value]
         number, client = next(_numbers), _service()
         _put(f"qerl/{number}/{self.index}", messages.encode(value))
-        found = [
-            value if each == self.index else messages.decode(_awaited(f"qerl/{number}/{each}"))
-            for each in range(self.count)
+        values = [
+            value if host == self.index else messages.decode(_awaited(f"qerl/{number}/{host}"))
+            for host in range(self.count)
         ]
         if number:
             # All processes are here, so all have read the earlier messages.
             with _reaching():
                 client.key_value_delete(f"qerl/{number - 1}/{self.index}")
-        return found
+        return values
 
     def told[Result](self, work: Callable[[], Result]) -> Result:
         """Broadcasts the result of `work`, which only the first process calls. All processes must call this."""
@@ -116,12 +116,12 @@ class Hosts:
             HostLost: If another process was interrupted, and `poll` did not raise, or has ended.
         """
         try:
-            found = (work(),)
+            values = (work(),)
         except KeyboardInterrupt:
             self.gathered(None)
             raise
-        everyones = self.gathered(found)
-        if any(each is None for each in everyones):
+        everyones = self.gathered(values)
+        if any(value is None for value in everyones):
             poll()
             raise HostLost("another process was interrupted")
         return [result for (result,) in everyones]
@@ -198,16 +198,16 @@ def join(environment: Mapping[str, str] = os.environ) -> None:
     """
     import jax
 
-    found = _named(environment)
-    if found is None or jax.distributed.is_initialized():
+    options = _named(environment)
+    if options is None or jax.distributed.is_initialized():
         return
     # JAX's own signal handling would replace ours.
     jax.config.update("jax_enable_preemption_service", False)
     try:
-        jax.distributed.initialize(**found, heartbeat_timeout_seconds=_SILENCE)
+        jax.distributed.initialize(**options, heartbeat_timeout_seconds=_SILENCE)
     except (RuntimeError, ValueError, OSError) as error:
         text = " ".join(str(error).split())[:300]
-        where = found.get("coordinator_address", "the first host of the Slurm step")
+        where = options.get("coordinator_address", "the first host of the Slurm step")
         raise HostLost(f"the other processes cannot be reached at {where}: {text}") from error
     # JAX aborts a process if another one has been silent too long, because it may wait for that one in a device call.
     _signal(signal.SIGABRT, _aborted)

@@ -90,8 +90,8 @@ class Replicas:
         rule = f"the devices of a base are of one host, and {here}"
         field = "mesh.tensor" if cfg.tensor > 1 else "mesh.fsdp"
         require(cfg.group <= len(seen), field, cfg.group, rule)
-        each = f", each with {field} = {cfg.group} of them" * (cfg.group > 1)
-        rule = f"{here}: ask for at most {most}{each}, or leave it out for all"
+        grouping = f", each with {field} = {cfg.group} of them" * (cfg.group > 1)
+        rule = f"{here}: ask for at most {most}{grouping}, or leave it out for all"
         require(count <= len(seen), "mesh.data", cfg.data, rule)
         rule = f"all must be of one kind, and these are {', '.join(kinds)}: choose by CUDA_VISIBLE_DEVICES"
         require(len(kinds) == 1, "mesh.data", count, rule)
@@ -138,18 +138,18 @@ class Replicas:
             jax.tree.map(functools.partial(_of_group, group), held) for group in self.groups
         )
 
-    def apart(self, trees: Sequence[Any], place: int) -> Any:
+    def apart(self, trees: Sequence[Any], replica: int) -> Any:
         """Joins one tree per device of a replica into one tree, whose arrays have a leading axis for the devices.
 
         For a replica of one device its tree is returned as it is.
 
         Args:
             trees: One tree per device of a replica, on the host or on the replica's devices.
-            place: The index of the replica on this host.
+            replica: The index of the replica on this host.
         """
         if self.group == 1:
             return trees[0]
-        group = self.groups[place]
+        group = self.groups[replica]
         spread = NamedSharding(_mesh(group, len(group)), P(sharding.GROUP))
         return jax.device_put(jax.tree.map(_side_by_side, *trees), spread)
 
@@ -172,7 +172,9 @@ class Replicas:
         if self.group == 1:
             return self._total(trees)
         pairs = zip(self.groups, trees, strict=True)
-        summed = self._total([tree for group, each in pairs for tree in _by_device(group, each)])
+        summed = self._total(
+            [tree for group, tree_of_group in pairs for tree in _by_device(group, tree_of_group)]
+        )
         return jax.tree.map(lambda x: x[0], summed)
 
     def of_first(self, tree: Any) -> Any:
@@ -242,8 +244,8 @@ class Replicas:
     def _as_held(self, array: jax.Array) -> jax.Array:
         """Converts an array that all hosts hold to one on this host's devices."""
         parts = [part.data for part in array.addressable_shards]
-        held = NamedSharding(_mesh(self.devices, self.group), P())
-        return jax.make_array_from_single_device_arrays(array.shape, held, parts)
+        sharding = NamedSharding(_mesh(self.devices, self.group), P())
+        return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)
 
     @property
     def _whole_mesh(self) -> Mesh:
@@ -275,8 +277,8 @@ def _side_by_side(*arrays: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
 def _by_device(devices: Sequence[jax.Device], tree: Any) -> list[Any]:
     """Returns, for each device, its part of a tree's arrays."""
     leaves, form = jax.tree.flatten(tree)
-    found = [{part.device: part.data for part in leaf.addressable_shards} for leaf in leaves]
-    return [jax.tree.unflatten(form, [parts[device] for parts in found]) for device in devices]
+    shards = [{part.device: part.data for part in leaf.addressable_shards} for leaf in leaves]
+    return [jax.tree.unflatten(form, [parts[device] for parts in shards]) for device in devices]
 
 
 _compiles, _compiled = threading.Lock(), set()

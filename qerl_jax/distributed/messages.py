@@ -50,9 +50,9 @@ def _as_plain(value: Any) -> Any:
     if _classes.get(name) is type(value):
         return ["class", name, [_as_plain(part) for part in _parts(value)]]
     if type(value) in (list, tuple):
-        return [type(value).__name__, [_as_plain(each) for each in value]]
+        return [type(value).__name__, [_as_plain(item) for item in value]]
     if type(value) is dict:
-        return ["dict", [[_as_plain(key), _as_plain(each)] for key, each in value.items()]]
+        return ["dict", [[_as_plain(key), _as_plain(item)] for key, item in value.items()]]
     if hasattr(value, "__array__"):
         array = np.asarray(value)
         if not array.dtype.hasobject:
@@ -73,11 +73,11 @@ def _restored(plain: Any) -> Any:
         case ["array", str(name), list(shape), bytes(data)]:
             return np.frombuffer(data, np.dtype(name)).reshape(shape).copy()
         case ["list", list(items)]:
-            return [_restored(each) for each in items]
+            return [_restored(item) for item in items]
         case ["tuple", list(items)]:
-            return tuple(_restored(each) for each in items)
+            return tuple(_restored(item) for item in items)
         case ["dict", list(items)]:
-            return {_restored(key): _restored(each) for key, each in items}
+            return {_restored(key): _restored(item) for key, item in items}
         case ["class", str(name), list(parts)] if name in _classes:
             return _classes[name](*map(_restored, parts))
         case _ if type(plain) in _PLAIN:

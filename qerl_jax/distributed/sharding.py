@@ -42,10 +42,10 @@ def axes(path: Sequence[Any], ndim: int) -> tuple[str, ...]:
 def spec(path: Sequence[Any], shape: Sequence[int], count: int) -> P:
     """Returns the sharding of an array in a group of `count` devices; an axis that is no multiple stays whole."""
     placed = (RULES[name] for name in axes(path, len(shape)))
-    found = [
+    mesh_axes = [
         on if on and size % count == 0 else None for on, size in zip(placed, shape, strict=True)
     ]
-    return P(*found) if any(found) else P()
+    return P(*mesh_axes) if any(mesh_axes) else P()
 
 
 def specs(tree: Any, count: int) -> Any:
@@ -119,10 +119,10 @@ def in_group(
 
     def on_device(in_specs, *arguments):
         seen = map(seen_by_function, itertools.count(), arguments, in_specs)
-        found = function(*seen)
+        result = function(*seen)
         if type(gives_own) is tuple:
-            return tuple(map(with_axis, gives_own, found))
-        return with_axis(gives_own, found)
+            return tuple(map(with_axis, gives_own, result))
+        return with_axis(gives_own, result)
 
     def on_group(*arguments):
         in_specs = tuple(

@@ -63,13 +63,16 @@ def attribute(path: str) -> Any:
 
 def path_of(thing: Any) -> str | None:
     """Returns the path from which another process can import a function or class; None if it cannot."""
-    name, place = getattr(thing, "__qualname__", "<"), getattr(thing, "__module__", "__main__")
+    name, module_name = (
+        getattr(thing, "__qualname__", "<"),
+        getattr(thing, "__module__", "__main__"),
+    )
     # The module of a file has an absolute path as name, which cannot be imported. Importing the file again would
     # make another object.
-    if "<" in name or place == "__main__" or os.path.isabs(place):
+    if "<" in name or module_name == "__main__" or os.path.isabs(module_name):
         return None
     try:
-        return f"{place}:{name}" if attribute(f"{place}:{name}") is thing else None
+        return f"{module_name}:{name}" if attribute(f"{module_name}:{name}") is thing else None
     except ValueError:
         return None
 
@@ -80,13 +83,17 @@ def source_hash(path: str) -> str | None:
     It is of the whole file, because a function may call others in it. It is None for code of this package or of a
     library, for a stock name, and for an object defined in a script or a notebook.
     """
-    place, _, _ = path.rpartition(":")
-    file = place if place.endswith(".py") else getattr(sys.modules.get(place), "__file__", None)
-    if file is None or place == "__main__":
+    file_name, _, _ = path.rpartition(":")
+    file = (
+        file_name
+        if file_name.endswith(".py")
+        else getattr(sys.modules.get(file_name), "__file__", None)
+    )
+    if file is None or file_name == "__main__":
         return None
-    found = pathlib.Path(file).absolute()
-    is_users = not any(map(found.is_relative_to, (_OURS, *_LIBRARIES)))
-    return files.digest(found) if is_users else None
+    absolute = pathlib.Path(file).absolute()
+    is_users = not any(map(absolute.is_relative_to, (_OURS, *_LIBRARIES)))
+    return files.digest(absolute) if is_users else None
 
 
 def code_hash(thing: Any) -> str | None:

@@ -53,8 +53,8 @@ def agrees(gold: str, completion: str) -> bool:
     that math-verify finds ("the final answer is $7$").
     """
     block = answers.last_block(completion)
-    given = _boxed_or_found(completion, _IN_TEXT) if block is None else _answer(block)
-    return _equal(_gold(gold), given)
+    answer = _boxed_or_found(completion, _IN_TEXT) if block is None else _answer(block)
+    return _equal(_gold(gold), answer)
 
 
 def same_answer(first: str, second: str) -> bool:
@@ -66,8 +66,8 @@ def same_answer(first: str, second: str) -> bool:
     return _equal(*parsed) or _equal(*reversed(parsed))
 
 
-def _equal(gold: list, given: list) -> bool:
-    return verify(gold, given, timeout_seconds=None)
+def _equal(gold: list, answer: list) -> bool:
+    return verify(gold, answer, timeout_seconds=None)
 
 
 # The completions of a group have the same gold answer.
@@ -88,10 +88,12 @@ def _boxed_or_found(text: str, config: list[LatexExtractionConfig]) -> list:
     """Parses the content of the last box, or without a box the answer that math-verify finds."""
     if "\\boxed" in text:
         return _parsed(answers.last_boxes(text) or "")
-    found = parse(text, config, extraction_mode="first_match", parsing_timeout=None)
+    parsed = parse(text, config, extraction_mode="first_match", parsing_timeout=None)
     # The text that math-verify found comes last. If it needs no rewriting, it has been parsed already.
-    needs_rewriting = found and isinstance(found[-1], str) and latex_form(found[-1]) != found[-1]
-    return _parsed(found[-1]) if needs_rewriting else found
+    needs_rewriting = (
+        parsed and isinstance(parsed[-1], str) and latex_form(parsed[-1]) != parsed[-1]
+    )
+    return _parsed(parsed[-1]) if needs_rewriting else parsed
 
 
 def _parsed(answer: str) -> list:

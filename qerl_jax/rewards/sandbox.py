@@ -126,8 +126,8 @@ def _found() -> tuple["_Isolation", str | None]:
         outcome = _run(_probe(isolation), "", Limits(seconds=30), isolation)
         if outcome.status == "ok" and outcome.output == "isolated\n":
             return isolation, None
-    said = outcome.errors.strip().rpartition("\n")[2] or outcome.status
-    why = f"bwrap could not isolate a trial program ({said}); are user namespaces allowed?"
+    reason = outcome.errors.strip().rpartition("\n")[2] or outcome.status
+    why = f"bwrap could not isolate a trial program ({reason}); are user namespaces allowed?"
     return isolation, why
 
 
@@ -200,13 +200,13 @@ def run(program: str, stdin: str, limits: Limits) -> Outcome:
 def _run(program: str, stdin: str, limits: Limits, isolation: _Isolation) -> Outcome:
     contents = (program.encode("utf-8", "replace"), stdin.encode("utf-8", "replace"), _seccomp())
     with contextlib.ExitStack() as stack:
-        code, given, rules, output, errors = (
+        code, standard_input, rules, output, errors = (
             stack.enter_context(_file(content)) for content in (*contents, b"", b"")
         )
         try:
             status = subprocess.run(
                 _command(code.fileno(), rules.fileno(), limits, isolation),
-                stdin=given,
+                stdin=standard_input,
                 stdout=output,
                 stderr=errors,
                 env={},

@@ -184,11 +184,11 @@ def evaluate(
         try:
             yield
         except Exception as error:
-            place = imports.place_of(error)
+            location = imports.place_of(error)
             raise RewardError(
                 f"reward function {name!r} raised {type(error).__name__} on {count} completions "
                 f"with the columns {sorted(columns)}: {error}"
-                + (f" ({place})" if place else about_arguments(error, remedy))
+                + (f" ({location})" if location else about_arguments(error, remedy))
                 + _first_failure(function, arguments, rows)
             ) from error
 
@@ -217,12 +217,12 @@ def about_arguments(error: BaseException, of_column: str = _REMEDY) -> str:
         return ""
     if re.search(r"got an unexpected keyword argument", str(error)):
         return "; a reward gets all columns by name: name those that it needs, and end its arguments with **_"
-    if found := re.search(
+    if match := re.search(
         r"missing \d+ required (?:positional|keyword-only) arguments?: (.+)$", str(error)
     ):
-        if re.search("'(prompt|completion)'", found[1]):
+        if re.search("'(prompt|completion)'", match[1]):
             return "; a reward gets `prompts` and `completions`: lists with an entry for each completion"
-        return f"; the rows have no column {found[1]}: {of_column}"
+        return f"; the rows have no column {match[1]}: {of_column}"
     return ""
 
 
@@ -235,16 +235,16 @@ def _first_failure(
     """
     count, until = len(rows), time.monotonic() + _SEARCH_SECONDS
     tried = itertools.takewhile(lambda _: time.monotonic() < until, range(count))
-    found = next((i for i in tried if _fails(function, _cut(arguments, count, i))), None)
-    if found is None:
+    failed = next((i for i in tried if _fails(function, _cut(arguments, count, i))), None)
+    if failed is None:
         return ""
-    own = _cut(arguments, count, found)
-    shown = {name: value[0] for name, value in own.items() if isinstance(value, list)}
+    single = _cut(arguments, count, failed)
+    shown = {name: value[0] for name, value in single.items() if isinstance(value, list)}
     shown.pop("completion_ids", None)
     text = ", ".join(f"{name} {reprlib.repr(value)}" for name, value in shown.items())
-    if found == 0 < count - 1 and _fails(function, _cut(arguments, count, count - 1)):
+    if failed == 0 < count - 1 and _fails(function, _cut(arguments, count, count - 1)):
         return f"; it fails on the first and the last completion, and {_named(0, rows)} has {text}"
-    return f"; it fails on {_named(found, rows)}, which has {text}"
+    return f"; it fails on {_named(failed, rows)}, which has {text}"
 
 
 def _named(index: int, rows: Sequence[int | None]) -> str:
@@ -256,13 +256,13 @@ def _named(index: int, rows: Sequence[int | None]) -> str:
 def _cut(arguments: Mapping[str, Any], rows: int, row: int) -> dict[str, Any]:
     """Returns the arguments for one row; what the function logs for it is dropped."""
     record = Record(1)
-    own = {
+    selected = {
         name: [value[row]]
         if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == rows
         else value
         for name, value in arguments.items()
     }
-    return own | {"log_extra": record.log_extra, "log_metric": record.log_metric}
+    return selected | {"log_extra": record.log_extra, "log_metric": record.log_metric}
 
 
 def _fails(function: RewardFunction, arguments: Mapping[str, Any]) -> bool:
@@ -282,7 +282,10 @@ def environments_own(name: str) -> RewardFunction:
     """
 
     def own(environments: Sequence[Any], **_) -> list[float | None]:
-        return [each.get_reward() if each.of_class(name) else None for each in environments]
+        return [
+            environment.get_reward() if environment.of_class(name) else None
+            for environment in environments
+        ]
 
     return own
 
@@ -306,9 +309,9 @@ def beginner(
     def begin(row: int, text: str) -> None:
         problem = problems[row // group]
         columns = {name: [value] for name, value in problem.columns.items()}
-        for each in begins:
+        for begin_one in begins:
             with contextlib.suppress(Exception):
-                each(completions=[as_completion(problem.as_given, text)], **columns)
+                begin_one(completions=[as_completion(problem.as_given, text)], **columns)
 
     return begin if begins else None
 
@@ -398,10 +401,10 @@ def _import(path: str):
     try:
         return imports.module(path)
     except Exception as error:
-        place = imports.place_of(error)
+        location = imports.place_of(error)
         raise ValueError(
             f"could not import rewards from {path!r}: {type(error).__name__}: {error}"
-            + (f" ({place})" if place else "")
+            + (f" ({location})" if location else "")
         ) from error
 
 

@@ -93,8 +93,8 @@ def boxed_reward(text: str, answer: str) -> float:
 
     Unlike in Minerva's form, "1,2" is not "12".
     """
-    given = answers.last_boxed(text)
-    return float(given is not None and answers.canonical(given) == answers.canonical(answer))
+    boxed = answers.last_boxed(text)
+    return float(boxed is not None and answers.canonical(boxed) == answers.canonical(answer))
 
 
 @_by_answer
@@ -140,8 +140,8 @@ def verl_math_reward(text: str, answer: str) -> float:
 
     This is verl's score for MATH and MATH-500.
     """
-    given = verl_answers.boxed(text)
-    return float(given is not None and verl_answers.same_in_hendrycks_form(given, answer))
+    boxed = verl_answers.boxed(text)
+    return float(boxed is not None and verl_answers.same_in_hendrycks_form(boxed, answer))
 
 
 @_by_answer
@@ -419,13 +419,16 @@ def get_code_reward(
         if log_metric is not None:
             late = sum(outcome.status == "timeout" for outcome in outcomes)
             log_metric("rewards/code_reward/timeouts", late)
-        return [passed[row] / len(each) if each else None for row, each in enumerate(tests)]
+        return [
+            passed[row] / len(row_tests) if row_tests else None
+            for row, row_tests in enumerate(tests)
+        ]
 
     return _with(code_reward, begin=begin)
 
 
-def _equal_in_minerva_form(given: str | None, answer: str) -> bool:
-    return given is not None and answers.minerva_form(given) == answers.minerva_form(answer)
+def _equal_in_minerva_form(text: str | None, answer: str) -> bool:
+    return text is not None and answers.minerva_form(text) == answers.minerva_form(answer)
 
 
 # All rewards with the same settings share one pool of processes.

@@ -8,7 +8,7 @@ from qerl_jax.system import process_pool
 
 
 def mathematical(
-    judges: process_pool.Pool, given: Sequence[Sequence[str | None]]
+    judges: process_pool.Pool, rows: Sequence[Sequence[str | None]]
 ) -> list[list[str | None]]:
     r"""Replaces mathematically equal answers to a problem by the same text.
 
@@ -17,28 +17,30 @@ def mathematical(
 
     Args:
         judges: Processes that run `math_judge`'s functions.
-        given: [problems][N] answers as read from completions; None where there is none.
+        rows: [problems][N] answers as read from completions; None where there is none.
 
     Returns:
         [problems][N] votes: the canonical text of the first equal answer; None for None.
     """
-    spellings = [_spellings(row) for row in given]
-    unread = [text for each in spellings for text in each.values() if answers.number(text) is None]
+    spellings = [_spellings(row) for row in rows]
+    unread = [
+        text for spelling in spellings for text in spelling.values() if answers.number(text) is None
+    ]
     readable = dict(zip(unread, judges.map("is_readable", [(t,) for t in unread]), strict=True))
     pairs = [
         (problem, first, second)
-        for problem, each in enumerate(spellings)
-        for first, second in itertools.combinations(each, 2)
-        if all(readable.get(each[name], True) is True for name in (first, second))
-        and any(each[name] in readable for name in (first, second))
+        for problem, spelling in enumerate(spellings)
+        for first, second in itertools.combinations(spelling, 2)
+        if all(readable.get(spelling[name], True) is True for name in (first, second))
+        and any(spelling[name] in readable for name in (first, second))
     ]
     calls = [(spellings[problem][a], spellings[problem][b]) for problem, a, b in pairs]
     verdicts = judges.map("same_answer", calls)
     same = {pair for pair, verdict in zip(pairs, verdicts, strict=True) if verdict is True}
-    votes = [_leaders(list(each), problem, same) for problem, each in enumerate(spellings)]
+    votes = [_leaders(list(spelling), problem, same) for problem, spelling in enumerate(spellings)]
     return [
         [None if text is None else leader[answers.canonical(text)] for text in row]
-        for row, leader in zip(given, votes, strict=True)
+        for row, leader in zip(rows, votes, strict=True)
     ]
 
 
@@ -56,5 +58,7 @@ def _leaders(names: Sequence[str], problem: int, same: set[tuple[int, str, str]]
     leaders: dict[str, str] = {}
     for name in names:
         leading = dict.fromkeys(leaders.values())
-        leaders[name] = next((each for each in leading if (problem, each, name) in same), name)
+        leaders[name] = next(
+            (leader for leader in leading if (problem, leader, name) in same), name
+        )
     return leaders

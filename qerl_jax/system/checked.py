@@ -143,7 +143,7 @@ def unusable(value: Any) -> str | None:
         items = [*value.keys(), *value.values()]
     elif isinstance(value, list | tuple):
         items = value
-    return next((rule for each in items if (rule := unusable(each))), None)
+    return next((rule for item in items if (rule := unusable(item))), None)
 
 
 def _holds(rule: Rule, value: Any) -> bool:
@@ -157,14 +157,14 @@ def _holds(rule: Rule, value: Any) -> bool:
 @functools.cache
 def _rules(cls: type) -> list[tuple[str, bool, Rule]]:
     """Returns the rules in the annotations of a class: the field, whether it may be None, the rule."""
-    found = []
+    rules = []
     for name, hint in typing.get_type_hints(cls, include_extras=True).items():
         is_noted = typing.get_origin(hint) is Annotated
         members = _members(typing.get_args(hint)[0] if is_noted else hint)
         for part in (hint, *members) if is_noted else members:
             notes = [note for note in getattr(part, "__metadata__", ()) if isinstance(note, Rule)]
-            found += [(name, types.NoneType in members, rule) for rule in notes]
-    return found
+            rules += [(name, types.NoneType in members, rule) for rule in notes]
+    return rules
 
 
 def from_table(cls: type, table: dict[str, Any], prefix: str = "") -> Any:
@@ -206,10 +206,10 @@ def sections(cls: type) -> dict[str, type]:
 
 def all_sections(cls: type, prefix: str = "") -> dict[str, type]:
     """Returns all sections in a dataclass by their dotted names, the outer ones first, with their types."""
-    found = {}
+    classes = {}
     for name, kind in sections(cls).items():
-        found |= {prefix + name: kind} | all_sections(kind, f"{prefix}{name}.")
-    return found
+        classes |= {prefix + name: kind} | all_sections(kind, f"{prefix}{name}.")
+    return classes
 
 
 def _refuse_earlier_names(cls: type, table: dict[str, Any]) -> None:
@@ -248,7 +248,7 @@ def _members(hint: Any) -> tuple[Any, ...]:
 def pythons(value: Any) -> Any:
     """Replaces NumPy scalars within a value by Python numbers; they come from loops over settings."""
     if isinstance(value, dict):
-        return {name: pythons(each) for name, each in value.items()}
+        return {name: pythons(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return (list if isinstance(value, list) else tuple)(map(pythons, value))
     return value.item() if getattr(value, "shape", None) == () else value

@@ -43,11 +43,11 @@ class Ahead[Arguments: Hashable, Result]:
     def map(self, calls: Sequence[Arguments]) -> list[Result]:
         """Returns the results of calls, in their order; started calls are not repeated. Raises what a call raised."""
         with self._lock:
-            asked = {
+            requested = {
                 arguments: self._begun.pop(arguments, None) or self._submit(arguments)
                 for arguments in dict.fromkeys(calls)
             }
-        return [asked[arguments].result() for arguments in calls]
+        return [requested[arguments].result() for arguments in calls]
 
     def _submit(self, arguments: Arguments) -> Future:
         if len(self._threads) < self._workers:

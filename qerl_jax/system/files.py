@@ -136,14 +136,14 @@ def damage(folder: pathlib.Path) -> str | None:
     """
     try:
         sealed = read_json(folder / SEAL)
-        found = _contents(folder)
+        contents = _contents(folder)
     except FileNotFoundError as error:
         return f"{pathlib.Path(error.filename).name} is missing"
     except (OSError, ValueError) as error:
         return f"cannot be read: {error}"
-    for name in sorted(sealed.keys() | found.keys()):
-        if sealed.get(name) != found.get(name):
-            what = "is missing" if name not in found else "is not as it was written"
+    for name in sorted(sealed.keys() | contents.keys()):
+        if sealed.get(name) != contents.get(name):
+            what = "is missing" if name not in contents else "is not as it was written"
             return f"{name} {what}"
     return None
 
@@ -170,11 +170,13 @@ def is_shallow(value: Any) -> bool:
     """Whether a value's lists and tables are nested at most `DEEPEST` deep."""
     level = [value]  # all values at one depth
     for _ in range(DEEPEST + 1):
-        held = [each for each in level if isinstance(each, dict | list)]
-        if not held:
+        containers = [item for item in level if isinstance(item, dict | list)]
+        if not containers:
             return True
         level = [
-            child for each in held for child in (each.values() if type(each) is dict else each)
+            child
+            for item in containers
+            for child in (item.values() if type(item) is dict else item)
         ]
     return False
 
@@ -235,15 +237,15 @@ def fingerprint(folder: pathlib.Path) -> str | None:
     inside = folder.iterdir() if folder.is_dir() else [folder]
     if not folder.exists():
         return None
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(path for path in inside if path.suffix in _MADE_OF):
         size = path.stat().st_size
-        found.update(f"{path.name} {size} ".encode())
+        digest.update(f"{path.name} {size} ".encode())
         with path.open("rb") as file:
             for chunk in range(16):
                 file.seek(chunk * size // 16)
-                found.update(file.read(1 << 16))
-    return found.hexdigest()
+                digest.update(file.read(1 << 16))
+    return digest.hexdigest()
 
 
 def content_hashes(

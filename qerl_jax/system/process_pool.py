@@ -76,8 +76,8 @@ class Pool:
         Raises:
             ValueError: If a number is not positive.
         """
-        given = (workers, seconds)
-        require(workers >= 1 and seconds > 0, "workers and seconds", given, "must be positive")
+        arguments = (workers, seconds)
+        require(workers >= 1 and seconds > 0, "workers and seconds", arguments, "must be positive")
         self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         members = [Worker(module, seconds, memory_bytes) for _ in range(workers)]
         for worker in members:

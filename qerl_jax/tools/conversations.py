@@ -83,16 +83,16 @@ class Tools:
                 index); and as `Tokenizer.render`.
         """
         places: dict[Toolbox, list[int]] = {}
-        for place, problem in enumerate(problems):
+        for index, problem in enumerate(problems):
             try:
-                places.setdefault(self.toolboxes.of(problem.columns), []).append(place)
+                places.setdefault(self.toolboxes.of(problem.columns), []).append(index)
             except ValueError as error:
-                raise ValueError(f"problem {place}: {error}") from error
+                raise ValueError(f"problem {index}: {error}") from error
         ids: dict[int, list[int]] = {}
         for toolbox, chosen in places.items():
-            prompts = [problems[place].prompt for place in chosen]
+            prompts = [problems[index].prompt for index in chosen]
             ids |= zip(chosen, self.shown(tokenizer, toolbox).encode(prompts), strict=True)
-        return [ids[place] for place in range(len(problems))]
+        return [ids[index] for index in range(len(problems))]
 
     def read(
         self, text: str, schemas: Sequence[dict[str, Any]]
@@ -156,12 +156,12 @@ def _line(message: dict[str, Any]) -> str:
     if message["role"] == "tool":
         return f"[{message['name']}] {message['content']}"
     calls = (call["function"] for call in message.get("tool_calls", ()))
-    said = [message["content"]] if message["content"] else []
+    parts = [message["content"]] if message["content"] else []
     told = (
         f"[call] {call['name']}({', '.join(f'{k}={v!r}' for k, v in call['arguments'].items())})"
         for call in calls
     )
-    return "\n".join([*said, *told])
+    return "\n".join([*parts, *told])
 
 
 @dataclasses.dataclass(eq=False)
@@ -244,11 +244,11 @@ class Conversations:
             answers.append({"role": "tool", "name": name, "content": self._cut(reply.text)})
         tokenizer = self._tools.shown(self._tokenizer, row.session.toolbox)
         with self._lock:
-            given = tool_calls.answer(tokenizer, answers, after_stop=after_stop)
+            reply_ids = tool_calls.answer(tokenizer, answers, after_stop=after_stop)
         row.messages += [message, *answers]
         row.answered += 1
-        row.begun = length + len(given)
-        return given
+        row.begun = length + len(reply_ids)
+        return reply_ids
 
     def ended(self, row: int, tokens: Sequence[int]) -> concurrent.futures.Future:
         """Ends a row, given all its tokens.
@@ -262,8 +262,8 @@ class Conversations:
         self._require_going_on()
         if len(tokens) < row.begun:  # the last answer did not fit
             row.is_limited = True
-            kept, row.calls, row.failures = row.before
-            row.messages = row.messages[: kept + 1]
+            parsed, row.calls, row.failures = row.before
+            row.messages = row.messages[: parsed + 1]
         else:
             message, _ = self._read(tokens[row.begun :], row)
             row.messages.append(message)
@@ -296,8 +296,8 @@ class Conversations:
         with self._lock:
             # Tags of calls may be special tokens.
             text = self._tokenizer.hf.decode(turn, clean_up_tokenization_spaces=False)
-        said, calls = self._tools.read(text, row.session.toolbox.schemas)
-        message: dict[str, Any] = {"role": "assistant", "content": said}
+        content, calls = self._tools.read(text, row.session.toolbox.schemas)
+        message: dict[str, Any] = {"role": "assistant", "content": content}
         if calls:
             message["tool_calls"] = [call.to_message() for call in calls]
         return message, calls
@@ -326,8 +326,8 @@ def observed(tools: Tools, problems: Sequence[Problem]) -> list[Problem]:
     Raises:
         ValueError: If an environment cannot be reset, or has an observation for a prompt that is not a chat.
     """
-    said = tools.toolboxes.observations([_columns(problem) for problem in problems])
-    return [_with(problem, text) for problem, text in zip(problems, said, strict=True)]
+    observations = tools.toolboxes.observations([_columns(problem) for problem in problems])
+    return [_with(problem, text) for problem, text in zip(problems, observations, strict=True)]
 
 
 def _columns(problem: Problem) -> dict[str, Any]:

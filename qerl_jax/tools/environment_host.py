@@ -47,10 +47,10 @@ class Host:
         """
         if self._environment is None:
             return None
-        said = self._awaited(self._environment.reset(**columns))
-        if not isinstance(said, str | None):
-            raise TypeError(f"reset must return a text or None; got {type(said).__name__}")
-        return said
+        observation = self._awaited(self._environment.reset(**columns))
+        if not isinstance(observation, str | None):
+            raise TypeError(f"reset must return a text or None; got {type(observation).__name__}")
+        return observation
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Calls a tool and returns its result as text.

@@ -77,10 +77,10 @@ class _Process:
             if failure is not None:
                 return failure
             self._loaded = True
-        found = self._worker.call(json.dumps([function, arguments]))
+        result = self._worker.call(json.dumps([function, arguments]))
         # A killed process must load again.
-        self._loaded &= not (isinstance(found, Failure) and found.reason != "raised")
-        return found
+        self._loaded &= not (isinstance(result, Failure) and result.reason != "raised")
+        return result
 
     def stop(self) -> None:
         self._worker.stop()
@@ -209,23 +209,23 @@ class Toolbox:
         if self.environment is None:
             return None
         with contextlib.closing(self.session(columns)) as session:
-            said = session.begin()
-        if isinstance(said, Failure):
+            observation = session.begin()
+        if isinstance(observation, Failure):
             raise ValueError(
-                f"environment {self.environment_name}: reset({', '.join(columns)}) {_told(said)}"
+                f"environment {self.environment_name}: reset({', '.join(columns)}) {_told(observation)}"
             )
-        return said
+        return observation
 
     def take(self) -> _Runner:
         """Returns an idle runner, or makes a new one."""
         try:
             return self._idle.get_nowait()
         except queue.Empty:
-            made = self._make()
-            self._all.append(made)
+            session = self._make()
+            self._all.append(session)
             if not self.close.alive:  # `close` may have run before this one was added
-                made.stop()
-            return made
+                session.stop()
+            return session
 
     def give_back(self, runner: _Runner) -> None:
         """Makes a runner available to the next session."""
@@ -369,10 +369,10 @@ class Session:
         failure = None if self._begun else self.begin()
         if self._lost or isinstance(failure, Failure):
             return lost
-        found = self._noted(self._runner.call("finish"))
-        if isinstance(found, Failure):
+        result = self._noted(self._runner.call("finish"))
+        if isinstance(result, Failure):
             return lost
-        reward, public = found
+        reward, public = result
         return Snapshot(**public, _reward=reward, _class=self.toolbox.environment_name)
 
     def close(self) -> None:
@@ -389,10 +389,10 @@ class Session:
         if runner is not None:
             runner.stop()
 
-    def _noted(self, found: Any) -> Any:
+    def _noted(self, result: Any) -> Any:
         """Returns a result, and records whether the process was killed and the environment's state lost."""
-        self._lost |= isinstance(found, Failure) and found.reason != "raised"
-        return found
+        self._lost |= isinstance(result, Failure) and result.reason != "raised"
+        return result
 
 
 def _kind(factory: Callable, options: Mapping[str, Any]) -> type:
@@ -405,11 +405,11 @@ def _kind(factory: Callable, options: Mapping[str, Any]) -> type:
 
 def _found(thing: Tool, stock: Mapping[str, Callable]) -> Callable:
     if isinstance(thing, str):
-        found = stock[thing] if thing in stock else _imported(thing, stock)
+        function = stock[thing] if thing in stock else _imported(thing, stock)
     else:
-        found = thing
-    require(callable(found), "tools", thing, "must be a function or a class")
-    return found
+        function = thing
+    require(callable(function), "tools", thing, "must be a function or a class")
+    return function
 
 
 def _imported(path: str, stock: Mapping[str, Callable]) -> Any:
@@ -442,11 +442,11 @@ def _given_path(thing: Callable, cfg: ToolsConfig) -> str | None:
     return None
 
 
-def _reply(name: str, found: Any) -> Reply:
+def _reply(name: str, result: Any) -> Reply:
     """Returns the result of a tool call as the policy sees it."""
-    if isinstance(found, Failure):
-        return error(found.detail if found.reason == "raised" else f"{name} {_told(found)}")
-    return Reply(found)
+    if isinstance(result, Failure):
+        return error(result.detail if result.reason == "raised" else f"{name} {_told(result)}")
+    return Reply(result)
 
 
 def error(text: str) -> Reply:

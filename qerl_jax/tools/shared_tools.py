@@ -50,8 +50,8 @@ class SharedToolboxes(Toolboxes):
         self._servers = [
             threading.Thread(target=self._serve, args=(other,), daemon=True) for other in others
         ]
-        for each in self._servers:
-            each.start()
+        for server in self._servers:
+            server.start()
 
     def session(self, columns: Mapping[str, Any]) -> "Session | FarSession":
         """Returns the session of a row, as `Toolboxes.session`; its tools always run in the first process."""
@@ -69,8 +69,8 @@ class SharedToolboxes(Toolboxes):
     def close(self) -> None:
         """Stops the worker processes of tools, and stops serving the other processes."""
         self._closed.set()
-        for each in self._servers:
-            each.join()
+        for server in self._servers:
+            server.join()
         super().close()
 
     def ask(self, row: int, columns: Mapping[str, Any], method: str, *arguments: Any) -> str:
@@ -101,10 +101,10 @@ class SharedToolboxes(Toolboxes):
         Raises:
             HostLost: If the first process has ended or failed, or after `close`.
         """
-        found = self._hosts.received(name, self._closed.is_set)
-        if found is None:
+        message = self._hosts.received(name, self._closed.is_set)
+        if message is None:
             raise HostLost("the run has ended before a tool replied")
-        return found[0]
+        return message[0]
 
     def _serve(self, other: int) -> None:
         """Receives the requests of another process in order, and runs each in a thread of the executor."""
@@ -113,10 +113,10 @@ class SharedToolboxes(Toolboxes):
         with contextlib.suppress(HostLost), self._hosts.farewell():
             for number in itertools.count():
                 name = f"{self._name}/{other}/{number}"
-                found = self._hosts.received(name, self._closed.is_set)
-                if found is None:
+                message = self._hosts.received(name, self._closed.is_set)
+                if message is None:
                     return
-                row, columns, method, arguments = found[0]
+                row, columns, method, arguments = message[0]
                 session = sessions.pop(row, None) or super().session(columns)
                 if method == "abandon":
                     session.abandon()
@@ -130,11 +130,11 @@ class SharedToolboxes(Toolboxes):
         # Errors of a tool are replies. Any other error ends the run, and all processes report it.
         with self._hosts.farewell():
             if method == "call":
-                found: Any = session.call(*arguments)
+                result: Any = session.call(*arguments)
             else:
                 with contextlib.closing(session):
-                    found = vars(session.finish())
-            self._hosts.send(name, found)
+                    result = vars(session.finish())
+            self._hosts.send(name, result)
 
 
 class FarSession:

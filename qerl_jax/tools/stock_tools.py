@@ -66,11 +66,11 @@ def python(code: str) -> str:
     outcome = sandbox.run(code, "", _LIMITS)
     if outcome.status == "timeout":
         return "The program took too long and was stopped."
-    said = outcome.output if outcome.status == "ok" else outcome.output + outcome.errors
-    if len(said) > _MOST_CHARACTERS:
+    text = outcome.output if outcome.status == "ok" else outcome.output + outcome.errors
+    if len(text) > _MOST_CHARACTERS:
         half = _MOST_CHARACTERS // 2
-        said = f"{said[:half]}\n...\n{said[-half:]}"
-    return said.strip() or "(no output)"
+        text = f"{text[:half]}\n...\n{text[-half:]}"
+    return text.strip() or "(no output)"
 
 
 _LIMITS = sandbox.Limits(seconds=4.0)

@@ -87,19 +87,19 @@ def parse(text: str, call_format: CallFormat) -> tuple[str, list[Call]]:
         The text besides the calls, and the calls in order.
     """
     if call_format == "hermes":
-        found = [_call(body.strip()) for body in _HERMES.findall(text)]
-        return (_HERMES.sub("", text).strip() if found else text), found
+        bodies = [_call(body.strip()) for body in _HERMES.findall(text)]
+        return (_HERMES.sub("", text).strip() if bodies else text), bodies
     body = text.strip().removeprefix("<|python_tag|>").strip()
     if not (body.startswith("{") and '"name"' in body):
         return text, []
-    calls, place = [], 0
-    while place < len(body):
+    calls, position = [], 0
+    while position < len(body):
         try:
-            _, end = json.JSONDecoder().raw_decode(body, place)
+            _, end = json.JSONDecoder().raw_decode(body, position)
         except (ValueError, RecursionError):
             end = len(body)  # the call made of the rest has an error that says what is wrong
-        calls.append(_call(body[place:end]))
-        place = _BETWEEN.match(body, end).end()
+        calls.append(_call(body[position:end]))
+        position = _BETWEEN.match(body, end).end()
     return "", calls
 
 
@@ -124,11 +124,11 @@ def parse_pattern(
     Returns:
         The text besides the calls, and the calls in order.
     """
-    tools = {each["function"]["name"]: each["function"]["parameters"] for each in schemas}
+    tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in schemas}
 
     def call(match: re.Match) -> Call:
-        found = match.groupdict()
-        name = found.get("name") or next(iter(tools))
+        groups = match.groupdict()
+        name = groups.get("name") or next(iter(tools))
         properties = tools.get(name, {}).get("properties", {})
         if len(properties) != 1:
             return Call(
@@ -136,7 +136,7 @@ def parse_pattern(
             )
         ((argument, shape),) = properties.items()
         # A group that takes no part in a match is None.
-        value: Any = (found["argument"] or "").strip()
+        value: Any = (groups["argument"] or "").strip()
         if shape.get("type") in ("integer", "number"):
             try:
                 value = _parsed(value)
@@ -150,13 +150,13 @@ def parse_pattern(
 
 def _call(body: str) -> Call:
     try:
-        made = _parsed(body)
+        parsed = _parsed(body)
     except ValueError as error:
         return Call("", {}, f"the call is not valid JSON: {error}")
-    name = made.get("name") if isinstance(made, dict) else None
+    name = parsed.get("name") if isinstance(parsed, dict) else None
     if not isinstance(name, str):
         return Call("", {}, 'the call must be an object with a "name" and its "arguments"')
-    arguments = made.get("arguments", made.get("parameters", {}))
+    arguments = parsed.get("arguments", parsed.get("parameters", {}))
     if isinstance(arguments, str):  # some models write the arguments as a JSON string
         try:
             arguments = _parsed(arguments)
@@ -200,13 +200,13 @@ def answer(
     (whole,) = tokenizer.render([[*before, *messages]])
     # Templates write a newline after a turn, which the policy does not, so the turn ends at the end token.
     end = tokenizer.hf.eos_token or ""
-    place = begun.rfind(end) if end else -1
-    place = len(begun) if place < 0 else place + (len(end) if after_stop else 0)
+    index = begun.rfind(end) if end else -1
+    index = len(begun) if index < 0 else index + (len(end) if after_stop else 0)
     require(
-        whole.startswith(begun[:place]),
+        whole.startswith(begun[:index]),
         "chat template",
-        begun[:place],
+        begun[:index],
         "must write messages in the same way whatever follows them",
         ValueError,
     )
-    return tokenizer.hf([whole[place:]], add_special_tokens=False)["input_ids"][0]
+    return tokenizer.hf([whole[index:]], add_special_tokens=False)["input_ids"][0]

@@ -104,17 +104,17 @@ def _course(run: report.Run) -> tuple[Health, list[str]]:
 def _outcome(run: report.Run, health: Health) -> str:
     accuracy, reward = (list(run.values(name).values()) for name in ("eval/accuracy", "reward"))
     opening = "" if health.has_learned else f"**Learned nothing.** {cause(health)}.\n\n"
-    found = []
+    lines = []
     if len(accuracy) > 1:
-        found.append(f"Held-out accuracy went from {accuracy[0]:.3f} to {accuracy[-1]:.3f}.")
+        lines.append(f"Held-out accuracy went from {accuracy[0]:.3f} to {accuracy[-1]:.3f}.")
     if reward:
-        found.append(f"Reward went from {reward[0]:.3f} to {reward[-1]:.3f}.")
+        lines.append(f"Reward went from {reward[0]:.3f} to {reward[-1]:.3f}.")
     else:
-        found.append("Reward: none.")
-    found.append(
+        lines.append("Reward: none.")
+    lines.append(
         f"{health.taught} of {health.steps} steps had rewards that differ, and made an update."
     )
-    return opening + " ".join(found)
+    return opening + " ".join(lines)
 
 
 def _settings(cfg: RunConfig, given_rows: int | None) -> dict[str, str]:
@@ -142,8 +142,8 @@ def _settings(cfg: RunConfig, given_rows: int | None) -> dict[str, str]:
 def _again(cfg: RunConfig, config: str, *, has_rows: bool) -> str:
     """Returns the command that repeats the run, or says what it needs: definitions in a script cannot be imported."""
     tools = cfg.tools.functions if cfg.tools else ()
-    own = [name for name in (*cfg.rewards.functions, *tools) if "__main__" in name or "<" in name]
-    needed = [*(["the rows"] if has_rows else []), *(f"`{name}`" for name in own)]
+    local = [name for name in (*cfg.rewards.functions, *tools) if "__main__" in name or "<" in name]
+    needed = [*(["the rows"] if has_rows else []), *(f"`{name}`" for name in local)]
     if needed:
         return f"from your script or notebook, which defines {', '.join(needed)}"
     return f"`qerl train {shlex.quote(config)} --output-dir ANOTHER`"
@@ -155,7 +155,7 @@ def _curves(run: report.Run) -> str:
         values = list(run.values(name).values())
         if any(values):
             course = terminal.curve(values, _WIDTH)
-            ends = (f"{each:.4g}" for each in (values[0], values[-1], min(values), max(values)))
+            ends = (f"{value:.4g}" for value in (values[0], values[-1], min(values), max(values)))
             rows.append(f"| {label} | `{course}` | {' | '.join(ends)} |")
     head = "| | course | first | last | lowest | highest |\n|---|---|---|---|---|---|\n"
     return head + "\n".join(rows) if rows else ""
@@ -195,7 +195,7 @@ def _samples(run: report.Run) -> str:
     for title, text in report.samples([report.Group("", (run,))]):
         text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
         # Longer than any fence in the text, so that a completion cannot end it.
-        fence = "`" * max(3, *(len(each) + 1 for each in re.findall("`+", text) or [""]))
+        fence = "`" * max(3, *(len(ticks) + 1 for ticks in re.findall("`+", text) or [""]))
         shown.append(f"{title.capitalize()}:\n\n{fence}text\n{text}\n{fence}")
     return "\n\n".join(shown)
 

@@ -213,7 +213,7 @@ def _draw_line(axes: Axes, line: Line, index: int):
         color=colour,
         lw=1.6,
         marker="o" if len(values) < 15 else None,
-        dashes=[each / 2 for each in dashes] or (None, None),
+        dashes=[length / 2 for length in dashes] or (None, None),
     )
     if line.low is not None:
         low, high = _thinned(line.low), _thinned(line.high)

@@ -103,12 +103,12 @@ class Health:
                 values.append(float(value))
                 del values[_WINDOW:-_WINDOW]  # only the first and the last are needed
         self._count(row)
-        found = []
+        warnings = []
         for name, check in _CHECKS.items():
             if name not in self._said and (line := check(self)):
                 self._said.add(name)
-                found.append(f"warning: step {row.get('step', '?')}: {line}")
-        return found
+                warnings.append(f"warning: step {row.get('step', '?')}: {line}")
+        return warnings
 
     def _count(self, row: Row) -> None:
         """Counts a step, and whether it was learned from: rewards differed, and an update was made."""
@@ -118,7 +118,7 @@ class Health:
         self.steps += 1
         self.taught += row.get("frac_reward_zero_std", 0) < 1 and idle < max(1, updates)
         # Functions that returned the same number for all completions have a spread of 0.
-        spreads = {found[1]: row[name] for name in row if (found := _SPREAD.fullmatch(name))}
+        spreads = {match[1]: row[name] for name in row if (match := _SPREAD.fullmatch(name))}
         self._are_equal = bool(spreads) and not any(spreads.values())
         means = {name: row.get(f"{name}/mean") for name in spreads}
         self._are_graded = any(_are_graded(means[name], spreads[name]) for name in spreads)
@@ -194,8 +194,8 @@ def _reward(health: Health) -> str | None:
 
 def cause(health: Health) -> str:
     """Returns why nothing was learned from the last steps, and what to change: the first cause that fits."""
-    found = {name: health.latest(name) or 0.0 for name in _LOOKED_AT}
-    if found["updates/non_finite"]:
+    latest = {name: health.latest(name) or 0.0 for name in _LOOKED_AT}
+    if latest["updates/non_finite"]:
         return (
             "Likely cause: losses or gradients that are not numbers, so that updates are skipped. `qerl replay` of a "
             "file in non_finite/ says what was not finite"
@@ -205,15 +205,15 @@ def cause(health: Health) -> str:
             "Likely cause: every reward function returned None for every completion. Print what they are given, "
             "and see whether the rows have the column that they read"
         )
-    if found["frac_reward_zero_std"] < 1:
+    if latest["frac_reward_zero_std"] < 1:
         return (
             "Likely cause: completions whose rewards differ are left out of the update, by grpo.mask_truncated_completions "
             "or by the masks of sampling ratios. Look at completions/clipped_ratio and sampling/masked_mean"
         )
     same = "In no group of completions did two rewards differ"
-    if found["completions/clipped_ratio"] > 0.9:
+    if latest["completions/clipped_ratio"] > 0.9:
         return (
-            f"{same}. Likely cause: {found['completions/clipped_ratio']:.0%} of the completions are cut off before "
+            f"{same}. Likely cause: {latest['completions/clipped_ratio']:.0%} of the completions are cut off before "
             "their answer. Raise rollout.max_completion_length, or ask for shorter answers"
         )
     if (entropy := health.latest("sampling/entropy")) is not None and entropy < 0.01:
@@ -223,7 +223,7 @@ def cause(health: Health) -> str:
         )
     if health._are_equal:
         return (
-            f"{same}: all rewards are {found['reward']:.3g}. Likely cause: a reward that cannot read the completions' "
+            f"{same}: all rewards are {latest['reward']:.3g}. Likely cause: a reward that cannot read the completions' "
             "form (texts, or chats of one message), or compares their text with an answer that is a number; rows without "
             "answers; or problems that are all too hard or too easy. Read some completions in "
             "completions/, and see what the reward makes of them; `qerl filter` finds problems that are solved sometimes"
@@ -235,7 +235,7 @@ def cause(health: Health) -> str:
             "tells them apart"
         )
     return (
-        f"{same} (mean reward {found['reward']:.3g}). Likely cause: problems that are always or never solved. Ask `qerl "
+        f"{same} (mean reward {latest['reward']:.3g}). Likely cause: problems that are always or never solved. Ask `qerl "
         "filter` for problems that are solved sometimes, give more problems, or raise rollout.num_generations"
     )
 

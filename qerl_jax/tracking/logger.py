@@ -51,12 +51,12 @@ class Logger:
         self._path = self._folder / "metrics.jsonl"
         with writing(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
-        found, damaged = _read(self._path)
+        stored, damaged = _read(self._path)
         warning = _set_aside(self._path, damaged)
-        rows = [row for row in found if row["step"] <= step and step > 0]
+        rows = [row for row in stored if row["step"] <= step and step > 0]
         write_whole(self._path, "".join(json.dumps(row) + "\n" for row in rows))
-        for place, path in completion_files(self._folder).items():
-            if place > step:
+        for saved_step, path in completion_files(self._folder).items():
+            if saved_step > step:
                 path.unlink()
         with writing(self._path):
             self._file = self._path.open(
@@ -152,8 +152,8 @@ def read_metrics(run_folder: str | pathlib.Path) -> list[dict[str, Any]]:
 def completion_files(run_folder: str | pathlib.Path) -> dict[int, pathlib.Path]:
     """Returns the files in `completions/` by step, in ascending order; files with other names are left out."""
     paths = pathlib.Path(run_folder).glob("completions/step_*.jsonl")
-    found = {path.stem.removeprefix("step_"): path for path in paths}
-    return {int(step): found[step] for step in sorted(found, key=_number) if _number(step) >= 0}
+    by_step = {path.stem.removeprefix("step_"): path for path in paths}
+    return {int(step): by_step[step] for step in sorted(by_step, key=_number) if _number(step) >= 0}
 
 
 def _number(text: str) -> int:

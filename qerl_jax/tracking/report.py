@@ -145,10 +145,10 @@ class Run:
 
     def values(self, name: str) -> dict[int, float]:
         """Returns a metric by step; steps without a finite number, or with the mean of nothing, are left out."""
-        found = {row["step"]: terminal.measured(row, name) for row in self.rows}
+        by_step = {row["step"]: terminal.measured(row, name) for row in self.rows}
         return {
             step: float(value)
-            for step, value in found.items()
+            for step, value in by_step.items()
             if isinstance(value, int | float) and math.isfinite(value)
         }
 
@@ -185,12 +185,13 @@ def group(runs: Sequence[Run]) -> list[Group]:
         key = os.fspath(run.folder) if run.cfg is None else settings
         together.setdefault(key, []).append(run)
     labels = [
-        _common_name([run.folder.resolve().name for run in each]) for each in together.values()
+        _common_name([run.folder.resolve().name for run in members])
+        for members in together.values()
     ]
     return [
         # Names that are not unique are replaced by paths.
-        Group(label if labels.count(label) == 1 else os.fspath(each[0].folder), tuple(each))
-        for label, each in zip(labels, together.values(), strict=True)
+        Group(label if labels.count(label) == 1 else os.fspath(members[0].folder), tuple(members))
+        for label, members in zip(labels, together.values(), strict=True)
     ]
 
 
@@ -242,7 +243,7 @@ def curves(run_folders: Sequence[str | pathlib.Path]) -> Figure:
     Raises:
         FileNotFoundError: If a folder has no metrics.
     """
-    groups = group([read(each) for each in run_folders])
+    groups = group([read(folder) for folder in run_folders])
     return charts.grid(list(itertools.chain(*_sections(groups).values())))
 
 
@@ -269,17 +270,17 @@ def write(
     Raises:
         FileNotFoundError: If a folder has no metrics.
     """
-    groups = group([read(each) for each in run_folders])
-    place = pathlib.Path(run_folders[0] if len(run_folders) == 1 else ".")
-    folder = place / "report" if folder is None else pathlib.Path(folder)
+    groups = group([read(source) for source in run_folders])
+    target = pathlib.Path(run_folders[0] if len(run_folders) == 1 else ".")
+    folder = target / "report" if folder is None else pathlib.Path(folder)
     sections = _sections(groups)
     configs = [
-        (f"{each.label}: config.toml", config.dump(each.runs[0].cfg))
-        for each in groups
-        if each.runs[0].cfg is not None
+        (f"{source.label}: config.toml", config.dump(source.runs[0].cfg))
+        for source in groups
+        if source.runs[0].cfg is not None
     ]
     text = page.render(
-        " against ".join(each.label for each in groups) if len(groups) < 4 else "Runs compared",
+        " against ".join(source.label for source in groups) if len(groups) < 4 else "Runs compared",
         _subtitle(groups),
         _figures(groups[0].runs[0]) if len(groups) == 1 else {},
         _tables(groups),
@@ -308,7 +309,9 @@ def _settings(run: Run) -> dict[str, Any]:
     table = {} if run.cfg is None else config.to_table(run.cfg)
     sections = {name: table.pop(name) for name in list(table) if isinstance(table[name], dict)}
     fields = {
-        f"{name}.{field}": value for name, each in sections.items() for field, value in each.items()
+        f"{name}.{field}": value
+        for name, section in sections.items()
+        for field, value in section.items()
     }
     return fields | {name: value for name, value in table.items() if name not in _INCIDENTAL}
 
@@ -321,9 +324,9 @@ def _common_name(names: Sequence[str]) -> str:
     return f"{shared or names[0]} ({len(names)} runs)"
 
 
-def _line(label: str, metric: str, each: Group) -> charts.Line | None:
+def _line(label: str, metric: str, arm: Group) -> charts.Line | None:
     """Returns a metric of a group as a line: the mean of its runs, and a band if the spread is known."""
-    values = [v for run in each.runs if (v := run.values(metric))]
+    values = [v for run in arm.runs if (v := run.values(metric))]
     if not values:
         return None
     steps = tuple(sorted(set().union(*values)))
@@ -332,7 +335,7 @@ def _line(label: str, metric: str, each: Group) -> charts.Line | None:
     if len(values) > 1:
         return charts.Line(label, steps, means, low, high)
     # A single run's own confidence interval, which accuracy has.
-    ends = [each.runs[0].values(f"{metric}_{end}") for end in ("low", "high")]
+    ends = [arm.runs[0].values(f"{metric}_{end}") for end in ("low", "high")]
     known = all(set(steps) <= end.keys() for end in ends)
     return charts.Line(label, steps, means, *(tuple(map(end.get, steps)) for end in ends if known))
 
@@ -345,19 +348,19 @@ def _charts(panels: Iterable, groups: Sequence[Group]) -> list[charts.Chart]:
             for title, unit, metrics, log_axis in panels
             for metric, label in metrics
         ]
-    found = []
+    figures = []
     for title, unit, metrics, log_axis in panels:
         drawn = [
-            _line(label or each.label, metric, each) for metric, label in metrics for each in groups
+            _line(label or arm.label, metric, arm) for metric, label in metrics for arm in groups
         ]
-        found.append(charts.Chart(title, unit, tuple(filter(None, drawn)), log_axis))
+        figures.append(charts.Chart(title, unit, tuple(filter(None, drawn)), log_axis))
     # A metric that is always 0, such as KL without a reference, gets no chart.
-    return [chart for chart in found if any(map(any, (line.values for line in chart.lines)))]
+    return [chart for chart in figures if any(map(any, (line.values for line in chart.lines)))]
 
 
 def _reward_panels(groups: Sequence[Group]) -> list[tuple]:
     """Returns a panel per reward function; none if there is only one, which is the reward itself."""
-    rows = (row for each in groups for run in each.runs for row in run.rows)
+    rows = (row for arm in groups for run in arm.runs for row in run.rows)
     metrics = sorted(
         {name for row in rows for name in row if re.fullmatch("rewards/.*/mean", name)}
     )
@@ -366,10 +369,10 @@ def _reward_panels(groups: Sequence[Group]) -> list[tuple]:
 
 
 def _subtitle(groups: Sequence[Group]) -> str:
-    count = sum(len(each.runs) for each in groups)
-    last = max(row["step"] for each in groups for run in each.runs for row in run.rows)
+    count = sum(len(arm.runs) for arm in groups)
+    last = max(row["step"] for arm in groups for run in arm.runs for row in run.rows)
     text = f"{count} run{'s' * (count > 1)}, {last} optimizer steps"
-    if any(len(each.runs) > 1 for each in groups):
+    if any(len(arm.runs) > 1 for arm in groups):
         text += "; bands go from the smallest to the largest of the runs"
     return text
 
@@ -393,19 +396,19 @@ def _accuracy(run: Run) -> str:
 def _figures(run: Run) -> dict[str, str]:
     """Returns the most important numbers that the run has."""
     tokens = list(run.values("num_tokens").values())
-    found = {
+    figures = {
         "Held-out accuracy, 95 %": _accuracy(run),
         "Reward, last step": _shown(run, "reward"),
         "Median step": f"{_shown(run, 'step_time', statistics.median)} s",
         "Tokens seen": f"{tokens[-1]:,.0f}" if tokens else "–",
     }
-    return {name: value for name, value in found.items() if not value.startswith("–")}
+    return {name: value for name, value in figures.items() if not value.startswith("–")}
 
 
 def _tables(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """Returns the tables of the page."""
-    runs = [run for each in groups for run in each.runs]
-    settings = [_settings(each.runs[0]) for each in groups]
+    runs = [run for arm in groups for run in arm.runs]
+    settings = [_settings(arm.runs[0]) for arm in groups]
     return [
         {
             "title": "Runs",
@@ -436,11 +439,11 @@ def _tables(groups: Sequence[Group]) -> list[dict[str, Any]]:
         },
         {
             "title": "What differs",
-            "columns": ("setting", *(each.label for each in groups)),
+            "columns": ("setting", *(arm.label for arm in groups)),
             "rows": [
-                (field, *(str(each.get(field, "–")) for each in settings))
+                (field, *(str(arm.get(field, "–")) for arm in settings))
                 for field in sorted(set().union(*settings))
-                if len({json.dumps(each.get(field)) for each in settings}) > 1
+                if len({json.dumps(arm.get(field)) for arm in settings}) > 1
             ],
             "note": None,
         },
@@ -465,7 +468,7 @@ def _run_row(run: Run) -> tuple[str, ...]:
 def _evaluation_row(run: Run, path: pathlib.Path) -> tuple[str, ...]:
     summary = read_json(path)
     try:
-        by_name = {each["name"]: _estimate(each) for each in summary["estimates"]}
+        by_name = {estimate["name"]: _estimate(estimate) for estimate in summary["estimates"]}
         samples = str(summary["samples"])
         cells = (by_name.get(f"{kind}@{samples}", "–") for kind in ("mean", "pass", "maj"))
         policy = f"{run.folder.resolve().name}, {path.parents[1].name}"
@@ -514,12 +517,12 @@ def samples(groups: Sequence[Group]) -> list[tuple[str, str]]:
         Pairs of a title and a text.
     """
     passages = []
-    for each in groups:
-        files = list(logger.completion_files(each.runs[0].folder).items())
+    for arm in groups:
+        files = list(logger.completion_files(arm.runs[0].folder).items())
         for step, path in dict.fromkeys((*files[:1], *files[-1:])):
-            where = f"{each.label}, step {step}" if each.label else f"step {step}"
-            found = list(filter(_is_completion, whole_lines(path)))
-            for words, row in _ends(found):
+            where = f"{arm.label}, step {step}" if arm.label else f"step {step}"
+            completions = list(filter(_is_completion, whole_lines(path)))
+            for words, row in _ends(completions):
                 title = f"{where}: {words}"
                 text = f"{terminal.asked(row['prompt'])}\n\n{row['completion']}"
                 # The file may contain lone surrogates, as escapes; a page cannot.

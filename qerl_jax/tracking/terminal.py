@@ -213,8 +213,8 @@ class Display:
         ]
         if skipped := row.get("updates/skipped"):
             shown.append(f"skipped {skipped}")
-        if step < self._total and (each := self._usual_time()) is not None:
-            shown.append(f"left {_duration(each * (self._total - step))}")
+        if step < self._total and (step_time := self._usual_time()) is not None:
+            shown.append(f"left {_duration(step_time * (self._total - step))}")
         line = "  ".join((f"step {step}/{self._total}", *shown))
         _print(self._console, line)
 

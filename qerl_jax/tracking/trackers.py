@@ -65,8 +65,8 @@ def start(
     path = folder / "tracker_id"
     if step == 0 or not path.is_file():
         # Weights & Biases refuses ids with : / \ # ? or %, or with more than 128 characters.
-        place = re.sub(r"[^A-Za-z0-9._-]", "-", folder.resolve().name)[:100]
-        path.write_text(f"{place}-{uuid.uuid4().hex[:8]}")
+        project = re.sub(r"[^A-Za-z0-9._-]", "-", folder.resolve().name)[:100]
+        path.write_text(f"{project}-{uuid.uuid4().hex[:8]}")
     kinds = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}
     name = run_name or folder.resolve().name
     return [kinds[kind](folder, path.read_text(), name, step, dict(settings)) for kind in names]
