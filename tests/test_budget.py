@@ -3,6 +3,7 @@
 Whoever raises a number gives the reason in the commit.
 """
 
+import ast
 import pathlib
 import sys
 
@@ -33,6 +34,15 @@ def lines():
 @pytest.mark.parametrize("tree", BUDGET)
 def test_a_tree_is_within_its_budget(tree):
     assert lines()[tree] <= BUDGET[tree]
+
+
+@pytest.mark.skipif(not IS_ENFORCED, reason="five functions are longer")
+@pytest.mark.parametrize("tree", ["qerl_jax", "scripts", "examples"])
+def test_no_function_is_longer_than_100_lines(tree):
+    for path in (ROOT / tree).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                assert node.end_lineno - node.lineno < 100, f"{path}: {node.name}"
 
 
 if __name__ == "__main__":
