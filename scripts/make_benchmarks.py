@@ -17,7 +17,6 @@ a page is out of date.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import json
 import pathlib
@@ -39,73 +38,24 @@ PLACE = re.compile(r"\{\{(\w+)\}\}")
 BEGIN, END = "<!-- results: scripts/make_benchmarks.py -->", "<!-- end of results -->"
 
 
-@dataclasses.dataclass(frozen=True)
-class Highlight:
-    """A line that the README shows.
-
-    Attributes:
-      table: Key of its table.
-      name: Its name there.
-      text: Its name in the README.
-      command: What measures it; "" for the command of the line.
-      device: The device of the measurement.
-    """
-
-    table: str
-    name: str
-    text: str
-    command: str = ""
-    device: str = "NVIDIA H200"
-
-
-_BENCH = "python -m scripts.bench"
+# What the README shows: table and name of a line, its text there, and the options of `scripts.bench` that measure it
+# again (else its own command stands there). The card is an H200 unless `DEVICES` names another.
 HIGHLIGHTS = (
-    *(
-        Highlight(
-            "decoding",
-            f"{size}B, {rows} rows",
-            f"decode {size}B, {rows} rows, with LoRA",
-            f"{_BENCH} decode --model {size}b --base nvfp4 --rows {rows}",
-        )
-        for size, rows in ((7, 8), (7, 64), (14, 64), (32, 8))
-    ),
-    Highlight(
-        "training",
-        "7B update, 8 x 1024 tokens, LoRA 32",
-        "update of 7B, 8 x 1024 tokens, layers recomputed",
-        f"{_BENCH} update",
-    ),
-    Highlight(
-        "training",
-        "7B step, 64 completions of 512",
-        "GRPO step of 7B, 64 completions of 512 tokens",
-        f"{_BENCH} step --prompts 8",
-    ),
-    Highlight(
-        "recipes",
-        "GSM8K, 7B: a rollout of 512 and its 4 updates, 1 % at the limit",
-        "the GSM8K recipe at 7B: a rollout of 512 completions and four updates",
-    ),
-    Highlight(
-        "training",
-        "32B step, 1 x 8 x 512, LoRA 16",
-        "GRPO step of 32B, 8 completions of 512 tokens",
-        f"{_BENCH} step --model 32b --rank 16 --prompts 1 --pool-gib 78",
-        "NVIDIA H100",
-    ),
-    Highlight(
-        "training",
-        "72B step, 1 x 4 x 1024, LoRA 16",
-        "GRPO step of 72B, 4 completions of 1024 tokens",
-        f"{_BENCH} step --model 72b --rank 16 --prompts 1 --group 4 --completion 1024 --steps 2",
-    ),
-    Highlight(
-        "tiny",
-        "quickstart: held-out accuracy after 50 steps",
-        "the quickstart: accuracy on unseen problems",
-        device="CPU, two cores",
-    ),
-)
+    ("decoding", "7B, 8 rows", "decode 7B, 8 rows, with LoRA", "decode --model 7b --base nvfp4 --rows 8"),
+    ("decoding", "7B, 64 rows", "decode 7B, 64 rows, with LoRA", "decode --model 7b --base nvfp4 --rows 64"),
+    ("decoding", "14B, 64 rows", "decode 14B, 64 rows, with LoRA", "decode --model 14b --base nvfp4 --rows 64"),
+    ("decoding", "32B, 8 rows", "decode 32B, 8 rows, with LoRA", "decode --model 32b --base nvfp4 --rows 8"),
+    ("training", "7B update, 8 x 1024 tokens, LoRA 32", "update of 7B, 8 x 1024 tokens, layers recomputed", "update"),
+    ("training", "7B step, 64 completions of 512", "GRPO step of 7B, 64 completions of 512 tokens", "step --prompts 8"),
+    ("recipes", "GSM8K, 7B: a rollout of 512 and its 4 updates, 1 % at the limit",
+     "the GSM8K recipe at 7B: a rollout of 512 completions and four updates", ""),
+    ("training", "32B step, 1 x 8 x 512, LoRA 16", "GRPO step of 32B, 8 completions of 512 tokens",
+     "step --model 32b --rank 16 --prompts 1 --pool-gib 78"),
+    ("training", "72B step, 1 x 4 x 1024, LoRA 16", "GRPO step of 72B, 4 completions of 1024 tokens",
+     "step --model 72b --rank 16 --prompts 1 --group 4 --completion 1024 --steps 2"),
+    ("tiny", "quickstart: held-out accuracy after 50 steps", "the quickstart: accuracy on unseen problems", ""),
+)  # fmt: skip
+DEVICES = {"32B step, 1 x 8 x 512, LoRA 16": "NVIDIA H100", HIGHLIGHTS[-1][1]: "CPU, two cores"}
 
 
 def read(path: pathlib.Path) -> list[dict]:
@@ -123,14 +73,6 @@ def read(path: pathlib.Path) -> list[dict]:
             )
         lines.append(line)
     return lines
-
-
-def number(value: object) -> float | None:
-    """Returns a value as a number, or None if it is not one."""
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return None
 
 
 def shown(value: object) -> str:
@@ -208,21 +150,17 @@ def page(lines: list[dict]) -> str:
 def results(lines: list[dict]) -> str:
     """Returns the table of the README: the measurement, its baseline, its device, and the command."""
     rows = [["what", "ours", "baseline", "device", "command"]]
-    for item in HIGHLIGHTS:
-        key = (item.table, item.name, item.device)
-        (line,) = (line for line in lines if (line["table"], line["name"], line["device"]) == key)
+    for table_, name, text, options in HIGHLIGHTS:
+        device, of_name = DEVICES.get(name, "NVIDIA H200"), (table_, name)
+        alike = [line for line in lines if (line["table"], line["name"]) == of_name]
+        (line,) = (line for line in alike if line["device"] == device)
         # The baseline may be recorded with the same measurement on another device.
-        beside_lines = [line, *(e for e in lines if (e["table"], e["name"]) == key[:2])]
-        other = next((e for e in beside_lines if e["baseline"] is not None), None)
+        other = next((e for e in [line, *alike] if e["baseline"] is not None), None)
         unit = "" if line["unit"] == "accuracy" else f" {line['unit']}"
-        beside = ""
-        if other is not None:
-            beside = f"{shown(other['baseline_value'])}{unit} ({other['baseline']})"
+        beside = f"{shown(other['baseline_value'])}{unit} ({other['baseline']})" if other else ""
+        command = f"python -m scripts.bench {options}" if options else line["command"]
         value = f"**{shown(line['value'])}**{unit}"
-        again = item.command or line["command"]
-        rows.append(
-            [item.text, value, beside, line["device"].removeprefix("NVIDIA "), f"`{again}`"]
-        )
+        rows.append([text, value, beside, device.removeprefix("NVIDIA "), f"`{command}`"])
     return markdown(rows)
 
 
@@ -235,27 +173,16 @@ def readme(lines: list[dict]) -> str:
 # The table of check_device
 
 CHECKED = DOCS / "checked.md"
+CHECKED_TEMPLATE = pathlib.Path(__file__).with_name("checked_page.md")
 CHECKED_SOURCE = DOCS / "measured" / "check_device.jsonl"
 # What is kept of a run of a case, and what is kept with two digits.
 SHOWN = ("device", "kernels", "jax", "driver", "date", "ok", "error", "fused", "seconds")
 ROUNDED = ("difference", "effect")
-CHECKED_HEAD = """\
-# Every path, case by case
-
-What `python -m scripts.check_device` found on a card: formats, families, shapes, losses, noise, sampling, exports, in 107 combinations in
-which each pair of values occurs. Each case trains a small random model for two or three rollouts, and then runs the stage that it names
-(`then=`). A value that is not named is the default. `scripts/make_benchmarks.py` writes this page. [What ran where](verified.md) lists
-everything else that was run.
-
-- *difference*: mean |difference| of log-probabilities of sampler and trainer, in nats. The limit is .05, and 1e-4 in float32.
-- *effect*: the same between the trained policy with its adapter and without, which must not be 0.
-- *fused*: whether the fused layers sampled it.
-"""
 
 
 def checked_page(files: list[list[dict]]) -> str:
     """Returns the page: a table for each file."""
-    parts = [CHECKED_HEAD]
+    parts = [CHECKED_TEMPLATE.read_text()]
     for rows in files:
         first, passed = rows[0], sum(row["ok"] for row in rows)
         dates = sorted({row["date"] for row in rows})

@@ -27,91 +27,6 @@ from qerl_jax.system.checked import Count, Rule, all_sections, sections
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 _COUNT = typing.get_args(Count)[1].text
 SECTIONS = {"": config.RunConfig} | all_sections(config.RunConfig)
-CONFIG_HEAD = """\
-# Configuration
-
-Every field of a run. `scripts/make_reference.py` writes this page from the dataclasses in
-[config/](../qerl_jax/config/__init__.py): change the docstrings there.
-
-A run is described by one TOML file. A section is a table of that file, a field is a key:
-
-```toml
-output_dir = "runs/mine"
-max_steps = 100
-
-[model]
-model_name_or_path = "Qwen/Qwen2.5-7B-Instruct"
-
-[data]
-dataset = "gsm8k"
-
-[rewards]
-functions = ["accuracy_reward"]
-```
-
-The three sections above are needed, and `output_dir`, and either `max_steps` or `num_train_epochs`. Everything else has
-the default that stands below.
-
-On the command line a field is an option, with `-` or `_` in its name: `qerl train my.toml --optim.learning-rate 2e-5`.
-
-- A list is given as words: `--rewards.functions my_rewards.py:right format_reward`.
-- A table is given as pairs of words: `--data.columns prompt problem answer gold`.
-- Tables whose values may have any type (`model.chat_template_kwargs`, `rewards.options`, `tools.environment_options`) can
-  only be given in a file or in Python.
-- True and false are words too: `--lora.train-norms true`.
-- A section that a run need not have, such as `[noise]`, `[eval]`, `[tools]` or `[grpo.entropy]`, is off where it is absent.
-  `--noise None` switches it off, and an option of it, such as `--grpo.entropy.coef 0.01`, on.
-
-In Python, `qerl_jax.train(config, optim={"learning_rate": 2e-5})` does the same.
-
-The run folder gets `config.toml`, with all defaults written out. An unknown field, a wrong type or an impossible value is
-one line that names the field, the value and the rule, before anything is loaded.
-
-## Tiers
-
-Each field has a tier. `qerl train CONFIG --help` shows it too, and a run that sets fields beyond the core says so in a line at
-its start.
-
-| tier | what is known |
-| --- | --- |
-| core | a recipe in `configs/` sets the field, and runs with it were measured ([results](results.md), [benchmarks](benchmarks.md)) |
-| verified | it ran on a card ([what ran where](verified.md)), and its effect is known |
-| experimental | it works, as tests show, but its effect was not measured |
-
-Some values of a core field are experimental: they stand beside its tier. A field that only says where something is, what is written
-or how long a run is has no effect to measure: it is core if a recipe sets it, else verified. Fields become core by
-[one measured run](../CONTRIBUTING.md#core-and-edge).
-
-## Fields that are changed most
-
-| you want | fields |
-| --- | --- |
-| another model, or a base of another precision | `model.model_name_or_path`, `model.weights` |
-| other problems, another instruction | `data.dataset`, `data.columns`, `data.system_prompt` |
-| another reward | `rewards.functions`, `rewards.weights` |
-| longer answers | `rollout.max_completion_length` |
-| more completions of a problem | `rollout.num_generations` |
-| more completions in an update | `optim.per_device_train_batch_size`, `optim.gradient_accumulation_steps` |
-| several updates for each rollout | `rollout.generation_batch_size` or `rollout.steps_per_generation`, `grpo.num_iterations` |
-| faster or more careful learning | `optim.learning_rate`, `lora.rank` |
-| another loss, a KL term | `grpo.loss_type`, `grpo.epsilon_high`, `grpo.reference.beta` |
-| no noise, or stronger noise | `--noise None`, `noise.sigma_start` |
-| to measure accuracy during the run | `eval.eval_steps`, `eval.num_problems`, `eval.reward` |
-| a longer run | `max_steps` or `num_train_epochs` |
-| a run that fits into less memory | `qerl plan` names the fields that save enough ([memory](performance.md#memory)) |
-"""
-CLI_HEAD = """\
-# Command line
-
-Every command of `qerl`. `scripts/make_reference.py` writes this page from the commands: change their docstrings in
-[qerl_jax/cli](../qerl_jax/cli/main.py).
-
-- `qerl COMMAND --help` shows the same in the terminal.
-- `--debug`, with any command, shows the traceback of an error.
-- [Exit codes](reliability.md#exit-codes): 0 done, 1 a fault of the program, 2 something to correct, 3 a run that has learned
-  nothing, or a filter that kept nothing, 4 another process of the run has ended, 130 and 143 ended by a signal, 141 nobody
-  reads the output any more.
-"""
 
 
 def described(text: str, heading: str) -> dict[str, str]:
@@ -212,13 +127,6 @@ def section(name: str, cls: type) -> str:
     return f"## {title}\n\n{linked(summary)}\n\n{table(head, rows)}"
 
 
-def configuration() -> str:
-    """Returns docs/configuration.md."""
-    return (
-        "\n\n".join([CONFIG_HEAD.rstrip(), *(section(*each) for each in SECTIONS.items())]) + "\n"
-    )
-
-
 def _rows(function: typing.Callable) -> tuple[list[str], list[tuple[str, ...]]]:
     """Returns the names of a command's positional arguments, and a row for each of its options."""
     texts = described(function.__doc__, "Args")
@@ -294,9 +202,20 @@ def command(name: str, function: typing.Callable) -> str:
     return "\n\n".join(parts)
 
 
+def configuration() -> str:
+    """Returns docs/configuration.md."""
+    return _page("configuration", [section(*item) for item in SECTIONS.items()])
+
+
 def cli() -> str:
     """Returns docs/cli.md."""
-    return "\n\n".join([CLI_HEAD.rstrip(), *(command(*item) for item in COMMANDS.items())]) + "\n"
+    return _page("cli", [command(*item) for item in COMMANDS.items()])
+
+
+def _page(name: str, parts: list[str]) -> str:
+    """Returns a page: the fixed text beside this script, with parts in the place of its last line."""
+    text = pathlib.Path(__file__).with_name(f"{name}_page.md").read_text()
+    return re.sub(r"\{\{\w+\}\}", lambda _: "\n\n".join(parts), text)
 
 
 PAGES = {DOCS / "configuration.md": configuration, DOCS / "cli.md": cli}
