@@ -68,6 +68,7 @@ class Benchmark:
         rounds: Default number of rounds.
         timeout: Default limit of compiling and of a round, in seconds.
         environment: Environment variables of a case's process.
+        disagreements: What is wrong with the rows of all cases beside each other, a line for each error.
     """
 
     prepare: Callable[[SimpleNamespace], Callable[[Tell], None]]
@@ -80,6 +81,7 @@ class Benchmark:
     rounds: int = 3
     timeout: int = 240
     environment: Callable[[Case], dict[str, str]] = lambda case: {}
+    disagreements: Callable[[Sequence[dict[str, Any]]], list[str]] = lambda rows: []
 
 
 def benchmarks() -> dict[str, Benchmark]:
@@ -235,13 +237,13 @@ def run_child(name: str, case: Case) -> None:
 
 
 def run(name: str, benchmark: Benchmark, chosen: Sequence[Case], args: argparse.Namespace) -> bool:
-    """Measures the cases of a benchmark and prints the table. Returns whether all were measured."""
+    """Measures the cases of a benchmark and prints the table. Returns whether all were measured, and agree."""
     told = [axis for axis in ("env", *benchmark.axes) if len({str(c[axis]) for c in chosen}) > 1]
     print(f"\n{name}: " + ", ".join(f"{k} {v}" for k, v in chosen[0].items() if k not in told))
     head = [*told, "round", *benchmark.shows]
     print(f"| {' | '.join(head)} |\n|{' --- |' * len(head)}", flush=True)
     values: dict[str, list[float]] = {}
-    good = True
+    rows, good = [], True
     how = {"rounds": args.rounds or benchmark.rounds, "timeout": args.timeout or benchmark.timeout}
     for wave in itertools.batched(chosen, args.together):
         for case, number, result in measured(name, wave, benchmark, **how):
@@ -251,6 +253,7 @@ def run(name: str, benchmark: Benchmark, chosen: Sequence[Case], args: argparse.
                 print(f"| {' | '.join(label)} | failed, or killed after {how['timeout']} s |")
                 continue
             row = {"benchmark": name, **case, "round": number, **result}
+            rows.append(row)
             if args.out:
                 with args.out.open("a") as file:
                     file.write(json.dumps(row) + "\n")
@@ -258,8 +261,9 @@ def run(name: str, benchmark: Benchmark, chosen: Sequence[Case], args: argparse.
             print(f"| {' | '.join(cells)} |", flush=True)
             values.setdefault(json.dumps(case), []).append(row[benchmark.metric])
     medians = {text: statistics.median(numbers) for text, numbers in values.items()}
-    print(*ratios(benchmark, medians, told), sep="\n", flush=True)
-    return good
+    wrong = benchmark.disagreements(rows)
+    print(*ratios(benchmark, medians, told), *wrong, sep="\n", flush=True)
+    return good and not wrong
 
 
 def ratios(benchmark: Benchmark, medians: Mapping[str, float], told: Sequence[str]) -> list[str]:

@@ -452,6 +452,25 @@ def scaling(case: SimpleNamespace) -> Callable[[Tell], None]:
     return measure
 
 
+def disagreements(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """How cases of strong scaling differ from the same with the fewest devices, a line for each error.
+
+    Texts and rewards may differ: with another batch size a last bit can change a token.
+    """
+    lines, first = [], {}
+    for row in sorted(rows, key=lambda row: row["devices"]):
+        if row["how"] != "strong":
+            continue
+        base = first.setdefault(tuple(row[axis] for axis in ("env", *_RECIPE_AXES)), row)
+        pair = f"{row['devices']} devices and {base['devices']} disagree:"
+        if row["sampled"] != base["sampled"]:
+            lines.append(f"{pair} {row['sampled']} tokens in a step instead of {base['sampled']}")
+        elif row["mismatch"] > _FACTOR * base["mismatch"] + _NATS:
+            apart = f"{row['mismatch']:.3g} nats instead of {base['mismatch']:.3g}"
+            lines.append(f"{pair} trainer and sampler differ by {apart}")
+    return lines
+
+
 def training_layer(case: SimpleNamespace) -> Callable[[Tell], None]:
     """A layer in training with attention: forward pass, dX and the gradients of adapter and norms.
 
@@ -563,6 +582,7 @@ BENCHMARKS = {
         rounds=1,
         timeout=300,
         environment=devices_of,
+        disagreements=disagreements,
     ),
     "training_layer": Benchmark(
         training_layer,

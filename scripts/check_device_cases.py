@@ -64,7 +64,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "ending": ("eos", "stop", "ignore_eos"),
     "cache": ("ample", "tokens", "fraction"),
     "compact": (True, False),
-    "drafts": ("off", "auto"),
+    "drafts": ("off", "always"),  # completions are too short for "auto" to make some
     # Longest completion: shorter than a chunk and a cache page, or several of both.
     "tokens": (8, 72),
     "rewards": ("ids", "stock", "each"),  # one; several; several, each normalized separately
@@ -167,7 +167,7 @@ _IMPOSSIBLE: tuple[tuple[dict[str, tuple[Any, ...]], str], ...] = (
         {"bounds": ("icepop",), "old": ("behaviour", "recompute")},
         "IcePop is a correction of importance sampling",
     ),
-    ({"compact": (False,), "drafts": ("auto",)}, "drafts need a batch that shrinks"),
+    ({"compact": (False,), "drafts": ("always",)}, "drafts need a batch that shrinks"),
     ({"cut": ("tokens",), "loss": ("bnpo",)}, "bnpo's value depends on the micro-batches"),
     (
         {"cut": ("tokens",), "ending": ("stop",), "tokens": (72,)},

@@ -23,7 +23,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 from scripts import check_device_cases as cases
 from scripts.check_device_cases import Case
@@ -340,38 +339,6 @@ def has_kernels() -> bool:
     return runtime.unless_hopper() is None or runtime.unless_portable() is None
 
 
-class _Eager:
-    """A control that always makes drafts, however few are right."""
-
-    def __init__(self):
-        from qerl_jax.generation.draft_control import Record
-
-        self.record = Record()
-
-    def positions(self, slots: int, live: int) -> int:
-        return 2 * slots
-
-    def odds(self) -> Any:
-        import numpy as np
-
-        from qerl_jax.generation.draft_search import KINDS
-
-        return np.ones(KINDS, np.float32)
-
-    def learn(self, *chunk: Any) -> None:
-        self.record.add(*chunk)
-
-
-@contextlib.contextmanager
-def eager_drafts() -> Iterator[None]:
-    """Lets drafts begin at once: completions of a case are too short, and too random, for them to pay."""
-    from qerl_jax.generation import draft_control, engine
-
-    how = functools.partial(draft_control.Drafting, control=_Eager, least_limit=1)
-    with mock.patch.object(engine, "Drafting", how):
-        yield
-
-
 # A case ---------------------------------------------------------------------------------------------
 
 
@@ -402,7 +369,7 @@ def run(case: Case, folder: pathlib.Path, stages: Stages) -> dict[str, Any]:
             qerl("quantize", original, base, "--format", form, "--method", method, *calibration)
     table = cases.run_config(case, str(base), str(folder / "run"), **device)
     path = _write_config(folder / "run.toml", table)
-    with stages("train"), eager_drafts():
+    with stages("train"):
         if case["then"] == "resume":
             message = _killed_and_resumed(path, folder / "run", cases.updates_per_rollout(case))
         else:
@@ -543,7 +510,7 @@ def check_metrics(case: Case, rows: list[dict[str, Any]]) -> dict[str, Any]:
             results["kl"] > 0,
             f"kl: got {results['kl']}; must be above 0 for an adapter that has learned",
         )
-    is_drafted = case["drafts"] == "auto" and case["rows"] <= 32 and case["then"] != "resume"
+    is_drafted = case["drafts"] == "always" and case["rows"] <= 32 and case["then"] != "resume"
     if is_drafted and has_hopper_kernels():
         accepted = [row.get("drafts/accepted_per_call", 0) for row in learned]
         require(

@@ -201,6 +201,31 @@ def test_the_environment_of_a_case_is_compared(monkeypatch, capsys):
     assert "env A=1: ms 1, 1.000 of no variable" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({}, ""),
+        ({"mismatch": 0.0149}, ""),
+        ({"mismatch": 0.0151}, "trainer and sampler differ by 0.0151 nats instead of 0.01"),
+        ({"sampled": 99}, "99 tokens in a step instead of 100"),
+        ({"sampled": 99, "how": "weak"}, ""),
+    ],
+)
+def test_scaling_fails_where_several_devices_sample_or_score_otherwise(
+    monkeypatch, capsys, changes, error
+):
+    """A measured case has what `changes` say on two devices."""
+    usual = {"tokens_per_s": 1.0, "sampled": 100, "mismatch": 0.01}
+    measure = lambda child: usual | (changes if child.case["devices"] == 2 else {})
+    monkeypatch.setattr(FakeChild, "wait_until_ready", lambda child: True)
+    monkeypatch.setattr(FakeChild, "measure", measure)
+    monkeypatch.setattr(bench, "Child", FakeChild)
+    how = changes.get("how", "strong")
+    assert bench.main(["scaling", "--devices", "2", "1", "--how", how]) == bool(error)
+    shown = capsys.readouterr().out
+    assert ("disagree" in shown) == bool(error) and error in shown
+
+
 @pytest.mark.process
 def test_a_process_measures_a_case_and_one_that_takes_too_long_is_killed(tmp_path):
     out = tmp_path / "rows.jsonl"

@@ -49,7 +49,7 @@ TopP = Annotated[float, Rule(lambda p: 0 < p <= 1, "must be in (0, 1]")]
 RepetitionPenalty = Annotated[float, Rule(lambda x: x > 0, "must be positive (1 is off)")]
 PromptTemplate = Annotated[str, Rule(lambda text: "{prompt}" in text, 'must contain "{prompt}"')]
 # Whether drafts are made.
-Drafts = Literal["auto", "off"]
+Drafts = Literal["auto", "always", "off"]
 # The linears of a layer, as Hugging Face names them.
 Linear = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 _LINEARS = get_args(Linear)
@@ -349,7 +349,8 @@ class RolloutConfig(Checked, section="rollout."):
             checks tokens that were found in completions of the same rollout, or in the prompt's completions when it
             was last sampled, and keeps those that are right. No
             token's distribution changes. There are none without a Hopper GPU, without `compact`, with
-            `deterministic`, or if `max_completion_length` is below 512. "off": none.
+            `deterministic`, or if `max_completion_length` is below 512. "always" makes them in
+            every step and for every length, even where they do not pay, to check them. "off": none.
         steps_per_generation: `generation_batch_size` as a number of micro-batches
             (optim.per_device_train_batch_size rows each); give one of the two.
     """
@@ -389,7 +390,7 @@ class RolloutConfig(Checked, section="rollout."):
         | None
     ) = experimental(None)
     ignore_eos: bool = verified(False)
-    drafts: Drafts = core("auto")
+    drafts: Drafts = core("auto", experimental=("always",))
     steps_per_generation: Count | None = experimental(None)
 
     def _across(self):

@@ -195,6 +195,22 @@ class Auto:
         return live + float(space @ chances[order])
 
 
+class Always(Auto):
+    """Uses drafts in every chunk, however few are right.
+
+    Args:
+        tokens: Tokens of a step; None means two for each row.
+    """
+
+    def __init__(self, tokens: int | None = None):
+        super().__init__()
+        self._tokens = tokens
+
+    def positions(self, slots: int, live: int) -> int:
+        """See `Control`."""
+        return max(self._tokens or 2 * slots, slots)
+
+
 @dataclasses.dataclass(frozen=True)
 class Drafting:
     """Options of drafting.
@@ -211,6 +227,11 @@ class Drafting:
     most_rows: int = 32
     least_limit: int = 512
     most_positions: int = _STEPS[-1]
+
+    @classmethod
+    def named(cls, name: str) -> "Drafting | None":
+        """Returns the options that a value of `rollout.drafts` stands for; None for no drafts."""
+        return {"auto": cls(), "always": cls(Always, least_limit=1), "off": None}[name]
 
     def tokens_of_a_step(self, limit: int) -> int:
         """Returns the most tokens that a step may run, given the rows' limit in tokens; 0 for no drafts."""

@@ -152,7 +152,7 @@ class Engine:
             **options: Further arguments of the engine.
         """
         # Step times have only been measured with the Hopper kernels.
-        drafts = Drafting() if params.drafts == "auto" and not runtime.unless_hopper() else None
+        drafts = None if runtime.unless_hopper() else Drafting.named(params.drafts)
         return cls(
             model,
             EngineSpec(tokenizer.num_tokens, params, chunk, entropies),

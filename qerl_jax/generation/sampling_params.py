@@ -65,7 +65,7 @@ class SamplingParams(Checked):
         stop: Texts before which a completion ends; they are not part of it.
         ignore_eos: Go on after the end token.
         drafts: "auto" makes drafts on a Hopper GPU where at most 32 rows are left that may get 512 tokens or more, and
-            drafts are expected to pay (`rollout.drafts`); "off" makes none.
+            drafts are expected to pay (`rollout.drafts`); "always" makes them even if not, "off" makes none.
         seed: Random seed for sampling; or one for each prompt, which then gets the same completions beside
             any other prompts (another batch size rounds differently, which now and then changes a token).
     """

@@ -602,9 +602,9 @@ def _sampling(
     longest = cfg.data.max_prompt_length - 1 + cfg.rollout.max_completion_length
     tokens, fraction = cfg.rollout.kv_cache_tokens, cfg.rollout.kv_cache_fraction
     page = kv_cache.PAGE_SIZE
-    positions = 0
-    if cfg.drafts == "auto" and cfg.rollout.compact:
-        positions = Drafting().tokens_of_a_step(cfg.rollout.max_completion_length)
+    drafts, positions = Drafting.named(cfg.drafts), 0
+    if drafts is not None and cfg.rollout.compact:
+        positions = drafts.tokens_of_a_step(cfg.rollout.max_completion_length)
     demand = kv_capacity.Demand(
         arch,
         rows=rows,

@@ -252,6 +252,7 @@ def test_a_config_makes_drafts_on_a_hopper_gpu_only():
     assert made("auto") is None
     with runtime.on(runtime.H200):
         assert made("auto") == Drafting() and made("off") is None
+        assert made("always").tokens_of_a_step(8) and made("always").control().positions(9, 1) == 18
     with runtime.on(dataclasses.replace(runtime.H200, compute_capability="8.9")):
         assert made("auto") is None
 
