@@ -21,22 +21,22 @@ import json
 import pathlib
 import random
 import re
+import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import optax
 import tokenizers
-from safetensors.numpy import save_file
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from qerl_jax.checkpoint.hf_folder import TINY
+from qerl_jax.checkpoint.hf_folder import TINY, export_model
 from qerl_jax.data import arithmetic, tokenizer
 from qerl_jax.model import logprobs
-from qerl_jax.model.architecture import Architecture, from_hf
+from qerl_jax.model.architecture import from_hf
 from qerl_jax.model.transformer import Transformer, head, random_base
 
 CONFIG = {
@@ -207,36 +207,8 @@ def train(model, weights, tokens, shares, *, seed, steps, peak):
     return weights
 
 
-def hf_tensors(weights, arch: Architecture):
-    """Converts the stacked, fused tree to tensors with Hugging Face's names, in bfloat16."""
-    tensors = {
-        "model.embed_tokens.weight": weights["embed_tokens"],
-        "model.norm.weight": weights["norm"]["scale"],
-    }
-    for index in range(arch.num_layers):
-        layer = jax.tree.map(lambda x: x[index], weights["layers"])  # noqa: B023
-        prefix = f"model.layers.{index}."
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{prefix}{name}.weight"] = layer[name]["scale"]
-        for linear, parent in {
-            "qkv": "self_attn",
-            "o": "self_attn",
-            "gate_up": "mlp",
-            "down": "mlp",
-        }.items():
-            parts = arch.linears()[linear]
-            ends = np.cumsum([size for _, size in parts])[:-1]
-            for key in ("weight", "bias"):
-                if key in layer[linear]:
-                    for (part, _), value in zip(
-                        parts, np.split(np.asarray(layer[linear][key]), ends), strict=True
-                    ):
-                        tensors[f"{prefix}{parent}.{part}.{key}"] = value
-    return {name: np.asarray(value).astype(ml_dtypes.bfloat16) for name, value in tensors.items()}
-
-
 def main():
-    """Trains both phases and writes config.json and model.safetensors beside the tokenizer."""
+    """Trains both phases and writes the model's folder."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, default=TINY)
     parser.add_argument("--skill-steps", type=int, default=2000)
@@ -266,9 +238,13 @@ def main():
             np.savez(args.skill, *jax.tree.leaves(weights))
     weights = train(model, weights, tokens, MANNERS, seed=2, steps=args.manners_steps, peak=1.5e-3)
 
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
-    save_file(hf_tensors(weights, arch), args.out / "model.safetensors", metadata={"format": "pt"})
+    with tempfile.TemporaryDirectory() as name:
+        source = pathlib.Path(name)
+        (source / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
+        for file in TINY.glob("tokenizer*"):
+            shutil.copy(file, source)
+        model = Transformer(arch, "bfloat16", None, jnp.bfloat16)
+        export_model(args.out, model, weights, source)
     print(f"wrote {args.out}")
 
 
