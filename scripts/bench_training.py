@@ -265,16 +265,6 @@ def problems() -> list[Problem]:
     ]
 
 
-def with_field(cfg: Any, path: str, value: str) -> Any:
-    """A config with one changed field, such as "rollout.max_concurrent" set to "128" (JSON, or else a text)."""
-    name, _, rest = path.partition(".")
-    if rest:
-        return dataclasses.replace(cfg, **{name: with_field(getattr(cfg, name), rest, value)})
-    with contextlib.suppress(json.JSONDecodeError):
-        value = json.loads(value)
-    return dataclasses.replace(cfg, **{name: value})
-
-
 def recipe_config(case: SimpleNamespace, devices: int = 1, factor: int = 1) -> config.RunConfig:
     """The config of a shipped recipe, on a random base unless the config is SmolLM2's.
 
@@ -283,30 +273,38 @@ def recipe_config(case: SimpleNamespace, devices: int = 1, factor: int = 1) -> c
         devices: Number of devices.
         factor: How many times as many completions.
     """
-    cfg = config.load(ROOT / "configs" / f"{case.config}.toml")
-    if case.smollm2:
-        model = dataclasses.replace(cfg.model, model_name_or_path=case.smollm2)
-        cfg = dataclasses.replace(cfg, model=model)
-    else:
-        changes = {"tokenizer_name_or_path": TINY, "random_base": True}
-        changes["model_name_or_path"] = known_name(case.model or cfg.model.model_name_or_path)
-        model = dataclasses.replace(cfg.model, **changes)
-        rewards = config.RewardConfig(("token_hash_reward",))
-        cfg = dataclasses.replace(cfg, model=model, rewards=rewards)
+    path = ROOT / "configs" / f"{case.config}.toml"
+    cfg, table = config.load(path), config.read_table(path)
+    name = case.smollm2 or known_name(case.model or cfg.model.model_name_or_path)
+    table["model"]["model_name_or_path"] = name
+    if not case.smollm2:
+        table["model"] |= {"tokenizer_name_or_path": TINY, "random_base": True}
+        table["rewards"] = {"functions": ["token_hash_reward"]}
     if case.completions or factor > 1:
         count = cfg.updates_per_rollout
         rows = factor * (case.completions or cfg.generation_batch_size)
         batch = min(rows // count, cfg.optim.per_device_train_batch_size)
-        sizes = {"per_device_train_batch_size": batch}
-        sizes["gradient_accumulation_steps"] = rows // count // batch
-        optim = dataclasses.replace(cfg.optim, **sizes)
-        rollout = dataclasses.replace(cfg.rollout, generation_batch_size=rows)
-        changes = {"max_steps": count, "num_train_epochs": None}
-        cfg = dataclasses.replace(cfg, rollout=rollout, optim=optim, **changes)
-    cfg = dataclasses.replace(cfg, mesh=config.MeshConfig(devices))
-    for field in case.set:
-        cfg = with_field(cfg, *field.split("=", 1))
-    return cfg
+        table["optim"] |= {"per_device_train_batch_size": batch}
+        table["optim"] |= {"gradient_accumulation_steps": rows // count // batch}
+        table["rollout"]["generation_batch_size"] = rows
+        table["max_steps"] = count
+        table.pop("num_train_epochs", None)
+    table["mesh"] = {"data": devices}
+    for change in case.set:
+        set_field(table, *change.split("=", 1))
+    return config.from_table(config.RunConfig, table)
+
+
+def set_field(table: dict[str, Any], path: str, value: str) -> None:
+    """Sets a field such as "rollout.max_concurrent" to "128" (JSON, or else a text); "null" removes it."""
+    *sections, name = path.split(".")
+    for section in sections:
+        table = table.setdefault(section, {})
+    with contextlib.suppress(json.JSONDecodeError):
+        value = json.loads(value)
+    table[name] = value
+    if value is None:
+        del table[name]
 
 
 @contextlib.contextmanager
