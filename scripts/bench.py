@@ -20,7 +20,6 @@ the library is replaced by another.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import datetime
 import importlib
@@ -29,19 +28,17 @@ import json
 import os
 import pathlib
 import shlex
-import signal
 import statistics
-import subprocess
 import sys
-import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from scripts.check_device import Lost, Worker, answering
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 MODULES = ("bench_sampling", "bench_training", "bench_kernels")
-# Lines of a child: it has compiled all and waits for its turn, and it has measured a round.
-READY, DONE = "READY", "DONE"
 # A copy within an H200 reaches 4.3 of its nominal 4.8 TB/s; other cards are taken to reach the same share.
 REACHED = 4.3 / 4.8
 # Operations per second that JAX reaches on an H200, in a product of 8192^3 in bfloat16.
@@ -138,66 +135,38 @@ class Child:
 
     def __init__(self, name: str, case: Case, variables: Mapping[str, str], timeout: float):
         self.case, self._timeout = case, timeout
-        command = [sys.executable, "-m", "scripts.bench", name, "--child", json.dumps(case)]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         environment = {**os.environ, **variables}
         paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(paths)
-        self._process = subprocess.Popen(
-            command, env=environment, start_new_session=True, cwd=ROOT, **pipes
-        )
-        self._start_timer()
+        command = [sys.executable, "-m", "scripts.bench", name, "--child", json.dumps(case)]
+        self._worker = Worker(command, environment)
+        self._deadline = time.monotonic() + timeout
 
     def wait_until_ready(self) -> bool:
         """Waits until the process has compiled all. False if it has ended."""
-        return self._rows_until(READY) is not None
+        return self._heard(lambda: self._worker.listen(self._deadline - time.monotonic()))
 
     def measure(self) -> dict[str, Any] | None:
-        """Lets the process measure a round. Returns its last row; None if there is none, or the process has ended."""
-        self._start_timer()
-        try:
-            self._process.stdin.write("\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            return None
-        rows = self._rows_until(DONE, or_end=True)
-        return rows[-1] if rows else None
+        """Lets the process measure a round. Returns its last row; None if there is none."""
+        self._heard(lambda: self._worker.ask("", self._timeout))
+        return self._worker.at.get("row")
 
     def ended(self) -> bool:
         """Whether the process has ended, which it should only do when it is killed."""
-        return self._process.poll() is not None
-
-    def kill(self) -> None:
-        """Ends the process, which is not in this one's group and would go on."""
-        self._timer.cancel()
-        if not self.ended():
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        return self._worker.has_ended()
 
     def close(self) -> None:
-        """Ends the process, if it has not ended, and closes its pipes."""
-        self.kill()
-        self._process.stdout.close()
-        with contextlib.suppress(BrokenPipeError):  # a line that the process did not read
-            self._process.stdin.close()
+        """Ends the process, if it has not ended."""
+        self._worker.kill()
 
-    def _start_timer(self) -> None:
-        self._timer = threading.Timer(self._timeout, self.kill)
-        self._timer.daemon = True
-        self._timer.start()
-
-    def _rows_until(self, mark: str, *, or_end: bool = False) -> list[dict[str, Any]] | None:
-        rows = []
-        for line in self._process.stdout:
-            if line.strip() == mark:
-                self._timer.cancel()
-                return rows
-            if line.startswith("ROW "):
-                rows.append(json.loads(line[4:]))
-            else:
-                print(line, end="", flush=True)
-        self._timer.cancel()
-        return rows if or_end else None
+    def _heard(self, answer: Callable[[], Any]) -> bool:
+        try:
+            answer()
+        except Lost as error:
+            print(error, flush=True)
+            self._worker.kill()
+            return False
+        return True
 
 
 def measured(
@@ -229,11 +198,12 @@ def measured(
 
 def run_child(name: str, case: Case) -> None:
     """Measures a case in this process: a round for each line of the input."""
+    answer = answering()
     measure = benchmarks()[name].prepare(SimpleNamespace(**case))
-    print(READY, flush=True)
+    answer({"ready": name})
     for _ in sys.stdin:
-        measure(lambda row: print("ROW " + json.dumps(about() | row), flush=True))
-        print(DONE, flush=True)
+        measure(lambda row: answer({"at": "a round", "row": about() | row}))
+        answer({"ok": True})
 
 
 def run(name: str, benchmark: Benchmark, chosen: Sequence[Case], args: argparse.Namespace) -> bool:

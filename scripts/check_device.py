@@ -24,14 +24,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import faulthandler
 import importlib.metadata
 import json
 import os
 import pathlib
 import re
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -39,16 +37,14 @@ import tempfile
 import threading
 import time
 import tomllib
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from scripts import check_device_cases as cases
 from scripts.check_device_cases import Case
-from scripts.check_device_run import Stages, total
 
 ROOT = pathlib.Path(__file__).parents[1]
-WORKER = (sys.executable, "-m", "scripts.check_device", "--worker")
+WORKER = (sys.executable, "-m", "scripts.check_device_run")
 # These flags make XLA compile fast. It does not compile each product in dozens of tilings to time them, on a device
 # that other processes use too. It uses no Triton products, which took half of the compile time of a gradient. And a
 # process compiles on one processor.
@@ -105,10 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("write-cases", switch, "compute the list of cases again and write it"),
     ):
         parser.add_argument(f"--{option}", help=text, **traits)
-    parser.add_argument("--worker", type=pathlib.Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.worker:
-        return work(args.worker)
     if args.write_cases:
         cases.FILE.write_text(cases.text(cases.cover()))
         return 0
@@ -298,18 +291,21 @@ class Lost(Exception):
 
 
 class Worker:
-    """A worker process that answers lines, together with the processes that it starts."""
+    """A worker process that answers lines, together with the processes that it starts.
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], log: pathlib.Path):
-        with log.open("a") as file:
+    Args:
+        command: Its command.
+        env: Its environment variables.
+        log: The file for its errors, which then also gets the stack of a process that hangs; None for ours.
+    """
+
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], log: pathlib.Path | None = None
+    ):
+        with log.open("a") if log else contextlib.nullcontext() as file:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": file}
             self._process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=env,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=file,
-                start_new_session=True,
+                command, cwd=ROOT, env=env, start_new_session=True, **pipes
             )
         self._log, self._heard = log, b""
         self.at: Row = {}
@@ -360,6 +356,8 @@ class Worker:
 
     def _frames(self) -> str:
         """Makes the process write its stack to its log. Returns the innermost frames of the main thread and ours."""
+        if self._log is None:
+            return ""
         before = self._log.stat().st_size
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGUSR1)
@@ -375,6 +373,10 @@ class Worker:
             if index < 2 or str(ROOT) in path
         ]
         return "".join(f"; {frame}" for frame in frames_of_ours[:6])
+
+    def has_ended(self) -> bool:
+        """Whether the process has ended."""
+        return self._process.poll() is not None
 
     def kill(self) -> None:
         """Kills the process and its children, once."""
@@ -394,6 +396,21 @@ class Worker:
             return "the process closed its output"
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
         return f"the process ended with {how}"
+
+
+def answering() -> Callable[[Row], None]:
+    """Prepares the process of a worker. Returns a function that answers with a row.
+
+    What the process prints goes to stderr, because answers have stdout for themselves.
+    """
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(row: Row) -> None:
+        answers.write(json.dumps(row) + "\n")
+        answers.flush()
+
+    return answer
 
 
 class Table:
@@ -432,7 +449,6 @@ class Table:
         red = [row for row in rows if not row["ok"] and not row.get("not_run")]
         fused = sum(bool(row.get("fused")) for row in passed)
         print(f"\n{time.monotonic() - self._started:.0f} s; fused decoding in {fused} cases")
-        print(*by_stage(rows), sep="\n")
         if unrun:
             print("not run:", *(f"{number:03d}" for number in unrun))
         if red:
@@ -464,25 +480,10 @@ def line(row: Row) -> str:
     start = f"{'ok  ' if row['ok'] else 'FAIL'}   {row['number']:03d} {row['seconds']:8.1f}"
     if stages:
         longest = max(stages, key=lambda stage: stage["seconds"])
-        start += f"{total(stages, 'cpu'):8.1f}{total(stages, 'programs'):10d}"
-        start += f"{total(stages, 'cached'):8d}  {longest['name']} {longest['seconds']:.1f} s"
+        total = lambda name: sum(stage[name] for stage in stages)
+        start += f"{total('cpu'):8.1f}{total('programs'):10d}{total('cached'):8d}"
+        start += f"  {longest['name']} {longest['seconds']:.1f} s"
     return start if row["ok"] else f"{start}  {row['error'][:150]}"
-
-
-def by_stage(rows: Sequence[Row]) -> list[str]:
-    """Formats the time by stage: the number of each kind of stage, and means of its measurements."""
-    names = ("seconds", "cpu", "lower", "compile", "programs", "cached")
-    stages_of: dict[str, list[Row]] = {}
-    for row in rows:
-        for stage in row.get("stages", []):
-            stages_of.setdefault(stage["name"], []).append(stage)
-    if not stages_of:
-        return []
-    shown = [f"{'mean of stage':16}{'cases':>6}" + "".join(f"{name:>9}" for name in names)]
-    for name, stages in stages_of.items():
-        means = (total(stages, measured) / len(stages) for measured in names)
-        shown.append(f"{name:16}{len(stages):6d}" + "".join(f"{mean:9.1f}" for mean in means))
-    return shown
 
 
 def failures(red: Sequence[Row]) -> list[str]:
@@ -497,60 +498,6 @@ def failures(red: Sequence[Row]) -> list[str]:
         shown += [first["name"], f"     {first['error']}"]
         shown += [f"     also in{also}"] if also else []
     return shown
-
-
-# A worker -------------------------------------------------------------------------------------------
-
-
-def work(folder: pathlib.Path) -> int:
-    """Reads cases, one per line, runs them, and answers each with a line."""
-    # The package prints to stdout, so answers go to a copy of it, and stdout itself is redirected to stderr.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    from scripts import check_device_run
-
-    def answer(row: Row) -> None:
-        answers.write(json.dumps(row) + "\n")
-        answers.flush()
-
-    def begun(stages: list[Row], name: str) -> None:
-        answer({"at": name, "stages": stages})
-
-    answer({"ready": check_device_run.qerl("env")})
-    for text in sys.stdin:
-        answer(run_case(json.loads(text), folder, check_device_run.run, begun))
-    return 0
-
-
-def run_case(
-    case: Case,
-    folder: pathlib.Path,
-    do: Callable[[Case, pathlib.Path, Stages], Mapping[str, Any]],
-    on_stage: Callable[[list[Row], str], None] | None = None,
-) -> Row:
-    """Runs a case. Returns its row: its result or its error, and its stages."""
-    import gc
-
-    case_folder = folder / f"case_{case['number']:03d}"
-    shutil.rmtree(case_folder, ignore_errors=True)
-    case_folder.mkdir()
-    sys.stderr.write(f"\n=== {cases.name(case)}\n")
-    started, stages = time.monotonic(), Stages(on_stage)
-    try:
-        row = {"ok": True, **do(case, case_folder, stages)}
-    except BaseException as error:
-        sys.stderr.write(traceback.format_exc())
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        told = str(error).strip().split("\n")[0][:300]
-        row = {
-            "ok": False,
-            "error": f"{type(error).__name__}: {told}",
-            "traceback": traceback.format_exc()[-4000:],
-        }
-    gc.collect()  # so that memory in use during the next case is its own
-    return {"seconds": round(time.monotonic() - started, 1), **row, "stages": stages.rows()}
 
 
 if __name__ == "__main__":

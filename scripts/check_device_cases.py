@@ -13,8 +13,10 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import pathlib
 import random
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
@@ -94,108 +96,58 @@ _VOCABULARIES = {"mistral": 520, "smollm2": 768}  # more rows than the tokenizer
 _TIED = ("qwen2", "qwen3", "smollm2")
 
 
-def _others(name: str, value: Any) -> tuple[Any, ...]:
-    return tuple(other for other in FACTORS[name] if other != value)
+# Combinations of values that cannot be in one case, with the reason. `a|b` is one of them, `!a|b` none of them.
+_IMPOSSIBLE = """
+weights=float32 dtype=bfloat16: weights in float32 need activations in float32
+family=smollm2 group=!3: SmolLM2 has 3 queries per kv head
+family=smollm2 head=!64: SmolLM2 has heads of 64
+trains=full weights=!bfloat16|float32: packed weights have no gradient
+trains=full rank=!32: without an adapter there is no rank
+trains=full branches=!all: without an adapter there are no branches
+loss=luspo ratio=token: LUSPO weighs ratios of whole sequences
+dynamic=True rewards=each: the sum of rewards does not show whether each function gives equal rewards
+trains=full reference=base: if the base is trained, the reference is a copy
+trains=full then=peft|merged_original|merged_packed|nvfp4_packed: without an adapter there is only the trained model, in 16 bits, to pack
+trains=full then=continue: there is no adapter to continue from
+source=random then=peft|merged_original|merged_packed|nvfp4_original|nvfp4_packed: an export needs a base in a folder
+source=random then=generate: `qerl generate` reads a base from a folder
+source=rtn|awq|gptq then=merged_original|nvfp4_original: a packed folder has no original weights
+source=folder weights=bfloat16|float32 then=merged_packed|nvfp4_packed: nothing is packed
+draw=penalty|all old=behaviour: the sampler's log-probabilities do not have the penalty
+noise=off per=!rollout: there is no noise
+noise=both per=token: the trainer cannot draw noise of single tokens again
+noise=both per=sequence share_prompts=True: the trainer computes a shared prompt once
+bounds=icepop old=behaviour|recompute: IcePop is a correction of importance sampling
+compact=False drafts=always: drafts need a batch that shrinks
+cut=tokens loss=bnpo: bnpo's value depends on the micro-batches
+cut=tokens ending=stop tokens=72: completions of many lengths make micro-batches of many shapes, and each is compiled
+tools=!none ending=eos|ignore_eos: random weights seldom end a turn by themselves
+tools=!none tokens=8: a call and its reply have more tokens
+tools=!none cut=tokens: turns make completions of many lengths, too
+tools=environment rows=128|129|192|256|512: each row has its own process
+source=rtn|awq|gptq then=eval_at_ends|eval_scheduled|eval|filter|replay|resume|continue: a case has time for only one of them, and training does not depend on who packed the base
+"""
 
 
-_CALLED = _others("tools", "none")
-# Combinations of values that cannot be in one case, with the reason.
-_IMPOSSIBLE: tuple[tuple[dict[str, tuple[Any, ...]], str], ...] = (
-    (
-        {"weights": ("float32",), "dtype": ("bfloat16",)},
-        "weights in float32 need activations in float32",
-    ),
-    ({"family": ("smollm2",), "group": _others("group", 3)}, "SmolLM2 has 3 queries per kv head"),
-    ({"family": ("smollm2",), "head": _others("head", 64)}, "SmolLM2 has heads of 64"),
-    ({"trains": ("full",), "weights": PACKED}, "packed weights have no gradient"),
-    ({"trains": ("full",), "rank": _others("rank", 32)}, "without an adapter there is no rank"),
-    (
-        {"trains": ("full",), "branches": _others("branches", "all")},
-        "without an adapter there are no branches",
-    ),
-    (
-        {"loss": ("luspo",), "ratio": ("token",)},
-        "LUSPO weighs ratios of whole sequences",
-    ),
-    (
-        {"dynamic": (True,), "rewards": ("each",)},
-        "the sum of rewards does not show whether each function gives equal rewards",
-    ),
-    (
-        {"trains": ("full",), "reference": ("base",)},
-        "if the base is trained, the reference is a copy",
-    ),
-    (
-        {"trains": ("full",), "then": ("peft", *_MERGED, "nvfp4_packed")},
-        "without an adapter there is only the trained model, in 16 bits, to pack",
-    ),
-    ({"trains": ("full",), "then": ("continue",)}, "there is no adapter to continue from"),
-    (
-        {"source": ("random",), "then": EXPORTS},
-        "an export needs a base in a folder",
-    ),
-    (
-        {"source": ("random",), "then": ("generate",)},
-        "`qerl generate` reads a base from a folder",
-    ),
-    (
-        {"source": QUANTIZED, "then": ("merged_original", "nvfp4_original")},
-        "a packed folder has no original weights",
-    ),
-    (
-        {
-            "source": ("folder",),
-            "weights": ("bfloat16", "float32"),
-            "then": ("merged_packed", "nvfp4_packed"),
-        },
-        "nothing is packed",
-    ),
-    (
-        {"draw": ("penalty", "all"), "old": ("behaviour",)},
-        "the sampler's log-probabilities do not have the penalty",
-    ),
-    ({"noise": ("off",), "per": ("group", "sequence", "token")}, "there is no noise"),
-    (
-        {"noise": ("both",), "per": ("token",)},
-        "the trainer cannot draw noise of single tokens again",
-    ),
-    (
-        {"noise": ("both",), "per": ("sequence",), "share_prompts": (True,)},
-        "the trainer computes a shared prompt once",
-    ),
-    (
-        {"bounds": ("icepop",), "old": ("behaviour", "recompute")},
-        "IcePop is a correction of importance sampling",
-    ),
-    ({"compact": (False,), "drafts": ("always",)}, "drafts need a batch that shrinks"),
-    ({"cut": ("tokens",), "loss": ("bnpo",)}, "bnpo's value depends on the micro-batches"),
-    (
-        {"cut": ("tokens",), "ending": ("stop",), "tokens": (72,)},
-        "completions of many lengths make micro-batches of many shapes, and each is compiled",
-    ),
-    (
-        {"tools": _CALLED, "ending": ("eos", "ignore_eos")},
-        "random weights seldom end a turn by themselves",
-    ),
-    ({"tools": _CALLED, "tokens": (8,)}, "a call and its reply have more tokens"),
-    ({"tools": _CALLED, "cut": ("tokens",)}, "turns make completions of many lengths, too"),
-    (
-        {"tools": ("environment",), "rows": tuple(n for n in FACTORS["rows"] if n > 33)},
-        "each row has its own process",
-    ),
-    (
-        {
-            "source": QUANTIZED,
-            "then": (*_EVALUATIONS, "filter", "replay", "resume", "continue"),
-        },
-        "a case has time for only one of them, and training does not depend on who packed the base",
-    ),
-)
+def _rule(line: str) -> tuple[dict[str, tuple[Any, ...]], str]:
+    """Parses a line of `_IMPOSSIBLE`: the values of each of its factors, and the reason."""
+    parts, _, reason = line.partition(": ")
+    values = {}
+    for part in parts.split():
+        name, _, texts = part.partition("=")
+        chosen = [v for v in FACTORS[name] if str(v) in texts.removeprefix("!").split("|")]
+        assert len(chosen) == texts.count("|") + 1, f"{part}: no such value"
+        others = tuple(v for v in FACTORS[name] if v not in chosen)
+        values[name] = others if texts.startswith("!") else tuple(chosen)
+    return values, reason
+
+
+_RULES = [_rule(line) for line in _IMPOSSIBLE.strip().splitlines()]
 
 
 def impossible(case: Case) -> str | None:
     """The reason why the values of a case, or of a part of one, cannot be combined; None if they can."""
-    for values, reason in _IMPOSSIBLE:
+    for values, reason in _RULES:
         if all(case.get(name) in members for name, members in values.items()):
             return reason
     return None
@@ -613,7 +565,7 @@ _BOUNDS: dict[str, dict[str, Any]] = {
 }
 # Texts that random weights produce within a few tokens, but not in every row: one row in 16 has one.
 STOPS = ("m", "v")
-_REWARDS = "scripts.check_device_run"
+_REWARDS = "scripts.check_device_cases"
 EVEN_IDS, EVEN_FIRST, RARE, ALTERNATING = (
     f"{_REWARDS}:{name}" for name in ("even_ids", "even_first", "rare", "alternating")
 )
@@ -648,3 +600,75 @@ def draws(case: Case) -> dict[str, Any]:
     if case["draw"] == "all":
         return {name: value for option in options.values() for name, value in option.items()}
     return options.get(case["draw"], {})
+
+
+# Rewards and tools, by import path. A child process at this step waits to be killed.
+HOLD = "CHECK_DEVICE_HOLD_AT_STEP"
+
+
+def even_ids(completion_ids, trainer_state=None, **_) -> list[float]:
+    """Reward: the share of even ids. Random weights give different shares, and an adapter can learn it."""
+    _hold(trainer_state)
+    return [sum(token % 2 == 0 for token in ids) / max(1, len(ids)) for ids in completion_ids]
+
+
+def even_first(completion_ids, **_) -> list[float]:
+    """Reward: 1 if the first id is even."""
+    return [float(len(ids) > 0 and ids[0] % 2 == 0) for ids in completion_ids]
+
+
+def rare(completion_ids, trainer_state=None, **_) -> list[float]:
+    """Reward: 1 in one of four. In most groups both rows get the same, but hardly ever in all groups of a run."""
+    _hold(trainer_state)
+    return [float(sum(ids) % 4 == 0) for ids in completion_ids]
+
+
+def alternating(completion_ids, **_) -> list[float]:
+    """Reward: 0 and 1 in turns, whatever was sampled."""
+    return [float(row % 2) for row in range(len(completion_ids))]
+
+
+def count(text: str) -> str:
+    """Counts characters.
+
+    Args:
+        text: Any.
+
+    Returns:
+        Their number.
+    """
+    return str(len(text))
+
+
+class Counting:
+    """An environment that counts the calls of a row. Its reward is the count divided by the expected maximum."""
+
+    def __init__(self, most: int):
+        self.most, self.calls = most, 0
+
+    def reset(self, **row) -> None:
+        """Starts a row."""
+        self.calls = 0
+
+    def call(self, text: str) -> str:
+        """Counts a call.
+
+        Args:
+            text: Any text.
+
+        Returns:
+            The number of calls so far.
+        """
+        self.calls += 1
+        return str(self.calls)
+
+    def get_reward(self) -> float:
+        """The reward of the row."""
+        return self.calls / self.most
+
+
+def _hold(trainer_state) -> None:
+    """Waits to be killed, in a child process that has reached its step."""
+    at = os.environ.get(HOLD)
+    if at is not None and trainer_state is not None and trainer_state.global_step >= int(at):
+        time.sleep(3600)

@@ -1,4 +1,4 @@
-"""Runs one case of `scripts.check_device`: its base, its training, the stages after it, and the assertions.
+"""Runs cases of `scripts.check_device` in a process: base, training, the stages after it, and the assertions.
 
 Features run through the command line, with files in the case's own folder. Everything else uses NumPy, because each JAX
 operation outside of a program would be compiled separately.
@@ -7,8 +7,9 @@ operation outside of a program would be compiled separately.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import faulthandler
 import functools
+import gc
 import io
 import json
 import math
@@ -21,10 +22,25 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import jax
+import ml_dtypes
+import numpy as np
+import tomli_w
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from pallas_kernels import runtime
+from qerl_jax.checkpoint.policy import find_policy, load_policy
+from qerl_jax.cli import main as cli
+from qerl_jax.model import logprobs
+from qerl_jax.model.transformer import head
+from qerl_jax.tracking.logger import read_metrics
 from scripts import check_device_cases as cases
+from scripts.check_device import answering
 from scripts.check_device_cases import Case
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -32,9 +48,11 @@ ROOT = pathlib.Path(__file__).parents[1]
 LIMITS = {"bfloat16": 0.05, "float32": 1e-4}
 
 _DIFFERENCE = "sampling/sampling_logp_difference/mean"
-_HOLD = "CHECK_DEVICE_HOLD_AT_STEP"
 _CHILD_SECONDS = 180
 _PROMPTS = ("What is 12+30?", "Tom has 55 apples and sells 3. How many are left?", "7*8=")
+
+
+type Row = dict[str, Any]
 
 
 class Failed(AssertionError):
@@ -56,69 +74,42 @@ _READ = "/jax/compilation_cache/cache_hits"
 _LOGGED_SECONDS = 0.5
 
 
-@dataclasses.dataclass
-class Stage:
-    """Measurements of one stage of a case. Seconds are wall time unless stated otherwise.
-
-    Attributes:
-        name: Name of the stage, such as "train".
-        seconds: Its duration.
-        cpu: Processor seconds of this process and of its children that have ended.
-        programs: Programs that were compiled.
-        cached: Programs that were read from the cache.
-        lower: Seconds of lowering traced programs, in which Pallas kernels are made.
-        compile: Seconds of compiling programs or reading them from the cache.
-    """
-
-    name: str
-    seconds: float = 0.0
-    cpu: float = 0.0
-    programs: int = 0
-    cached: int = 0
-    lower: float = 0.0
-    compile: float = 0.0
-
-    def row(self) -> dict[str, Any]:
-        """The stage as JSON, rounded."""
-        values = dataclasses.asdict(self)
-        return {k: round(v, 1) if isinstance(v, float) else v for k, v in values.items()}
-
-
 class Stages:
     """The stages of a case in order. A JAX listener adds its measurements to the current one.
+
+    The row of a stage has its name, `seconds`, `cpu` (processor seconds of this process and of its children that have
+    ended), `programs` that were compiled, those that were `cached`, and the seconds that it took to `lower` programs,
+    in which Pallas kernels are made, and to `compile` or read them.
 
     Args:
         on_begin: Called at the start of a stage with the rows of the earlier stages and the new stage's name.
     """
 
-    def __init__(self, on_begin: Callable[[list[dict[str, Any]], str], None] | None = None):
+    def __init__(self, on_begin: Callable[[list[Row], str], None] | None = None):
         self._on_begin = on_begin
-        self._stages: list[Stage] = []
+        self._rows: list[Row] = []
         _listen()
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """A context manager for one stage. The stage is kept even if it raises."""
+        """A context manager for one stage. The stage is recorded even if it raises."""
         if self._on_begin is not None:
             self._on_begin(self.rows(), name)
-        stage = Stage(name)
-        self._stages.append(stage)
-        _current[:] = [stage]
+        row = {"name": name, "seconds": 0.0, "cpu": 0.0, "programs": 0, "cached": 0}
+        row |= {"lower": 0.0, "compile": 0.0}
+        self._rows.append(row)
+        _current[:] = [row]
         started, cpu = time.monotonic(), _cpu_seconds()
         try:
             yield
         finally:
             _current.clear()
-            stage.seconds, stage.cpu = time.monotonic() - started, _cpu_seconds() - cpu
+            row |= {"seconds": time.monotonic() - started, "cpu": _cpu_seconds() - cpu}
 
-    def rows(self) -> list[dict[str, Any]]:
-        """The rows of the stages."""
-        return [stage.row() for stage in self._stages]
-
-
-def total(rows: list[dict[str, Any]], name: str) -> float:
-    """The sum of one measurement over all stages."""
-    return sum(row[name] for row in rows)
+    def rows(self) -> list[Row]:
+        """The rows of the stages, rounded."""
+        digit = lambda value: round(value, 1) if isinstance(value, float) else value
+        return [{name: digit(value) for name, value in row.items()} for row in self._rows]
 
 
 def _cpu_seconds() -> float:
@@ -126,105 +117,33 @@ def _cpu_seconds() -> float:
     return time.process_time() + children.ru_utime + children.ru_stime
 
 
-# The current stage; empty between stages.
-_current: list[Stage] = []
+# The row of the current stage; empty between stages.
+_current: list[Row] = []
 
 
 @functools.cache
 def _listen() -> None:
     """Registers the JAX listeners, once per process, because they cannot be removed."""
-    import jax
 
     def on_duration(event: str, seconds: float, **labels: Any) -> None:
-        for stage in _current:
+        for row in _current:
             if event == _LOWERED:
-                stage.lower += seconds
+                row["lower"] += seconds
             elif event == _COMPILED:
-                stage.compile += seconds
-                stage.programs += 1
+                row["compile"] += seconds
+                row["programs"] += 1
                 if seconds > _LOGGED_SECONDS:
                     sys.stderr.write(f"compiled {labels.get('fun_name', '?')}: {seconds:.1f} s\n")
 
     def on_event(event: str, **_: Any) -> None:
-        for stage in _current:
+        for row in _current:
             if event == _READ:
                 # Its duration event also counts it as a program.
-                stage.cached += 1
-                stage.programs -= 1
+                row["cached"] += 1
+                row["programs"] -= 1
 
     jax.monitoring.register_event_duration_secs_listener(on_duration)
     jax.monitoring.register_event_listener(on_event)
-
-
-# Rewards and tools, by import path ------------------------------------------------------------------
-
-
-def even_ids(completion_ids, trainer_state=None, **_) -> list[float]:
-    """Reward: the share of even ids. Random weights give different shares, and an adapter can learn it."""
-    _hold(trainer_state)
-    return [sum(token % 2 == 0 for token in ids) / max(1, len(ids)) for ids in completion_ids]
-
-
-def even_first(completion_ids, **_) -> list[float]:
-    """Reward: 1 if the first id is even."""
-    return [float(len(ids) > 0 and ids[0] % 2 == 0) for ids in completion_ids]
-
-
-def rare(completion_ids, trainer_state=None, **_) -> list[float]:
-    """Reward: 1 in one of four. In most groups both rows get the same, but hardly ever in all groups of a run."""
-    _hold(trainer_state)
-    return [float(sum(ids) % 4 == 0) for ids in completion_ids]
-
-
-def alternating(completion_ids, **_) -> list[float]:
-    """Reward: 0 and 1 in turns, whatever was sampled."""
-    return [float(row % 2) for row in range(len(completion_ids))]
-
-
-def count(text: str) -> str:
-    """Counts characters.
-
-    Args:
-        text: Any.
-
-    Returns:
-        Their number.
-    """
-    return str(len(text))
-
-
-class Counting:
-    """An environment that counts the calls of a row. Its reward is the count divided by the expected maximum."""
-
-    def __init__(self, most: int):
-        self.most, self.calls = most, 0
-
-    def reset(self, **row) -> None:
-        """Starts a row."""
-        self.calls = 0
-
-    def call(self, text: str) -> str:
-        """Counts a call.
-
-        Args:
-            text: Any text.
-
-        Returns:
-            The number of calls so far.
-        """
-        self.calls += 1
-        return str(self.calls)
-
-    def get_reward(self) -> float:
-        """The reward of the row."""
-        return self.calls / self.most
-
-
-def _hold(trainer_state) -> None:
-    """Waits to be killed, in a child process that has reached its step."""
-    at = os.environ.get(_HOLD)
-    if at is not None and trainer_state is not None and trainer_state.global_step >= int(at):
-        time.sleep(3600)
 
 
 # The only use of the package beside its command line -------------------------------------------------
@@ -236,13 +155,11 @@ def qerl(*argv: Any, may_end_with: int = 0) -> str:
     Raises:
         Failed: Its status is neither 0 nor `may_end_with`. The message is its last line.
     """
-    from qerl_jax.cli.main import main
-
     shown = io.StringIO()
     arguments = [str(arg) for arg in argv]
     with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
         try:
-            status = main(arguments)
+            status = cli.main(arguments)
         except SystemExit as exit_:
             status = exit_.code
         finally:
@@ -260,11 +177,6 @@ def log_probabilities(run: pathlib.Path) -> tuple[Any, Any]:
     For an adapter the second uses the same program with B = 0 and the base's norms. If the base itself was trained, the
     original base is read.
     """
-    import jax
-    import numpy as np
-
-    from qerl_jax.checkpoint.policy import find_policy, load_policy
-
     policy = load_policy(find_policy(None, run))
     ids = np.random.default_rng(0).integers(0, policy.tokenizer.num_tokens, (4, 16), np.int32)
 
@@ -292,10 +204,6 @@ def log_probabilities(run: pathlib.Path) -> tuple[Any, Any]:
 @functools.cache
 def _scorer():
     """The compiled function of `log_probabilities`, shared by all cases of a process."""
-    import jax
-
-    from qerl_jax.model import logprobs
-    from qerl_jax.model.transformer import head
 
     @functools.partial(jax.jit, static_argnums=(0, 1))
     def score(model, num_tokens, variables, ids):
@@ -308,35 +216,17 @@ def _scorer():
     return score
 
 
-def reports_memory() -> bool:
-    """Whether the device reports its memory."""
-    import jax
-
-    return jax.local_devices()[0].memory_stats() is not None
-
-
 def has_hopper_kernels() -> bool:
     """Whether Hopper's kernels run on the device; only with them drafts are made."""
-    from pallas_kernels import runtime
-
     return runtime.unless_hopper() is None
 
 
 def _require_chosen_kernels() -> None:
     """Fails where PALLAS_KERNELS names kernels that cannot run here: others would be checked under their name."""
-    from pallas_kernels import runtime
-
     unless = {"hopper": runtime.unless_hopper, "portable": runtime.unless_portable}
     if (chosen := runtime.chosen_kernels()) in unless:
         reason = unless[chosen]()
         require(reason is None, f"PALLAS_KERNELS={chosen}: {reason}")
-
-
-def has_kernels() -> bool:
-    """Whether kernels can run on the device."""
-    from pallas_kernels import runtime
-
-    return runtime.unless_hopper() is None or runtime.unless_portable() is None
 
 
 # A case ---------------------------------------------------------------------------------------------
@@ -360,14 +250,14 @@ def run(case: Case, folder: pathlib.Path, stages: Stages) -> dict[str, Any]:
     _require_chosen_kernels()
     with stages("base"):
         write_base(case, original)
-        device = {"reports_memory": reports_memory()}
+        reports_memory = jax.local_devices()[0].memory_stats() is not None
     if case["source"] in cases.QUANTIZED:
         base = folder / "packed"
         calibration = ("--dataset", "arithmetic", "--num-samples", 4, "--max-length", 64)
         form, method = cases.packed_format(case), case["source"]
         with stages(method):
             qerl("quantize", original, base, "--format", form, "--method", method, *calibration)
-    table = cases.run_config(case, str(base), str(folder / "run"), **device)
+    table = cases.run_config(case, str(base), str(folder / "run"), reports_memory=reports_memory)
     path = _write_config(folder / "run.toml", table)
     with stages("train"):
         if case["then"] == "resume":
@@ -392,7 +282,8 @@ def _is_fused(case: Case, message: str) -> bool:
         Failed: Hopper's kernels should have done it and did not, or the other way round.
     """
     is_slow = "without the fused layers" in " ".join(message.split())
-    is_fused = has_kernels() and case["rows"] <= 128 and case["trains"] != "full" and not is_slow
+    has_kernels = has_hopper_kernels() or runtime.unless_portable() is None
+    is_fused = has_kernels and case["rows"] <= 128 and case["trains"] != "full" and not is_slow
     if has_hopper_kernels():
         expected = cases.is_fused(case)
         require(is_fused == expected, f"fused layers: got {is_fused}, expected {expected}")
@@ -405,10 +296,6 @@ def write_base(case: Case, folder: pathlib.Path) -> None:
     With smaller layers a tied head would mostly predict its input token. With a larger head the error of packing would
     exceed the tolerance of `qerl export`.
     """
-    import ml_dtypes
-    import numpy as np
-    from safetensors.numpy import save_file
-
     folder.mkdir()
     table = cases.architecture(case)
     (folder / "config.json").write_text(json.dumps(table))
@@ -452,13 +339,6 @@ def write_base(case: Case, folder: pathlib.Path) -> None:
             for name in ("q_norm", "k_norm"):
                 tensors[f"{prefix}self_attn.{name}.weight"] = normal(head, mean=1, std=0.1)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def read_metrics(folder: pathlib.Path) -> list[dict[str, Any]]:
-    """Reads the rows of a run's metrics.jsonl."""
-    path = folder / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.is_file() else []
-    return [json.loads(line) for line in lines]
 
 
 def check_metrics(case: Case, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -544,8 +424,6 @@ def check_metrics(case: Case, rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _check_run(case: Case, run_: pathlib.Path, base: pathlib.Path) -> dict[str, Any]:
     """Checks the files of a run, and its policy against its base."""
-    import numpy as np
-
     if case["trains"] == "full":
         _check_moved(_tensors(run_ / "model"), _tensors(base) if base.name == "base" else {})
     else:
@@ -562,9 +440,6 @@ def _check_run(case: Case, run_: pathlib.Path, base: pathlib.Path) -> dict[str, 
 
 def _tensors(folder: pathlib.Path) -> dict[str, Any]:
     """Reads the floating-point tensors of a file or folder as float32, by name. Packed ones are left out."""
-    import ml_dtypes  # noqa: F401  (numpy reads bfloat16 with it)
-    from safetensors import safe_open
-
     tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "numpy") as file:
@@ -575,8 +450,6 @@ def _tensors(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def _require_finite(tensors: dict[str, Any]) -> None:
-    import numpy as np
-
     require(bool(tensors), "nothing was written")
     for name, tensor in tensors.items():
         require(bool(np.isfinite(tensor).all()), f"{name}: not finite")
@@ -598,8 +471,6 @@ def _check_adapter(case: Case, adapter: dict[str, Any], base: dict[str, Any]) ->
 
 def _check_moved(model: dict[str, Any], base: dict[str, Any]) -> None:
     """Checks that all of the layers changed, and that embedding and last norm did not."""
-    import numpy as np
-
     _require_finite(model)
     for name in model.keys() & base.keys():
         moved = bool((model[name] != base[name]).any())
@@ -745,7 +616,7 @@ def _killed_and_resumed(path: pathlib.Path, run_: pathlib.Path, step: int) -> st
         child = subprocess.Popen(
             [sys.executable, "-m", "qerl_jax", "train", str(path)],
             cwd=ROOT,
-            env=os.environ | {_HOLD: str(step)},
+            env=os.environ | {cases.HOLD: str(step)},
             stdout=file,
             stderr=subprocess.STDOUT,
         )
@@ -781,7 +652,50 @@ def _has_saved(run_: pathlib.Path, step: int) -> bool:
 
 
 def _write_config(path: pathlib.Path, table: dict[str, Any]) -> pathlib.Path:
-    import tomli_w
-
     path.write_text(tomli_w.dumps(table))
     return path
+
+
+# A worker -------------------------------------------------------------------------------------------
+
+
+def work(folder: pathlib.Path) -> None:
+    """Reads cases, one per line, runs them, and answers each with a line."""
+    answer = answering()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    answer({"ready": qerl("env")})
+    for text in sys.stdin:
+        on_stage = lambda stages, name: answer({"at": name, "stages": stages})
+        answer(run_case(json.loads(text), folder, on_stage=on_stage))
+
+
+def run_case(
+    case: Case,
+    folder: pathlib.Path,
+    do: Callable[[Case, pathlib.Path, Stages], Mapping[str, Any]] = run,
+    on_stage: Callable[[list[Row], str], None] | None = None,
+) -> Row:
+    """Runs a case. Returns its row: its result or its error, and its stages."""
+    case_folder = folder / f"case_{case['number']:03d}"
+    shutil.rmtree(case_folder, ignore_errors=True)
+    case_folder.mkdir()
+    sys.stderr.write(f"\n=== {cases.name(case)}\n")
+    started, stages = time.monotonic(), Stages(on_stage)
+    try:
+        row = {"ok": True, **do(case, case_folder, stages)}
+    except BaseException as error:
+        sys.stderr.write(traceback.format_exc())
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        told = str(error).strip().split("\n")[0][:300]
+        row = {
+            "ok": False,
+            "error": f"{type(error).__name__}: {told}",
+            "traceback": traceback.format_exc()[-4000:],
+        }
+    gc.collect()  # so that memory in use during the next case is its own
+    return {"seconds": round(time.monotonic() - started, 1), **row, "stages": stages.rows()}
+
+
+if __name__ == "__main__":
+    work(pathlib.Path(sys.argv[1]))

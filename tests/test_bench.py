@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import runtime
-from qerl_jax import config
 from scripts import bench, bench_training
-from tests.test_tiny_run import QUICKSTART
 
 BENCHMARKS = bench.benchmarks()
 # Hopper's kernels alone: they are interpreted, as on a small card.
@@ -110,11 +108,11 @@ def test_rewards_are_drawn_with_the_chance_of_the_problem():
 
 
 def test_a_field_of_a_recipe_can_be_changed():
-    changed = bench_training.with_field(config.load(QUICKSTART), "rollout.max_concurrent", "3")
-    assert changed.rollout.max_concurrent == 3
-    absent = bench_training.with_field(changed, "rollout.max_concurrent", "null")
-    assert absent.rollout.max_concurrent is None
-    assert bench_training.with_field(changed, "model.weights", "nf4").model.weights == "nf4"
+    case = {"config": "quickstart", "model": "", "smollm2": "", "completions": 0}
+    changed = ["rollout.max_concurrent=3", "model.weights=nf4", "eval=null", "mesh.data=2"]
+    cfg = bench_training.recipe_config(types.SimpleNamespace(**case, set=changed))
+    assert cfg.rollout.max_concurrent == 3 and cfg.model.weights == "nf4"
+    assert cfg.eval is None and cfg.mesh.data == 2 and cfg.model.random_base
 
 
 @pytest.mark.parametrize(

@@ -507,7 +507,7 @@ def test_whatever_a_case_raises_is_red(tmp_path):
             assert folder.is_dir()
             raise MemoryError("no room\nfor it")
 
-    row = check_device.run_case(CASES[0], tmp_path, fails)
+    row = check_device_run.run_case(CASES[0], tmp_path, fails)
     assert not row["ok"] and row["error"] == "MemoryError: no room" and "fails" in row["traceback"]
     assert [stage["name"] for stage in row["stages"]] == ["base"]
 
@@ -526,7 +526,7 @@ def test_a_case_fails_where_other_kernels_would_run_than_those_that_were_chosen(
 ):
     monkeypatch.setenv("PALLAS_KERNELS", kernels)
     monkeypatch.setattr(runtime, "interprets_triton", lambda: False)
-    row = check_device.run_case(CASES[0], tmp_path, check_device_run.run)
+    row = check_device_run.run_case(CASES[0], tmp_path)
     assert not row["ok"] and f"PALLAS_KERNELS={kernels}: needs a" in row["error"]
 
 
@@ -543,6 +543,6 @@ def test_a_run_on_a_base_of_each_format_is_green_on_a_gpu(weights, tmp_path):
 
 
 def assert_green(case, folder):
-    row = check_device.run_case(case, folder, check_device_run.run)
+    row = check_device_run.run_case(case, folder)
     assert row["ok"], row["traceback"]
     assert row["effect"] > 0
