@@ -359,10 +359,13 @@ def get_soft_overlong_punishment(
         The reward function, which takes `completion_ids`. DAPO (arXiv:2503.14476), eq. 13; names are TRL's.
     """
 
+    # XLA, which computed this once, multiplies by the reciprocal of a constant: a division may differ in the last bit.
+    share_of_token = np.float32(1) / np.float32(soft_punish_cache)
+
     def soft_overlong_punishment_reward(completion_ids: Sequence, **_) -> list[float]:
         lengths = np.array([len(ids) for ids in completion_ids])
         over = np.asarray(lengths - (max_completion_length - soft_punish_cache), np.float32)
-        return [-float(share) for share in np.clip(over / np.float32(soft_punish_cache), 0, 1)]
+        return [-float(share) for share in np.clip(over * share_of_token, 0, 1)]
 
     return soft_overlong_punishment_reward
 

@@ -4,6 +4,8 @@ import math
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -451,3 +453,11 @@ def test_the_overlong_punishment_falls_from_0_to_minus_1_over_the_last_tokens(le
 def test_a_slope_as_long_as_the_completion_punishes_every_token():
     reward = stock.get_soft_overlong_punishment(4, 4)
     assert reward(completion_ids=[[], [7], [7] * 4]) == [0, -0.25, -1]
+
+
+@pytest.mark.parametrize(("longest", "cache"), [(4096, 819), (100, 20), (30, 7), (1024, 256)])
+def test_the_punishment_has_the_bits_of_compiled_arithmetic(longest, cache):
+    lengths = np.arange(longest + 1, dtype=np.int32)
+    over = jax.jit(lambda n: -jnp.clip((n - (longest - cache)) / cache, 0, 1))(lengths)
+    punish = stock.get_soft_overlong_punishment(longest, cache)
+    assert punish(completion_ids=[range(n) for n in lengths]) == np.asarray(over).tolist()
