@@ -1,4 +1,4 @@
-"""Benchmarks of kernels, for `scripts.bench`: products, gate_up, decode attention, quantizing; and tuning.
+"""Benchmarks of kernels, for `scripts.bench`: products, decode attention, quantizing; and tuning.
 
 Shapes are those of `pallas_kernels.nvfp4_matmul.shapes`. Values are checked before every timing. Calls rotate among
 enough copies of a weight to miss the L2 cache, each with its own x. `kernel_us` is the device time of the longest
@@ -34,8 +34,7 @@ from pallas_kernels.decode_attention import decode as attention
 from pallas_kernels.decode_attention import decode_attention as attend_any
 from pallas_kernels.decode_attention import reference as attention_reference
 from pallas_kernels.finished_linear import decode as fused
-from pallas_kernels.finished_linear import finished_linear, gated_config, lora, residual_stream
-from pallas_kernels.formats.nvfp4 import NVFP4Tensor
+from pallas_kernels.finished_linear import finished_linear, lora
 from pallas_kernels.nvfp4_matmul import decode_config as configs
 from pallas_kernels.nvfp4_matmul import layout, nvfp4_matmul, reference, shapes
 from pallas_kernels.portable import layout as portable_layout
@@ -64,7 +63,6 @@ _ROTATION = 5
 _BOOKKEEPING = re.compile(
     "(?<!update_)dynamic_slice|add_fusion|compare|mem(cpy|set)", re.IGNORECASE
 )
-EPS = 1e-6
 TINY_PROBLEM = shapes.Problem("tiny", "qkv", 128, 128)
 
 
@@ -153,14 +151,12 @@ def timing(run: Callable[..., Any], *arguments: Any, calls: int, repeats: int = 
     return {"kernel_us": longest, "call_us": sum(spent.values()) or loop, "loop_us": loop}
 
 
-def random_weights(kernels: str, n: int, k: int, *, is_paired: bool = False) -> Any:
+def random_weights(kernels: str, n: int, k: int) -> Any:
     """Random packed weights that miss the L2 cache: a stack for Hopper's kernels, else a list."""
     copies, std = copies_of(n, k, 9 / 16), k**-0.5
     if kernels == "hopper":
-        prepare = functools.partial(layout.prepare, is_paired=is_paired)
-        return jax.jit(lambda key: prepare(nvfp4.random(key, (copies, n, k), std=std)))(
-            jax.random.key(2)
-        )
+        make = jax.jit(lambda key: layout.prepare(nvfp4.random(key, (copies, n, k), std=std)))
+        return make(jax.random.key(2))
     make = jax.jit(lambda key: PREPARE[kernels](nvfp4.random(key, (n, k), std=std)))
     return [make(key) for key in jax.random.split(jax.random.key(2), copies)]
 
@@ -177,41 +173,17 @@ def ulps(actual: jax.Array, expected: jax.Array) -> jax.Array:
     return jnp.abs(actual.astype(jnp.float32) - expected).max() / ulp
 
 
-def check_decoder(kernels: str) -> None:
-    """Checks all 16 codes times all scales except NaN with one-hot inputs; all bits must be right."""
-    scale_bytes = np.arange(127, dtype=np.uint8)
-    k = nvfp4.BLOCK * len(scale_bytes)
-    codes = (np.arange(64)[:, None] + np.arange(k)) % 16
-    scales = np.broadcast_to(scale_bytes, (64, len(scale_bytes))).view(jnp.float8_e4m3fn)
-    tensor = NVFP4Tensor(
-        codes=nvfp4.pack_codes(jnp.asarray(codes, jnp.uint8)),
-        scales=jnp.asarray(scales),
-        global_scale=jnp.array([38400 / 7], jnp.float32),
-        shape=(64, k),
-    )
-    exact = nvfp4.CODE_VALUES[codes] * np.repeat(np.float32(scales), nvfp4.BLOCK, axis=-1)
-    expected = exact.T * np.asarray(tensor.multiplier)
-    product = jax.jit(functools.partial(nvfp4_matmul, out_dtype=jnp.float32))
-    weight = jax.jit(PREPARE[kernels])(tensor)
-    one_hot = jnp.eye(k, dtype=jnp.bfloat16).reshape(nvfp4.BLOCK, len(scale_bytes), k)
-    actual = np.concatenate([product(rows, weight) for rows in one_hot])
-    np.testing.assert_array_equal(actual, expected)  # `==` takes 0 and -0 as equal
-
-
-def check_product(kernels: str, m: int, n: int, k: int, *, is_paired: bool = False) -> dict:
+def check_product(kernels: str, m: int, n: int, k: int) -> dict:
     """Errors of a random product and of its dX, in ulps; at most 2, where a sum near a tie is rounded twice."""
     tensor = jax.jit(nvfp4.random, static_argnums=1)(jax.random.key(5), (n, k))
-    prepare = functools.partial(layout.prepare, is_paired=True) if is_paired else PREPARE[kernels]
-    weight = jax.jit(prepare)(tensor)
+    weight = jax.jit(PREPARE[kernels])(tensor)
     # The reference is slow without tensor cores.
     some = np.linspace(0, m - 1, min(m, 384)).astype(int)
     errors = {}
     for name, width, oracle in (("ulp", k, reference.forward), ("dx_ulp", n, reference.backward)):
         x = jax.random.normal(jax.random.key(6), (m, width), jnp.bfloat16)
         like = jnp.zeros((m, k), jnp.bfloat16)
-        product = (
-            nvfp4_matmul if name == "ulp" else lambda dy, w, like=like: derivative(dy, w, like)
-        )
+        product = nvfp4_matmul if name == "ulp" else functools.partial(derivative, like=like)
         actual = jax.jit(product)(x, weight)[some]
         errors[name] = float(ulps(actual, jax.jit(oracle)(x[some].astype(jnp.float32), tensor)))
         assert errors[name] <= 2, f"{name} of {(m, n, k)}: {errors[name]}"
@@ -221,24 +193,6 @@ def check_product(kernels: str, m: int, n: int, k: int, *, is_paired: bool = Fal
 def derivative(dy: jax.Array, weight: Any, like: jax.Array) -> jax.Array:
     """The derivative with respect to x, [M, K] as `like`."""
     return jax.vjp(lambda x: nvfp4_matmul(x, weight), like)[1](dy)[0]
-
-
-def values(case: SimpleNamespace) -> Callable[[Tell], None]:
-    """Products of a full-size weight beside a float32 product, for several numbers of rows; nothing is timed."""
-    kernels, problem = kernels_of(case), problem_of(case)
-    check_decoder(kernels)
-    paired = kernels == "hopper" and case.layer == "gate_up"
-
-    def measure(tell: Tell) -> None:
-        errors = [
-            check_product(kernels, m, problem.n, problem.k, is_paired=is_paired)
-            for m in case.all_m
-            for is_paired in {False, paired}
-        ]
-        largest = lambda name: max(error[name] for error in errors)
-        tell({"ulp": largest("ulp"), "dx_ulp": largest("dx_ulp"), "n": problem.n, "k": problem.k})
-
-    return measure
 
 
 def product(case: SimpleNamespace) -> Callable[[Tell], None]:
@@ -280,66 +234,6 @@ def product(case: SimpleNamespace) -> Callable[[Tell], None]:
     def measure(tell: Tell) -> None:
         spent = timing(run, x, weights, calls=length_of(weights))
         tell({**spent, "floor_us": floor, "of_floor": floor / spent["call_us"], **errors})
-
-    measure(lambda row: None)
-    return measure
-
-
-def branch_of(n: int, k: int, rank: int, *, is_paired: bool) -> Any:
-    """LoRA's branches of gate and up, packed for the kernels; None for rank 0."""
-    if not rank:
-        return None
-    normal = lambda seed, shape, std: std * jax.random.normal(jax.random.key(seed), shape)
-    pairs = [(normal(s, (k, rank), k**-0.5), normal(s + 9, (rank, n // 2), 1.0)) for s in (1, 2)]
-    return lora.pack_lora(pairs, 1.0, is_packed=True, is_paired=is_paired)
-
-
-def gate_up(case: SimpleNamespace) -> Callable[[Tell], None]:
-    """gate_up of a decoding step after a norm, with LoRA and SwiGLU: in one kernel, or in two, on Hopper only.
-
-    Both must agree within two ulps, equal calls must give equal bits, and a row must not depend on the others.
-    """
-    problem, m = problem_of(case), fused.padded(case.m)
-    n, k = problem.n, problem.k
-    stream = residual_stream.stream(
-        3 * jax.random.normal(jax.random.key(8), (m, k), jnp.bfloat16), jnp.ones(k)
-    )
-    changed = residual_stream.stream(stream.values.T.at[1:].multiply(-3), jnp.ones(k))
-    tensor = jax.jit(nvfp4.random, static_argnums=1)(jax.random.key(7), (n, k))
-    options = {"eps": EPS, "is_swiglu": True, "interpret": runtime.platform() != "gpu"}
-
-    def whole(stream, is_paired):
-        weight = layout.prepare(tensor, is_paired=is_paired)
-        branch = branch_of(n, k, case.rank, is_paired=is_paired)
-        return fused.linear(stream, weight, branch=branch, **options)
-
-    one, two = (jax.jit(functools.partial(whole, is_paired=paired)) for paired in (True, False))
-    result = np.float32(one(stream))
-    assert (result == np.float32(one(stream))).all(), "equal calls gave different results"
-    assert (np.float32(one(changed))[0] == result[0]).all(), "a row depends on the other rows"
-    error = float(ulps(jnp.asarray(result), two(stream).astype(jnp.float32)))
-    assert error <= 2, f"one kernel and two differ by {error} ulp"
-    is_paired = case.kernel == "one"
-    branch = branch_of(n, k, case.rank, is_paired=is_paired)
-    weights = random_weights("hopper", n, k, is_paired=is_paired)
-    counters = jnp.zeros((length_of(weights), 64), jnp.int32)
-    x = jax.random.normal(jax.random.key(1), (2, length_of(weights), m, k), jnp.bfloat16)
-
-    def call(x, operands):
-        weight, counters = operands
-        more = {"counters": counters} if is_paired else {}
-        rows = dataclasses.replace(stream, scaled=x)
-        return fused.linear(rows, weight, branch=branch, **options, **more)
-
-    run = rounds_of(call, jax.ShapeDtypeStruct((m, n // 2), jnp.bfloat16))
-    operands, floor = (weights, counters), floor_us(m, n, k)
-    ranks = lora.filled_rank(case.rank) if case.rank else 0
-    config = gated_config.pick_config(m, n, k, rank=ranks) if is_paired else None
-
-    def measure(tell: Tell) -> None:
-        spent = timing(run, x, operands, calls=length_of(weights))
-        row = {**spent, "of_floor": floor / spent["call_us"], "ulp": error}
-        tell(row | {"config": str(dataclasses.astuple(config)) if config else ""})
 
     measure(lambda row: None)
     return measure
@@ -694,25 +588,6 @@ BENCHMARKS = {
         tiny=_TINY | {"direction": ["forward", "dx"]},
         shows=(*_TIMES, "ulp", "dx_ulp"),
         metric="call_us",
-    ),
-    "values": Benchmark(
-        values,
-        axes={"model": ["3b", "7b", "14b", "32b", "72b"], "layer": list(LAYERS)},
-        settings={"kernels": "auto", "all_m": [1, 8, 16, 33, 64, 128, 256, 2048]},
-        tiny=_TINY | {"all_m": [1, 9]},
-        shows=("ulp", "dx_ulp"),
-        metric="ulp",
-        compared="model",
-        rounds=1,
-    ),
-    "gate_up": Benchmark(
-        gate_up,
-        axes={**_LINEAR, "layer": ["gate_up"], "m": [1, 8, 64, 128], "kernel": ["two", "one"]},
-        settings={"rank": 32},
-        tiny={"model": ["tiny"], "m": [8], "rank": 0},
-        shows=(*_TIMES, "ulp", "config"),
-        metric="call_us",
-        compared="kernel",
     ),
     "decode_attention": Benchmark(
         decode_attention,

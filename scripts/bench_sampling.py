@@ -1,4 +1,4 @@
-"""Benchmarks of sampling, for `scripts.bench`: decoding, prefill, mixed lengths, drafts, one layer, agreement.
+"""Benchmarks of sampling, for `scripts.bench`: decoding, mixed lengths, drafts, one layer, agreement.
 
 Weights are random in a known shape, except for drafts, which need a policy. Prompts are random tokens, and end tokens
 are ignored.
@@ -225,15 +225,6 @@ def mixed(case: SimpleNamespace) -> Callable[[Tell], None]:
     return measure
 
 
-def prefill(case: SimpleNamespace) -> Callable[[Tell], None]:
-    """Seconds until each row has its first token; `siblings` rows share a prompt."""
-    policy = Policy(case)
-    prompts = policy.prompts(case.rows // case.siblings, case.siblings, case.prompt, 1)
-    seconds = lambda: policy.seconds(prompts, case.rows, SHORT)
-    seconds()
-    return lambda tell: tell({"prefill_s": seconds()})
-
-
 def by_kernel(
     run: Callable[..., Any], *arguments: Any, most: int = 16
 ) -> dict[str, tuple[float, int]]:
@@ -454,14 +445,6 @@ BENCHMARKS = {
         tiny=_TINY | {"rows": [16], "slots": [8], "mean": 10},
         shows=("tokens_per_s", "equal_tokens_per_s", "share"),
         metric="tokens_per_s",
-    ),
-    "prefill": Benchmark(
-        prefill,
-        axes={**_POLICY, "base": ["nvfp4"], "rows": [128], "siblings": [1, 8]},
-        settings={"kernels": "auto", "prompt": 256},
-        tiny=_TINY | {"siblings": [2]},
-        shows=("prefill_s",),
-        metric="prefill_s",
     ),
     "decode_layer": Benchmark(
         decode_layer,

@@ -15,10 +15,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -307,36 +306,6 @@ def set_field(table: dict[str, Any], path: str, value: str) -> None:
         del table[name]
 
 
-@contextlib.contextmanager
-def busy() -> Iterator[Callable[[float], float | None]]:
-    """Samples how busy the GPU is. Gives a function of seconds: the share of the time until now without a kernel."""
-    samples: list[tuple[float, float]] = []
-    over = threading.Event()
-
-    def idle(seconds: float) -> float | None:
-        since = time.perf_counter() - seconds
-        within = [share for at, share in samples if at >= since]
-        return 1 - statistics.mean(within) if within else None
-
-    def sample(card: Any, nvml: Any) -> None:
-        while not over.wait(0.05):
-            share = nvml.nvmlDeviceGetUtilizationRates(card).gpu / 100
-            samples.append((time.perf_counter(), share))
-
-    thread = None
-    with contextlib.suppress(Exception):  # no NVIDIA driver, or not its package
-        import pynvml
-
-        pynvml.nvmlInit()
-        card = pynvml.nvmlDeviceGetHandleByIndex(0)
-        thread = threading.Thread(target=sample, args=(card, pynvml), daemon=True)
-        thread.start()
-    yield idle
-    over.set()
-    if thread:
-        thread.join()
-
-
 def rollouts_of(
     case: SimpleNamespace, cfg: config.RunConfig, tell: Tell
 ) -> tuple[updates.TrainState, list[dict[str, Any]]]:
@@ -350,7 +319,7 @@ def rollouts_of(
         more["row_lengths"] = completion_lengths(case.sigma, case.truncated, limit)
         more |= {"problems": problems(), "reward_functions": [reward]}
     stages, ends, began = Stages(), [0.0], time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder, busy() as idle, stages("train"):
+    with tempfile.TemporaryDirectory() as folder, stages("train"):
         count = cfg.updates_per_rollout * (UNTIMED + case.rollouts)
         run = str(pathlib.Path(folder) / "run")
         changes = {"output_dir": run, "max_steps": count, "save_steps": count, "eval": None}
@@ -379,7 +348,6 @@ def rollouts_of(
                     * cfg.generation_batch_size
                     / whole,
                     "padding": row.get("update/padding"),
-                    "idle": idle(gaps[-1]),
                     "mean_length": median("completions/mean_length"),
                     "truncated": median("completions/clipped_ratio"),
                     "peak_gb": peak_gb(),
@@ -393,8 +361,7 @@ def rollouts_of(
 def recipe(case: SimpleNamespace) -> Callable[[Tell], None]:
     """A rollout of a shipped recipe and its updates, with recorded lengths: log-normal, mean 250; some at the limit.
 
-    `padding` is 1 - real / computed tokens in the linears of the update, `idle` the share of the last rollout and its
-    updates in which the GPU ran no kernel, as its driver reports it.
+    `padding` is 1 - real / computed tokens in the linears of the update.
     """
     runtime.use_compilation_cache()
     return lambda tell: rollouts_of(case, recipe_config(case), tell)
@@ -554,7 +521,7 @@ BENCHMARKS = {
         axes=_RECIPE_AXES,
         settings=_RECIPE,
         tiny=_TINY_RECIPE,
-        shows=(*_STEP_TIMES, "other_s", "first_s", "padding", "idle"),
+        shows=(*_STEP_TIMES, "other_s", "first_s", "padding"),
         metric="step_s",
         compared="config",
         rounds=1,

@@ -211,7 +211,7 @@ def run(
     answer it may write lines that say which stage it is in ("at").
 
     Args:
-        chosen: The cases. `on_row` is called exactly once for each.
+        chosen: The cases.
         command: Command of a worker.
         env: Environment variables of a worker.
         folder: Folder for the workers' logs.
@@ -222,7 +222,7 @@ def run(
         case_seconds: A worker is killed if a case takes longer than this, without the worker's start.
         stagger: Seconds between the starts of two workers. Later ones find in the cache what the first one compiled.
         on_ready: Called with the first line of the first worker.
-        on_row: Called with each row, never twice at once.
+        on_row: Called exactly once for each case, never twice at once.
     """
     waiting, lock, begun = list(chosen), threading.Lock(), time.monotonic()
     deadline, last_start = begun + seconds, begun + min(seconds, budget)
@@ -331,7 +331,8 @@ class Worker:
             line = self._line(deadline)
             where = f" in stage {self.at['at']!r}" if self.at else ""
             if line is None:
-                raise Lost(f"killed{where}: no answer in {seconds:.0f} s{self._frames()}")
+                self._dump()
+                raise Lost(f"killed{where}: no answer in {seconds:.0f} s")
             if not line:
                 raise Lost(f"{self._ending()}{where}")
             answer = json.loads(line)
@@ -354,25 +355,12 @@ class Worker:
         line, _, self._heard = self._heard.partition(b"\n")
         return line
 
-    def _frames(self) -> str:
-        """Makes the process write its stack to its log. Returns the innermost frames of the main thread and ours."""
-        if self._log is None:
-            return ""
-        before = self._log.stat().st_size
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGUSR1)
-        time.sleep(0.5)
-        with self._log.open(errors="replace") as file:
-            file.seek(before)
-            written = file.read()
-        # The main thread was created first and is written last.
-        frames = re.findall(r'File "([^"]*)", line (\d+) in (\S+)', written.split("\n\n")[-1])
-        frames_of_ours = [
-            f"{pathlib.Path(path).name}:{line} {function}"
-            for index, (path, line, function) in enumerate(frames)
-            if index < 2 or str(ROOT) in path
-        ]
-        return "".join(f"; {frame}" for frame in frames_of_ours[:6])
+    def _dump(self) -> None:
+        """Makes a process that hangs write its stack to its log."""
+        if self._log is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGUSR1)
+            time.sleep(0.5)
 
     def has_ended(self) -> bool:
         """Whether the process has ended."""
@@ -452,7 +440,7 @@ class Table:
         if unrun:
             print("not run:", *(f"{number:03d}" for number in unrun))
         if red:
-            print("\nfailed:", *failures(red), sep="\n")
+            print("\nfailed:", *(f"{row['name']}\n     {row['error']}" for row in red), sep="\n")
         print(f"{len(passed)} passed, {len(red)} failed, {len(unrun)} not run", flush=True)
         return int(len(passed) < self._total)
 
@@ -484,20 +472,6 @@ def line(row: Row) -> str:
         start += f"{total('cpu'):8.1f}{total('programs'):10d}{total('cached'):8d}"
         start += f"  {longest['name']} {longest['seconds']:.1f} s"
     return start if row["ok"] else f"{start}  {row['error'][:150]}"
-
-
-def failures(red: Sequence[Row]) -> list[str]:
-    """Formats each error once, with the full name of the first case and the numbers of the others."""
-    alike: dict[str, list[Row]] = {}
-    for row in red:
-        # Numbers and paths differ between cases with the same cause.
-        alike.setdefault(re.sub(r"[\d.e+-]+", "#", row["error"]), []).append(row)
-    shown = []
-    for first, *others in alike.values():
-        also = "".join(f" {row['number']:03d}" for row in others)
-        shown += [first["name"], f"     {first['error']}"]
-        shown += [f"     also in{also}"] if also else []
-    return shown
 
 
 if __name__ == "__main__":
