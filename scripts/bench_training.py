@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,34 +123,22 @@ def peak_gb() -> float:
 
 
 def random_experience(
-    vocabulary: int,
-    prompt_lengths: Sequence[int],
-    lengths: Sequence[int],
-    options: Mapping[str, Any],
-    limit: int | None = None,
+    vocabulary: int, prompts: Sequence[int], lengths: Sequence[int], share_prompts: bool
 ) -> Any:
-    """Random rows to learn from, with advantages of 1 and -1 in turn.
-
-    Args:
-        vocabulary: Number of ids.
-        prompt_lengths: Tokens of each prompt.
-        lengths: Tokens of each completion; those of a prompt are neighbours.
-        options: Arguments of `make_experience`.
-        limit: Completions of so many tokens count as truncated; None for none.
-    """
+    """Random rows of these lengths to learn from, with advantages of 1 and -1 in turn; those of a prompt are neighbours."""
     draw = np.random.default_rng(0)
     ids = lambda sizes: tuple(draw.integers(0, vocabulary, size).astype(np.int32) for size in sizes)
     rollout = Rollout(
-        problems=(Problem("", {}),) * len(prompt_lengths),
-        prompt_ids=ids(prompt_lengths),
+        problems=(Problem("", {}),) * len(prompts),
+        prompt_ids=ids(prompts),
         texts=("",) * len(lengths),
         completion_ids=ids(lengths),
         # Close to what random weights give, so that no ratio is clipped.
         behaviour_logps=tuple(np.full(size, -np.log(vocabulary), np.float32) for size in lengths),
-        stopped=tuple(size != limit for size in lengths),
+        stopped=(True,) * len(lengths),
     )
     signs = np.where(np.arange(len(lengths)) % 2, 1.0, -1.0).astype(np.float32)
-    return make_experience(rollout, signs.reshape(len(prompt_lengths), -1), **options)
+    return make_experience(rollout, signs.reshape(len(prompts), -1), share_prompts=share_prompts)
 
 
 def updater(cfg: config.RunConfig, steps: int) -> tuple[Callable[[Any, int], dict], memory.Plan]:
@@ -186,8 +174,7 @@ def update(case: SimpleNamespace) -> Callable[[Tell], None]:
     rows = case.prompts * case.group
     shared = case.prompts if case.share_prompts else rows
     sizes = [case.prompt] * case.prompts, [case.completion] * rows
-    sharing = {"share_prompts": case.share_prompts}
-    experience = random_experience(min(151_643, arch.vocab_size), *sizes, sharing)
+    experience = random_experience(min(151_643, arch.vocab_size), *sizes, case.share_prompts)
     step(experience, 0)
     tokens = shared * case.prompt + rows * case.completion
     flops = 4 * tokens * arch.num_layers * sum(map(arch.linear_size, arch.linears()))
@@ -367,30 +354,6 @@ def recipe(case: SimpleNamespace) -> Callable[[Tell], None]:
     return lambda tell: rollouts_of(case, recipe_config(case), tell)
 
 
-def recipe_update(case: SimpleNamespace) -> Callable[[Tell], None]:
-    """One optimizer step of a recipe on unsampled rows of the recorded lengths, in which all rows learn."""
-    runtime.use_compilation_cache()
-    cfg = recipe_config(case)
-    limit, group = cfg.rollout.max_completion_length, cfg.rollout.num_generations
-    rows = cfg.optim.per_device_train_batch_size * cfg.optim.gradient_accumulation_steps
-    lengths = completion_lengths(case.sigma, case.truncated, limit)[:rows]
-    prompt_lengths = json.loads(LENGTHS.read_text())["prompt_tokens"][: rows // group]
-    options = {"mask_truncated_completions": cfg.grpo.mask_truncated_completions}
-    options["share_prompts"] = cfg.optim.share_prompts
-    vocabulary = shape_of(cfg.model.model_name_or_path).vocab_size
-    experience = random_experience(min(50_000, vocabulary), prompt_lengths, lengths, options, limit)
-    step, _ = updater(cfg, 10)
-    step(experience, 0)
-
-    def measure(tell: Tell) -> None:
-        started = time.perf_counter()
-        metrics = step(experience, 0)
-        row = {"update_s": time.perf_counter() - started, "padding": metrics["update/padding"]}
-        tell(row | {"mean_length": float(np.mean(lengths)), "peak_gb": peak_gb()})
-
-    return measure
-
-
 def scaling(case: SimpleNamespace) -> Callable[[Tell], None]:
     """A recipe on several devices: "strong" with as many completions in all, "weak" with as many per device.
 
@@ -526,15 +489,6 @@ BENCHMARKS = {
         compared="config",
         rounds=1,
         timeout=300,
-    ),
-    "recipe_update": Benchmark(
-        recipe_update,
-        axes=_RECIPE_AXES,
-        settings=_RECIPE,
-        tiny=_TINY_RECIPE,
-        shows=("update_s", "padding", "mean_length", "peak_gb"),
-        metric="update_s",
-        compared="config",
     ),
     "scaling": Benchmark(
         scaling,

@@ -21,12 +21,8 @@ from qerl_jax.aqn import schedule as aqn
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 COURSES = DOCS / "measured" / "courses.jsonl"
 METRICS = (
-    "reward",
-    "sampling/entropy",
-    "completions/mean_length",
-    "completions/clipped_ratio",
-    "frac_reward_zero_std",
-    "aqn/sigma",
+    *("reward", "sampling/entropy", "completions/mean_length", "completions/clipped_ratio"),
+    *("frac_reward_zero_std", "aqn/sigma"),
 )
 BLUE, ORANGE, GREY, PALE, INK = "#3f51b5", "#e07b00", "#9aa1ab", "#e8eaf6", "#24292f"
 STYLE = {
@@ -75,17 +71,8 @@ def readme() -> Figure:
         ylabel="mean reward",
         title="The quickstart, on two cores of a CPU",
     )
-    lines = [
-        json.loads(line) for line in (DOCS / "measured/benchmarks.jsonl").read_text().splitlines()
-    ]
-    sizes = (
-        "7B, 8 rows",
-        "7B, 64 rows",
-        "14B, 8 rows",
-        "14B, 64 rows",
-        "32B, 8 rows",
-        "32B, 64 rows",
-    )
+    lines = map(json.loads, (DOCS / "measured/benchmarks.jsonl").read_text().splitlines())
+    sizes = [f"{size}B, {rows} rows" for size in (7, 14, 32) for rows in (8, 64)]
     results = {
         line["name"]: line
         for line in lines
@@ -115,14 +102,10 @@ def schedules() -> Figure:
     figure = Figure(figsize=(6.4, 2.9), layout="constrained")
     axes = figure.subplots()
     steps = np.arange(1000)
-    for kind, colour in zip(
-        ("exponential", "linear", "cosine", "logarithmic"),
-        (BLUE, ORANGE, GREY, "#009e73"),
-        strict=True,
-    ):
-        sigma = aqn.sigma_schedule(
-            kind, sigma_start=1e-2, sigma_end=1e-4, num_stages=10, total_steps=1000
-        )
+    ends = {"sigma_start": 1e-2, "sigma_end": 1e-4, "num_stages": 10, "total_steps": 1000}
+    colours = {"exponential": BLUE, "linear": ORANGE, "cosine": GREY, "logarithmic": "#009e73"}
+    for kind, colour in colours.items():
+        sigma = aqn.sigma_schedule(kind, **ends)
         axes.plot(steps, [float(sigma(step)) for step in steps], color=colour, lw=1.6, label=kind)
     axes.set(xlabel="step", ylabel="sigma of the noise")
     axes.set_title(

@@ -130,39 +130,28 @@ def section(name: str, cls: type) -> str:
 def _rows(function: typing.Callable) -> tuple[list[str], list[tuple[str, ...]]]:
     """Returns the names of a command's positional arguments, and a row for each of its options."""
     texts = described(function.__doc__, "Args")
-    places, rows = [], []
+    positions, rows = [], []
     for name, item in inspect.signature(function, eval_str=True).parameters.items():
+        default = dataclasses.MISSING if item.default is item.empty else item.default
+        hint, shown = item.annotation, name
         if item.kind is inspect.Parameter.POSITIONAL_ONLY:
-            shown, default = (
-                name.upper(),
-                "needed" if item.default is inspect.Parameter.empty else "",
-            )
-            many = typing.get_origin(item.annotation) is tuple
-            places.append(f"{shown.removesuffix('S')} ..." if many else shown)
+            shown, needed = name.upper(), "needed" if default is dataclasses.MISSING else ""
+            many = typing.get_origin(hint) is tuple
+            positions.append(f"{shown.removesuffix('S')} ..." if many else shown)
+            rows.append((f"`{shown}`", kind(hint)[0], needed, cell(texts[name])))
         elif item.kind is inspect.Parameter.VAR_POSITIONAL:
             rows.append(("`--section.field`", "", "", cell(texts[name])))
-            continue
+        elif dataclasses.is_dataclass(hint):
+            rows += _fields(hint, f"{name}.")
         else:
-            if dataclasses.is_dataclass(item.annotation):
-                rows += _fields(item.annotation, f"{name}.")
-                continue
-            if typing.get_origin(item.annotation) is typing.Annotated:
-                hint, note = typing.get_args(item.annotation)[:2]
-                if dataclasses.is_dataclass(hint):  # options of its own
-                    rows += _fields(hint)
+            if typing.get_origin(hint) is typing.Annotated:
+                inner, note = typing.get_args(hint)[:2]
+                if dataclasses.is_dataclass(inner):  # options without a prefix
+                    rows += _fields(inner)
                     continue
-                name_shown = note.name or name
-            else:
-                name_shown = name
-            shown = "--" + name_shown.replace("_", "-")
-            if isinstance(item.default, bool):
-                rows.append(_switch(name_shown, item.default, texts[name]))
-                continue
-            is_needed = item.default is inspect.Parameter.empty
-            default = "needed" if is_needed else value(item.default)
-        words, _ = kind(item.annotation)
-        rows.append((f"`{shown}`", words, default, cell(texts[name])))
-    return places, rows
+                shown = note.name or name
+            rows.append(_option(shown, hint, default, texts[name]))
+    return positions, rows
 
 
 def _fields(cls: type, prefix: str = "") -> list[tuple[str, ...]]:
@@ -170,22 +159,23 @@ def _fields(cls: type, prefix: str = "") -> list[tuple[str, ...]]:
     texts = described(cls.__base__.__doc__, "Attributes") | described(cls.__doc__, "Attributes")
     hints = typing.get_type_hints(cls, include_extras=True)
     return [
-        _switch(field.name, field.default, texts[field.name])
-        if isinstance(field.default, bool)
-        else (
-            f"`--{prefix}{field.name.replace('_', '-')}`",
-            kind(hints[field.name])[0],
-            value(field.default),
-            cell(texts[field.name]),
+        _option(
+            prefix * (not isinstance(f.default, bool)) + f.name,
+            hints[f.name],
+            f.default,
+            texts[f.name],
         )
-        for field in dataclasses.fields(cls)
+        for f in dataclasses.fields(cls)
     ]
 
 
-def _switch(name: str, default: bool, text: str) -> tuple[str, ...]:
-    """Returns the row of an option without a value, which changes the default to the opposite."""
-    shown = f"`--{'no-' * default}{name.replace('_', '-')}`"
-    return shown, "no value", "", cell(text)
+def _option(name: str, hint: typing.Any, default: typing.Any, text: str) -> tuple[str, ...]:
+    """Returns the row of an option. One of a truth value has no value: it changes the default to the opposite."""
+    shown = name.replace("_", "-")
+    if isinstance(default, bool):
+        return f"`--{'no-' * default}{shown}`", "no value", "", cell(text)
+    needed = "needed" if default is dataclasses.MISSING else value(default)
+    return f"`--{shown}`", kind(hint)[0], needed, cell(text)
 
 
 def command(name: str, function: typing.Callable) -> str:
@@ -193,9 +183,13 @@ def command(name: str, function: typing.Callable) -> str:
     text = inspect.getdoc(function)
     if text.startswith("usage:"):
         return f"## qerl {name}\n\n```text\n{text}\n```"
-    places, rows = _rows(function)
+    positions, rows = _rows(function)
     summary, examples = common.texts(function)
-    parts = [f"## qerl {name}", linked(summary), f"`{' '.join(['qerl', name, *places])} [OPTIONS]`"]
+    parts = [
+        f"## qerl {name}",
+        linked(summary),
+        f"`{' '.join(['qerl', name, *positions])} [OPTIONS]`",
+    ]
     parts.append(table(("argument", "type", "default", "meaning"), rows))
     if examples:
         parts.append(f"```sh\n{inspect.cleandoc(examples)}\n```")

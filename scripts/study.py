@@ -185,12 +185,7 @@ def pieces(
     """The runs of the study, in the order in which they are made.
 
     Different arms are next to each other, so that runs at the same time compile different programs. An arm's runs with
-    more seeds are known once its rates are done.
-
-    Args:
-        results: The finished runs by name.
-        arms: Only these.
-        stage: Only "rates" or "seeds"; None means both.
+    more seeds are known once its rates are done. A stage is "rates" or "seeds"; None means both.
     """
     if stage != "seeds":
         for seed in FIRST_SEEDS:
@@ -219,43 +214,21 @@ def last_reward(result: Mapping[str, Any]) -> float:
     return statistics.mean(rewards[-max(1, len(rewards) // 5) :])
 
 
-def read(out: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """Reads all results of a folder, by run name."""
-    return {name: item for name, item in _files(out).items() if not name.startswith("timing_")}
-
-
-def read_timings(out: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """Reads the results of `--timing` in a folder, by file name."""
-    return {name: item for name, item in _files(out).items() if name.startswith("timing_")}
-
-
-def _files(out: pathlib.Path) -> dict[str, dict[str, Any]]:
-    return {file.stem: json.loads(file.read_text()) for file in sorted(out.glob("*.json"))}
+def read(out: pathlib.Path, *, timings: bool = False) -> dict[str, dict[str, Any]]:
+    """Reads all results of a folder, by run name; or those of `--timing`, by file name."""
+    files = {file.stem: json.loads(file.read_text()) for file in sorted(out.glob("*.json"))}
+    return {name: item for name, item in files.items() if name.startswith("timing_") == timings}
 
 
 def configured(piece: Piece, table: Mapping[str, Any], base: str, folder: pathlib.Path) -> dict:
-    """The config of a run, as a table.
-
-    Args:
-        piece: The run.
-        table: The common config.
-        base: Folder of the arm's base.
-        folder: The run folder.
-    """
-    changes = dict(ARMS[piece.arm].changes)
-    local = {"model": {"model_name_or_path": base}, "optim": {"learning_rate": piece.rate}}
+    """The config of a run in a folder, as a table: the common one with the changes of its arm and the arm's base."""
     # One device, however many there are: a run is to be the same on every machine.
     sections = {**table, "output_dir": str(folder), "seed": piece.seed, "mesh": {"data": 1}}
-    for section in {*changes, *local}:
-        if section in changes and changes[section] is None:
-            sections.pop(section, None)
-        else:
-            sections[section] = {
-                **table.get(section, {}),
-                **(changes.get(section) or {}),
-                **local.get(section, {}),
-            }
-    return sections
+    local = {"model": {"model_name_or_path": base}, "optim": {"learning_rate": piece.rate}}
+    for changes in (ARMS[piece.arm].changes, local):
+        for name, fields in changes.items():
+            sections[name] = None if fields is None else {**(sections.get(name) or {}), **fields}
+    return {name: fields for name, fields in sections.items() if fields is not None}
 
 
 def work_off(args: argparse.Namespace) -> bool:
@@ -342,12 +315,7 @@ def launch(
 ) -> subprocess.Popen:
     """Starts a module as a process, whose output goes to `log_of` the name.
 
-    Args:
-        args: The arguments of the study.
-        name: The name of the run, or "gptq".
-        command: A module and its arguments.
-        card: The process sees only this card, if there are several.
-        share: Its share of the card's memory. A share in the environment goes before.
+    It sees only its card, if there are several, and gets a share of that card's memory, unless the environment says another.
     """
     memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{share:.3f}"}
     local = {"CUDA_VISIBLE_DEVICES": check_device.card(card, args.cards)} if args.cards > 1 else {}

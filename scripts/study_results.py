@@ -97,7 +97,7 @@ def add(folder: pathlib.Path, path: pathlib.Path = RESULTS) -> None:
     """Adds the runs of a folder to a file, in place of those of the same name."""
     results, timings = read(path) if path.is_file() else ({}, {})
     new = {name: record(run) for name, run in study.read(folder).items()}
-    runs = dict(sorted({**results, **timings, **new, **study.read_timings(folder)}.items()))
+    runs = dict(sorted({**results, **timings, **new, **study.read(folder, timings=True)}.items()))
     lines = (json.dumps({"name": name, **run}, separators=(",", ":")) for name, run in runs.items())
     path.write_text("".join(line + "\n" for line in lines))
 
