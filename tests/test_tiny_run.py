@@ -28,6 +28,7 @@ from qerl_jax.model.transformer import init_params
 from qerl_jax.planning import memory
 from qerl_jax.rewards import scoring, stock
 from qerl_jax.rl import optimizer, rollouts
+from qerl_jax.rl.update import Updater
 from qerl_jax.system.files import DiskError
 from qerl_jax.tracking import logger
 from qerl_jax.training.run_folder import earlier_run
@@ -735,3 +736,19 @@ def test_nothing_in_memory_is_an_error_before_a_run_folder_exists(given, message
     with pytest.raises(ValueError, match=message):
         train(small(tmp_path / "run"), **given, quiet=True)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_reads_nothing_of_a_state_whose_buffers_an_update_took(tmp_path, monkeypatch):
+    update_of = Updater.__call__
+
+    def donating(updater, state, *arguments):
+        outcome = update_of(updater, state, *arguments)
+        # As on a GPU: the buffers that an update gets are gone after it.
+        for leaf in jax.tree.leaves(state):
+            if isinstance(leaf, jax.Array) and not leaf.is_deleted():
+                leaf.delete()
+        return outcome
+
+    monkeypatch.setattr(Updater, "__call__", donating)
+    state = train(small(tmp_path / "run", max_steps=2, save_steps=1), quiet=True)
+    assert state.step == 2

@@ -164,6 +164,7 @@ def _start(checked: CheckedRun, state: update.TrainState) -> Position:
         dynamic_sampling.Supply.from_table({"drawn": 0} | stored, problem, task.tokenizer),
         stored.get("sigma", checked.aqn.first),
         Progress(**progress | {"sources": checked.sources}),
+        int(state.step),
     )
 
 

@@ -38,6 +38,8 @@ class Position:
         supply: The position in the data.
         sigma: The next sigma of an adaptive noise; None for other noise. All else of the noise follows from the step.
         progress: What was done so far.
+        step: The number of optimizer steps that were done. It is read from `state` at once, since an update donates
+            the buffers of the state that it gets.
     """
 
     cfg: RunConfig
@@ -45,11 +47,7 @@ class Position:
     supply: dynamic_sampling.Supply
     sigma: float | None
     progress: Progress
-
-    @property
-    def step(self) -> int:
-        """The number of optimizer steps that were done."""
-        return int(self.state.step)
+    step: int
 
     @property
     def schedule_step(self) -> int:
@@ -72,7 +70,9 @@ class Position:
             row: Its metrics.
         """
         sigma = aqn.adapted(self.sigma, self.schedule_step, row)
-        position = dataclasses.replace(self, state=state, supply=groups.supply, sigma=sigma)
+        position = dataclasses.replace(
+            self, state=state, supply=groups.supply, sigma=sigma, step=int(state.step)
+        )
         return position.with_progress(num_tokens=row["num_tokens"])
 
     def with_progress(self, **changes: Any) -> Self:
