@@ -6,7 +6,7 @@ rounds in turn make that the same for all. Each measurement is a JSON line in `-
 The last lines have the median of the rounds, and its ratio to that of the first value of the compared option.
 
     python -m scripts.bench decode --model 7b --base nvfp4 bfloat16 --rows 8 64 128
-    python -m scripts.bench decode_layer training_layer product attention    # several benchmarks, with their defaults
+    python -m scripts.bench decode_layer training_layer product decode_attention
     python -m scripts.bench decode --rows 64 --env "" PALLAS_PAIRED_GATES=0  # the same with another environment
     python -m scripts.bench recipe --set rollout.max_concurrent=128
     python -m scripts.bench scaling --devices 1 2 4
