@@ -115,7 +115,7 @@ def registered(monkeypatch):
 
 def read(folder, weights="toy8"):
     model = Transformer(architecture.load(folder), weights, None, jnp.float32)
-    model = model.clone(kept=base_model.kept_linears(folder, model.arch))
+    model = model.clone(dense_linears=base_model.dense_linears_of(folder, model.arch))
     return model, base_model.read_base(folder, model)
 
 
@@ -125,7 +125,7 @@ def test_a_new_format_is_quantized_written_and_read(tmp_path):
     assert all(layer["weights"]["qkv"] < 0.01 for layer in report["layers"])
     assert packed_formats.of_folder(tmp_path / "out").name == "toy8"
     model, base = read(tmp_path / "out")
-    assert model.kept == (("gate_up", (0,)), ("down", (0,)))
+    assert model.dense_linears == (("gate_up", (0,)), ("down", (0,)))
     assert isinstance(base["layers"]["qkv"]["weight"], ToyTensor)
     _, dense = read(tmp_path / "out", "float32")
     unpacked = decode(base["layers"]["qkv"]["weight"])
@@ -139,7 +139,7 @@ def test_a_16_bit_base_is_packed_on_load_as_random_ones_are():
     assert shapes(made["layers"]["down"]) == shapes(base["layers"]["down"])
     hidden, _ = model.apply({"frozen": base}, jnp.arange(8)[None])
     assert np.isfinite(hidden).all()
-    reason = fused_decode.supports_portably(model.clone(dtype=jnp.bfloat16), 1)
+    reason = fused_decode.supports(model.clone(dtype=jnp.bfloat16), 1, "portable")
     assert reason is not None
 
 

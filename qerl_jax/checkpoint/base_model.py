@@ -13,7 +13,7 @@ from qerl_jax.checkpoint import hf_folder, packed_formats, safetensors
 from qerl_jax.config import DENSE, BlockScales, LoraConfig, MeshConfig, ModelConfig
 from qerl_jax.data import tokenizer
 from qerl_jax.model import architecture, lora
-from qerl_jax.model.transformer import Kept, Transformer, abstract_base, random_base
+from qerl_jax.model.transformer import DenseLinears, Transformer, abstract_base, random_base
 from qerl_jax.system.checked import require
 
 _FLOATS = ("F32", "BF16", "F16", "F64")
@@ -53,7 +53,7 @@ def describe_base(
             the config names, or the model cannot be divided among that many devices.
     """
     choose_kernels(cfg)
-    folder, kept = None, ()
+    folder, dense_linears = None, ()
     if not _is_shape(cfg):
         folder = hf_folder.local_folder(cfg.model_name_or_path, weights=False)
     arch = (
@@ -70,8 +70,8 @@ def describe_base(
     )
     tokens = _tokenizer(cfg, folder, arch)
     if not cfg.random_base and packed_formats.of_folder(folder) is not None:
-        kept = kept_linears(hf_folder.local_folder(cfg.model_name_or_path), arch)
-    model = Transformer(arch, cfg.weights, lora, jnp.dtype(cfg.dtype), kept=kept)
+        dense_linears = dense_linears_of(hf_folder.local_folder(cfg.model_name_or_path), arch)
+    model = Transformer(arch, cfg.weights, lora, jnp.dtype(cfg.dtype), dense_linears=dense_linears)
     if cfg.trainable == "full":
         model = model.clone(lora=None, full=True)
     model = model.clone(fsdp=mesh.fsdp, tensor=mesh.tensor)
@@ -167,12 +167,12 @@ def read_base(
         NotImplementedError,
     )
     check_names(arch, tensors, source)
-    kept = kept_linears(folder, arch)
+    dense_linears = dense_linears_of(folder, arch)
     require(
-        model.weights in DENSE or model.kept == kept,
-        "model.kept",
-        model.kept,
-        f"{folder} keeps {kept} in 16 bits",
+        model.weights in DENSE or model.dense_linears == dense_linears,
+        "model.dense_linears",
+        model.dense_linears,
+        f"{folder} keeps {dense_linears} in 16 bits",
     )
 
     dtype = abstract_base(model)["embed_tokens"].dtype
@@ -185,8 +185,8 @@ def read_base(
         return prepare(weight, model.dtype, is_gated=linear == "gate_up", rank=rank)
 
     shared = set() if source is None else _shared_scales(arch, tensors, source)
-    in_16_bits = {linear: set(at) for linear, at in kept}
-    _, partly = model.kept_linears()
+    in_16_bits = {linear: set(at) for linear, at in dense_linears}
+    _, partly = model.split_dense()
     stacks: dict[str, jax.Array] = {}
 
     def read_linear(linear: str, names: list[str]) -> PackedWeight | jax.Array:
@@ -216,7 +216,7 @@ def read_base(
         split = jax.jit(model.division.split, static_argnums=0)
         read = lambda linear, names: split(linear, read_linear(linear, names))
     frozen = assemble(arch, tensors, dtype, read, progress, places)
-    return frozen | ({"kept": stacks} if stacks else {})
+    return frozen | ({"dense_overrides": stacks} if stacks else {})
 
 
 def read_dense(
@@ -228,7 +228,7 @@ def read_dense(
     return source.numbers.unpack(source.read(tensors, name), dtype)
 
 
-def kept_linears(folder: str | pathlib.Path, arch: architecture.Architecture) -> Kept:
+def dense_linears_of(folder: str | pathlib.Path, arch: architecture.Architecture) -> DenseLinears:
     """Returns the linears of a packed folder that are stored in 16 bits, and in which layers.
 
     They are found by the tensors, not by the config. If one of the linears that read the same input is in 16 bits,

@@ -130,7 +130,9 @@ def export(
                 form = packed_formats.named(to) if to == "nvfp4" else None
                 _write_model(partial, sums, form, dtype)
                 written = model.clone(weights=form.name if form else str(dtype), lora=None)
-                written = written.clone(kept=base_model.kept_linears(partial, model.arch))
+                written = written.clone(
+                    dense_linears=base_model.dense_linears_of(partial, model.arch)
+                )
                 found = probe.policy(written, base_model.read_base(partial, written))
         if to == "merged" and base == "original" and cfg.weights not in config.DENSE:
             # On another base the adapter has another effect, so compare the merged model with that base and the
@@ -396,7 +398,7 @@ class _Sums:
         scales: How block scales of `held` are chosen.
         params: The adapter's layers; empty if the whole base was trained.
         branches: The adapter's branches, by linear.
-        kept: (linear, layer) pairs that are in 16 bits in a packed folder.
+        dense: (linear, layer) pairs that are in 16 bits in a packed folder.
     """
 
     source: pathlib.Path
@@ -407,7 +409,7 @@ class _Sums:
     scales: config.BlockScales
     params: dict[str, Any]
     branches: Mapping[str, lora.LinearShape]
-    kept: frozenset[tuple[str, int]]
+    dense: frozenset[tuple[str, int]]
 
     @classmethod
     def of(
@@ -431,7 +433,7 @@ class _Sums:
             cfg.block_scales,
             params.get("layers", {}),
             lora.shapes(model.lora, model.arch) if model.lora else {},
-            frozenset((linear, index) for linear, at in model.kept for index in at),
+            frozenset((linear, index) for linear, at in model.dense_linears for index in at),
         )
 
     @property
@@ -441,7 +443,7 @@ class _Sums:
 
     def packed(self, linear: str, index: int) -> list[Any] | None:
         """Returns the packed weights of a linear's parts, in the format `form`; None if they are not packed."""
-        if (linear, index) in self.kept:
+        if (linear, index) in self.dense:
             return None
         names = self.arch.linear_names(linear, index)
         if self.stored is not None:
@@ -560,8 +562,8 @@ def _write_pair(
     base.mkdir()
     _write_model(base, dataclasses.replace(sums, params=norms), form, dtype)
     without_norms = dataclasses.replace(model.lora, train_norms=False)
-    kept = {"layers": {n: x for n, x in params["layers"].items() if n in linears}}
-    peft.export_adapter(adapter, kept, without_norms, str(out.resolve() / "base"))
+    pairs = {"layers": {n: x for n, x in params["layers"].items() if n in linears}}
+    peft.export_adapter(adapter, pairs, without_norms, str(out.resolve() / "base"))
     written = model.clone(weights=form.name, lora=peft.read_lora(adapter))
     frozen = base_model.read_base(base, written)
     return probe.policy(written, frozen, peft.import_adapter(adapter, written))
@@ -581,7 +583,7 @@ def _write_model(
     arch, tensors = sums.arch, sums.tensors
     outside = {"model.embed_tokens.weight", "model.norm.weight"}
     outside |= set() if arch.tie_word_embeddings else {"lm_head.weight"}
-    kept = [name for at in sorted(sums.kept) for name in arch.linear_names(*at)]
+    dense = [name for at in sorted(sums.dense) for name in arch.linear_names(*at)]
 
     def layer(index: int) -> dict[str, np.ndarray]:
         written = {}
@@ -594,7 +596,7 @@ def _write_model(
             names = arch.linear_names(linear, index)
             packed = sums.packed(linear, index)
             weights = sums.weights(linear, index, packed)
-            if form is None or (linear, index) in sums.kept:
+            if form is None or (linear, index) in sums.dense:
                 files = [{"weight": np.asarray(weight.astype(dtype))} for weight in weights]
             else:
                 if linear in sums.params or packed is None or sums.form.name != form.name:
@@ -611,9 +613,9 @@ def _write_model(
         arch.num_layers,
         {name: tensors[name] for name in tensors if name in outside},
         layer,
-        kind=lambda index: frozenset(linear for linear, at in sums.kept if at == index),
+        kind=lambda index: frozenset(linear for linear, at in sums.dense if at == index),
         dtype=dtype,
-        quantization_config=None if form is None else form.config_without(kept),
+        quantization_config=None if form is None else form.config_without(dense),
     )
 
 

@@ -251,8 +251,8 @@ def _is_positive(value: Any) -> bool:
 
 
 def _refuse_windows(config: dict[str, Any], family: Family) -> None:
-    asked = config.get("use_sliding_window")
-    _support(not asked, "use_sliding_window", asked, "only full attention is supported")
+    switch = config.get("use_sliding_window")
+    _support(not switch, "use_sliding_window", switch, "only full attention is supported")
     layers = config.get("layer_types") or []
     require(isinstance(layers, list), "config.json: layer_types", layers, "must be a list")
     for kind in layers:

@@ -2,7 +2,8 @@
 
 `Transformer` defines the arithmetic. This module runs the same arithmetic on the same parameter trees, for at most
 128 rows of one token each, if kernels support the model (`supports`). Norms, LoRA, biases, SwiGLU and residual
-additions are computed in the epilogues. There are two sets of kernels, for Hopper and portable ones; `fit` chooses.
+additions are computed in the epilogues. There are two sets of kernels, for Hopper and portable ones: `fit` chooses,
+and `Ops` has the functions in which they differ.
 
 With tensor parallelism, each device runs the kernels of its part (`Transformer.own_part`). The kernels of o and down
 then end after the product and LoRA: the sum over the devices comes next, and XLA computes it, the residual addition
@@ -36,7 +37,6 @@ UNROLLED_ROWS, UNROLLED_BYTES = 32, 32 << 20
 # The most rows of both sets of kernels. The plain layers, which decode more, make more tokens per second only from more
 # than twice as many rows on.
 MAX_ROWS = fused.MAX_M
-_SOME_KEPT = "needs linears that are all packed; some of this base are kept in 16 bits"
 
 
 @jax.tree_util.register_dataclass
@@ -73,10 +73,8 @@ def fit(
     model: transformer.Transformer, rows: int, *, adapter: bool = True, own_noise: bool = False
 ) -> str | None:
     """Returns which kernels can decode a model on this device: "hopper", "portable" or None; see `supports`."""
-    asked = {"adapter": adapter, "own_noise": own_noise}
-    if supports(model, rows, **asked) is None:
-        return "hopper"
-    return "portable" if supports_portably(model, rows, **asked) is None else None
+    refusal = functools.partial(supports, model, rows, adapter=adapter, own_noise=own_noise)
+    return next((kernels for kernels in OPS if refusal(kernels) is None), None)
 
 
 def most_rows(
@@ -87,72 +85,36 @@ def most_rows(
     return 0 if fits is None else MAX_ROWS
 
 
-def supports_portably(
-    model: transformer.Transformer, rows: int, *, adapter: bool = True, own_noise: bool = False
-) -> str | None:
-    """Returns why the portable kernels cannot decode a model on this device, or None if they can; see `supports`."""
-    if reason := runtime.unless_portable():
-        return reason
-    if model.dtype != jnp.bfloat16 or model.weights in DENSE:
-        return (
-            f"needs activations in bfloat16 and packed weights; got {model.dtype}, {model.weights}"
-        )
-    if model.full or model.group > 1:
-        return "needs frozen weights, and all of them on each device"
-    if any(model.kept_linears()):
-        return _SOME_KEPT
-    if model.weights == "nvfp4" and runtime.unless_hopper() is None:
-        return "weights are prepared for Hopper's kernels"
-    if reason := portable_layout.unless_format(model.weights):
-        return reason
-    arch = model.arch
-    if reason := decode_attention.supports_heads(arch.num_heads, arch.num_kv_heads, arch.head_size):
-        return f"attention {reason}"
-    branches = _branches(model, adapter)
-    for name, parts in arch.linears().items():
-        if reason := portable_layout.unless_format(model.weights, arch.input_width(name)):
-            return f"{name} {reason}"
-        sizes = [size for _, size in parts]
-        rank = branches[name].rank if name in branches else 0
-        if reason := portable.supports(rows, sizes, arch.input_width(name), rank=rank):
-            return f"{name} {reason}"
-    if own_noise:
-        return "needs one norm scale for all rows; here rows have noise of their own (noise.per)"
-    return None
-
-
 def supports(
-    model: transformer.Transformer, rows: int, *, adapter: bool = True, own_noise: bool = False
+    model: transformer.Transformer,
+    rows: int,
+    kernels: str = "hopper",
+    *,
+    adapter: bool = True,
+    own_noise: bool = False,
 ) -> str | None:
-    """Returns why Hopper's kernels cannot decode a model on this device, or None if they can.
+    """Returns why a set of kernels cannot decode a model on this device, or None if it can.
 
     Args:
         model: The policy.
         rows: Number of rows; a step runs one token of each.
+        kernels: "hopper" or "portable".
         adapter: Whether `params` (LoRA and trained norms) are used.
         own_noise: Whether each row has its own noise.
     """
-    if reason := runtime.unless_hopper():
+    ops, arch = OPS[kernels], model.arch
+    if reason := ops.refuses(model):
         return reason
-    if model.dtype != jnp.bfloat16 or model.weights not in ("nvfp4", "bfloat16"):
-        return f"needs activations in bfloat16; got {model.dtype} and weights in {model.weights}"
     if model.full or model.group > 1:
         return "needs frozen weights, and all of them on each device"
-    if any(model.kept_linears()):
-        return _SOME_KEPT
-    arch = model.arch
+    if any(model.split_dense()):
+        return "needs linears that are all packed; some of this base are kept in 16 bits"
     if reason := decode_attention.supports_heads(arch.num_heads, arch.num_kv_heads, arch.head_size):
         return f"attention {reason}"
     branches = _branches(model, adapter)
-    for name, parts in arch.linears().items():
-        if reason := fused.supports(
-            rows,
-            [size for _, size in parts],
-            model.arch.input_width(name),
-            is_packed=model.weights == "nvfp4",
-            rank=branches[name].rank if name in branches else 0,
-            is_swiglu=name == "gate_up",
-        ):
+    for name in arch.linears():
+        rank = branches[name].rank if name in branches else 0
+        if reason := ops.refuses_linear(model, name, rows, rank):
             return f"{name} {reason}"
     if own_noise:
         return "needs one norm scale for all rows; here rows have noise of their own (noise.per)"
@@ -179,7 +141,7 @@ def slow_because(
     is_hopper = runtime.unless_hopper() is None
     if not is_hopper and runtime.unless_portable() is not None:
         return None
-    asked, rows, arch = rows, min(rows, MAX_ROWS), model.arch
+    requested, rows, arch = rows, min(rows, MAX_ROWS), model.arch
     what = "sampling goes without the fused layers of decoding"
     # The plain layers use the same attention, so heads without a kernel are slow there too.
     attention = decode_attention.unless_kernel(arch.num_heads, arch.num_kv_heads, arch.head_size)
@@ -189,11 +151,12 @@ def slow_because(
         plain = 'a base that trains (model.trainable = "full") is decoded by the plain layers'
         return f"{what}: {plain}" if is_hopper else None
     if fit(model, rows, own_noise=own_noise) is not None:
-        if not MAX_ROWS < asked <= 2 * MAX_ROWS:
+        if not MAX_ROWS < requested <= 2 * MAX_ROWS:
             return None
         remedy = f"set max_concurrent to {MAX_ROWS}, which is as fast or faster"
-        return f"{what}: they take at most {MAX_ROWS} rows, got {asked}: {remedy}"
-    reason = (supports if is_hopper else supports_portably)(model, rows, own_noise=own_noise)
+        return f"{what}: they take at most {MAX_ROWS} rows, got {requested}: {remedy}"
+    kernels = "hopper" if is_hopper else "portable"
+    reason = supports(model, rows, kernels, own_noise=own_noise)
     remedy = "expect about half the speed"
     if model.weights not in ("nvfp4", *DENSE) and is_hopper:
         remedy = (
@@ -224,29 +187,21 @@ def policy(
     frozen, noise = variables["frozen"], flatten_dict(variables.get("noise", {}))
     params = flatten_dict(variables.get("params", {}) if adapter else {})
     # A trained norm replaces the frozen one.
-    held = flatten_dict(frozen) | params
+    norms = flatten_dict(frozen) | params
 
     def scale(*path: str) -> jax.Array:
-        value = held[*path, "scale"].astype(jnp.float32)
+        value = norms[*path, "scale"].astype(jnp.float32)
         return value + noise[*path, "scale"] if (*path, "scale") in noise else value
 
     def branch(linear: str, shape: lora.LinearShape) -> PackedLora | portable.PortableLora:
-        at = [("layers", linear, name) for name, _ in model.arch.linears()[linear]]
+        paths = [("layers", linear, name) for name, _ in model.arch.linears()[linear]]
         pairs = [
             (params[*path, "a"], shape.scaled(params[*path, "b"], part))
-            for part, path in enumerate(at)
+            for part, path in enumerate(paths)
         ]
-        if is_portable:
-            return portable.pack_lora(pairs, shape.factor)
-        is_paired = getattr(weights[linear], "is_paired", False)
-        return pack_lora(pairs, shape.factor, is_packed=is_packed, is_paired=is_paired)
+        return ops.pack_lora(pairs, shape.factor, weights[linear])
 
-    def divisor(weight: Any) -> jax.Array:
-        return weight.multiplier if is_portable else fused.sliceable(weight.global_scale)
-
-    is_portable = kernels == "portable"
-    is_packed, stacked = is_portable or model.weights == "nvfp4", frozen["layers"]
-    branches = _branches(model, adapter)
+    ops, stacked, branches = OPS[kernels], frozen["layers"], _branches(model, adapter)
     first = scale("layers", "input_layernorm")
     weights = {name: stacked[name]["weight"] for name in LINEARS}
     scales = {
@@ -255,7 +210,9 @@ def policy(
     }
     return FusedWeights(
         weights=weights,
-        divisors={name: divisor(w) for name, w in weights.items() if is_packed},
+        divisors={
+            name: ops.divisor(w) for name, w in weights.items() if model.weights not in DENSE
+        },
         biases={name: stacked[name]["bias"] for name in LINEARS if "bias" in stacked[name]},
         branches={name: branch(name, shape) for name, shape in branches.items()},
         embedding=frozen["embed_tokens"],
@@ -311,7 +268,7 @@ def extend(
         bfloat16 [B, D] after the last norm, and the extended cache.
     """
     arch, rows = model.arch, len(tokens)
-    more = 0 if policy.kernels == "portable" else fused.padded(rows) - rows
+    more = OPS[policy.kernels].padded(rows) - rows
     # Rows that pad M for the kernels have no pages: they write to the scratch page.
     tokens = jnp.pad(tokens, (0, more))
     tables, ends = jnp.pad(cache.tables, ((0, more), (0, 0))), jnp.pad(cache.ends, (0, more))
@@ -349,8 +306,7 @@ def extend(
         return mixed.reshape(len(qkv), arch.query_width), tuple(pools)
 
     x = policy.embedding[tokens].astype(model.dtype)
-    run = portable_step if policy.kernels == "portable" else step
-    hidden, (keys, values) = run(model, policy, x, attend, (cache.keys, cache.values))
+    hidden, (keys, values) = step(model, policy, x, attend, (cache.keys, cache.values))
     return hidden[:rows], dataclasses.replace(cache, keys=keys, values=values, ends=cache.ends + 1)
 
 
@@ -369,135 +325,226 @@ def step(
     Args:
         model: The policy.
         policy: The result of `policy`.
-        x: bfloat16 [M, D], embedded tokens; M as `fused.padded` returns it.
+        x: bfloat16 [M, D], embedded tokens; M as `Ops.padded` returns it.
         attend: attend(qkv [M, N], head_norms, index, state) -> output [M, H * C] and the new state, where
             head_norms and index belong to one layer.
         state: The state that `attend` carries from layer to layer: the cache.
         unroll: Layers per iteration of the loop over layers; None for the fastest choice.
-        interpret: Whether to interpret the kernels, so that they run on a CPU.
+        interpret: Whether to interpret Hopper's kernels, so that they run on a CPU.
 
     Returns:
         bfloat16 [M, D] after the last norm, and the state.
     """
-    eps = model.arch.rms_norm_eps
-    unroll = unroll or _unrolled(policy, model.arch.num_layers, len(x))
+    ops, arch = OPS[policy.kernels], model.arch
+    eps, unroll = arch.rms_norm_eps, unroll or _unrolled(policy, arch.num_layers, len(x))
 
-    def layer(carry, inputs):
+    def run_layer(carry, slices):
         index, stream, state = carry
-        weights, divisors, biases, branches, scales, head_norms = inputs
+        arrays = dataclasses.replace(policy, **dict(zip(ops.sliced, slices, strict=True)))
+        layer = _Layer(model, policy, arrays, index, counters, unroll == 1, interpret)
 
-        def following(name):
-            if name != LINEARS[-1]:
-                after = LINEARS[LINEARS.index(name) + 1]
-                return weights[after], branches.get(after)
-            if unroll == 1:
-                return None
-            # After the last layer the index is clamped to that layer, which is harmless. Only the shape of the
-            # branch is used, so this layer's serves.
-            of_next = lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index + 1, keepdims=False)
-            return jax.tree.map(of_next, policy.weights["qkv"]), branches.get("qkv")
-
-        def linear(name, x, **options):
-            return fused.linear(
-                x,
-                weights[name],
-                divisor=divisors.get(name),
-                bias=biases.get(name),
-                branch=branches.get(name),
-                following=following(name),
-                interpret=interpret,
-                **options,
-            )
-
-        def added(name, x, stream, scale):
+        def added(name, x, scale):
             if model.over is None:
-                return linear(name, x, residual=(stream, scale))
-            return residual_stream.added(stream, _summed(linear(name, x), model.over), scale)
+                return ops.linear(layer, name, x, residual=(stream, scale))
+            return ops.added(stream, _summed(ops.linear(layer, name, x), model.over), scale, index)
 
-        qkv = linear("qkv", stream, eps=eps)
-        mixed, state = attend(qkv, head_norms, index, state)
-        stream = added("o", mixed, stream, scales["inside"])
-        hidden = linear("gate_up", stream, eps=eps, is_swiglu=True, counters=counters)
-        stream = added("down", hidden, stream, scales["after"])
+        qkv = ops.linear(layer, "qkv", stream, eps=eps)
+        mixed, state = attend(qkv, arrays.head_norms, index[0] if index.ndim else index, state)
+        stream = added("o", mixed, arrays.scales["inside"])
+        hidden = ops.linear(layer, "gate_up", stream, eps=eps, is_swiglu=True)
+        stream = added("down", hidden, arrays.scales["after"])
         return (index + 1, stream, state), None
 
-    # All layers share one array of counters. Without the barrier XLA would clear one for each layer.
-    counters = jax.lax.optimization_barrier(jnp.zeros((gated.COUNTERS,), jnp.int32))
-    start = residual_stream.stream(x, policy.first_scale)
+    counters, start = ops.counters(), ops.stream(x, policy.first_scale)
     # The layer number is part of the carry: a scanned array of numbers would cost a four-byte copy per layer.
     (_, stream, state), _ = jax.lax.scan(
-        layer,
-        (jnp.int32(0), start, state),
-        (
-            policy.weights,
-            policy.divisors,
-            policy.biases,
-            policy.branches,
-            policy.scales,
-            policy.head_norms,
-        ),
-        unroll=unroll,
-    )
-    # `stream.scaled` is already rounded, so the result would be rounded twice.
-    unit = stream.values[: stream.width].T.astype(jnp.float32) * stream.unit(eps)[:, None]
-    return rounded(unit * policy.scales["after"][-1], x.dtype), state
-
-
-def portable_step(
-    model: transformer.Transformer,
-    policy: FusedWeights,
-    x: jax.Array,
-    attend: Callable[..., tuple[jax.Array, Any]],
-    state: Any,
-    *,
-    unroll: int | None = None,
-) -> tuple[jax.Array, Any]:
-    """Runs `step` with the portable kernels, for any M up to 128.
-
-    These kernels take the layer number and read the stacked arrays in place, because XLA would copy each slice for
-    them. Hopper's kernels read slices without a copy.
-    """
-    arch = model.arch
-    unroll = unroll or _unrolled(policy, arch.num_layers, len(x))
-
-    def layer(carry, head_norms):
-        index, stream, state = carry
-
-        def linear(name, x, **options):
-            return portable.linear(
-                x,
-                policy.weights[name],
-                layer=index,
-                multiplier=policy.divisors[name],
-                sizes=[size for _, size in arch.linears()[name]],
-                bias=policy.biases.get(name),
-                branch=policy.branches.get(name),
-                **options,
-            )
-
-        def added(name, x, stream, scales):
-            if model.over is None:
-                return linear(name, x, residual=(stream, scales))
-            scale = jax.lax.dynamic_index_in_dim(scales, index[0], keepdims=False)
-            return portable.added(stream, _summed(linear(name, x), model.over), scale)
-
-        qkv = linear("qkv", stream, eps=arch.rms_norm_eps)
-        mixed, state = attend(qkv, head_norms, index[0], state)
-        stream = added("o", mixed, stream, policy.scales["inside"])
-        hidden = linear("gate_up", stream, eps=arch.rms_norm_eps, is_swiglu=True)
-        stream = added("down", hidden, stream, policy.scales["after"])
-        return (index + 1, stream, state), None
-
-    start = portable.stream(x, policy.first_scale)
-    (_, stream, state), _ = jax.lax.scan(
-        layer,
-        (jnp.zeros((1,), jnp.int32), start, state),
-        policy.head_norms,
+        run_layer,
+        (ops.first_index(), start, state),
+        tuple(getattr(policy, name) for name in ops.sliced),
         length=arch.num_layers,
         unroll=unroll,
     )
-    unit = stream.values.astype(jnp.float32) * stream.unit(arch.rms_norm_eps)[:, None]
+    # `stream.scaled` is already rounded, so the result would be rounded twice.
+    unit = ops.values(stream).astype(jnp.float32) * stream.unit(eps)[:, None]
     return rounded(unit * policy.scales["after"][-1], x.dtype), state
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    """A layer of a step, as `Ops.linear` reads it.
+
+    Attributes:
+        model: The policy.
+        policy: The arrays of all layers.
+        arrays: The same with those that `Ops.sliced` names of this layer only.
+        index: The layer's index, as `Ops.first_index` begins it.
+        counters: The result of `Ops.counters`.
+        is_in_loop: Whether the layers are a loop, in which the next layer's weights are not known.
+        interpret: See `step`.
+    """
+
+    model: transformer.Transformer
+    policy: FusedWeights
+    arrays: FusedWeights
+    index: jax.Array
+    counters: jax.Array | None
+    is_in_loop: bool
+    interpret: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Ops:
+    """The functions of a decoding step that differ between sets of kernels.
+
+    Attributes:
+        refuses: refuses(model) -> why the kernels cannot run this device or the model's dtypes, or None.
+        refuses_linear: refuses_linear(model, name, rows, rank) -> the same for a linear; rank 0 means no LoRA.
+        padded: padded(rows) -> the number of rows that a step runs.
+        pack_lora: pack_lora(pairs of A and B, factor, weight) -> the LoRA matrices of a linear, in all layers.
+        divisor: divisor(weight) -> the global scales of a packed linear.
+        sliced: The fields of `FusedWeights` that the loop over layers slices. Kernels read the other ones in place.
+        first_index: first_index() -> the index of the first layer, int32.
+        counters: counters() -> counters that all layers share, or None.
+        stream: stream(x [M, D], scale [D]) -> the residual stream.
+        linear: linear(layer, name, x, eps=, residual=, is_swiglu=) -> the output, or the new stream.
+        added: added(stream, y [M, N], scales, index) -> the new stream, for a y that was summed over devices.
+        values: values(stream) -> [M, D].
+    """
+
+    refuses: Callable[[transformer.Transformer], str | None]
+    refuses_linear: Callable[[transformer.Transformer, str, int, int], str | None]
+    padded: Callable[[int], int]
+    pack_lora: Callable[..., PackedLora | portable.PortableLora]
+    divisor: Callable[[Any], jax.Array]
+    sliced: tuple[str, ...]
+    first_index: Callable[[], jax.Array]
+    counters: Callable[[], jax.Array | None]
+    stream: Callable[[jax.Array, jax.Array], Any]
+    linear: Callable[..., Any]
+    added: Callable[..., Any]
+    values: Callable[[Any], jax.Array]
+
+
+def _hopper_refuses(model: transformer.Transformer) -> str | None:
+    if reason := runtime.unless_hopper():
+        return reason
+    if model.dtype != jnp.bfloat16 or model.weights not in ("nvfp4", "bfloat16"):
+        return f"needs activations in bfloat16; got {model.dtype} and weights in {model.weights}"
+    return None
+
+
+def _portable_refuses(model: transformer.Transformer) -> str | None:
+    if reason := runtime.unless_portable():
+        return reason
+    if model.dtype != jnp.bfloat16 or model.weights in DENSE:
+        return (
+            f"needs activations in bfloat16 and packed weights; got {model.dtype}, {model.weights}"
+        )
+    if model.weights == "nvfp4" and runtime.unless_hopper() is None:
+        return "weights are prepared for Hopper's kernels"
+    return portable_layout.unless_format(model.weights)
+
+
+def _hopper_refuses_linear(
+    model: transformer.Transformer, name: str, rows: int, rank: int
+) -> str | None:
+    sizes, is_packed = _sizes(model, name), model.weights == "nvfp4"
+    options = {"is_packed": is_packed, "rank": rank, "is_swiglu": name == "gate_up"}
+    return fused.supports(rows, sizes, model.arch.input_width(name), **options)
+
+
+def _portable_refuses_linear(
+    model: transformer.Transformer, name: str, rows: int, rank: int
+) -> str | None:
+    width = model.arch.input_width(name)
+    if reason := portable_layout.unless_format(model.weights, width):
+        return reason
+    return portable.supports(rows, _sizes(model, name), width, rank=rank)
+
+
+def _hopper_linear(layer: _Layer, name: str, x: Any, **options: Any) -> Any:
+    arrays, branches = layer.arrays, layer.arrays.branches
+    if name != LINEARS[-1]:
+        after = LINEARS[LINEARS.index(name) + 1]
+        following = arrays.weights[after], branches.get(after)
+    elif layer.is_in_loop:
+        following = None
+    else:
+        # After the last layer the index is clamped to that layer, which is harmless. Only the shape of the
+        # branch is used, so this layer's serves.
+        of_next = lambda leaf: jax.lax.dynamic_index_in_dim(leaf, layer.index + 1, keepdims=False)
+        following = jax.tree.map(of_next, layer.policy.weights["qkv"]), branches.get("qkv")
+    return fused.linear(
+        x,
+        arrays.weights[name],
+        divisor=arrays.divisors.get(name),
+        bias=arrays.biases.get(name),
+        branch=branches.get(name),
+        following=following,
+        counters=layer.counters,
+        interpret=layer.interpret,
+        **options,
+    )
+
+
+def _portable_linear(layer: _Layer, name: str, x: Any, **options: Any) -> Any:
+    return portable.linear(
+        x,
+        layer.arrays.weights[name],
+        layer=layer.index,
+        multiplier=layer.arrays.divisors[name],
+        sizes=_sizes(layer.model, name),
+        bias=layer.arrays.biases.get(name),
+        branch=layer.arrays.branches.get(name),
+        **options,
+    )
+
+
+def _sizes(model: transformer.Transformer, name: str) -> list[int]:
+    """Returns the numbers of output features of a linear's parts."""
+    return [size for _, size in model.arch.linears()[name]]
+
+
+# Hopper's kernels read slices of stacked arrays without a copy. For the portable ones XLA would copy each slice, so they
+# take the layer's index, int32 [1], and read the stacks in place.
+OPS = {
+    "hopper": Ops(
+        refuses=_hopper_refuses,
+        refuses_linear=_hopper_refuses_linear,
+        padded=fused.padded,
+        pack_lora=lambda pairs, factor, weight: pack_lora(
+            pairs,
+            factor,
+            is_packed=not isinstance(weight, jax.Array),
+            is_paired=getattr(weight, "is_paired", False),
+        ),
+        divisor=lambda weight: fused.sliceable(weight.global_scale),
+        sliced=("weights", "divisors", "biases", "branches", "scales", "head_norms"),
+        first_index=lambda: jnp.int32(0),
+        # All layers share one array of counters. Without the barrier XLA would clear one for each layer.
+        counters=lambda: jax.lax.optimization_barrier(jnp.zeros((gated.COUNTERS,), jnp.int32)),
+        stream=residual_stream.stream,
+        linear=_hopper_linear,
+        added=lambda stream, y, scale, _: residual_stream.added(stream, y, scale),
+        values=lambda stream: stream.values[: stream.width].T,
+    ),
+    "portable": Ops(
+        refuses=_portable_refuses,
+        refuses_linear=_portable_refuses_linear,
+        padded=lambda rows: rows,
+        pack_lora=lambda pairs, factor, _: portable.pack_lora(pairs, factor),
+        divisor=lambda weight: weight.multiplier,
+        sliced=("head_norms",),
+        first_index=lambda: jnp.zeros((1,), jnp.int32),
+        counters=lambda: None,
+        stream=portable.stream,
+        linear=_portable_linear,
+        added=lambda stream, y, scales, index: portable.added(
+            stream, y, jax.lax.dynamic_index_in_dim(scales, index[0], keepdims=False)
+        ),
+        values=lambda stream: stream.values,
+    ),
+}
 
 
 def _unrolled(policy: FusedWeights, num_layers: int, rows: int) -> int:

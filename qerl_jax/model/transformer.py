@@ -12,10 +12,10 @@ makes it once (`with_prepared_adapter`).
 
 Layers are stacked: every leaf under `layers` has a leading axis L, and the forward pass scans over it.
 
-Some linears of a packed base may be kept in 16 bits (`Kept`). A linear that is kept in all layers is an ordinary
-dense stack. A linear that is kept in some layers has a packed weight in every layer, so that all layers have the same
-structure, and `frozen["kept"]` holds its dense weights as a stack. A layer with a dense weight uses it and does not
-read its packed weight.
+Some linears of a packed base may be dense, in 16 bits (`DenseLinears`). A linear that is dense in all layers is an
+ordinary dense stack. A linear that is dense in some layers has a packed weight in every layer, so that all layers have
+the same structure, and `frozen["dense_overrides"]` holds its dense weights as a stack. A layer with a dense weight uses
+it and does not read its packed weight.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ _SAVED_ACTIVATIONS = {"products": ("qkv", "o", "gate_up"), "mlp": ("qkv", "o"), 
 
 
 # Linears of a packed base that are in 16 bits: (name, indices of the layers in which they are).
-type Kept = tuple[tuple[str, tuple[int, ...]], ...]
+type DenseLinears = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class Role(enum.Enum):
@@ -343,8 +343,8 @@ class Transformer(nn.Module):
         lora: Config of the adapter, or None for the bare base.
         dtype: Dtype of the activations: bfloat16 or float32.
         full: Whether `params` holds the layers' own weights instead of an adapter; see `trainable`.
-        kept: Linears of a packed base that are in bfloat16, and in which layers; has no effect if no linear is
-            packed.
+        dense_linears: Linears of a packed base that are in bfloat16, and in which layers; has no effect if no linear
+            is packed.
         fsdp: Number of devices over which the layers' weights are sharded (FSDP); see `sharding`.
         tensor: Tensor-parallel size: number of devices that share the layers' weights and decode rows together.
             Weights are stored in this many parts (`division`). Layers join them again, except in the model of
@@ -357,7 +357,7 @@ class Transformer(nn.Module):
     lora: LoraConfig | None = None
     dtype: Any = jnp.bfloat16
     full: bool = False
-    kept: Kept = ()
+    dense_linears: DenseLinears = ()
     fsdp: int = 1
     tensor: int = 1
     over: str | None = None
@@ -436,7 +436,7 @@ class Transformer(nn.Module):
             # would give another random adapter.
             check_constancy_invariants=not extends,
         )
-        dense, partly = self.kept_linears()
+        dense, partly = self.split_dense()
         stored = self.division if self.tensor > 1 else None
         stack = scan(
             arch,
@@ -468,12 +468,12 @@ class Transformer(nn.Module):
         rows = None if packed is None else packed.rows
         return Norm(arch.rms_norm_eps, dtype, name="norm")(x, rows), cache
 
-    def kept_linears(self) -> tuple[tuple[str, ...], dict[str, tuple[int, ...]]]:
+    def split_dense(self) -> tuple[tuple[str, ...], dict[str, tuple[int, ...]]]:
         """Returns the linears of a packed base that are in 16 bits in all layers, and those that are in some layers.
 
         The latter are a dict from the linear to the indices of these layers.
         """
-        layers_of = {} if self.weights in DENSE else dict(self.kept)
+        layers_of = {} if self.weights in DENSE else dict(self.dense_linears)
         dense = tuple(name for name, at in layers_of.items() if len(at) == self.arch.num_layers)
         return dense, {name: at for name, at in layers_of.items() if name not in dense}
 
@@ -495,14 +495,14 @@ class Transformer(nn.Module):
             }
             return {name: self._random(shape, jnp.bfloat16) for name, shape in widths.items()}
 
-        stacks = self.variable("frozen", "kept", random).value
-        places = {
+        stacks = self.variable("frozen", "dense_overrides", random).value
+        indices = {
             name: jnp.array(
                 [at.index(i) if i in at else -1 for i in range(self.arch.num_layers)], jnp.int32
             )
             for name, at in partly.items()
         }
-        return {name: (stacks[name], places[name]) for name in partly}
+        return {name: (stacks[name], indices[name]) for name in partly}
 
     def _role(self, adapter: bool) -> Role:
         """Returns the role of the layers' weights."""
@@ -604,7 +604,7 @@ def with_prepared_adapter(
         The variables with `prepared`.
     """
     stacked, params = variables["frozen"]["layers"], variables["params"]["layers"]
-    _, partly = model.kept_linears()
+    _, partly = model.split_dense()
 
     def branches(linear: str, shape: LinearShape):
         pairs = [params[linear][part] for part, _ in model.arch.linears()[linear]]

@@ -71,11 +71,11 @@ class Card:
             ConfigError: If the run names kernels that cannot run on this card.
         """
         cfg = cfg or recipe(next(iter(architecture.KNOWN)))
-        asked = cfg.model.kernels
-        with runtime.on(self.device, asked):
+        kernels = cfg.model.kernels
+        with runtime.on(self.device, kernels):
             no_hopper = runtime.unless_hopper()
             rule = f"cannot run on this card: {no_hopper}"
-            require(asked != "hopper" or no_hopper is None, "model.kernels", asked, rule)
+            require(kernels != "hopper" or no_hopper is None, "model.kernels", kernels, rule)
             model = memory.sampled_policy(cfg)
             most = fused_decode.MAX_ROWS
             rows = min(cfg.generation_batch_size, cfg.rollout.max_concurrent or most, most)
@@ -85,8 +85,8 @@ class Card:
             names = {"hopper": "Hopper kernels", "portable": f"portable kernels, in {kinds}"}
             if fits := fused_decode.fit(model, rows, **options):
                 return f"fused layers: {names[fits]}"
-            supports = fused_decode.supports_portably if no_hopper else fused_decode.supports
-            reason = supports(model, rows, **options)
+            set_of_kernels = "portable" if no_hopper else "hopper"
+            reason = fused_decode.supports(model, rows, set_of_kernels, **options)
             products = _product_kernels(model)
         return (
             f"plain layers, products by {names.get(products, products)}; no fused layers: {reason}"

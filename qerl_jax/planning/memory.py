@@ -27,7 +27,7 @@ from qerl_jax.generation import kv_capacity
 from qerl_jax.generation.draft_control import Drafting
 from qerl_jax.model import architecture, fused_decode, kv_cache, layers
 from qerl_jax.model.division import Division
-from qerl_jax.model.transformer import Kept, Transformer, abstract_base, trainable
+from qerl_jax.model.transformer import DenseLinears, Transformer, abstract_base, trainable
 from qerl_jax.rl import experience, grpo, microbatches, optimizer
 from qerl_jax.rl.objective import Objective, compiler_options, gradient
 from qerl_jax.system.checked import require
@@ -499,7 +499,11 @@ def abstract_policy(
 ) -> tuple[Transformer, Any, Any]:
     """Returns the model, and shapes and dtypes of its trained and its frozen parameters."""
     model = Transformer(
-        arch, cfg.model.weights, cfg.lora, jnp.dtype(cfg.model.dtype), kept=_kept(cfg, arch)
+        arch,
+        cfg.model.weights,
+        cfg.lora,
+        jnp.dtype(cfg.model.dtype),
+        dense_linears=_dense_linears(cfg, arch),
     )
     base = abstract_base(model)
     if cfg.model.trainable == "full":
@@ -519,7 +523,7 @@ def sampled_policy(cfg: RunConfig, arch: architecture.Architecture | None = None
         None if full else cfg.lora,
         jnp.dtype(cfg.model.dtype),
         full=full,
-        kept=_kept(cfg, arch),
+        dense_linears=_dense_linears(cfg, arch),
         fsdp=cfg.mesh.fsdp,
         tensor=cfg.mesh.tensor,
     ).own_part
@@ -532,7 +536,7 @@ def _always(cfg: RunConfig, arch: architecture.Architecture) -> tuple[list[Item]
     eight_bit = dataclasses.replace(cfg.optim, optimizer="adamw_8bit")
     # What the optimizer needs also depends on the rank, but that is another adapter.
     smaller = _rank(cfg) if cfg.optim == eight_bit else 'optim.optimizer to "adamw_8bit"'
-    stacked = _bytes([frozen.get(name, {}) for name in ("layers", "kept")])
+    stacked = _bytes([frozen.get(name, {}) for name in ("layers", "dense_overrides")])
     held = abstract_base(model.clone(tensor=cfg.mesh.tensor)) if cfg.mesh.tensor > 1 else frozen
     own = sharding.part(held, cfg.mesh.group)
     linears, to_pack, packed = own - _bytes(frozen) + stacked, "", 0
@@ -760,12 +764,12 @@ def _architecture(cfg: RunConfig) -> architecture.Architecture:
     return architecture.load(hf_folder.local_folder(name, weights=False))
 
 
-def _kept(cfg: RunConfig, arch: architecture.Architecture) -> Kept:
+def _dense_linears(cfg: RunConfig, arch: architecture.Architecture) -> DenseLinears:
     """Returns the linears that a local model folder keeps in 16 bits."""
     folder = pathlib.Path(cfg.model.model_name_or_path).expanduser()
     if cfg.model.random_base or not any(folder.glob("*.safetensors")):
         return ()
-    return base_model.kept_linears(folder, arch)
+    return base_model.dense_linears_of(folder, arch)
 
 
 def _rank(cfg: RunConfig) -> str:

@@ -120,7 +120,7 @@ def test_a_linear_left_out_of_the_quantization_is_named(tmp_path):
     parts = ("weight_packed", "weight_scale", "weight_global_scale")
     write(tmp_path, None, dict.fromkeys(f"{NAME}.{p}" for p in parts) | {f"{NAME}.weight": dense})
     with pytest.raises(
-        config.ConfigError, match=r"model.kept: got \(\); .* keeps \(\('down', \(1,\)"
+        config.ConfigError, match=r"model.dense_linears: got \(\); .* keeps \(\('down', \(1,\)"
     ):
         base(tmp_path, "nvfp4")
 

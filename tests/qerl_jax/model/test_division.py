@@ -150,9 +150,9 @@ def test_rows_with_a_global_scale_each_keep_it():
 
 
 @functools.cache
-def policy(weights, arch, kept=()):
+def policy(weights, arch, dense_linears=()):
     lora = LoraConfig(8, 16.0, train_norms=True, rank_pattern={"o_proj": 4})
-    model = Transformer(arch, weights, lora, jnp.float32, kept=kept)
+    model = Transformer(arch, weights, lora, jnp.float32, dense_linears=dense_linears)
     frozen = transformer.random_base(model, jax.random.key(0))
     jitter = lambda p: p + 0.1 * jax.random.normal(jax.random.key(p.size), p.shape)
     params = jax.tree.map(jitter, transformer.init_params(model, frozen, jax.random.key(1)))
@@ -213,10 +213,12 @@ CASES += [
 ]
 
 
-@pytest.mark.parametrize(("weights", "arch", "count", "kept"), CASES)
+@pytest.mark.parametrize(("weights", "arch", "count", "dense_linears"), CASES)
 @pytest.mark.slow
-def test_prompts_and_tokens_get_the_hidden_states_of_the_whole_model(weights, arch, count, kept):
-    model, variables = policy(weights, arch, kept)
+def test_prompts_and_tokens_get_the_hidden_states_of_the_whole_model(
+    weights, arch, count, dense_linears
+):
+    model, variables = policy(weights, arch, dense_linears)
     prompts = jax.random.randint(jax.random.key(3), (3, 5), 0, 64)
 
     def run(model, variables):

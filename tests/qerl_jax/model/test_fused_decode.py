@@ -345,8 +345,8 @@ def test_what_cannot_be_decoded_so_is_refused_with_its_reason(h200, change, reas
 @pytest.mark.parametrize(
     ("capability", "change", "reason"),
     [
-        ("8.9", {"kept": (("o", (1,)),)}, "some of this base are kept in 16 bits"),
-        ("8.9", {"weights": "mxfp4", "kept": (("down", (0, 1)),)}, "are kept in 16 bits"),
+        ("8.9", {"dense_linears": (("o", (1,)),)}, "some of this base are kept in 16 bits"),
+        ("8.9", {"weights": "mxfp4", "dense_linears": (("down", (0, 1)),)}, "are kept in 16 bits"),
         ("7.5", {"weights": "mxfp4"}, "needs compute capability 8.0 for MXFP4"),
         ("8.9", {"weights": "bfloat16"}, "activations in bfloat16 and packed weights; got"),
         ("8.9", {"arch": dataclasses.replace(ARCH, head_size=96)}, "attention needs heads of size"),
@@ -358,7 +358,7 @@ def test_what_the_portable_layers_cannot_decode_is_refused(capability, change, r
     card = dataclasses.replace(runtime.H200, compute_capability=capability, has_packages=True)
     with runtime.on(card, "auto"):
         policy = Transformer(**({"arch": ARCH, "weights": "nvfp4", "dtype": jnp.bfloat16} | change))
-        assert reason in fused_decode.supports_portably(policy, 96)
+        assert reason in fused_decode.supports(policy, 96, "portable")
         assert fused_decode.fit(policy, 96) is None
         fits = "portable" if capability >= "7.5" else None
         assert fused_decode.fit(Transformer(ARCH, "nvfp4", None, jnp.bfloat16), 96) == fits

@@ -114,8 +114,8 @@ def test_linears_in_16_bits_and_noise_of_rows_take_plain_layers(monkeypatch):
     card, cfg = cards.named("A100"), run()
     noisy = dataclasses.replace(cfg, noise=NoiseConfig(1e-2, 1e-4, 10, per="sequence"))
     assert "rows have noise of their own" in card.kernels(noisy)
-    kept = (("o", (0,)),)
-    monkeypatch.setattr(memory, "_kept", lambda *_: kept)
+    dense = (("o", (0,)),)
+    monkeypatch.setattr(memory, "_dense_linears", lambda *_: dense)
     assert f"{PLAIN} portable" in card.kernels(cfg) and "are kept in 16 bits" in card.kernels(cfg)
 
 

@@ -58,7 +58,7 @@ def test_kept_linears_are_written_as_they_are_and_named_in_the_config(folder):
 @pytest.mark.slow
 def test_a_mixed_base_computes_what_its_unpacked_weights_compute(folder):
     model, variables = load(folder)
-    assert model.kept == KEPT
+    assert model.dense_linears == KEPT
     weights = {
         name: linear.get("weight")
         for name, linear in variables["frozen"]["layers"].items()
@@ -66,13 +66,13 @@ def test_a_mixed_base_computes_what_its_unpacked_weights_compute(folder):
     }
     assert isinstance(weights["o"], NVFP4Tensor) and isinstance(weights["down"], jax.Array)
     assert isinstance(weights["qkv"], NVFP4Tensor)
-    assert variables["frozen"]["kept"]["qkv"].shape[0] == 2
+    assert variables["frozen"]["dense_overrides"]["qkv"].shape[0] == 2
     dense = logits(*load(folder, weights="float32"))
     np.testing.assert_allclose(logits(model, variables), dense, atol=2e-3)
     all_packed = dict(
-        variables, frozen={k: v for k, v in variables["frozen"].items() if k != "kept"}
+        variables, frozen={k: v for k, v in variables["frozen"].items() if k != "dense_overrides"}
     )
-    other = logits(model.clone(kept=KEPT[1:]), all_packed)
+    other = logits(model.clone(dense_linears=KEPT[1:]), all_packed)
     assert np.abs(other - dense).max() > 0.05  # the packed weights of kept layers are not read
 
 
@@ -122,7 +122,7 @@ def test_the_memory_plan_counts_linears_in_16_bits(folder, tmp_path):
     _, _, planned = memory.abstract_policy(cfg, architecture.load(folder))
     size = lambda tree: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
     assert size(planned) == size(frozen)
-    assert size(planned["kept"]) == size(frozen["kept"]) > 0
+    assert size(planned["dense_overrides"]) == size(frozen["dense_overrides"]) > 0
 
 
 def test_a_pattern_without_a_linear_is_refused(tmp_path):
@@ -134,7 +134,7 @@ def test_a_pattern_without_a_linear_is_refused(tmp_path):
 
 def test_a_model_that_expects_other_kept_linears_is_refused(folder):
     model = Transformer(architecture.load(folder), "nvfp4", None, jnp.float32)
-    with pytest.raises(ValueError, match=r"model.kept: got \(\); .* keeps"):
+    with pytest.raises(ValueError, match=r"model.dense_linears: got \(\); .* keeps"):
         base_model.read_base(folder, model)
 
 
@@ -171,7 +171,7 @@ def test_exports_keep_what_the_base_keeps(to, folder, tmp_path):
     model, variables = finished_run(tmp_path / "run", model_name_or_path=str(folder))
     export.export(tmp_path / "run", to, tmp_path / "out", limit=9.0)
     written = tmp_path / "out" / "base" if to == "pair" else tmp_path / "out"
-    kept = base_model.kept_linears(written, model.arch)
+    kept = base_model.dense_linears_of(written, model.arch)
     assert kept == (() if to == "merged" else KEPT)
     if to == "nvfp4":
         ours, theirs = Tensors(written), Tensors(folder)
@@ -193,7 +193,7 @@ def test_a_folder_that_keeps_one_part_of_a_linear_is_read(folder, tmp_path):
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(folder / name, tmp_path)
     model, variables = load(tmp_path)
-    assert model.kept == (("qkv", (0, 1, 2)), KEPT[1])
+    assert model.dense_linears == (("qkv", (0, 1, 2)), KEPT[1])
     dense = logits(*load(tmp_path, weights="float32"))
     # What is unpacked beside it is rounded to bfloat16 once.
     np.testing.assert_allclose(logits(model, variables), dense, atol=2e-2)
