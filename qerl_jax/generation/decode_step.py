@@ -1,13 +1,15 @@
-"""The parts of a decoding step, with and without drafts: tokens to hidden states, logits, and sampled tokens."""
+"""What decoding steps with and without drafts share: the loop's state, the model's step, and the sampling of a token."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from qerl_jax.aqn import draw as noise
-from qerl_jax.generation import sampling
+from qerl_jax.generation import draft_search, sampling
 from qerl_jax.generation.sampling_params import SamplingParams
+from qerl_jax.generation.scheduler import Slots
 from qerl_jax.model import fused_decode, layers, logprobs
 from qerl_jax.model.transformer import Transformer, head
 
@@ -36,6 +38,63 @@ class EngineSpec:
         object.__setattr__(self, "params", self.params.compiled())
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """The state of the loop over the steps of a chunk.
+
+    Attributes:
+        count: int32, new tokens: a scalar for all rows that have not ended, or [B] with drafts.
+        token: int32 [B], the last token of each row.
+        live: bool [B], rows that have not ended.
+        lengths: int32 [B], new tokens of each row; None with drafts, where `count` has them.
+        history: int32 [B, T], see `Slots`; None without drafts, which need no new tokens in it.
+        tokens: int32 [B, n], the new tokens.
+        behaviour_logps: float32 [B, n], their log-probabilities in nats.
+        entropies: float32 [B, n], in nats, or None.
+        seen: bool [B, V], tokens to which the repetition penalty applies, or None.
+        pool: Keys and values.
+        outcome: Statistics of the drafts; None without.
+        idle: int32, with drafts: row-steps in which rows that had ended were idle.
+    """
+
+    count: jax.Array
+    token: jax.Array
+    live: jax.Array
+    lengths: jax.Array | None
+    history: jax.Array | None
+    tokens: jax.Array
+    behaviour_logps: jax.Array
+    entropies: jax.Array | None
+    seen: jax.Array | None
+    pool: tuple[jax.Array, jax.Array]
+    outcome: draft_search.Outcome | None = None
+    idle: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """What the steps of a chunk read and do not change.
+
+    Attributes:
+        slots: The rows before the chunk.
+        row_keys: PRNG keys [B].
+        stop_tokens: int32 [k].
+        size: The most new tokens of a row.
+        extend: The result of `extender` for all steps; None if each step has noise of its own.
+        extend_with: extend_with(numbers) -> the result of `extender` for rows with these numbers of their noise.
+        draw: The result of `drawer`.
+    """
+
+    slots: Slots
+    row_keys: jax.Array
+    stop_tokens: jax.Array
+    size: int
+    extend: Callable | None
+    extend_with: Callable[[jax.Array], Callable]
+    draw: Callable
+
+
 def extender(model: Transformer, variables, rows: int, numbers):
     """Returns the function that runs the model on one token of each row.
 
@@ -50,14 +109,14 @@ def extender(model: Transformer, variables, rows: int, numbers):
         completion tokens before this one.
     """
 
-    def made(steps):
+    def at_steps(steps):
         drawn = noise.of_rows(variables, numbers, steps + 1)
         return fused_decode.extender(model, drawn, rows, adapter="params" in variables)
 
     if noise.has_own(variables) and variables["noise"].per == "token":
-        return lambda tokens, cache, steps: made(steps)(tokens, cache)
+        return lambda tokens, cache, steps: at_steps(steps)(tokens, cache)
     # What does not change with the token is computed once for all steps.
-    once = made(jnp.zeros(rows, jnp.int32))
+    once = at_steps(jnp.zeros(rows, jnp.int32))
     return lambda tokens, cache, steps: once(tokens, cache)
 
 
@@ -128,9 +187,9 @@ def scorer(model: Transformer, matrix: jax.Array):
         return lambda hidden: layers.logits(hidden, matrix)
     size = len(matrix) // count
     # Sliced once for all steps of a chunk.
-    own = jax.lax.dynamic_slice_in_dim(matrix, jax.lax.axis_index(model.over) * size, size)
+    part = jax.lax.dynamic_slice_in_dim(matrix, jax.lax.axis_index(model.over) * size, size)
     return lambda hidden: jax.lax.all_gather(
-        layers.logits(hidden, own), model.over, axis=1, tiled=True
+        layers.logits(hidden, part), model.over, axis=1, tiled=True
     )
 
 

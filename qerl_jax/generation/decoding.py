@@ -8,8 +8,9 @@ import jax.numpy as jnp
 
 from qerl_jax.aqn import draw as noise
 from qerl_jax.generation import draft_search, verifying
-from qerl_jax.generation.decode_step import EngineSpec, drawer, extender, seen_in
+from qerl_jax.generation.decode_step import Chunk, EngineSpec, Loop, drawer, extender, seen_in
 from qerl_jax.generation.device_pool import BY_HEADS
+from qerl_jax.generation.draft_search import CHUNKS
 from qerl_jax.generation.packed import Packed
 from qerl_jax.generation.programs import program
 from qerl_jax.generation.scheduler import Slots
@@ -79,145 +80,145 @@ def decode(
         (`draft_search.Outcome`) or None. n is `spec.chunk`, or `CHUNKS * spec.chunk` with `positions`.
     """
     slots: Slots = dataclasses.replace(rows.tree(), texts=texts)
-    how = variables, pool, slots, temperature, stop_tokens, model, spec
-    if positions:
-        pool, results, moved = verifying.sample(*how, odds, positions)
-    else:
-        pool, results, moved = _sample(*how, compares)
-    return pool, Packed.of(results), Packed.of(dataclasses.replace(slots, texts=None, **moved))
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Loop:
-    """The state of the loop: every row that has not ended has `count` new tokens."""
-
-    count: jax.Array
-    token: jax.Array
-    live: jax.Array
-    lengths: jax.Array
-    tokens: jax.Array
-    behaviour_logps: jax.Array
-    entropies: jax.Array | None
-    seen: jax.Array | None
-    pool: tuple[jax.Array, jax.Array]
-
-
-def _sample(
-    variables,
-    pool,
-    slots: Slots,
-    temperature,
-    stop_tokens,
-    model: Transformer,
-    spec: EngineSpec,
-    compares,
-):
-    """Implements `decode` with one token of each row in a step.
-
-    Returns:
-        The pool, the results of the chunk, and the changed fields of `slots`, by name.
-    """
-    chunk = spec.chunk
-    rows = jnp.arange(len(slots.live))
-    row_keys = jax.random.wrap_key_data(slots.keys)
-    extend = extender(model, variables, len(rows), slots.noise)
-    draw = drawer(model, variables, spec, temperature)
-    shape = (len(rows), chunk)
-    loop = _Loop(
-        count=jnp.int32(0),
-        token=slots.token,
-        live=slots.live,
-        lengths=jnp.zeros(len(rows), jnp.int32),
+    has_drafts, count = positions is not None, len(slots.live)
+    extend_with = functools.partial(extender, model, variables, positions or count)
+    chunk = Chunk(
+        slots,
+        row_keys=jax.random.wrap_key_data(slots.keys),
+        stop_tokens=stop_tokens,
+        size=spec.chunk * (CHUNKS if has_drafts else 1),
+        # A step with drafts runs other rows each time.
+        extend=None if has_drafts and noise.has_own(variables) else extend_with(slots.noise),
+        extend_with=extend_with,
+        draw=drawer(model, variables, spec, temperature),
+    )
+    shape = (count, chunk.size)
+    loop = Loop(
+        count=jnp.zeros(count if has_drafts else (), jnp.int32),
+        token=jnp.asarray(slots.token),
+        live=jnp.asarray(slots.live),
+        lengths=None if has_drafts else jnp.zeros(count, jnp.int32),
+        history=slots.history if has_drafts else None,
         tokens=jnp.zeros(shape, jnp.int32),
         behaviour_logps=jnp.zeros(shape, jnp.float32),
         entropies=jnp.zeros(shape, jnp.float32) if spec.entropies else None,
         seen=seen_in(slots.history, spec, len(head(variables["frozen"]))),
         pool=pool,
+        outcome=draft_search.Outcome.start() if has_drafts else None,
+        idle=jnp.int32(0) if has_drafts else None,
     )
-
-    def unfinished(loop: _Loop):
-        return (loop.count < chunk) & jnp.any(loop.live)
-
-    def step(loop: _Loop) -> _Loop:
-        # A row that has ended writes to page 0 (scratch), and reads one token of it.
-        cache = kv_cache.KVCache(
-            *loop.pool,
-            tables=jnp.where(loop.live[:, None], slots.tables, 0),
-            ends=jnp.where(loop.live, slots.ends + loop.count, 0),
-            shared=None if slots.shared is None else jnp.where(loop.live, slots.shared, 0),
-        )
-        steps = slots.step + loop.count
-        hidden, cache = extend(loop.token, cache, steps)
-        token, logp, entropy = draw(hidden, row_keys, steps, loop.seen)
-        stops = jnp.isin(token, stop_tokens)
-        if slots.given is not None:
-            given = jax.lax.dynamic_index_in_dim(slots.given, loop.count, axis=1, keepdims=False)
-            is_given = given >= 0
-            token, logp = jnp.where(is_given, given, token), jnp.where(is_given, 0, logp)
-            stops = stops & ~is_given
-            entropy = None if entropy is None else jnp.where(is_given, 0, entropy)
-        put = lambda held, new: None if held is None else held.at[:, loop.count].set(new)
-        return _Loop(
-            count=loop.count + 1,
-            token=token,
-            live=loop.live & ~stops & (steps + 1 < slots.limit),
-            lengths=loop.lengths + loop.live,
-            tokens=put(loop.tokens, token),
-            behaviour_logps=put(loop.behaviour_logps, logp),
-            entropies=put(loop.entropies, entropy),
-            seen=None if loop.seen is None else loop.seen.at[rows, token].set(True),
-            pool=(cache.keys, cache.values),
-        )
-
-    loop = jax.lax.while_loop(unfinished, step, loop)
+    if has_drafts:
+        unfinished, step = verifying.unfinished, verifying.step
+        step = functools.partial(step, odds=odds, positions=positions)
+    else:
+        unfinished, step = _unfinished, _step
+    loop = jax.lax.while_loop(
+        functools.partial(unfinished, chunk), functools.partial(step, chunk), loop
+    )
     moved = {
+        "texts": None,
         "ends": slots.ends + loop.count,
         "token": loop.token,
         "step": slots.step + loop.count,
         "live": loop.live,
+        "history": loop.history,
     }
-    if slots.given is not None:
-        # All given tokens were used; a next chunk that starts before the host reads this one must not repeat them.
-        moved["given"] = jnp.full_like(slots.given, -1)
-    if slots.history is not None:
-        places = slots.ends[:, None] + 1 + jnp.arange(chunk)
-        made = jnp.where(jnp.arange(chunk) < loop.lengths[:, None], loop.tokens, -1)
-        moved["history"] = (
-            jnp.asarray(slots.history).at[rows[:, None], places].set(made, mode="drop")
-        )
-    outcome = None
-    if slots.texts is not None:
-        # A branch instead of a second program, which would have to be compiled for each batch size.
-        compared = functools.partial(_compared, slots, loop.tokens, loop.lengths, moved["history"])
-        outcome = jax.lax.cond(compares, compared, draft_search.Outcome.start)
-        lived = jnp.sum(loop.lengths)
-        outcome = dataclasses.replace(outcome, calls=loop.count, rows=lived)
-    results = loop.tokens, loop.behaviour_logps, loop.lengths, loop.live, loop.entropies, outcome
-    return loop.pool, results, moved
+    if slots.forced is not None:
+        # The host passes forced tokens that are left to the next chunk; one that starts before the host has read this
+        # one must not repeat those that were used.
+        moved["forced"] = jnp.full_like(slots.forced, -1)
+    lengths, outcome = loop.count, loop.outcome
+    if not has_drafts:
+        lengths = loop.lengths
+        moved["history"] = _extended(slots, loop.tokens, lengths)
+        outcome = _outcome(slots, loop, moved["history"], compares)
+    results = loop.tokens, loop.behaviour_logps, lengths, loop.live, loop.entropies, outcome
+    return loop.pool, Packed.of(results), Packed.of(dataclasses.replace(slots, **moved))
+
+
+def _unfinished(chunk: Chunk, loop: Loop) -> jax.Array:
+    """Whether a step without drafts follows."""
+    return (loop.count < chunk.size) & jnp.any(loop.live)
+
+
+def _step(chunk: Chunk, loop: Loop) -> Loop:
+    """Samples one token of each row."""
+    slots = chunk.slots
+    # A row that has ended writes to page 0 (scratch), and reads one token of it.
+    cache = kv_cache.KVCache(
+        *loop.pool,
+        tables=jnp.where(loop.live[:, None], slots.tables, 0),
+        ends=jnp.where(loop.live, slots.ends + loop.count, 0),
+        shared=None if slots.shared is None else jnp.where(loop.live, slots.shared, 0),
+    )
+    steps = slots.step + loop.count
+    hidden, cache = chunk.extend(loop.token, cache, steps)
+    token, logp, entropy = chunk.draw(hidden, chunk.row_keys, steps, loop.seen)
+    stops = jnp.isin(token, chunk.stop_tokens)
+    if slots.forced is not None:
+        forced = jax.lax.dynamic_index_in_dim(slots.forced, loop.count, axis=1, keepdims=False)
+        is_forced = forced >= 0
+        token, logp = jnp.where(is_forced, forced, token), jnp.where(is_forced, 0, logp)
+        stops = stops & ~is_forced
+        entropy = None if entropy is None else jnp.where(is_forced, 0, entropy)
+    put = lambda buffer, new: None if buffer is None else buffer.at[:, loop.count].set(new)
+    return dataclasses.replace(
+        loop,
+        count=loop.count + 1,
+        token=token,
+        live=loop.live & ~stops & (steps + 1 < slots.limit),
+        lengths=loop.lengths + loop.live,
+        tokens=put(loop.tokens, token),
+        behaviour_logps=put(loop.behaviour_logps, logp),
+        entropies=put(loop.entropies, entropy),
+        seen=None if loop.seen is None else loop.seen.at[jnp.arange(len(token)), token].set(True),
+        pool=(cache.keys, cache.values),
+    )
+
+
+def _extended(slots: Slots, tokens: jax.Array, lengths: jax.Array) -> jax.Array | None:
+    """Returns the history with the first lengths [B] of a chunk's tokens [B, n]; None if it is not needed."""
+    if slots.history is None:
+        return None
+    offset = jnp.arange(tokens.shape[1])
+    indices = slots.ends[:, None] + 1 + offset
+    new = jnp.where(offset < lengths[:, None], tokens, -1)
+    rows = jnp.arange(len(tokens))[:, None]
+    return jnp.asarray(slots.history).at[rows, indices].set(new, mode="drop")
+
+
+def _outcome(
+    slots: Slots, loop: Loop, history: jax.Array | None, compares: jax.Array | None
+) -> draft_search.Outcome | None:
+    """Returns statistics of a chunk without drafts: of what drafts would have been, if it `compares` any."""
+    if slots.texts is None:
+        return None
+    # A branch instead of a second program, which would have to be compiled for each batch size.
+    compared = functools.partial(_compared, slots, loop.tokens, loop.lengths, history)
+    outcome = jax.lax.cond(compares, compared, draft_search.Outcome.start)
+    return dataclasses.replace(outcome, calls=loop.count, rows=jnp.sum(loop.lengths))
 
 
 def _compared(
-    slots: Slots, tokens: jax.Array, made: jax.Array, history: jax.Array
+    slots: Slots, tokens: jax.Array, lengths: jax.Array, history: jax.Array
 ) -> draft_search.Outcome:
     """Compares drafts at some positions of a chunk with its tokens, so that the host learns whether drafts would pay.
 
     Args:
         slots: The rows before the chunk.
         tokens: int32 [B, n], the chunk's tokens.
-        made: int32 [B], the number of tokens that each row got.
+        lengths: int32 [B], the number of tokens that each row got.
         history: int32 [B, T], the rows' tokens after the chunk.
     """
-    chunk = tokens.shape[1]
     padded = jnp.pad(tokens, ((0, 0), (0, draft_search.MOST)))
-    found = draft_search.Outcome.start()
-    for place in range(0, chunk, _COMPARED):
-        lengths = slots.ends + 1 + place
-        is_known = jnp.arange(history.shape[1]) < lengths[:, None]
-        drafts = draft_search.search(jnp.where(is_known, history, -1), lengths, slots.texts)
-        right = drafts.tokens == padded[:, place : place + draft_search.MOST]
-        live = slots.live & (made > place)
-        if slots.given is not None:
-            live = live & (slots.given[:, place] < 0)
-        found += draft_search.outcome(drafts, right, made - place, live)
-    return found
+    total = draft_search.Outcome.start()
+    for start in range(0, tokens.shape[1], _COMPARED):
+        known = slots.ends + 1 + start
+        is_known = jnp.arange(history.shape[1]) < known[:, None]
+        drafts = draft_search.search(jnp.where(is_known, history, -1), known, slots.texts)
+        right = drafts.tokens == padded[:, start : start + draft_search.MOST]
+        live = slots.live & (lengths > start)
+        if slots.forced is not None:
+            live = live & (slots.forced[:, start] < 0)
+        total += draft_search.outcome(drafts, right, lengths - start, live)
+    return total

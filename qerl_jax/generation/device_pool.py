@@ -24,7 +24,7 @@ BY_HEADS = PartitionSpec(None, None, sharding.GROUP)
 _PIECE = 16
 
 
-def made(
+def allocate(
     model: Transformer, num_pages: int, page_size: int, device: jax.Device, where: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Allocates the pool.
@@ -90,7 +90,7 @@ def _write(pool, pages, contents, *, model: Transformer):
     """Writes contents to pages [n]: keys and values, [L, n, J, S, C] each; the pool is donated."""
 
     def written(pool, contents, pages):
-        return tuple(part.at[:, pages].set(held) for part, held in zip(pool, contents, strict=True))
+        return tuple(part.at[:, pages].set(new) for part, new in zip(pool, contents, strict=True))
 
     return _in_group(model, written, 2)(pool, contents, pages)
 

@@ -28,7 +28,7 @@ _GAIN, _EVIDENCE = 1.05, 32
 # every chunk does, until `_EVIDENCE` tokens have been compared, but at most `_MOST_AT_FIRST` chunks.
 _SELDOM, _MOST_AT_FIRST = 8, 16
 # Decay of earlier counts when a chunk compares at least `_EVIDENCE` tokens; the prior: one right token of `_BELIEF`.
-_KEPT, _BELIEF = 0.75, 4.0
+_DECAY, _BELIEF = 0.75, 4.0
 
 
 def price(rows: int, positions: int = 0) -> float:
@@ -165,14 +165,14 @@ class Auto:
         if positions is None:
             return
         # A chunk of one row compares few tokens, so earlier counts decay less.
-        kept = _KEPT ** min(1.0, outcome.tried.sum() / _EVIDENCE)
-        for held, new in (
+        decay = _DECAY ** min(1.0, outcome.tried.sum() / _EVIDENCE)
+        for count, new in (
             (self._tried, outcome.tried),
             (self._right, outcome.right),
             (self._matches, outcome.matches),
         ):
-            held *= kept
-            held += new
+            count *= decay
+            count += new
 
     def _best(self, slots: int, live: int) -> int:
         """Returns the step size with the most expected tokens per time, or the current one if it is about as good."""

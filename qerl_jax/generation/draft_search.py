@@ -155,22 +155,24 @@ def search(history: jax.Array, lengths: jax.Array, texts: Texts) -> Drafts:
     ranks = jnp.where(beside > 0, ranks, 0).max(axis=2)
     text = ranks.argmax(axis=1)
     rank = jnp.take_along_axis(ranks, text[:, None], axis=1)[:, 0]
-    match, place = rank // (2 * width), rank % width
+    match, position = rank // (2 * width), rank % width
 
     size = texts.ended.shape[1]
     before = _matches(texts.ended, context)
     ranks = jnp.where(before > 0, before * size + jnp.arange(size), 0).max(axis=1)
-    match_before, place_before = ranks // size, ranks % size
+    match_before, position_before = ranks // size, ranks % size
 
     steps = 1 + jnp.arange(MOST)
-    from_beside = history[text[:, None], jnp.minimum(place[:, None] + steps, width - 1)]
-    at = jnp.minimum(place_before[:, None] + steps, size - 1)
+    from_beside = history[text[:, None], jnp.minimum(position[:, None] + steps, width - 1)]
+    at = jnp.minimum(position_before[:, None] + steps, size - 1)
     from_before = jnp.take_along_axis(texts.ended, at, axis=1)
     is_before = match_before >= match
     tokens = jnp.where(is_before[:, None], from_before, from_beside)
     # After the first -1 another text begins. At the end of a text, the clipped index repeats its last token.
     last = jnp.where(
-        is_before[:, None], place_before[:, None] + steps >= size, place[:, None] + steps >= width
+        is_before[:, None],
+        position_before[:, None] + steps >= size,
+        position[:, None] + steps >= width,
     )
     is_there = jnp.cumprod((tokens >= 0) & ~last, axis=1) > 0
     match = jnp.maximum(match, match_before)
@@ -212,7 +214,7 @@ def shares(chances: jax.Array, budget: jax.Array) -> jax.Array:
     rows, most = chances.shape
     # Position by position, so that among tokens of equal chance a row's earlier ones come first.
     flat = chances.T.reshape(-1)
-    place = jnp.arange(rows * most)
-    is_before = (flat > flat[:, None]) | ((flat == flat[:, None]) & (place < place[:, None]))
+    index = jnp.arange(rows * most)
+    is_before = (flat > flat[:, None]) | ((flat == flat[:, None]) & (index < index[:, None]))
     is_chosen = (flat > 0) & (is_before.sum(axis=1) < budget)
     return is_chosen.reshape(most, rows).sum(axis=0)

@@ -214,8 +214,8 @@ class Engine:
         max_concurrent: int | None = None,
         rows: int | None = None,
         turns: TurnTaker | None = None,
-        places: int = 1,
-        own: range = range(1),
+        replicas: int = 1,
+        local: range = range(1),
         lengths: Sequence[float] | None = None,
     ) -> list[Schedule]:
         """Checks prompts, and distributes them: one schedule per replica of this host, all of the same shapes.
@@ -227,40 +227,39 @@ class Engine:
             max_concurrent: Slots of each device.
             rows: See `stream`.
             turns: See `stream`.
-            places: Number of replicas (devices, or groups of devices) on all hosts. With several, none has more slots
+            replicas: Number of replicas (devices, or groups of devices) on all hosts. With several, none has more slots
                 than its share of the rows.
-            own: Indices of this host's replicas; they take rows only from each other.
+            local: Indices of this host's replicas; they take rows only from each other.
             lengths: See `distribute`.
 
         Returns:
-            A schedule for each index in `own`.
+            A schedule for each index in `local`.
 
         Raises:
             ValueError: See `stream`.
         """
         own_noise = noise.has_own(variables)
-        for place, prompt in enumerate(prompts):
+        for index, prompt in enumerate(prompts):
             if own_noise and (prompt.noise is None or len(prompt.noise) != len(prompt.keys)):
                 raise ValueError(
-                    f"prompt {place}: rows have noise of their own; must have its number for each of "
+                    f"prompt {index}: rows have noise of their own; must have its number for each of "
                     f"{len(prompt.keys)} completions"
                 )
             if not 0 < len(prompt.tokens) <= max_prompt_length:
                 raise ValueError(
-                    f"prompt {place}: got {len(prompt.tokens)} tokens; must have 1 to {max_prompt_length=}"
+                    f"prompt {index}: got {len(prompt.tokens)} tokens; must have 1 to {max_prompt_length=}"
                 )
-        limit = max(each.limit for each in prompts)
-        size, longest = self._page_size, max_prompt_length - 1 + limit
-        drafts = self._drafts
-        positions = drafts.tokens_of_a_step(limit) if drafts else 0
-        rows = -(-(rows or sum(len(prompt.keys) for prompt in prompts)) // places)
+        limit = max(prompt.limit for prompt in prompts)
+        positions = self._drafts.tokens_of_a_step(limit) if self._drafts else 0
+        num_rows = sum(len(prompt.keys) for prompt in prompts)
+        rows = -(-(rows or num_rows) // replicas)
         demand = kv_capacity.Demand(
             self._model.own_part.arch,
             rows=rows,
-            prompts=-(-len(prompts) // places),
+            prompts=-(-len(prompts) // replicas),
             max_prompt_length=max_prompt_length,
-            row_tokens=longest,
-            page_size=size,
+            row_tokens=max_prompt_length - 1 + limit,
+            page_size=self._page_size,
             compact=self._compact,
             itemsize=self._itemsize,
             positions=positions,
@@ -272,44 +271,47 @@ class Engine:
         def capacity(slots: int) -> int | None:
             return self._capacity(sum(demand.workspace(slots).values()))
 
-        if max_concurrent and places > 1:
+        if max_concurrent and replicas > 1:
             max_concurrent = min(max_concurrent, rows)
         slots = demand.slots(max_concurrent, capacity)
         if max_concurrent is None and capacity(slots) is None:
-            slots = min(
-                slots, kv_capacity.rows_that_fit(demand.arch, None, longest, self._itemsize)
-            )
-        shapes = Shapes(
+            most = kv_capacity.rows_that_fit(demand.arch, None, demand.row_tokens, self._itemsize)
+            slots = min(slots, most)
+        num_pages = self._num_pages(demand.pages(slots), capacity(slots), prompts)
+        options: dict[str, Any] = {"row_lengths": self._next_lengths(num_rows)}
+        if positions:
+            recalled = self._recall.completions
+            prompts = [dataclasses.replace(p, earlier=recalled(p.tokens)) for p in prompts]
+            options["ended"] = functools.partial(self._recall.add, self._recall.begin())
+        queues = distribute(prompts, replicas, lengths).of(local)
+        shapes = self._shapes(demand, slots, prompts, limit)
+        return [
+            Schedule(shapes, num_pages, queues, turns, replica=replica, **options)
+            for replica in range(len(local))
+        ]
+
+    def _shapes(
+        self, demand: kv_capacity.Demand, slots: int, prompts: Sequence[QueuedPrompt], limit: int
+    ) -> Shapes:
+        """Returns the shapes of the programs for a number of slots and the longest limit of a row."""
+        size = self._page_size
+        return Shapes(
             size,
             self._spec.chunk,
-            table_width=-(-longest // size),
-            history=longest + 1,
-            longest_prefill=max_prompt_length - 1,
+            table_width=-(-demand.row_tokens // size),
+            history=demand.row_tokens + 1,
+            longest_prefill=demand.max_prompt_length - 1,
             most_prompts=demand.prefilled(slots),
             sizes=batch_sizes(slots) if self._compact else (slots,),
             least_shared=self._least_shared(prompts),
-            drafted=drafts.most_rows if positions else 0,
+            drafted=self._drafts.most_rows if demand.positions else 0,
             # Enough for the completions of the previous round and of this one.
             ended=min(
-                2 * max(len(each.keys) for each in prompts) * (limit + LONGEST_MATCH + 1),
+                2 * max(len(prompt.keys) for prompt in prompts) * (limit + LONGEST_MATCH + 1),
                 MOST_ENDED,
             ),
             stop_strings=self._stop_strings is not None,
         )
-        ended = {}
-        if positions:
-            recalled = self._recall.completions
-            prompts = [dataclasses.replace(p, earlier=recalled(p.tokens)) for p in prompts]
-            ended["ended"] = functools.partial(self._recall.add, self._recall.begin())
-        num_pages = self._num_pages(demand.pages(slots), capacity(slots), prompts)
-        row_lengths = self._next_lengths(sum(len(prompt.keys) for prompt in prompts))
-        queues = distribute(prompts, places, lengths).of(own)
-        return [
-            Schedule(
-                shapes, num_pages, queues, turns, place=place, row_lengths=row_lengths, **ended
-            )
-            for place in range(len(own))
-        ]
 
     def _next_lengths(self, count: int) -> Sequence[int] | None:
         """Returns the lengths of the next rows, int32 [count]; None if rows end as they do."""
@@ -360,106 +362,45 @@ class Engine:
             poll: Called before each chunk instead of the engine's own `poll`.
             compiles: Makes the context of each call that may compile.
         """
-        poll = poll or self.poll
-        # Commit all inputs to the device. Otherwise rows from the host and rows from the previous chunk would
-        # compile two programs.
-        leaf = jax.tree.leaves(variables["frozen"])[0]
-        device, *others = sorted(leaf.devices(), key=lambda each: each.id)
-        where = NamedSharding(leaf.sharding.mesh, PartitionSpec()) if others else device
-        pool = device_pool.made(self._model, schedule.num_pages, self._page_size, device, where)
-        always = jax.device_put((np.float32(temperature), self._stop_tokens), where)
-        traits = {"model": self._model, "spec": self._spec}
-        # Computed once, because the policy has many arrays and does not change.
-        policy = self._model, _form(variables)
-        control = self._control(schedule)
-        chunks = collections.deque()
+        poll, device = poll or self.poll, _Device(self, variables, schedule, temperature, compiles)
         # Results of the last chunk; None after they were yielded. They are yielded when the next chunk is running, so
         # that the device does not wait for the caller.
-        held: Iterator[RowTokens] | None = None
-        # The texts in which drafts are searched, on the host and on the device: they are large and seldom change.
-        known, known_here = None, None
+        harvested: Iterator[RowTokens] | None = None
         try:
             while schedule.unfinished():
                 try:
                     poll()
                 except BaseException:
                     # Tokens that were already sampled are not lost.
-                    if held is not None:
-                        yield list(held)
+                    if harvested is not None:
+                        yield list(harvested)
                     raise
-                if not chunks and (over := schedule.take_replies()):
-                    yield [*(held or ()), *over]
-                    held = None
+                if not device.chunks and (over := schedule.take_replies()):
+                    yield [*(harvested or ()), *over]
+                    harvested = None
                     continue
-                # If no row waits, the device starts the next chunk while the host reads the results.
-                while not chunks or (
-                    len(chunks) == 1 and schedule.can_run_ahead(drafts=bool(chunks[0][0]))
-                ):
-                    if not chunks:
-                        for move in schedule.leaving():
-                            move.contents = device_pool.taken(pool, move.pages, self._model)
-                        while (fresh := schedule.next_prefill()) is not None:
-                            with compiles(device, *policy, _form(pool, fresh)):
-                                pool = prefill(variables, pool, *fresh, model=self._model)
-                        for move in schedule.returning():
-                            pool = device_pool.returned(pool, move, self._model)
-                        if (copies := schedule.copies()) is not None:
-                            pool = device_pool.copied(pool, *copies, model=self._model)
-                        if not schedule.live:
-                            break
-                        with_history = self._spec.params.repetition_penalty != 1
-                        slots = schedule.slots(with_history)
-                        rows = Packed.of(dataclasses.replace(slots, texts=None))
-                        if slots.texts is known:
-                            rows = jax.device_put(rows, where)
-                        else:
-                            known = slots.texts
-                            rows, known_here = jax.device_put((rows, known), where)
-                    positions, drafting = None, ()
-                    if slots.texts is not None:
-                        positions = control.positions(len(slots.live), schedule.live)
-                        drafting = known_here, control.odds(), np.bool_(positions == 0)
-                    form = _form(pool, rows, drafting)
-                    with compiles(device, *policy, self._spec, positions or None, form):
-                        # The returned rows are the inputs of the next chunk.
-                        pool, results, rows = decode(
-                            variables,
-                            pool,
-                            rows,
-                            *always,
-                            *drafting,
-                            **traits,
-                            positions=positions or None,
-                        )
-                    chunks.append((positions, results))
-                if held is not None:
-                    yield list(held)
-                    held = None
-                if not chunks:
+                device.start_chunks()
+                if harvested is not None:
+                    yield list(harvested)
+                    harvested = None
+                if device.chunks:
+                    harvested = device.harvest()
+                else:
                     schedule.wait(_REPLY_SECONDS)
-                    continue
-                with_positions, results = chunks.popleft()
-                *results, entropies, outcome = jax.device_get(results).tree()
-                if outcome is not None:
-                    _, _, lengths, live = results
-                    control.learn(len(live), with_positions, outcome, int(lengths.sum()))
-                held = schedule.harvest(
-                    *results, self._stop_tokens, self._stop_strings, entropies=entropies
-                )
-            if held is not None:
-                yield list(held)
+            if harvested is not None:
+                yield list(harvested)
         finally:
             # An error's traceback keeps the variables of this frame alive; in a notebook, until the next error.
-            del pool
+            del device.pool
         self._parked.append(schedule.times_parked)
 
     def _control(self, schedule: Schedule) -> draft_control.Control | None:
         """Returns the draft control of a schedule's device, which knows its earlier drafts; None without drafts."""
         if not schedule.has_drafts:
             return None
-        if schedule.place not in self._controls:
-            self._controls[schedule.place] = self._drafts.control()
-        return self._controls[schedule.place]
+        if schedule.replica not in self._controls:
+            self._controls[schedule.replica] = self._drafts.control()
+        return self._controls[schedule.replica]
 
     def _num_pages(self, wanted: int, tokens: int | None, prompts: Sequence[QueuedPrompt]) -> int:
         """Returns the pages of the pool, scratch included: the wanted number, or what the capacity allows."""
@@ -467,11 +408,11 @@ class Engine:
             return wanted
         size = self._page_size
         offered = kv_capacity.pages_for(tokens, size)
-        for place, prompt in enumerate(prompts):
+        for index, prompt in enumerate(prompts):
             needed = len(prompt.tokens) - 1 + prompt.limit
             if offered < kv_capacity.pages_for(needed, size):
                 raise ValueError(
-                    f"prompt {place}: the KV cache has space for {tokens} tokens; a row may need "
+                    f"prompt {index}: the KV cache has space for {tokens} tokens; a row may need "
                     f"{needed}: raise kv_cache_tokens or kv_cache_fraction, or shorten prompts or "
                     "completions"
                 )
@@ -501,6 +442,115 @@ class Engine:
         )
 
 
+class _Device:
+    """The device's side of a run: the pool, and the chunks that it computes.
+
+    Attributes:
+        pool: Keys and values.
+        chunks: The chunks that have started and were not read: the tokens of a step with drafts (see
+            `draft_control.Control.positions`), and the results.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        variables: dict[str, Any],
+        schedule: Schedule,
+        temperature: float | jax.Array,
+        compiles: CompilesOnce,
+    ):
+        self._engine, self._variables, self._schedule = engine, variables, schedule
+        self._model, self._spec = engine._model, engine._spec
+        # Commit all inputs to the device. Otherwise rows from the host and rows from the previous chunk would
+        # compile two programs.
+        leaf = jax.tree.leaves(variables["frozen"])[0]
+        device, *others = sorted(leaf.devices(), key=lambda device: device.id)
+        self._where = NamedSharding(leaf.sharding.mesh, PartitionSpec()) if others else device
+        self.pool = device_pool.allocate(
+            self._model, schedule.num_pages, engine._page_size, device, self._where
+        )
+        self._always = jax.device_put((np.float32(temperature), engine._stop_tokens), self._where)
+        # The form is computed once, because the policy has many arrays and does not change.
+        self._compiles = functools.partial(compiles, device, self._model, _form(variables))
+        self._control = engine._control(schedule)
+        self.chunks: collections.deque = collections.deque()
+        # The inputs of the next chunk, and the rows on the host that they began with.
+        self._rows, self._slots = None, None
+        # The texts in which drafts are searched, on the host and on the device: they are large and seldom change.
+        self._texts, self._device_texts = None, None
+
+    def start_chunks(self) -> None:
+        """Starts the next chunk, unless all rows wait, and one more if no row waits.
+
+        In that case the device continues while the host reads the results.
+        """
+        if not self.chunks:
+            self._move_pages()
+            if not self._schedule.live:
+                return
+            self._take_slots()
+            self._start_chunk()
+        while len(self.chunks) == 1 and self._schedule.can_run_ahead(
+            drafts=bool(self.chunks[0][0])
+        ):
+            self._start_chunk()
+
+    def harvest(self) -> Iterator[RowTokens]:
+        """Reads the results of the first chunk."""
+        positions, results = self.chunks.popleft()
+        *results, entropies, outcome = jax.device_get(results).tree()
+        if outcome is not None:
+            _, _, lengths, live = results
+            self._control.learn(len(live), positions, outcome, int(lengths.sum()))
+        engine = self._engine
+        return self._schedule.harvest(
+            *results, engine._stop_tokens, engine._stop_strings, entropies=entropies
+        )
+
+    def _move_pages(self) -> None:
+        """Parks and returns rows, and prefills prompts, as the schedule says."""
+        schedule, model = self._schedule, self._model
+        for move in schedule.leaving():
+            move.contents = device_pool.taken(self.pool, move.pages, model)
+        while (fresh := schedule.next_prefill()) is not None:
+            with self._compiles(_form(self.pool, fresh)):
+                self.pool = prefill(self._variables, self.pool, *fresh, model=model)
+        for move in schedule.returning():
+            self.pool = device_pool.returned(self.pool, move, model)
+        if (copies := schedule.copies()) is not None:
+            self.pool = device_pool.copied(self.pool, *copies, model=model)
+
+    def _take_slots(self) -> None:
+        """Copies the schedule's rows to the device, and texts that have changed."""
+        self._slots = self._schedule.slots(self._spec.params.repetition_penalty != 1)
+        rows, texts = Packed.of(dataclasses.replace(self._slots, texts=None)), self._slots.texts
+        if texts is self._texts:
+            self._rows = jax.device_put(rows, self._where)
+        else:
+            self._texts = texts
+            self._rows, self._device_texts = jax.device_put((rows, texts), self._where)
+
+    def _start_chunk(self) -> None:
+        """Starts a chunk; the rows that it returns are the inputs of the next one."""
+        positions, drafting = None, ()
+        if self._slots.texts is not None:
+            positions = self._control.positions(len(self._slots.live), self._schedule.live)
+            drafting = self._device_texts, self._control.odds(), np.bool_(positions == 0)
+        form = _form(self.pool, self._rows, drafting)
+        with self._compiles(self._spec, positions or None, form):
+            self.pool, results, self._rows = decode(
+                self._variables,
+                self.pool,
+                self._rows,
+                *self._always,
+                *drafting,
+                model=self._model,
+                spec=self._spec,
+                positions=positions or None,
+            )
+        self.chunks.append((positions, results))
+
+
 def _form(*arrays: Any) -> Hashable:
     """Returns what identifies a program besides its static arguments: the tree of its arrays, and their shapes."""
     leaves, structure = jax.tree.flatten(arrays)
@@ -514,17 +564,14 @@ def whole(chunks: Iterator[list[RowTokens]]) -> Iterator[RowTokens]:
         rows[part.row].append(part)
         if part.ended:
             parts = rows.pop(part.row)
-            has_entropies = parts[0].entropies is not None
-            yield RowTokens(
-                part.row,
-                tokens=np.concatenate([each.tokens for each in parts]),
-                behaviour_logps=np.concatenate([each.behaviour_logps for each in parts]),
-                ended=part.ended,
-                entropies=np.concatenate([each.entropies for each in parts])
-                if has_entropies
-                else None,
-                given=None
-                if part.given is None
-                else np.concatenate([each.given for each in parts]),
-                is_own=part.is_own,
+            yield dataclasses.replace(
+                part,
+                tokens=_joined(parts, "tokens"),
+                behaviour_logps=_joined(parts, "behaviour_logps"),
+                entropies=None if parts[0].entropies is None else _joined(parts, "entropies"),
+                given=None if part.given is None else _joined(parts, "given"),
             )
+
+
+def _joined(parts: Sequence[RowTokens], name: str) -> np.ndarray:
+    return np.concatenate([getattr(part, name) for part in parts])

@@ -96,8 +96,8 @@ class Fleet:
             max_concurrent=max_concurrent,
             rows=rows,
             turns=turns,
-            places=len(self._replicas),
-            own=self._replicas.own,
+            replicas=len(self._replicas),
+            local=self._replicas.own,
             lengths=self._expected(prompts),
         )
         chunks = self._run(self._replicas.each(variables), schedules, temperature)
@@ -115,25 +115,25 @@ class Fleet:
 
     def _expected(self, prompts: Sequence[QueuedPrompt]) -> list[float]:
         """Returns the expected completion length of each prompt, in tokens."""
-        found = [self._lengths.get(prompt.tokens.tobytes()) for prompt in prompts]
-        known = [length for length in found if length is not None]
+        lengths = [self._lengths.get(prompt.tokens.tobytes()) for prompt in prompts]
+        known = [length for length in lengths if length is not None]
         mean = sum(known) / len(known) if known else 1.0
-        return [mean if length is None else length for length in found]
+        return [mean if length is None else length for length in lengths]
 
     def _remembered(
         self, prompts: Sequence[QueuedPrompt], chunks: Iterator[list[RowTokens]]
     ) -> Iterator[list[RowTokens]]:
         """Yields the chunks, and stores the completion lengths at the end."""
-        made = np.zeros(sum(len(prompt.keys) for prompt in prompts))
+        lengths = np.zeros(sum(len(prompt.keys) for prompt in prompts))
         for rows in chunks:
             for row in rows:
-                made[row.row] += len(row.tokens)
+                lengths[row.row] += len(row.tokens)
             yield rows
         ends = np.cumsum([len(prompt.keys) for prompt in prompts])
-        for prompt, each in zip(prompts, np.split(made, ends[:-1]), strict=True):
+        for prompt, of_prompt in zip(prompts, np.split(lengths, ends[:-1]), strict=True):
             key = prompt.tokens.tobytes()
             self._lengths.pop(key, None)
-            self._lengths[key] = float(each.mean())
+            self._lengths[key] = float(of_prompt.mean())
         for key in [*self._lengths][:-_MOST_LENGTHS]:
             del self._lengths[key]
 
@@ -146,19 +146,19 @@ class Fleet:
         if hosts.count == 1:
             yield from chunks
             return
-        own: list[RowTokens] = []
+        local: list[RowTokens] = []
         try:
             for rows in chunks:
-                own += rows
+                local += rows
                 yield rows
         except KeyboardInterrupt:
             hosts.gathered(None)
             raise
-        found = hosts.gathered(list(whole(iter([own]))))
-        if any(each is None for each in found):
+        gathered = hosts.gathered(list(whole(iter([local]))))
+        if any(rows is None for rows in gathered):
             self._engine.poll()
             raise HostLost("another process was interrupted")
-        for host, rows in enumerate(found):
+        for host, rows in enumerate(gathered):
             if host != hosts.index:
                 yield [dataclasses.replace(row, is_own=False) for row in rows]
 
@@ -166,7 +166,7 @@ class Fleet:
         self, policies: Sequence[dict[str, Any]], schedules: Sequence[Schedule], temperature
     ) -> Iterator[list[RowTokens]]:
         # Entries are rows, None when a device has finished, or an exception.
-        found_rows: queue.SimpleQueue = queue.SimpleQueue()
+        results: queue.SimpleQueue = queue.SimpleQueue()
         ended = threading.Event()
 
         def leave_if_ended():
@@ -182,26 +182,26 @@ class Fleet:
                     poll=leave_if_ended,
                     compiles=self._replicas.compiling,
                 ):
-                    found_rows.put(rows)
-                found_rows.put(None)
+                    results.put(rows)
+                results.put(None)
             except BaseException as error:
-                found_rows.put(error)
+                results.put(error)
 
         running = len(schedules)
         with ThreadPoolExecutor(running, thread_name_prefix="engine") as threads:
             try:
-                for each in zip(policies, schedules, strict=True):
-                    threads.submit(drive, *each)
+                for policy, schedule in zip(policies, schedules, strict=True):
+                    threads.submit(drive, policy, schedule)
                 while running:
                     self._engine.poll()
                     with contextlib.suppress(queue.Empty):
-                        found = found_rows.get(timeout=_LOOK_SECONDS)
-                        if isinstance(found, BaseException):
-                            raise found
-                        if found is None:
+                        result = results.get(timeout=_LOOK_SECONDS)
+                        if isinstance(result, BaseException):
+                            raise result
+                        if result is None:
                             running -= 1
                         else:
-                            yield found
+                            yield result
             finally:
                 ended.set()
 

@@ -127,8 +127,8 @@ def _draw(logps: jax.Array, keys: jax.Array, temperature: jax.Array) -> jax.Arra
     mass, likeliest = _mass(padded), jnp.max(padded, axis=-1)
     block = jnp.argmax(jnp.where(is_sampled, mass + of_blocks, likeliest), axis=-1)
     inside = jnp.take_along_axis(padded, block[:, None, None], axis=1)[:, 0]
-    place = jnp.argmax(inside + jnp.where(is_sampled, of_ids, 0.0), axis=-1)
-    return (block * padded.shape[2] + place).astype(jnp.int32)
+    index = jnp.argmax(inside + jnp.where(is_sampled, of_ids, 0.0), axis=-1)
+    return (block * padded.shape[2] + index).astype(jnp.int32)
 
 
 def lead(
@@ -157,11 +157,11 @@ def lead(
     padded = _in_blocks(logps)
     of_blocks, of_ids = _noise(keys, *padded.shape[1:])
     rows, size = jnp.arange(len(logps)), padded.shape[2]
-    blocks, places = zip(*(jnp.divmod(ids, size) for ids in (tokens, others)), strict=True)
+    blocks, indices = zip(*(jnp.divmod(ids, size) for ids in (tokens, others)), strict=True)
     of_block, of_other_block = ((_mass(padded) + of_blocks)[rows, block] for block in blocks)
     first, second = (
-        padded[rows, block, place] + of_ids[rows, place]
-        for block, place in zip(blocks, places, strict=True)
+        padded[rows, block, index] + of_ids[rows, index]
+        for block, index in zip(blocks, indices, strict=True)
     )
     sampled = jnp.where(blocks[0] == blocks[1], first - second, of_block - of_other_block)
     return jnp.where(temperature > 0, sampled, logps[rows, tokens] - logps[rows, others])

@@ -61,7 +61,7 @@ class QueuedPrompt:
 
 
 # Called with a row's number and its tokens so far when its turn has ended. Returns None if the row ends there,
-# otherwise a future of the tokens that follow. These are given, not sampled; an empty list ends the row.
+# otherwise a future of the tokens that follow. The row is forced to take them; an empty list ends it.
 type TurnTaker = Callable[[int, Sequence[int]], "concurrent.futures.Future[Sequence[int]] | None"]
 
 
@@ -98,14 +98,14 @@ class Slots:
         tables: int32 [B, W], the pages of each row.
         ends: int32 [B], tokens in the cache.
         token: int32 [B], the last token, which is not in the cache yet.
-        step: int32 [B], tokens of the completion so far, given ones included.
+        step: int32 [B], tokens of the completion so far, forced ones included.
         limit: int32 [B], most tokens of the completion.
         live: bool [B], rows that have not ended and do not wait for a reply.
         keys: uint32 [B, ...], PRNG key data.
         history: int32 [B, T], tokens of prompt and completion, -1 after the last; None if neither a repetition
             penalty nor drafts need it.
         noise: int32 [B], numbers of the rows' noise; None if rows do not have their own.
-        given: int32 [B, n], tokens that a row takes in this chunk instead of sampled ones, -1 where it samples;
+        forced: int32 [B, n], tokens that a row takes in this chunk instead of sampled ones, -1 where it samples;
             None for single-turn rows.
         shared: int32 [B], full pages of each row's prompt that attention reads once for it and its siblings; None if
             attention reads all pages for each row.
@@ -124,7 +124,7 @@ class Slots:
     keys: Any
     history: Any
     noise: Any = None
-    given: Any = None
+    forced: Any = None
     shared: Any = None
     texts: Texts | None = None
     span: Any = None
@@ -266,10 +266,10 @@ class Move:
 
 @dataclasses.dataclass(eq=False)
 class _Row:
-    """A completion that has not ended: `made` are its tokens so far.
+    """A completion that has not ended: `tokens` are those so far.
 
-    Between two turns it keeps its slot and its pages, and waits for `reply`. `given` are tokens of a reply that are
-    not in `made` yet; the current turn begins, or will begin, at token index `begun`. While it is `parked`
+    Between two turns it keeps its slot and its pages, and waits for `reply`. `forced` are tokens of a reply that
+    are not in `tokens` yet; the current turn begins, or will begin, at token index `begun`. While it is `parked`
     (preempted), it has neither slot nor pages. `turn` is its index in the order in which rows began.
     """
 
@@ -280,9 +280,9 @@ class _Row:
     turn: int = 0
     parked: Move | None = None
     pages: list[int] = dataclasses.field(default_factory=list)
-    made: list[int] = dataclasses.field(default_factory=list)
+    tokens: list[int] = dataclasses.field(default_factory=list)
     reply: concurrent.futures.Future | None = None
-    given: list[int] = dataclasses.field(default_factory=list)
+    forced: list[int] = dataclasses.field(default_factory=list)
     begun: int = 0
     _text: np.ndarray | None = None
 
@@ -291,8 +291,8 @@ class _Row:
         if self._text is None:
             self._text = self.cached.prompt.tokens
         # Converting a list is slow, so only new tokens are converted.
-        if new := len(self.cached.prompt.tokens) + len(self.made) - len(self._text):
-            self._text = np.concatenate([self._text, np.array(self.made[-new:], np.int32)])
+        if new := len(self.cached.prompt.tokens) + len(self.tokens) - len(self._text):
+            self._text = np.concatenate([self._text, np.array(self.tokens[-new:], np.int32)])
         return self._text
 
 
@@ -303,17 +303,17 @@ def _ending(row: int, why: Literal["stop", "length"]) -> RowTokens:
 
 
 def distribute(
-    prompts: Sequence[QueuedPrompt], places: int = 1, lengths: Sequence[float] | None = None
+    prompts: Sequence[QueuedPrompt], replicas: int = 1, lengths: Sequence[float] | None = None
 ) -> work_queues.WorkQueues:
     """Distributes prompts among devices, which have a `Schedule` each.
 
-    All completions of a prompt go to one device, except for at most `places - 1` prompts that are split to balance
+    All completions of a prompt go to one device, except for at most `replicas - 1` prompts that are split to balance
     the load. If completions of a prompt have different noise, no prompt is split, because a prompt is prefilled
     with the noise of its first completion.
 
     Args:
         prompts: Any number of prompts.
-        places: Number of devices.
+        replicas: Number of devices.
         lengths: Expected tokens of a completion of each prompt; None means the same number for all.
 
     Returns:
@@ -321,7 +321,7 @@ def distribute(
     """
     sizes = [len(prompt.keys) for prompt in prompts]
     firsts = list(itertools.accumulate(sizes, initial=0))
-    whole = any(each.noise is not None and len(set(each.noise.tolist())) > 1 for each in prompts)
+    whole = any(p.noise is not None and len(set(p.noise.tolist())) > 1 for p in prompts)
 
     def piece(group: int, start: int, end: int) -> _Cached:
         prompt = prompts[group]
@@ -330,8 +330,8 @@ def distribute(
             prompt = dataclasses.replace(prompt, keys=prompt.keys[start:end], noise=noise)
         return _Cached(prompt, firsts[group] + start, end - start)
 
-    spans = work_queues.spans(sizes, places, whole=whole, lengths=lengths)
-    return work_queues.WorkQueues([[piece(*each) for each in part] for part in spans])
+    spans = work_queues.spans(sizes, replicas, whole=whole, lengths=lengths)
+    return work_queues.WorkQueues([[piece(*span) for span in part] for part in spans])
 
 
 class Schedule:
@@ -351,7 +351,7 @@ class Schedule:
         queues: work_queues.WorkQueues,
         turns: TurnTaker | None = None,
         *,
-        place: int = 0,
+        replica: int = 0,
         row_lengths: Sequence[int] | None = None,
         ended: Callable[[np.ndarray, np.ndarray], None] = lambda prompt, completion: None,
     ):
@@ -362,7 +362,7 @@ class Schedule:
             num_pages: Pages of the pool.
             queues: Waiting prompts of this and other devices, from `distribute`.
             turns: Answers rows whose turn has ended; None for single-turn rows.
-            place: Index of this device's queue.
+            replica: Index of this device's queue.
             row_lengths: The number of tokens after which each row ends, as if by a stop token; None lets rows end as
                 they do.
             ended: Called as ended(prompt, completion) with the tokens of each row that ends, if there are drafts.
@@ -370,7 +370,7 @@ class Schedule:
         self.num_pages = num_pages
         self._turns, self._ended, self._row_lengths = turns, ended, row_lengths
         self._shapes, self._pages = shapes, Pages(num_pages)
-        self._queues, self.place = queues, place
+        self._queues, self.replica = queues, replica
         self._ready: collections.deque[_Row] = collections.deque()
         self._slots: list[_Row | None] = [None] * shapes.sizes[0]
         self._copies: list[tuple[int, int]] = []
@@ -429,7 +429,7 @@ class Schedule:
         self._admit()
         if self._ready or self._parked or not self._queues.any() or all(self._slots):
             return None
-        chosen = self._queues.take(self.place, self._choose)
+        chosen = self._queues.take(self.replica, self._choose)
         if not chosen:
             return None
         bucket, together = self._prefill_shape(chosen[0])
@@ -479,13 +479,13 @@ class Schedule:
         for slot, row in self._running():
             if row.reply is None or not row.reply.done():
                 continue
-            given, row.reply = list(row.reply.result()), None
-            fits = len(row.made) + len(given) < row.cached.prompt.limit
-            if given and fits:
-                row.given, row.begun = given, len(row.made) + len(given)
+            reply, row.reply = list(row.reply.result()), None
+            fits = len(row.tokens) + len(reply) < row.cached.prompt.limit
+            if reply and fits:
+                row.forced, row.begun = reply, len(row.tokens) + len(reply)
                 continue
             self._free(slot)
-            ended.append(_ending(row.index, "length" if given else "stop"))
+            ended.append(_ending(row.index, "length" if reply else "stop"))
         return ended
 
     def wait(self, seconds: float) -> None:
@@ -527,7 +527,7 @@ class Schedule:
             if with_history or drafts
             else None,
             noise=None if rows[0].noise is None else np.zeros(size, np.int32),
-            given=None
+            forced=None
             if self._turns is None
             else np.full((size, self._shapes.stride(size)), -1, np.int32),
             shared=np.zeros(size, np.int32) if self._shapes.least_shared else None,
@@ -538,9 +538,9 @@ class Schedule:
         for slot, row in self._running():
             prompt = row.cached.prompt
             slots.tables[slot, : len(row.pages)] = row.pages
-            slots.ends[slot] = row.cached.filled + len(row.made)
-            slots.token[slot] = row.made[-1] if row.made else prompt.tokens[-1]
-            slots.step[slot] = len(row.made)
+            slots.ends[slot] = row.cached.filled + len(row.tokens)
+            slots.token[slot] = row.tokens[-1] if row.tokens else prompt.tokens[-1]
+            slots.step[slot] = len(row.tokens)
             slots.limit[slot] = prompt.limit
             if self._row_lengths is not None:
                 slots.limit[slot] = min(prompt.limit, self._row_lengths[row.index])
@@ -552,9 +552,9 @@ class Schedule:
                 slots.shared[slot] = pages if pages >= self._shapes.least_shared else 0
             if row.noise is not None:
                 slots.noise[slot] = row.noise
-            if row.given:
-                now = row.given[: self._shapes.stride(size)]
-                slots.given[slot, : len(now)] = now
+            if row.forced:
+                now = row.forced[: self._shapes.stride(size)]
+                slots.forced[slot, : len(now)] = now
             if slots.history is not None:
                 text = row.text()
                 slots.history[slot, : len(text)] = text
@@ -577,7 +577,7 @@ class Schedule:
     def _known_texts(self) -> Texts:
         """Returns the texts in which drafts are searched; the same object as long as they have not changed."""
         all_cached = [None if row is None else row.cached for row in self._slots]
-        of = [(each.first_row, len(each.ended)) if each else None for each in all_cached]
+        of = [(c.first_row, len(c.ended)) if c else None for c in all_cached]
         if self._texts is None or self._texts[0] != of:
             size = len(of)
             texts = Texts(
@@ -594,7 +594,7 @@ class Schedule:
     def can_run_ahead(self, *, drafts: bool = False) -> bool:
         """Whether the next chunk can start before the host has read the current one.
 
-        True if no row waits for a slot or a reply, or has given tokens left; every running row has pages for two
+        True if no row waits for a slot or a reply, or has forced tokens left; every running row has pages for two
         chunks; the batch size stays the same; some row can get more tokens than one chunk; and the device knows all
         rows that have ended.
 
@@ -605,7 +605,7 @@ class Schedule:
         stride = self._shapes.stride(len(self._slots))
         return (
             not (drafts and self._is_impatient)
-            and not any(row.reply or row.given for _, row in self._running())
+            and not any(row.reply or row.forced for _, row in self._running())
             and not (self._waits() or self._overtaken)
             and all(self._soon(row, 2 * stride) <= len(row.pages) for _, row in self._running())
             and self._left() > self._shapes.chunk
@@ -643,22 +643,22 @@ class Schedule:
         for slot, row in self._running():
             if row.reply is not None:
                 continue
-            seen, length = len(row.made), int(lengths[slot])
-            given = min(length, len(row.given))
-            row.given = row.given[given:]
-            row.made += tokens[slot, :length].tolist()
-            stopped = row.made[-1] in stop_tokens or len(row.made) < row.cached.prompt.limit
+            seen, length = len(row.tokens), int(lengths[slot])
+            forced = min(length, len(row.forced))
+            row.forced = row.forced[forced:]
+            row.tokens += tokens[slot, :length].tolist()
+            stopped = row.tokens[-1] in stop_tokens or len(row.tokens) < row.cached.prompt.limit
             ended = None if live[slot] else "stop" if stopped else "length"
-            if stop_strings is not None and length > given:
-                own, before = row.made[row.begun :], max(0, seen - row.begun)
-                if (kept := stop_strings.kept(own, before)) is not None:
-                    length, ended = row.begun + kept - seen, "stop"
-                    row.made = row.made[: seen + length]
+            if stop_strings is not None and length > forced:
+                turn, before = row.tokens[row.begun :], max(0, seen - row.begun)
+                if (end := stop_strings.end(turn, before)) is not None:
+                    length, ended = row.begun + end - seen, "stop"
+                    row.tokens = row.tokens[: seen + length]
             if ended == "stop" and self._turns is not None:
-                row.reply = self._turns(row.index, row.made)
+                row.reply = self._turns(row.index, row.tokens)
                 ended = "stop" if row.reply is None else None
             self._overtaken |= bool(live[slot]) and (ended is not None or row.reply is not None)
-            taken.append((row.index, slot, length, given, ended))
+            taken.append((row.index, slot, length, forced, ended))
             if ended:
                 self._free(slot)
         return (
@@ -668,15 +668,15 @@ class Schedule:
                 behaviour_logps[slot, :length],
                 ended,
                 None if entropies is None else entropies[slot, :length],
-                None if self._turns is None else np.arange(length) < given,
+                None if self._turns is None else np.arange(length) < forced,
             )
-            for row, slot, length, given, ended in taken
+            for row, slot, length, forced, ended in taken
         )
 
     def _free(self, slot: int) -> None:
         row = self._slots[slot]
         if self._shapes.drafted:
-            row.cached.ended.append(np.array(row.made, np.int32))
+            row.cached.ended.append(np.array(row.tokens, np.int32))
             self._ended(row.cached.prompt.tokens, row.cached.ended[-1])
         self._pages.give_back(row.pages)
         self._slots[slot] = None
@@ -690,7 +690,7 @@ class Schedule:
         row.parked, row.pages = Move(row.pages), []
         self._slots[self._slots.index(row)] = None
         self._pages.give_back(row.parked.pages)
-        bisect.insort(self._parked, row, key=lambda each: each.turn)
+        bisect.insort(self._parked, row, key=lambda row: row.turn)
         self.times_parked += 1
         return row.parked
 
@@ -704,7 +704,7 @@ class Schedule:
 
     def _soon(self, row: _Row, ahead: int) -> int:
         """Returns the pages that a row needs for its next `ahead` tokens, at most up to its limit."""
-        tokens = min(len(row.made) + ahead, row.cached.prompt.limit)
+        tokens = min(len(row.tokens) + ahead, row.cached.prompt.limit)
         return self._ceil(row.cached.filled + tokens)
 
     def _running(self) -> list[tuple[int, _Row]]:
@@ -714,7 +714,7 @@ class Schedule:
     def _left(self) -> int:
         """Returns the most tokens that any row in a slot may still get."""
         return max(
-            (row.cached.prompt.limit - len(row.made) for _, row in self._running()), default=0
+            (row.cached.prompt.limit - len(row.tokens) for _, row in self._running()), default=0
         )
 
     def _size(self) -> int:
@@ -737,17 +737,17 @@ class Schedule:
     def _choose(self, waiting: Sequence[_Cached]) -> list[_Cached]:
         """Returns prompts to prefill together: the next one, and later ones that are padded to the same length."""
         bucket, count = self._prefill_shape(waiting[0])
-        chosen, held = [], 0
+        chosen, reserved = [], 0
         # No cached prompt has rows left to begin, so all pages of a running row count as its own.
         begins = max((self._most(row) for _, row in self._running()), default=0)
         for cached in (c for c in waiting if self._shapes.bucket(c.filled) == bucket):
             pages = self._ceil(cached.filled)
             begins = max(begins, self._needs(cached))
             # Beside the pages of these prompts, the longest row must fit, even if all others are parked.
-            fits = held + pages <= min(self._pages.free, self.num_pages - 1 - begins)
+            fits = reserved + pages <= min(self._pages.free, self.num_pages - 1 - begins)
             if len(chosen) == count or not fits:
                 break
-            held += pages
+            reserved += pages
             chosen.append(cached)
         return chosen
 
@@ -760,16 +760,16 @@ class Schedule:
         # Keeps a page for each row that will need more, so that no row has to be parked at once.
         spare = sum(self._grows(row) for _, row in self._running())
         while None in self._slots and (waiting := self._parked or self._ready):
-            shared, own = self._begins_with(row := waiting[0])
-            if own + spare > self._pages.free:
+            shared, more = self._begins_with(row := waiting[0])
+            if more + spare > self._pages.free:
                 return
             self._slots[self._slots.index(None)] = row
             if row.parked is None:
                 self._ready.popleft()
-                self._begin(row, shared, self._pages.take(own))
+                self._begin(row, shared, self._pages.take(more))
             else:
                 self._parked.pop(0)
-                self._return(row, shared, self._pages.take(own))
+                self._return(row, shared, self._pages.take(more))
             spare += self._grows(row)
 
     def _begins_with(self, row: _Row) -> tuple[list[int], int]:
@@ -782,21 +782,21 @@ class Schedule:
             shared, total = whole if cached.rows_left else [], max(total, len(row.parked.pages))
         return shared, total - len(shared)
 
-    def _begin(self, row: _Row, shared: list[int], own: list[int]) -> None:
+    def _begin(self, row: _Row, shared: list[int], private: list[int]) -> None:
         cached = row.cached
         row.turn, self._begun = self._begun, self._begun + 1
         cached.rows_left -= 1
         if cached.rows_left:
             self._pages.share(shared)
             if len(shared) < len(cached.pages):
-                self._copies.append((cached.pages[-1], own[0]))
-        row.pages = shared + own
+                self._copies.append((cached.pages[-1], private[0]))
+        row.pages = shared + private
 
-    def _return(self, row: _Row, shared: list[int], own: list[int]) -> None:
+    def _return(self, row: _Row, shared: list[int], private: list[int]) -> None:
         self._pages.share(shared)
         count = len(row.parked.pages) - len(shared)
-        self._returns.append(Move(own[:count], row.parked.contents, len(shared)))
-        row.pages, row.parked = shared + own, None
+        self._returns.append(Move(private[:count], row.parked.contents, len(shared)))
+        row.pages, row.parked = shared + private, None
 
     def _needs(self, cached: _Cached) -> int:
         """Returns the most pages that the next row of a prompt needs in addition to the prompt's pages."""

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 # Replaces invalid UTF-8 bytes in a decoded text.
-_CUT = "\ufffd"
+_INVALID = "\ufffd"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,7 @@ class StopStrings:
         if not all(self.strings):
             raise ValueError(f"stop strings: got {self.strings!r}; none may be empty")
 
-    def kept(self, tokens: Sequence[int], seen: int = 0) -> int | None:
+    def end(self, tokens: Sequence[int], seen: int = 0) -> int | None:
         """Returns the smallest number of leading tokens whose text contains one of the strings; None if none does.
 
         Args:
@@ -34,16 +34,16 @@ class StopStrings:
             seen: Number of leading tokens that are known to contain none.
         """
         # A new match can only be in the tail: the new text, and the `overlap` characters before it in which a
-        # string may have begun. The overlap is at least 1, because a character may be several tokens and be cut at
-        # that point; U+FFFD (`_CUT`) is not counted as a character.
+        # string may have begun. The overlap is at least 1, because a character may be several tokens and be split at
+        # that point; U+FFFD (`_INVALID`) is not counted as a character.
         overlap = max(1, max(map(len, self.strings)) - 1)
         start, step = seen, 1
-        while start > 0 and len(self.decode(tokens[start:seen]).replace(_CUT, "")) < overlap:
+        while start > 0 and len(self.decode(tokens[start:seen]).replace(_INVALID, "")) < overlap:
             start, step = max(0, start - step), 2 * step
         text = self.decode(tokens[start:])
         # With byte-fallback tokens, an incomplete character also garbles the characters beside it when decoded.
         # So tokens before or after a string may hide it, and the text must be decoded for each number of tokens.
-        if not (self._in(text) or _CUT in text):
+        if not (self._in(text) or _INVALID in text):
             return None
         ends = range(seen + 1, len(tokens) + 1)
         holds = lambda tokens: self._in(self.decode(tokens))

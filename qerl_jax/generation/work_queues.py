@@ -10,26 +10,26 @@ import numpy as np
 
 
 def spans(
-    sizes: Sequence[int], places: int, *, whole: bool, lengths: Sequence[float] | None = None
+    sizes: Sequence[int], replicas: int, *, whole: bool, lengths: Sequence[float] | None = None
 ) -> list[list[tuple[int, int, int]]]:
     """Splits groups of rows, in order, into one list per device, with nearly equal numbers of expected tokens.
 
     Args:
         sizes: Number of rows of each group; these share a prompt.
-        places: Number of devices.
-        whole: Whether a group must stay on one device. Otherwise at most `places - 1` groups are split.
+        replicas: Number of devices.
+        whole: Whether a group must stay on one device. Otherwise at most `replicas - 1` groups are split.
         lengths: Expected tokens of a row of each group; None means the same number for all.
 
     Returns:
         For each device the parts of groups that it gets, (group, start, end): rows start to end - 1 of the group. A
         device may get none.
     """
-    each = np.repeat(np.ones(len(sizes)) if lengths is None else lengths, sizes)
-    made = np.concatenate([[0], np.cumsum(each)])
+    expected = np.repeat(np.ones(len(sizes)) if lengths is None else lengths, sizes)
+    starts = np.concatenate([[0], np.cumsum(expected)])
     # The boundaries between rows that are nearest to equal shares of the tokens.
-    shares = made[-1] * np.arange(1, places) / places
-    seams = np.searchsorted(made[:-1] + each / 2, shares).tolist()
-    parts: list[list[tuple[int, int, int]]] = [[] for _ in range(places)]
+    shares = starts[-1] * np.arange(1, replicas) / replicas
+    seams = np.searchsorted(starts[:-1] + expected / 2, shares).tolist()
+    parts: list[list[tuple[int, int, int]]] = [[] for _ in range(replicas)]
     firsts = itertools.accumulate(sizes, initial=0)
     for group, (first, size) in enumerate(zip(firsts, sizes, strict=False)):
         inner = [seam - first for seam in dict.fromkeys(seams) if first < seam < first + size]
@@ -45,35 +45,35 @@ class WorkQueues[Piece]:
     """Thread-safe queues of waiting work, one per device. A device with an empty queue takes half of the longest."""
 
     def __init__(self, parts: Sequence[Sequence[Piece]]):
-        self._queues = [list(each) for each in parts]
+        self._queues = [list(part) for part in parts]
         self._lock = threading.Lock()
 
-    def of(self, places: range) -> Self:
+    def of(self, replicas: range) -> Self:
         """Returns the queues of some devices, which then take work only from each other."""
-        return type(self)(self._queues[places.start : places.stop])
+        return type(self)(self._queues[replicas.start : replicas.stop])
 
     def any(self) -> bool:
         """Whether any queue has an entry."""
         return any(self._queues)
 
-    def take(self, place: int, choose: Callable[[list[Piece]], list[Piece]]) -> list[Piece]:
-        """Removes and returns the entries that `choose` picks from the queue of `place`.
+    def take(self, replica: int, choose: Callable[[list[Piece]], list[Piece]]) -> list[Piece]:
+        """Removes and returns the entries that `choose` picks from the queue of `replica`.
 
         If that queue is empty, the second half of the longest queue moves to it first. Returns [] if all are empty.
 
         Args:
-            place: Index of the device that takes.
+            replica: Index of the device that takes.
             choose: Returns some entries of a non-empty list, or none.
         """
         with self._lock:
             fullest = max(self._queues, key=len)
-            if not self._queues[place] and fullest:
+            if not self._queues[replica] and fullest:
                 # Takes the end, because the other device takes from the front.
                 half = len(fullest) // 2
-                self._queues[place], fullest[half:] = fullest[half:], []
-            if not self._queues[place]:
+                self._queues[replica], fullest[half:] = fullest[half:], []
+            if not self._queues[replica]:
                 return []
-            chosen = choose(self._queues[place])
-            for each in chosen:
-                self._queues[place].remove(each)
+            chosen = choose(self._queues[replica])
+            for piece in chosen:
+                self._queues[replica].remove(piece)
             return chosen

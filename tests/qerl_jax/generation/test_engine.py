@@ -630,14 +630,14 @@ def test_a_stop_string_ends_a_row_with_the_token_that_completes_it():
     # Across two tokens of row 0, and within one of row 5.
     strings = (decode(free[0][0][5:7])[1:-1], f"{free[5][0][2]}>")
     stops = StopStrings(strings, decode)
-    expected = [stops.kept(tokens) or len(tokens) for tokens, _, _ in free]
+    expected = [stops.end(tokens) or len(tokens) for tokens, _, _ in free]
     assert expected[0] <= 7 and expected[5] <= 3 and max(expected) == C
     for (tokens, logps, ended), (whole, wanted, _), length in zip(
         run(prompts(), max_concurrent=4, stop_strings=stops), free, expected, strict=True
     ):
         assert tokens == whole[:length]
         np.testing.assert_allclose(logps, wanted[:length], atol=1e-5)
-        assert ended == ("stop" if stops.kept(tokens) else "length")
+        assert ended == ("stop" if stops.end(tokens) else "length")
 
 
 def of_each_device(function, *arrays):

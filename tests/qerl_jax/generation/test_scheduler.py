@@ -175,7 +175,7 @@ def test_where_rows_that_end_hold_up_others_the_host_looks_after_each_chunk_with
     prompt = lambda: QueuedPrompt(np.arange(1, 4), np.zeros((2, 2), np.uint32), 100)
     shapes = Shapes(4, 5, 26, 103, 2, 1, (2,), drafted=2, ended=64)
     queues = distribute([prompt() for _ in range(3)], 2)
-    first, second = (Schedule(shapes, 300, queues, place=place) for place in range(2))
+    first, second = (Schedule(shapes, 300, queues, replica=replica) for replica in range(2))
     assert begun(first).slots(False).patience == 1 and queues.any()
     begun(second).slots(False)
     one, both = np.ones((2, 1), np.int32), np.ones(2, bool)
@@ -220,7 +220,7 @@ def test_a_device_that_runs_dry_takes_rows_that_wait_for_another():
         for n in range(40)
     ]
     shapes, queues = Shapes(4, 5, 1, 0, 2, 2, (2,)), distribute(queue, 2)
-    schedules = [Schedule(shapes, 9, queues, place=place) for place in range(2)]
+    schedules = [Schedule(shapes, 9, queues, replica=replica) for replica in range(2)]
     ended = [[], []]
     for turn in range(1000):
         place = int(turn % 11 == 0)

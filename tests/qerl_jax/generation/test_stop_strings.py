@@ -30,21 +30,21 @@ STOPS = StopStrings(("</ans>", "bb"), decode)
     ],
 )
 def test_the_fewest_tokens_whose_text_holds_a_string(tokens, kept):
-    assert STOPS.kept(tokens) == kept
+    assert STOPS.end(tokens) == kept
     # However the tokens came: what was seen before holds none.
     for seen in range((kept or len(tokens) + 1) - 1):
-        assert STOPS.kept(tokens, seen) == kept
+        assert STOPS.end(tokens, seen) == kept
 
 
 def test_in_pieces_of_any_size_all_short_sequences_are_cut_as_a_whole_is():
     for tokens in itertools.product(WORDS, repeat=4):
-        whole = STOPS.kept(tokens)
+        whole = STOPS.end(tokens)
         expected = next(
             (n for n in range(1, 5) if any(s in decode(tokens[:n]) for s in STOPS.strings)), None
         )
         assert whole == expected
         if expected != 1:
-            assert STOPS.kept(tokens, 1) == expected
+            assert STOPS.end(tokens, 1) == expected
 
 
 def test_characters_of_several_tokens_are_seen_however_the_tokens_came():
@@ -62,7 +62,7 @@ def test_characters_of_several_tokens_are_seen_however_the_tokens_came():
             None,
         )
         for seen in range(expected or len(tokens)):
-            assert stops.kept(tokens, seen) == expected, (text, seen)
+            assert stops.end(tokens, seen) == expected, (text, seen)
 
 
 def test_bytes_that_take_a_whole_run_along_hide_no_string():
@@ -88,7 +88,7 @@ def test_bytes_that_take_a_whole_run_along_hide_no_string():
         ends = range(1, len(tokens) + 1)
         expected = next((n for n in ends if any(s in by_runs(tokens[:n]) for s in strings)), None)
         chunk = draw.choice((1, 2, 3, 5, 8))
-        found = (stops.kept(tokens[: seen + chunk], seen) for seen in range(0, len(tokens), chunk))
+        found = (stops.end(tokens[: seen + chunk], seen) for seen in range(0, len(tokens), chunk))
         assert next((kept for kept in found if kept is not None), None) == expected
 
 
