@@ -187,17 +187,8 @@ def train(
         DiskError: When the disk does not take what is written; the run goes on from what was saved before.
         KeyboardInterrupt: For SIGINT or SIGTERM while it trains, once the last whole step is saved.
     """
-    callbacks = several(callbacks, "callbacks")
-    for index, each in enumerate(callbacks):
-        require(callable(each), f"callbacks[{index}]", each, "must be a function")
-    functions = None
-    if reward_funcs is not None:
-        functions = several(reward_funcs, "reward_funcs")
-        require(len(functions) > 0, "reward_funcs", reward_funcs, "must be at least one function")
-        rule = "must be a function, a name of a stock reward, or an import path"
-        for index, each in enumerate(functions):
-            holds = isinstance(each, str) or callable(each)
-            require(holds, f"reward_funcs[{index}]", each, rule)
+    on_step = _on_step(several(callbacks, "callbacks"))
+    functions = None if reward_funcs is None else _functions(reward_funcs)
     section, given = given_tools(tools)
     if section:
         overrides |= {"tools": section}
@@ -209,19 +200,7 @@ def train(
         tools=given,
         environment=environment_factory,
     )
-    problems = dataset
-    if dataset is not None and not _are_problems(dataset):
-        problems = datasets.from_rows(cfg.data, dataset, "dataset")
-    elif dataset is not None and isinstance(dataset[0].prompt, str):
-        # Noted in the run's config, so that the policy is asked in the same way later.
-        data = dataclasses.replace(cfg.data, system_prompt="", apply_chat_template=False)
-        cfg = dataclasses.replace(cfg, data=data)
-
-    def on_step(step: int, metrics: dict[str, Any]) -> bool:
-        answers = [callback(step, metrics) for callback in callbacks]
-        # A comparison of numpy's numbers gives numpy's False, which is another object.
-        return not any(isinstance(each, bool | np.bool_) and not each for each in answers)
-
+    cfg, problems = (cfg, None) if dataset is None else _problems(cfg, dataset)
     trainer.train(
         cfg,
         problems=problems,
@@ -234,6 +213,36 @@ def train(
     return Run(pathlib.Path(cfg.output_dir))
 
 
-def _are_problems(dataset: Any) -> bool:
+def _functions(reward_funcs: Any) -> list:
+    functions = several(reward_funcs, "reward_funcs")
+    require(len(functions) > 0, "reward_funcs", reward_funcs, "must be at least one function")
+    rule = "must be a function, a name of a stock reward, or an import path"
+    for index, function in enumerate(functions):
+        holds = isinstance(function, str) or callable(function)
+        require(holds, f"reward_funcs[{index}]", function, rule)
+    return functions
+
+
+def _on_step(callbacks: Sequence[Callback]) -> Callback:
+    """Returns a function that calls all callbacks, and returns False if one of them does."""
+    for index, callback in enumerate(callbacks):
+        require(callable(callback), f"callbacks[{index}]", callback, "must be a function")
+
+    def on_step(step: int, metrics: dict[str, Any]) -> bool:
+        answers = [callback(step, metrics) for callback in callbacks]
+        # A comparison of numpy's numbers gives numpy's False, which is another object.
+        return not any(isinstance(go_on, bool | np.bool_) and not go_on for go_on in answers)
+
+    return on_step
+
+
+def _problems(cfg: RunConfig, dataset: Any) -> tuple[RunConfig, Sequence[Problem]]:
+    """Returns the config and the problems of rows, or of problems, which are taken as they are."""
     is_list = isinstance(dataset, list | tuple) and len(dataset) > 0
-    return is_list and all(isinstance(each, Problem) for each in dataset)
+    if not (is_list and all(isinstance(row, Problem) for row in dataset)):
+        return cfg, datasets.from_rows(cfg.data, dataset, "dataset")
+    if isinstance(dataset[0].prompt, str):
+        # Noted in the run's config, so that the policy is asked in the same way later.
+        data = dataclasses.replace(cfg.data, system_prompt="", apply_chat_template=False)
+        cfg = dataclasses.replace(cfg, data=data)
+    return cfg, dataset

@@ -93,8 +93,8 @@ def export(
     run = pathlib.Path(run)
     source = _source(run, model, weights)
     cfg, name = source.model, source.model.model_name_or_path
-    full = cfg.trainable == "full"
-    folder = _trained_model(run, to, step) if full else hf_folder.local_folder(name)
+    is_full = cfg.trainable == "full"
+    folder = _trained_model(run, to, step) if is_full else hf_folder.local_folder(name)
     base = _checked_base(cfg, folder, to, base)
     if overwrite and not pathlib.Path(out).is_file():
         _require_outside(pathlib.Path(out), run, folder)
@@ -127,33 +127,18 @@ def export(
             if to == "pair":
                 found = _write_pair(partial, pathlib.Path(out), sums, model, params, probe, dtype)
             else:
-                form = packed_formats.named(to) if to == "nvfp4" else None
-                _write_model(partial, sums, form, dtype)
-                written = model.clone(weights=form.name if form else str(dtype), lora=None)
-                written = written.clone(
-                    dense_linears=base_model.dense_linears_of(partial, model.arch)
-                )
-                found = probe.policy(written, base_model.read_base(partial, written))
+                found = _write_base(partial, sums, model, probe, dtype, is_packed=to == "nvfp4")
         if to == "merged" and base == "original" and cfg.weights not in config.DENSE:
             # On another base the adapter has another effect, so compare the merged model with that base and the
             # adapter beside it.
-            original = model.clone(weights=str(dtype))
-            frozen = base_model.read_base(folder, original)
-            alone = probe.policy(original, frozen, params, adapter=False)
-            of_bases = probe.logps(alone) - probe.logps(bare)
-            beside = probe.policy(original, frozen, params)
-            goal, whose = probe.logps(beside), "those of base and adapter"
+            alone, goal = _on_original(folder, model.clone(weights=str(dtype)), params, probe)
+            of_bases, whose = alone - probe.logps(bare), "those of base and adapter"
         if to in ("nvfp4", "pair"):
             report["kl"] = _ways(sums, model, params, probe, seen, bare, found, dtype, to)
         logps = probe.logps(found)
         off = _mean_size(logps - goal)
-        if limit is None:
-            limit = _limit(to, model.dtype, effect)
-        if not off <= limit:  # also if it is NaN
-            raise ExportError(
-                f"{out}: not written: its log-probabilities differ from {whose} by {off:.4g} on average, "
-                f"and the limit (--limit) is {limit:.4g}; training changed them by {effect:.4g}"
-            )
+        limit = _limit(to, model.dtype, effect) if limit is None else limit
+        _require_near(out, off, limit, whose, effect)
         report |= {
             "mean_difference": _mean_size(logps - trained),
             "max_difference": float(np.abs(logps - trained).max()),
@@ -163,6 +148,46 @@ def export(
         }
         (partial / REPORT).write_text(json.dumps(report, indent=2) + "\n")
     return report
+
+
+def _require_near(
+    out: str | pathlib.Path, off: float, limit: float, whose: str, effect: float
+) -> None:
+    """Raises an `ExportError` if log-probabilities differ by more than the limit."""
+    if not off <= limit:  # also if it is NaN
+        raise ExportError(
+            f"{out}: not written: its log-probabilities differ from {whose} by {off:.4g} on average, "
+            f"and the limit (--limit) is {limit:.4g}; training changed them by {effect:.4g}"
+        )
+
+
+def _write_base(
+    folder: pathlib.Path,
+    sums: "_Sums",
+    model: transformer.Transformer,
+    probe: "_Probe",
+    dtype: np.dtype,
+    *,
+    is_packed: bool,
+) -> Any:
+    """Writes the sums of base and adapter, packed as NVFP4 or in `dtype`; returns the written policy, read back."""
+    form = packed_formats.named("nvfp4") if is_packed else None
+    _write_model(folder, sums, form, dtype)
+    written = model.clone(
+        weights=form.name if form else str(dtype),
+        lora=None,
+        dense_linears=base_model.dense_linears_of(folder, model.arch),
+    )
+    return probe.policy(written, base_model.read_base(folder, written))
+
+
+def _on_original(
+    folder: pathlib.Path, model: transformer.Transformer, params: Any, probe: "_Probe"
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns log-probabilities of a base in 16 bits, without and with the adapter beside it."""
+    frozen = base_model.read_base(folder, model)
+    alone = probe.logps(probe.policy(model, frozen, params, adapter=False))
+    return alone, probe.logps(probe.policy(model, frozen, params))
 
 
 def lines(report: dict[str, Any]) -> list[str]:
