@@ -5,7 +5,6 @@ The decision depends only on the rows and not on measured times, so a repeated r
 
 import dataclasses
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 
@@ -46,42 +45,6 @@ def price(rows: int, positions: int = 0) -> float:
     return max(at(positions, _PRICES_WITH_DRAFTS), plain + _PRICES_WITH_DRAFTS[8] - 1)
 
 
-class Control(Protocol):
-    """Decides about the drafts of one device's rows.
-
-    Attributes:
-        record: Statistics of the drafts so far.
-    """
-
-    record: "Record"
-
-    def positions(self, slots: int, live: int) -> int | None:
-        """Returns the tokens per step of the next chunk, at least one per row.
-
-        0 means one token per row, and drafts are compared but not used. None means one token per row, and no drafts.
-
-        Args:
-            slots: Rows of the batch.
-            live: Number of rows that have not ended.
-        """
-        ...
-
-    def odds(self) -> np.ndarray:
-        """Returns the chance that a drafted token is right, by the kind of its match: float32 [KINDS]."""
-        ...
-
-    def learn(self, slots: int, positions: int | None, outcome: Outcome, tokens: int) -> None:
-        """Updates the statistics with the results of a chunk.
-
-        Args:
-            slots: Rows of its batch.
-            positions: What `positions` returned for it.
-            outcome: Statistics of its drafts.
-            tokens: Tokens that all rows got together.
-        """
-        ...
-
-
 @dataclasses.dataclass
 class Record:
     """Statistics of what drafts have gained.
@@ -99,7 +62,7 @@ class Record:
     time_without: float = 0.0
 
     def add(self, slots: int, positions: int | None, outcome: Outcome, tokens: int) -> None:
-        """Adds a chunk; arguments as for `Control.learn`."""
+        """Adds a chunk; arguments as for `Auto.learn`."""
         calls, rows = int(outcome.calls), int(outcome.rows)
         if not rows:
             return
@@ -137,6 +100,9 @@ class Auto:
 
     It begins without drafts. Then drafts are made and only compared, at first in every chunk and later in few. The
     statistics are kept from one rollout to the next.
+
+    Attributes:
+        record: Statistics of the drafts so far.
     """
 
     def __init__(self):
@@ -146,11 +112,18 @@ class Auto:
         self._positions, self._chunks_without = 0, 0
 
     def odds(self) -> np.ndarray:
-        """See `Control`."""
+        """Returns the chance that a drafted token is right, by the kind of its match: float32 [KINDS]."""
         return ((self._right + 1) / (self._tried + _BELIEF)).astype(np.float32)
 
     def positions(self, slots: int, live: int) -> int | None:
-        """See `Control`."""
+        """Returns the tokens per step of the next chunk, at least one per row.
+
+        0 means one token per row, and drafts are compared but not used. None means one token per row, and no drafts.
+
+        Args:
+            slots: Rows of the batch.
+            live: Number of rows that have not ended.
+        """
         is_known = self._tried.sum() >= _EVIDENCE
         self._positions = self._best(slots, live) if live and is_known else 0
         if self._positions:
@@ -160,7 +133,14 @@ class Auto:
         return 0 if is_begin or self._chunks_without % _SELDOM == 0 else None
 
     def learn(self, slots: int, positions: int | None, outcome: Outcome, tokens: int) -> None:
-        """See `Control`."""
+        """Updates the statistics with the results of a chunk.
+
+        Args:
+            slots: Rows of its batch.
+            positions: What `positions` returned for it.
+            outcome: Statistics of its drafts.
+            tokens: Tokens that all rows got together.
+        """
         self.record.add(slots, positions, outcome, tokens)
         if positions is None:
             return
@@ -207,7 +187,7 @@ class Always(Auto):
         self._tokens = tokens
 
     def positions(self, slots: int, live: int) -> int:
-        """See `Control`."""
+        """See `Auto`."""
         return max(self._tokens or 2 * slots, slots)
 
 
@@ -216,14 +196,14 @@ class Drafting:
     """Options of drafting.
 
     Attributes:
-        control: Creates the `Control` of a device's rows.
+        control: Creates the control of a device's rows.
         most_rows: The largest batch that has drafts.
         least_limit: The smallest completion limit, in tokens, with drafts: for shorter completions compiling would
             take longer than drafts save.
         most_positions: The most tokens that a step may run.
     """
 
-    control: Callable[[], Control] = Auto
+    control: Callable[[], Auto] = Auto
     most_rows: int = 32
     least_limit: int = 512
     most_positions: int = _STEPS[-1]

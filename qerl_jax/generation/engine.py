@@ -116,7 +116,7 @@ class Engine:
         # One number per finished schedule; a list, because several threads append to it.
         self._parked: list[int] = []
         # By the index of the device, because each device has its own rows.
-        self._controls: dict[int, draft_control.Control] = {}
+        self._controls: dict[int, draft_control.Auto] = {}
         self._recall = Recall()
 
     @property
@@ -394,7 +394,7 @@ class Engine:
             del device.pool
         self._parked.append(schedule.times_parked)
 
-    def _control(self, schedule: Schedule) -> draft_control.Control | None:
+    def _control(self, schedule: Schedule) -> draft_control.Auto | None:
         """Returns the draft control of a schedule's device, which knows its earlier drafts; None without drafts."""
         if not schedule.has_drafts:
             return None
@@ -448,7 +448,7 @@ class _Device:
     Attributes:
         pool: Keys and values.
         chunks: The chunks that have started and were not read: the tokens of a step with drafts (see
-            `draft_control.Control.positions`), and the results.
+            `draft_control.Auto.positions`), and the results.
     """
 
     def __init__(

@@ -485,15 +485,12 @@ class Transformer(nn.Module):
             return {}
 
         def random():
-            widths = {
-                name: (
-                    len(at),
-                    sum(size for _, size in self.arch.linears()[name]),
-                    self.arch.input_width(name),
-                )
-                for name, at in partly.items()
-            }
-            return {name: self._random(shape, jnp.bfloat16) for name, shape in widths.items()}
+            stacks = {}
+            for name, at in partly.items():
+                features = sum(size for _, size in self.arch.linears()[name])
+                shape = (len(at), features, self.arch.input_width(name))
+                stacks[name] = self._random(shape, jnp.bfloat16)
+            return stacks
 
         stacks = self.variable("frozen", "dense_overrides", random).value
         indices = {
