@@ -32,9 +32,7 @@ def test_a_bad_line_is_set_aside_and_all_rows_around_it_stay(case, tmp_path, cap
     path, whole = tmp_path / "metrics.jsonl", lines(ROWS)
     path.write_bytes(b"\n".join([*whole[:4], BAD[case], *whole[4:]]) + b"\n")
     assert logger.read_metrics(tmp_path) == ROWS
-    log = logger.Logger(tmp_path, total_steps=16, step=12)
-    log.close()
-    assert log.num_tokens == 1200
+    logger.Logger(tmp_path, total_steps=16, step=12).close()
     assert path.read_bytes() == b"\n".join(whole) + b"\n"
     assert (tmp_path / "metrics.damaged.jsonl").read_bytes() == BAD[case] + b"\n"
     # A long path is broken into lines.
