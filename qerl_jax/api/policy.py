@@ -298,7 +298,7 @@ class Policy:
 
     def _sampler(self, params: SamplingParams, **options: Any) -> Sampler:
         return Sampler.of(
-            *(self.model, self.tokenizer, params, self.limits),
+            *(self.model, self.tokenizer, params, self.limits.on_this_device()),
             tools=self.tools,
             replicas=self.loaded.replicas,
             **options,
@@ -470,7 +470,8 @@ def load(
         dtype: Data type of the activations; absent means that of the run, else "bfloat16".
         seed: Random seed of a fresh adapter.
         max_concurrent: Completions sampled at a time, by each replica. Absent means as many as fit in the cache if
-            each needs a quarter of its limit, at most 512; but 128 rather than 129 to 256 where fused layers decode.
+            each needs a quarter of its limit, at most 512, and at most 64 if the device does not report its memory (a
+            CPU does not); but 128 rather than 129 to 256 where fused layers decode.
         kv_cache_tokens: Capacity for keys and values, in tokens; completions wait while it is full.
         kv_cache_fraction: That capacity as a fraction of the free device memory. Give one of the two, or none
             for what `max_concurrent` completions can need.

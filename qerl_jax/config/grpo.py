@@ -86,7 +86,7 @@ class ReferenceConfig(Checked, section="grpo.reference."):
     def _across(self):
         holds = self.kl_estimator != "k1" or self.bias_correction
         rule = "as a loss it is noise of mean 0 unless grpo.reference.bias_correction = true"
-        return [(holds, "kl_estimator", rule)]
+        yield holds, "kl_estimator", rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,19 +128,10 @@ class EntropyConfig(Checked, section="grpo.entropy."):
     target: Positive = experimental(0.2)
 
     def _across(self):
-        return [
-            (
-                self.coef > 0 or self.adaptive,
-                "coef",
-                "must be positive, unless grpo.entropy.adaptive = true changes it",
-            ),
-            (
-                not self.adaptive or self.coef_min <= self.coef <= self.coef_max,
-                "coef",
-                f"must lie between coef_min = {self.coef_min} and coef_max = {self.coef_max}, because it "
-                "begins there",
-            ),
-        ]
+        rule = "must be positive, unless grpo.entropy.adaptive = true changes it"
+        yield self.coef > 0 or self.adaptive, "coef", rule
+        rule = f"must lie between coef_min = {self.coef_min} and coef_max = {self.coef_max}, because it begins there"
+        yield not self.adaptive or self.coef_min <= self.coef <= self.coef_max, "coef", rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +154,7 @@ class CorrectionConfig(Checked, section="grpo.mismatch.correction."):
 
     def _across(self):
         holds = self.clip_min is None or self.clip_min < self.clip_max
-        return [(holds, "clip_min", f"must be below clip_max = {self.clip_max}")]
+        yield holds, "clip_min", f"must be below clip_max = {self.clip_max}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +194,7 @@ class MismatchConfig(Checked, section="grpo.mismatch."):
     def _across(self):
         parts = (self.correction, self.mask, self.off_policy_threshold)
         rule = "must be given where grpo.mismatch has neither a correction nor a mask"
-        return [(parts != (None, None, None), "off_policy_threshold", rule)]
+        yield parts != (None, None, None), "off_policy_threshold", rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,46 +281,27 @@ class GrpoConfig(Checked, section="grpo.", renamed=RENAMED):
     def _across(self):
         correction = self.correction
         by_row = correction is not None and correction.mode.startswith("sequence")
-        return [
-            (
-                not self.delta or self.delta > self.highest,
-                "delta",
-                f"must exceed 1 + epsilon_high = {self.highest}, or be 0 for none",
-            ),
-            (
-                self.clips or not self.delta,
-                "delta",
-                f'must be absent with grpo.loss_type = "{self.loss_type}", which does not clip a ratio',
-            ),
-            (
-                self.loss_type != "cispo" or self.epsilon_high is not None,
-                "epsilon_high",
-                'must be given with grpo.loss_type = "cispo", whose ratios it bounds: 5 is usual',
-            ),
-            (
-                self.advantage_estimator == "grpo" or self.scale_rewards != "group",
-                "advantage_estimator",
-                'needs grpo.scale_rewards = "none" or "batch": over the deviation of its own group it is '
-                "grpo times a constant",
-            ),
-            (
-                self.old_logprobs == "recompute" or correction is None,
-                "mismatch.correction",
-                'needs grpo.old_logprobs = "recompute": against the behaviour policy the weight is 1 by '
-                "definition",
-            ),
-            (
-                self.loss_type != "vespo" or not by_row,
-                "mismatch.correction.mode",
-                'must be "token_truncate" or "token_mask" with grpo.loss_type = "vespo", whose weight of a '
-                "row is made of tokens",
-            ),
-            *(
-                (
-                    getattr(self, name) is None or self.loss_type == name,
-                    name,
-                    f'needs grpo.loss_type = "{name}"',
-                )
-                for name in ("sapo", "vespo")
-            ),
-        ]
+        rule = f"must exceed 1 + epsilon_high = {self.highest}, or be 0 for none"
+        yield not self.delta or self.delta > self.highest, "delta", rule
+        rule = (
+            f'must be absent with grpo.loss_type = "{self.loss_type}", which does not clip a ratio'
+        )
+        yield self.clips or not self.delta, "delta", rule
+        rule = 'must be given with grpo.loss_type = "cispo", whose ratios it bounds: 5 is usual'
+        yield self.loss_type != "cispo" or self.epsilon_high is not None, "epsilon_high", rule
+        rule = (
+            'needs grpo.scale_rewards = "none" or "batch": over the deviation of its own group it is '
+            "grpo times a constant"
+        )
+        holds = self.advantage_estimator == "grpo" or self.scale_rewards != "group"
+        yield holds, "advantage_estimator", rule
+        rule = 'needs grpo.old_logprobs = "recompute": against the behaviour policy the weight is 1 by definition'
+        yield self.old_logprobs == "recompute" or correction is None, "mismatch.correction", rule
+        rule = (
+            'must be "token_truncate" or "token_mask" with grpo.loss_type = "vespo", whose weight of a '
+            "row is made of tokens"
+        )
+        yield self.loss_type != "vespo" or not by_row, "mismatch.correction.mode", rule
+        for name in ("sapo", "vespo"):
+            rule = f'needs grpo.loss_type = "{name}"'
+            yield getattr(self, name) is None or self.loss_type == name, name, rule

@@ -1,5 +1,6 @@
 """Rules across the sections of a run's config, and warnings about unusual choices."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from qerl_jax.system.checked import require
@@ -44,8 +45,8 @@ RENAMED = {
 _MOST_ROWS = 2**20
 
 
-def across_sections(cfg: Any) -> list[tuple[bool, str, str]]:
-    """Returns rules across sections: whether each holds, the field (or several, comma-separated), the rule.
+def across_sections(cfg: Any) -> Iterator[tuple[bool, str, str]]:
+    """Yields rules across sections: whether each holds, the field (or several, comma-separated), the rule.
 
     Args:
         cfg: A `config.RunConfig`.
@@ -57,61 +58,44 @@ def across_sections(cfg: Any) -> list[tuple[bool, str, str]]:
     lora, grpo = cfg.model.trainable == "lora", cfg.grpo
     policy = grpo.reference and grpo.reference.policy
     penalty = cfg.rollout.repetition_penalty
-    return [
-        (
-            (cfg.max_steps is None) != (cfg.num_train_epochs is None),
-            "max_steps, num_train_epochs",
-            "exactly one of the two must be set",
-        ),
-        (
-            bool(cfg.rewards.functions) or (cfg.tools is not None and cfg.tools.has_environment),
-            "rewards.functions",
-            "must name at least one function, each by a text; functions themselves are given to "
-            "qerl_jax.train as reward_funcs",
-        ),
-        (
-            set(cfg.rewards.options or ()) <= used,
-            "rewards.options",
-            f"must be of functions that are used: {', '.join(sorted(used))}",
-        ),
-        (
-            penalty == 1 or grpo.old_logprobs == "recompute",
-            "rollout.repetition_penalty",
-            "is not in the log-probabilities that the sampler reports, so a ratio to them would be "
-            'wrong: set grpo.old_logprobs = "recompute", which does not correct for the penalty; '
-            "or set the penalty to 1 and reward less repetition by get_repetition_penalty_reward",
-        ),
-        (
-            not _own_policies(cfg.noise) or not cfg.optim.share_prompts,
-            "optim.share_prompts",
-            'must be false with noise.per = "sequence" and noise.scope = "both": under noise of its own '
-            "each completion has another prompt before it",
-        ),
-        (
-            cfg.data.apply_chat_template or not cfg.data.system_prompt,
-            "data.apply_chat_template",
-            "must be true with data.system_prompt: only a chat has a system message",
-        ),
-        *_across_tables(cfg),
-        *_across_lengths(cfg),
-        *_across_batches(cfg),
-        (
-            lora or cfg.lora == type(cfg.lora)(),
-            "model.trainable",
-            "has no adapter for a [lora] section to describe: remove that section",
-        ),
-        (
-            policy != "adapter" or cfg.model.adapter_name_or_path is not None,
-            "grpo.reference.policy",
-            "needs model.adapter_name_or_path, which names the adapter",
-        ),
-        (
-            lora or grpo.reference is None or policy == "synced",
-            "grpo.reference.policy",
-            'must be "synced" with model.trainable = "full", where the reference needs a copy of the weights '
-            "(grpo.reference.mixup_alpha = 0 keeps it as it was)",
-        ),
-    ]
+    rule = "exactly one of the two must be set"
+    holds = (cfg.max_steps is None) != (cfg.num_train_epochs is None)
+    yield holds, "max_steps, num_train_epochs", rule
+    rule = (
+        "must name at least one function, each by a text; functions themselves are given to "
+        "qerl_jax.train as reward_funcs"
+    )
+    holds = bool(cfg.rewards.functions) or (cfg.tools is not None and cfg.tools.has_environment)
+    yield holds, "rewards.functions", rule
+    rule = f"must be of functions that are used: {', '.join(sorted(used))}"
+    yield set(cfg.rewards.options or ()) <= used, "rewards.options", rule
+    rule = (
+        "is not in the log-probabilities that the sampler reports, so a ratio to them would be "
+        'wrong: set grpo.old_logprobs = "recompute", which does not correct for the penalty; '
+        "or set the penalty to 1 and reward less repetition by get_repetition_penalty_reward"
+    )
+    yield penalty == 1 or grpo.old_logprobs == "recompute", "rollout.repetition_penalty", rule
+    rule = (
+        'must be false with noise.per = "sequence" and noise.scope = "both": under noise of its own '
+        "each completion has another prompt before it"
+    )
+    yield not _own_policies(cfg.noise) or not cfg.optim.share_prompts, "optim.share_prompts", rule
+    rule = "must be true with data.system_prompt: only a chat has a system message"
+    holds = cfg.data.apply_chat_template or not cfg.data.system_prompt
+    yield holds, "data.apply_chat_template", rule
+    yield from _across_tables(cfg)
+    yield from _across_lengths(cfg)
+    yield from _across_batches(cfg)
+    rule = "has no adapter for a [lora] section to describe: remove that section"
+    yield lora or cfg.lora == type(cfg.lora)(), "model.trainable", rule
+    rule = "needs model.adapter_name_or_path, which names the adapter"
+    holds = policy != "adapter" or cfg.model.adapter_name_or_path is not None
+    yield holds, "grpo.reference.policy", rule
+    rule = (
+        'must be "synced" with model.trainable = "full", where the reference needs a copy of the weights '
+        "(grpo.reference.mixup_alpha = 0 keeps it as it was)"
+    )
+    yield lora or grpo.reference is None or policy == "synced", "grpo.reference.policy", rule
 
 
 def _across_tables(cfg):
@@ -143,29 +127,16 @@ def _across_lengths(cfg):
     row = cfg.data.max_prompt_length + longest
     lengths = f"data.max_prompt_length + rollout.max_completion_length = {row}"
     limit = cfg.optim.max_tokens_per_microbatch
-    return [
-        (
-            rollout.kv_cache_tokens is None or rollout.kv_cache_tokens >= row,
-            "rollout.kv_cache_tokens",
-            f"must hold a row of {lengths}",
-        ),
-        (
-            limit is None or limit >= row,
-            "optim.max_tokens_per_microbatch",
-            f"must hold one row, {lengths}",
-        ),
-        (
-            rollout.stop is not None
-            or not (rollout.ignore_eos and cfg.grpo.mask_truncated_completions),
-            "grpo.mask_truncated_completions",
-            "must be false with rollout.ignore_eos = true, under which no completion ends: nothing would be learned",
-        ),
-        (
-            (cfg.rewards.soft_punish_cache or 0) <= longest,
-            "rewards.soft_punish_cache",
-            f"must not exceed rollout.max_completion_length = {longest}",
-        ),
-    ]
+    rule = f"must hold a row of {lengths}"
+    holds = rollout.kv_cache_tokens is None or rollout.kv_cache_tokens >= row
+    yield holds, "rollout.kv_cache_tokens", rule
+    rule = f"must hold one row, {lengths}"
+    yield limit is None or limit >= row, "optim.max_tokens_per_microbatch", rule
+    rule = "must be false with rollout.ignore_eos = true, under which no completion ends: nothing would be learned"
+    ends = rollout.stop is not None or not rollout.ignore_eos
+    yield ends or not cfg.grpo.mask_truncated_completions, "grpo.mask_truncated_completions", rule
+    rule = f"must not exceed rollout.max_completion_length = {longest}"
+    yield (cfg.rewards.soft_punish_cache or 0) <= longest, "rewards.soft_punish_cache", rule
 
 
 def _across_batches(cfg):
@@ -186,33 +157,19 @@ def _across_batches(cfg):
     rule = f"must be a multiple of the optimizer batch, {optimizer_batch} = {batch}"
     require(rows % batch == 0, optimizer_rows, rows, rule)
     shared = "mesh.tensor" if cfg.mesh.tensor > 1 else "mesh.fsdp"
-    return [
-        (
-            (cfg.mesh.data or 1) <= rows,
-            "mesh.data",
-            f"must not exceed the {rows} rows of a rollout",
-        ),
-        (
-            cfg.mesh.group == 1 or cfg.model.trainable != "full",
-            shared,
-            'goes with an adapter: with model.trainable = "full" no weight is frozen',
-        ),
-        (
-            cfg.mesh.group == 1 or cfg.model.gradient_checkpointing != "none",
-            "model.gradient_checkpointing",
-            f'with {shared} "none" would keep the weights that layers gather: take "auto"',
-        ),
-        (
-            cfg.optim.max_tokens_per_microbatch is None or cfg.grpo.loss_type != "bnpo",
-            "optim.max_tokens_per_microbatch",
-            'cannot be used with grpo.loss_type = "bnpo", whose value depends on the cut: take "dapo"',
-        ),
-        (
-            cfg.max_steps is None or cfg.max_steps % updates == 0,
-            "max_steps",
-            f"must be a multiple of the {updates} optimizer steps made from each rollout",
-        ),
-    ]
+    yield (cfg.mesh.data or 1) <= rows, "mesh.data", f"must not exceed the {rows} rows of a rollout"
+    rule = 'goes with an adapter: with model.trainable = "full" no weight is frozen'
+    yield cfg.mesh.group == 1 or cfg.model.trainable != "full", shared, rule
+    rule = f'with {shared} "none" would keep the weights that layers gather: take "auto"'
+    holds = cfg.mesh.group == 1 or cfg.model.gradient_checkpointing != "none"
+    yield holds, "model.gradient_checkpointing", rule
+    rule = (
+        'cannot be used with grpo.loss_type = "bnpo", whose value depends on the cut: take "dapo"'
+    )
+    holds = cfg.optim.max_tokens_per_microbatch is None or cfg.grpo.loss_type != "bnpo"
+    yield holds, "optim.max_tokens_per_microbatch", rule
+    rule = f"must be a multiple of the {updates} optimizer steps made from each rollout"
+    yield cfg.max_steps is None or cfg.max_steps % updates == 0, "max_steps", rule
 
 
 # Clip ranges below this are GSPO's, for ratios that are means over a sequence; its paper uses 3e-4 and 4e-4.

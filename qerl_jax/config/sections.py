@@ -1,7 +1,7 @@
 """A run as frozen dataclasses, checked once when built.
 
 A TOML section is a dataclass, a key is a field; names are TRL's where TRL has one, QeRL's for AQN.
-A field's annotation says which values are allowed. `_across` returns the rules that concern several fields.
+A field's annotation says which values are allowed. `_across` yields the rules that concern several fields.
 """
 
 import dataclasses
@@ -110,18 +110,10 @@ class ModelConfig(Checked, section="model."):
 
     def _across(self):
         lora = self.trainable == "lora"
-        return [
-            (
-                lora or self.adapter_name_or_path is None,
-                "adapter_name_or_path",
-                'needs model.trainable = "lora"',
-            ),
-            (
-                lora or self.weights in DENSE,
-                "trainable",
-                'packed weights have no gradient: set model.weights to "bfloat16" or "float32"',
-            ),
-        ]
+        rule = 'needs model.trainable = "lora"'
+        yield lora or self.adapter_name_or_path is None, "adapter_name_or_path", rule
+        rule = 'packed weights have no gradient: set model.weights to "bfloat16" or "float32"'
+        yield lora or self.weights in DENSE, "trainable", rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,29 +161,17 @@ class LoraConfig(Checked, section="lora."):
     def _across(self):
         ranks, alphas = self.rank_pattern or {}, self.alpha_pattern or {}
         names = self.target_modules
-        return [
-            (
-                names is None or (bool(names) and set(names) <= set(_LINEARS)),
-                "target_modules",
-                f"must name at least one of {', '.join(_LINEARS)}",
-            ),
-            (
-                all(isinstance(n, int) and 1 <= n <= _MOST_RANK for n in ranks.values()),
-                "rank_pattern",
-                f"ranks must be at least 1 and at most {_MOST_RANK}",
-            ),
-            (
-                all(isinstance(x, int | float) and x > 0 for x in alphas.values()),
-                "alpha_pattern",
-                "alphas must be positive",
-            ),
-            (all(map(_is_pattern, ranks)), "rank_pattern", "must have regular expressions as keys"),
-            (
-                all(map(_is_pattern, alphas)),
-                "alpha_pattern",
-                "must have regular expressions as keys",
-            ),
-        ]
+        rule = f"must name at least one of {', '.join(_LINEARS)}"
+        yield names is None or (bool(names) and set(names) <= set(_LINEARS)), "target_modules", rule
+        rule = f"ranks must be at least 1 and at most {_MOST_RANK}"
+        holds = all(isinstance(n, int) and 1 <= n <= _MOST_RANK for n in ranks.values())
+        yield holds, "rank_pattern", rule
+        rule = "alphas must be positive"
+        holds = all(isinstance(x, int | float) and x > 0 for x in alphas.values())
+        yield holds, "alpha_pattern", rule
+        rule = "must have regular expressions as keys"
+        yield all(map(_is_pattern, ranks)), "rank_pattern", rule
+        yield all(map(_is_pattern, alphas)), "alpha_pattern", rule
 
     def factor(self, alpha: float, rank: int) -> float:
         """What a branch of that alpha and rank is multiplied by."""
@@ -314,7 +294,7 @@ class RewardConfig(Checked, section="rewards."):
     def _across(self):
         count = len(self.functions)
         holds = self.weights is None or len(self.weights) == count
-        return [(holds, "weights", f"must have one entry per function ({count})")]
+        yield holds, "weights", f"must have one entry per function ({count})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -394,18 +374,11 @@ class RolloutConfig(Checked, section="rollout."):
     steps_per_generation: Count | None = experimental(None)
 
     def _across(self):
-        return [
-            (
-                None in (self.steps_per_generation, self.generation_batch_size),
-                "steps_per_generation",
-                "must be absent where generation_batch_size is given",
-            ),
-            (
-                None in (self.kv_cache_fraction, self.kv_cache_tokens),
-                "kv_cache_fraction",
-                "must be absent where kv_cache_tokens is given",
-            ),
-        ]
+        rule = "must be absent where generation_batch_size is given"
+        holds = None in (self.steps_per_generation, self.generation_batch_size)
+        yield holds, "steps_per_generation", rule
+        rule = "must be absent where kv_cache_tokens is given"
+        yield None in (self.kv_cache_fraction, self.kv_cache_tokens), "kv_cache_fraction", rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -458,7 +431,7 @@ class OptimConfig(Checked, section="optim."):
     def _across(self):
         holds = self.min_lr_ratio == 0 or self.lr_scheduler_type != "constant"
         rule = 'must be 0 with lr_scheduler_type = "constant", under which the rate does not fall'
-        return [(holds, "min_lr_ratio", rule)]
+        yield holds, "min_lr_ratio", rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -518,23 +491,14 @@ class NoiseConfig(Checked, section="noise.", renamed=RENAMED):
 
     def _across(self):
         follows_kl = self.adaptive is not None and self.adaptive.metric == "kl"
-        return [
-            (
-                0 < self.sigma_end <= self.sigma_start,
-                "sigma_end",
-                f"must be in (0, sigma_start = {self.sigma_start}]",
-            ),
-            (
-                self.per != "token" or self.scope == "rollout",
-                "per",
-                'needs noise.scope = "rollout": an update would have to hold the noise of every token',
-            ),
-            (
-                not follows_kl or self.scope == "rollout",
-                "adaptive.metric",
-                'needs noise.scope = "rollout": where both act under noise they do not differ',
-            ),
-        ]
+        rule = f"must be in (0, sigma_start = {self.sigma_start}]"
+        yield 0 < self.sigma_end <= self.sigma_start, "sigma_end", rule
+        rule = (
+            'needs noise.scope = "rollout": an update would have to hold the noise of every token'
+        )
+        yield self.per != "token" or self.scope == "rollout", "per", rule
+        rule = 'needs noise.scope = "rollout": where both act under noise they do not differ'
+        yield not follows_kl or self.scope == "rollout", "adaptive.metric", rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -571,14 +535,10 @@ class EvalConfig(Checked, section="eval."):
     path: str | None = verified(None)
 
     def _across(self):
-        return [
-            (
-                self.num_generations == 1 or (self.num_generations > 1 and self.temperature > 0),
-                "num_generations",
-                "must be at least 1, and 1 at temperature 0, where all samples are equal",
-            ),
-            (self.path is None or self.dataset is not None, "path", "needs eval.dataset"),
-        ]
+        rule = "must be at least 1, and 1 at temperature 0, where all samples are equal"
+        holds = self.num_generations == 1 or (self.num_generations > 1 and self.temperature > 0)
+        yield holds, "num_generations", rule
+        yield self.path is None or self.dataset is not None, "path", "needs eval.dataset"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -645,34 +605,17 @@ class ToolsConfig(Checked, section="tools."):
 
     def _across(self):
         names, options = self.environments or {}, self.environment_options or {}
-        return [
-            (
-                self.call_pattern is None or self.call_format is None,
-                "call_pattern",
-                "must be absent where tools.call_format is given",
-            ),
-            (
-                bool(self.functions) or self.has_environment,
-                "functions",
-                "must name at least one tool where tools.environment is absent",
-            ),
-            (
-                self.environment is None or self.environments is None,
-                "environments",
-                "must be absent where tools.environment is given",
-            ),
-            (
-                self.has_environment or self.environment_options is None,
-                "environment_options",
-                "needs tools.environment",
-            ),
-            (
-                self.environments is None
-                or all(name in names and isinstance(options[name], dict) for name in options),
-                "environment_options",
-                f"must be a table for each name of tools.environments: {', '.join(names)}",
-            ),
-        ]
+        rule = "must be absent where tools.call_format is given"
+        yield self.call_pattern is None or self.call_format is None, "call_pattern", rule
+        rule = "must name at least one tool where tools.environment is absent"
+        yield bool(self.functions) or self.has_environment, "functions", rule
+        rule = "must be absent where tools.environment is given"
+        yield self.environment is None or self.environments is None, "environments", rule
+        rule = "needs tools.environment"
+        yield self.has_environment or self.environment_options is None, "environment_options", rule
+        rule = f"must be a table for each name of tools.environments: {', '.join(names)}"
+        holds = all(name in names and isinstance(options[name], dict) for name in options)
+        yield self.environments is None or holds, "environment_options", rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -701,13 +644,8 @@ class MeshConfig(Checked, section="mesh."):
         return self.fsdp * self.tensor
 
     def _across(self):
-        return [
-            (
-                self.fsdp == 1 or self.tensor == 1,
-                "fsdp",
-                f"must be absent with mesh.tensor = {self.tensor}, whose devices share the base in updates, too",
-            )
-        ]
+        rule = f"must be absent with mesh.tensor = {self.tensor}, whose devices share the base in updates, too"
+        yield self.fsdp == 1 or self.tensor == 1, "fsdp", rule
 
 
 @dataclasses.dataclass(frozen=True)

@@ -255,13 +255,14 @@ def _measure(
     itemsize = jnp.dtype(policy.model.dtype).itemsize
     part = policy.model.own_part.arch
     fit = kv_capacity.rows_that_fit(part, memory, width + longest, itemsize)
-    rows = min(max_concurrent or kv_capacity.MOST_SLOTS, fit)
+    wanted = EngineLimits(max_concurrent).on_this_device().max_concurrent
+    rows = min(wanted or kv_capacity.MOST_SLOTS, fit)
     batch = _ROUNDS_PER_BATCH * rows * len(policy.replicas)
     sampler = Sampler.of(
         policy.model,
         policy.tokenizer,
         each.protocol.sampling,
-        EngineLimits(max_concurrent and rows),
+        EngineLimits(wanted and rows),
         max_prompt_length=width,
         tools=tools,
         replicas=policy.replicas,

@@ -34,7 +34,8 @@ class EvalOptions(Checked):
         columns: Which columns hold the `prompt` and the `answer`, such as: prompt question answer solution
         num_problems: How many problems to ask, from the front: shuffle a file that is sorted.
         max_concurrent: The most completions sampled at a time, by each replica. Absent means as many as fit if each
-            needs a quarter of its limit, at most 512; but 128 rather than 129 to 256 where fused layers decode.
+            needs a quarter of its limit, at most 512, and at most 64 if the device does not report its memory (a CPU
+            does not); but 128 rather than 129 to 256 where fused layers decode.
         drafts: "auto" makes drafts where few completions are left (`rollout.drafts`); "always" even if they do
             not pay; "off" makes none.
         seed: Random seed for sampling, and for arithmetic problems.

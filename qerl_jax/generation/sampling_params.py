@@ -41,6 +41,8 @@ Seed = Annotated[int, Rule(is_seed, "must be an integer in [0, 2**32)")]
 _COUNTS = ("n", "max_tokens", "top_k")
 # The fields for which a decoding program is compiled.
 _COMPILED = ("top_k", "top_p", "min_p", "repetition_penalty")
+# The most completions that are sampled at a time, by default, on a device that does not report its memory.
+_MOST_UNREPORTED = 64
 # TRL's names of fields that have another name there.
 _TRL = {"n": "num_generations", "max_tokens": "max_completion_length"}
 
@@ -125,8 +127,8 @@ class EngineLimits(Checked):
 
     Attributes:
         max_concurrent: Completions sampled at a time, by each replica. Absent means as many as fit in the cache if
-            each needs a quarter of its limit, at most 512; but 128 rather than 129 to 256 where fused layers decode,
-            which take no more.
+            each needs a quarter of its limit, at most 512, and at most 64 if the device does not report its memory (a
+            CPU does not); but 128 rather than 129 to 256 where fused layers decode, which take no more.
         kv_cache_tokens: Capacity for keys and values, in tokens; completions wait while it is full.
         kv_cache_fraction: That capacity as a fraction of the free device memory. If both are absent, it is what
             `max_concurrent` completions can need, but at most nine tenths of what scores and a prefill leave of that
@@ -148,6 +150,13 @@ class EngineLimits(Checked):
         return cls(
             **{field.name: getattr(section, field.name) for field in dataclasses.fields(cls)}
         )
+
+    def on_this_device(self) -> Self:
+        """Returns these limits, with `max_concurrent` if nothing else bounds the cache: no memory is reported, none given."""
+        from pallas_kernels import runtime
+
+        is_bounded = self != EngineLimits() or runtime.memory_stats() is not None
+        return self if is_bounded else dataclasses.replace(self, max_concurrent=_MOST_UNREPORTED)
 
     def _across(self):
         fraction = self.kv_cache_fraction

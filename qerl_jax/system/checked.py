@@ -110,8 +110,8 @@ class Checked:
         for holds, name, text in self._across():
             self._require(holds, name, text)
 
-    def _across(self) -> list[tuple[bool, str, str]]:
-        """Returns rules across fields: whether each holds, the field (or several, comma-separated), the rule."""
+    def _across(self) -> Iterable[tuple[bool, str, str]]:
+        """Returns or yields rules across fields: whether each holds, the field (or several, comma-separated), the rule."""
         return []
 
     def _require(self, holds: bool, field: str, rule: str) -> None:

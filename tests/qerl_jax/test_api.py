@@ -482,6 +482,14 @@ def test_what_is_wrong_with_a_call_is_said_by_its_name(call, message, policy):
         call(policy)
 
 
+def test_a_device_that_reports_no_memory_samples_64_completions_at_a_time_or_as_a_limit_says(
+    policy,
+):
+    assert policy._sampler(qerl_jax.SamplingParams()).max_concurrent == 64
+    for limits in (EngineLimits(96), EngineLimits(kv_cache_tokens=4096)):
+        assert limits.on_this_device() == limits
+
+
 def test_a_number_of_numpy_will_do_as_a_limit(policy):
     few = dataclasses.replace(policy, limits=EngineLimits(np.int64(2)))
     assert len(few.generate(["1+1", "2+2", "3+3"], max_tokens=1)) == 3
