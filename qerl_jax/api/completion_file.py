@@ -105,7 +105,7 @@ def _identity(
     tools: ToolsConfig | None,
 ) -> dict[str, Any]:
     """Returns all that the output depends on, as plain JSON; a model of the hub is identified by its name."""
-    asked = json.dumps([rows, prompts], ensure_ascii=False)
+    inputs = json.dumps([rows, prompts], ensure_ascii=False)
     model = source.model
     identity = {
         "model": model.model_name_or_path,
@@ -115,7 +115,7 @@ def _identity(
         **content_hashes({"model": model.model_name_or_path, "adapter": source.adapter}),
         **vars(params),
         "tools": tools and to_table(tools),
-        "prompts.sha256": hashlib.sha256(asked.encode()).hexdigest(),
+        "prompts.sha256": hashlib.sha256(inputs.encode()).hexdigest(),
     }
     # Converted to what a reader of the JSON gets, so that the two can be compared.
     return json.loads(json.dumps(identity))

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pallas_kernels import runtime
 from qerl_jax.api import policy as policies
 from qerl_jax.api.policy import Policy
-from qerl_jax.api.settings import Config, Mesh, given_mesh, options_of, run_config
+from qerl_jax.api.settings import Config, Mesh, mesh_of, options_of, run_config
 from qerl_jax.checkpoint import export as exports
 from qerl_jax.checkpoint import policy as sources
 from qerl_jax.checkpoint.policy import PolicySource
@@ -73,9 +73,10 @@ def evaluate(
     loaded = policy if isinstance(policy, Policy) else None
     rule = "must be absent for a loaded policy: give it to qerl_jax.load"
     require(mesh is None or loaded is None, "mesh", mesh, rule)
-    mesh = given_mesh(mesh, MeshConfig())
+    mesh = mesh_of(mesh, MeshConfig())
     runtime.use_compilation_cache()
-    source = _source(policy)
+    source = loaded.source if loaded else policy
+    source = source if isinstance(source, PolicySource) else policies.find(source)
     tools = loaded and loaded.tools
     names = list(map(os.fspath, sets))
     problems = [benchmark.source_of(name, source, options) for name in names]
@@ -251,9 +252,9 @@ def quantize(
         require(value in values, name, value, f"must be one of {', '.join(map(repr, values))}")
     runtime.use_compilation_cache()
     rows = Calibration(dataset, num_samples, max_length, seed)
-    kept = (keep,) if isinstance(keep, str) else tuple(keep)
+    patterns = (keep,) if isinstance(keep, str) else tuple(keep)
     recipe = quantizer.Recipe(
-        format, method, block_scales, scale_rounding, double_quant, rows, kept
+        format, method, block_scales, scale_rounding, double_quant, rows, patterns
     )
     if quiet:
         return quantizer.quantize(os.fspath(source), target, recipe, _log(quiet))
@@ -318,18 +319,11 @@ def report(*runs: str | os.PathLike, output_dir: str | os.PathLike | None = None
     return pages.write([pathlib.Path(run) for run in runs], output_dir)
 
 
-def _source(policy: Any) -> PolicySource:
-    """The files of a policy, however it is named."""
-    if isinstance(policy, Policy):
-        return policy.source
-    return policy if isinstance(policy, PolicySource) else policies.find(policy)
-
-
 def _log(quiet: bool) -> Callable[[str], None]:
+    """Returns what writes a line to the standard output at once, or does nothing."""
+
+    def say(text: str) -> None:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
     return (lambda text: None) if quiet else say
-
-
-def say(text: str) -> None:
-    """Writes a line to the standard output at once."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()

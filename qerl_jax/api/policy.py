@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import runtime
-from qerl_jax.api.settings import Mesh, given_mesh, given_tools, options_of, tools_table
+from qerl_jax.api.settings import Mesh, divide_tools, mesh_of, options_of, tools_table
 from qerl_jax.checkpoint import hf_folder, peft
 from qerl_jax.checkpoint import policy as sources
 from qerl_jax.checkpoint.policy import LoadedPolicy, PolicySource
@@ -180,10 +180,10 @@ class Policy:
                 in no known form.
             ValueError: For a tool that cannot be found, or cannot be shown to the policy.
         """
-        section, given = given_tools(tools)
-        table = tools_table(section, given, environment_factory)
+        section, objects = divide_tools(tools)
+        table = tools_table(section, objects, environment_factory)
         cfg = from_table(ToolsConfig, table, "tools.")
-        boxes = Toolboxes(cfg, given, environment_factory)
+        boxes = Toolboxes(cfg, objects, environment_factory)
         return dataclasses.replace(self, tools=Tools.of(cfg, self.tokenizer, boxes, log))
 
     def generate(
@@ -259,7 +259,7 @@ class Policy:
         """
         params = options_of(SamplingParams, sampling_params, "sampling_params", options)
         completions = self._in_order(_prompts(prompts), params, columns, first)
-        return (_output(each, params, (first + i) % params.n) for i, each in enumerate(completions))
+        return (_output(row, params, (first + i) % params.n) for i, row in enumerate(completions))
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
@@ -368,7 +368,7 @@ class Policy:
             self.model.arch.require_context(len(one), len(other), "completions")
         if not prompts:
             return []
-        widths = [_power_of_two(max(map(len, each))) for each in (prompt_ids, ids)]
+        widths = [_power_of_two(max(map(len, rows))) for rows in (prompt_ids, ids)]
         size = max(1, min(_SCORED_TOKENS // sum(widths), _power_of_two(len(ids), 1)))
         variables = self.loaded.replicas.each(self.variables)[0]
         experience = _experience(prompt_ids, ids)
@@ -410,17 +410,17 @@ class Policy:
             FileExistsError: When the folder holds something else.
             ConfigError: For a packed base without an adapter, which learned nothing.
         """
-        folder, held = pathlib.Path(folder), self.source.model
+        folder, base = pathlib.Path(folder), self.source.model
         if self.model.lora is not None:
-            params, name = self.variables["params"], held.model_name_or_path
+            params, name = self.variables["params"], base.model_name_or_path
             peft.export_adapter(folder, params, self.model.lora, name)
             return folder
         rule = "is packed, and has no adapter that could be saved; see qerl_jax.quantize"
-        require(held.weights in DENSE, "weights", held.weights, rule)
+        require(base.weights in DENSE, "weights", base.weights, rule)
         rule = "divides the weights of this policy: to save it, load it without a mesh"
         require(self.model.tensor == 1, "mesh.tensor", self.model.tensor, rule)
-        base = hf_folder.local_folder(held.model_name_or_path)
-        hf_folder.export_model(folder, self.model, self.variables["frozen"], base)
+        files = hf_folder.local_folder(base.model_name_or_path)
+        hf_folder.export_model(folder, self.model, self.variables["frozen"], files)
         return folder
 
     def _token_ids(self, index: int, completion: Any) -> np.ndarray:
@@ -488,7 +488,7 @@ def load(
     require(lora is None or isinstance(lora, LoraConfig), "lora", lora, "must be a LoraConfig")
     holds = lora is None or source.adapter is None
     require(holds, "lora", lora, "must be absent where an adapter is loaded")
-    mesh = given_mesh(mesh, sources.ALONE)
+    mesh = mesh_of(mesh, sources.ALONE)
     return of_source(source, limits, seed=seed, lora=lora, mesh=mesh, rows=_ANY_ROWS, quiet=quiet)
 
 
@@ -502,7 +502,7 @@ def of_source(
 
 
 def find(
-    name: str | os.PathLike | None, adapter: str | os.PathLike | None = None, **held: Any
+    name: str | os.PathLike | None, adapter: str | os.PathLike | None = None, **settings: Any
 ) -> PolicySource:
     """Finds the policy that a name means, which may be a run or PEFT folder; nothing but configs is read."""
     for field, value in (("name", name), ("adapter", adapter)):
@@ -513,7 +513,7 @@ def find(
         files = ("config.toml", "adapter_config.json")
         if adapter is None and any((pathlib.Path(name) / file).is_file() for file in files):
             name, adapter = None, name
-    return sources.find_policy(name, adapter, **held)
+    return sources.find_policy(name, adapter, **settings)
 
 
 def _prompts(prompts: Any) -> list[Prompt]:

@@ -11,7 +11,7 @@ import numpy as np
 from qerl_jax import config as configs
 from qerl_jax.api import jobs
 from qerl_jax.api.policy import Policy, load
-from qerl_jax.api.settings import Config, given_tools, run_config, several
+from qerl_jax.api.settings import Config, divide_tools, run_config, several
 from qerl_jax.config import RunConfig, ToolsConfig
 from qerl_jax.data import datasets
 from qerl_jax.data.datasets import Problem
@@ -189,7 +189,7 @@ def train(
     """
     on_step = _on_step(several(callbacks, "callbacks"))
     functions = None if reward_funcs is None else _functions(reward_funcs)
-    section, given = given_tools(tools)
+    section, objects = divide_tools(tools)
     if section:
         overrides |= {"tools": section}
     cfg = run_config(
@@ -197,7 +197,7 @@ def train(
         overrides,
         has_rows=dataset is not None,
         functions=functions,
-        tools=given,
+        tools=objects,
         environment=environment_factory,
     )
     cfg, problems = (cfg, None) if dataset is None else _problems(cfg, dataset)
@@ -205,7 +205,7 @@ def train(
         cfg,
         problems=problems,
         reward_functions=functions,
-        tools=given,
+        tools=objects,
         environment_factory=environment_factory,
         on_step=on_step,
         quiet=quiet,

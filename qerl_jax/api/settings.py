@@ -51,13 +51,13 @@ def run_config(
     table, overrides = _table(config), overrides or {}
     lengths = [name for name in _LENGTHS if overrides.get(name) is not None]
     if len(lengths) == 1 and lengths[0] not in table:  # it takes the other's place
-        table = {key: each for key, each in table.items() if key not in _LENGTHS}
+        table = {key: item for key, item in table.items() if key not in _LENGTHS}
     for name, value in overrides.items():
         _change(RunConfig, table, name, value)
     if has_rows:
         _section(table, "data").setdefault("dataset", _ROWS)
     if functions is not None:
-        _section(table, "rewards")["functions"] = list(map(_place, functions))
+        _section(table, "rewards")["functions"] = list(map(_name_of, functions))
     elif environment is not None and "rewards" not in table:
         table["rewards"] = {"functions": []}
     if tools is not None or environment is not None:
@@ -95,7 +95,7 @@ def options_of[Options](
     return dataclasses.replace(options or cls(), **pythons(dict(changes)))
 
 
-def given_mesh(mesh: Mesh | None, default: MeshConfig) -> MeshConfig:
+def mesh_of(mesh: Mesh | None, default: MeshConfig) -> MeshConfig:
     """The devices that a user gives as a section [mesh] or as a table of its fields; else the default.
 
     Raises:
@@ -109,7 +109,7 @@ def given_mesh(mesh: Mesh | None, default: MeshConfig) -> MeshConfig:
     return mesh
 
 
-def given_tools(
+def divide_tools(
     tools: Tool | Sequence[Tool] | Mapping[str, Any] | ToolsConfig | None,
 ) -> tuple[dict[str, Any], list[Tool] | None]:
     """Splits what a user gives as tools into fields of the section `tools` and the tools, or None."""
@@ -118,7 +118,7 @@ def given_tools(
     if not isinstance(tools, Mapping):
         return {}, None if tools is None else several(tools, "tools")
     section = {name: value for name, value in tools.items() if name != "functions"}
-    return section, given_tools(tools.get("functions"))[1]
+    return section, divide_tools(tools.get("functions"))[1]
 
 
 def tools_table(
@@ -129,23 +129,25 @@ def tools_table(
     """The table of the section `tools`, in which the given tools and environments replace those that it names."""
     table = dict(section)
     if tools is not None:
-        table["functions"] = list(map(_place, tools))
+        table["functions"] = list(map(_name_of, tools))
     if environment is None:
         return table
     table = {k: v for k, v in table.items() if k not in ("environment", "environments")}
     if isinstance(environment, Mapping):
-        return table | {"environments": {name: _place(each) for name, each in environment.items()}}
-    return table | {"environment": _place(environment)}
+        return table | {
+            "environments": {name: _name_of(kind) for name, kind in environment.items()}
+        }
+    return table | {"environment": _name_of(environment)}
 
 
-def several(given: Any, name: str) -> list:
+def several(value: Any, name: str) -> list:
     """A list of what is given: one thing, or a list of them."""
-    if given is None:
+    if value is None:
         return []
-    if isinstance(given, str) or callable(given):
-        return [given]
-    require(isinstance(given, list | tuple), name, given, "must be a function, or a list of them")
-    return list(given)
+    if isinstance(value, str) or callable(value):
+        value = [value]
+    require(isinstance(value, list | tuple), name, value, "must be a function, or a list of them")
+    return list(value)
 
 
 def _table(config: Config) -> dict[str, Any]:
@@ -171,21 +173,21 @@ def _change(cls: type, table: dict[str, Any], name: str, value: Any) -> None:
         table[name] = to_table(value)
     elif section_type and isinstance(value, Mapping):
         section = _section(table, name)
-        for field, each in value.items():
-            _change(section_type, section, field, each)
+        for field, item in value.items():
+            _change(section_type, section, field, item)
     else:
         table[name] = value
 
 
 def _section(table: dict[str, Any], name: str) -> dict[str, Any]:
     """A section of a table: a copy, which the table then holds."""
-    held = table.get(name, {})
-    require(isinstance(held, Mapping), name, held, "must be a section")
-    table[name] = dict(held)
+    section = table.get(name, {})
+    require(isinstance(section, Mapping), name, section, "must be a section")
+    table[name] = dict(section)
     return table[name]
 
 
-def _place(function: str | RewardFunction) -> str:
+def _name_of(function: str | RewardFunction) -> str:
     """The text that stands for a function in a config: its name, or where it was defined."""
     if isinstance(function, str):
         return function

@@ -66,24 +66,22 @@ def call(function: Callable, argv: list[str], prog: str) -> int | None:
     """
     summary, examples = texts(function)
     signature = inspect.signature(function, eval_str=True)
-    own = [each for each in signature.parameters.values() if each.kind is not each.VAR_POSITIONAL]
+    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_POSITIONAL]
     known, fields = options.of_function(function), []
-    if len(own) < len(signature.parameters):
+    if len(parameters) < len(signature.parameters):
         argv, fields = options.divide(argv, known)
 
-    def made(*arguments: Any, **given: Any) -> Callable:
+    def bound(*arguments: Any, **keywords: Any) -> Callable:
         # tyro only parses here. The command runs later, when stderr is no longer captured.
-        return functools.partial(function, *arguments, *fields, **given)
+        return functools.partial(function, *arguments, *fields, **keywords)
 
-    shown = [
-        each.replace(annotation=_shown(each.annotation, each.default, each.name)) for each in own
-    ]
-    made.__signature__ = signature.replace(parameters=shown)
-    made.__annotations__ = {each.name: each.annotation for each in shown}
+    shown = [p.replace(annotation=_shown(p.annotation, p.default, p.name)) for p in parameters]
+    bound.__signature__ = signature.replace(parameters=shown)
+    bound.__annotations__ = {p.name: p.annotation for p in shown}
     # A parameter's description is shown with its line breaks.
-    made.__doc__ = inspect.getdoc(function).replace("\n    " + 4 * " ", " ").split("\nExamples:")[0]
+    bound.__doc__ = inspect.getdoc(function).replace("\n        ", " ").split("\nExamples:")[0]
     command = options.parse(
-        made,
+        bound,
         argv,
         known,
         prog=prog,
@@ -175,23 +173,13 @@ def _begun(kind: type) -> Any:
     return begun
 
 
-def _needed(kind: type, prefix: str) -> list[str]:
-    """The options of a section that have no default."""
-    fields = dataclasses.fields(kind)
-    return [
-        prefix + field.name.replace("_", "-")
-        for field in fields
-        if field.default is dataclasses.MISSING
-    ]
-
-
 _FIELDS = """The fields of a run follow: each option changes what the config file says.
 A section that the config file lacks is off; an option of it switches it on.
 If one of --max-steps and --num-train-epochs is given, it takes the place of the other."""
 
 
 def run_config(
-    command: str, argv: list[str], own: Sequence[str] = (), about: Callable | None = None
+    command: str, argv: list[str], read: Sequence[str] = (), about: Callable | None = None
 ) -> RunConfig:
     """The config file that comes first, changed by the options after it.
 
@@ -201,7 +189,7 @@ def run_config(
     Args:
         command: Name of the command, for errors.
         argv: Its arguments.
-        own: Options of the command that the caller has read already. A misspelt option may mean one of them.
+        read: Options of the command that the caller has read already. A misspelt option may mean one of them.
         about: The function whose docstring the help shows before the fields, without the usage in its first paragraph.
 
     Raises:
@@ -217,43 +205,43 @@ def run_config(
     for name in _SECTIONS:
         parser.add_argument(*{_option(name), f"--{name}"}, dest=name)
     off, rest = parser.parse_known_args(argv[1:])
-    given, needed = {word.partition("=")[0].replace("_", "-") for word in rest}, []
+    present = {word.partition("=")[0].replace("_", "-") for word in rest}
     for name, kind in _SECTIONS.items():
         option, value = _option(name), getattr(off, name)
         if name in _NEEDED:
-            rule = (
-                f"every run has this section, with fields {option}.FIELD; None switches off only "
-                f"{', '.join(_option(each) for each in _SECTIONS if each not in _NEEDED and '.' not in each)}"
-            )
+            others = [_option(s) for s in _SECTIONS if s not in _NEEDED and "." not in s]
+            rule = f"every run has this section, with fields {option}.FIELD; None switches off only {', '.join(others)}"
         else:
             rule = f"must be None, which switches it off; its fields are {option}.FIELD"
         rule = f"is now {RENAMED[name]}" if name in RENAMED else rule
         is_off = value == "None" and name not in _NEEDED
         require(value is None or is_off, option, value, rule)
-        is_asked_for = any(word.startswith(f"{option}.") for word in given) or "--help" in given
+        is_asked_for = any(word.startswith(f"{option}.") for word in present) or "--help" in present
         outer, _, _ = name.rpartition(".")
         if outer and _get(cfg, outer) is None:
             continue
         if is_off or _get(cfg, name) is None:
             cfg = _with(cfg, name, _begun(kind) if is_asked_for else None)
-            needed += _needed(kind, f"{option}.") if is_asked_for else []
-    if len(lengths := _LENGTHS - given) == 1:
+    needed = [
+        f"{_option(name)}.{field.replace('_', '-')}"
+        for name in _SECTIONS
+        if (section := _get(cfg, name)) is not None
+        for field, value in vars(section).items()
+        if value is tyro.MISSING
+    ]
+    if len(lengths := _LENGTHS - present) == 1:
         rest += [*lengths, "None"]
     kinds = options.of_class(RunConfig)
-    kinds |= dict.fromkeys([*map(_option, _SECTIONS), *own], Literal["None"])
+    kinds |= dict.fromkeys([*map(_option, _SECTIONS), *read], Literal["None"])
+    renamed = {_option(name): new for name, new in RENAMED.items()}
+    description = [inspect.getdoc(about).partition("\n\n")[2]] if about else []
     return options.parse(
         RunConfig,
         rest,
-        options.Options(
-            kinds,
-            needed=tuple(needed),
-            renamed={_option(name): new for name, new in RENAMED.items()},
-        ),
+        options.Options(kinds, needed=tuple(needed), renamed=renamed),
         default=cfg,
         prog=f"qerl {command} {argv[0]}",
-        description=f"{inspect.getdoc(about).partition('\n\n')[2]}\n\n{_FIELDS}"
-        if about
-        else _FIELDS,
+        description="\n\n".join([*description, _FIELDS]),
         config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff),
     )
 

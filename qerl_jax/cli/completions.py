@@ -48,9 +48,9 @@ def script(shell: str, commands: Mapping[str, Callable]) -> str:
     quickstart = config.load(config.PACKAGED / "quickstart.toml")
     # Has every section, so that all options are known.
     full = dataclasses.replace(quickstart, tools=ToolsConfig(functions=("calculator",)))
-    own = {"train": _train, "plan": _plan, "completion": _completion}
+    stand_ins = {"train": _train, "plan": _plan, "completion": _completion}
     functions = {
-        name: own.get(name, _paths)
+        name: stand_ins.get(name, _paths)
         if inspect.getdoc(command).startswith("usage:")
         else _with_fields(command, full)
         for name, command in commands.items()
@@ -83,17 +83,19 @@ def _with_fields(command: Callable, full: RunConfig) -> Callable:
     signature = inspect.signature(command, eval_str=True)
     taken = {"kind": inspect.Parameter.KEYWORD_ONLY, "annotation": _Fields, "default": full}
     shown = [
-        each.replace(**taken) if each.kind is each.VAR_POSITIONAL else each
-        for each in signature.parameters.values()
+        parameter.replace(**taken) if parameter.kind is parameter.VAR_POSITIONAL else parameter
+        for parameter in signature.parameters.values()
     ]
 
-    def made() -> None:
+    def command_with_fields() -> None:
         """Is never called."""
 
-    made.__signature__ = signature.replace(parameters=shown)
-    made.__annotations__ = {each.name: each.annotation for each in shown}
-    made.__doc__ = command.__doc__
-    return made
+    command_with_fields.__signature__ = signature.replace(parameters=shown)
+    command_with_fields.__annotations__ = {
+        parameter.name: parameter.annotation for parameter in shown
+    }
+    command_with_fields.__doc__ = command.__doc__
+    return command_with_fields
 
 
 def _train(config: pathlib.Path, /, *, fields: _Fields = None) -> None:

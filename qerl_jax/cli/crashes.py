@@ -61,8 +61,8 @@ def in_one_line(error: BaseException) -> str:
 def in_what(error: BaseException) -> str:
     """What a run was doing when the error came, and what is saved, in brackets; "" if the run had not begun."""
     notes = getattr(error, "__notes__", ())
-    said = [note for note in notes if re.match(r"in the (?!prep)|before |step \d+ is saved", note)]
-    return f" ({'; '.join(said)})" if said else ""
+    told = [note for note in notes if re.match(r"in the (?!prep)|before |step \d+ is saved", note)]
+    return f" ({'; '.join(told)})" if told else ""
 
 
 def describe(error: Exception, path: pathlib.Path | None) -> str:
@@ -72,11 +72,11 @@ def describe(error: Exception, path: pathlib.Path | None) -> str:
     ]
     while_ = f" {notes[0]}" if notes else ""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "no text")
-    kept = (
+    report = (
         "its traceback could not be written" if path is None else f"traceback and versions: {path}"
     )
     return (
-        f"unexpected {type(error).__name__}{while_}: {first[:300]} ({kept}; --debug shows it here). This is "
+        f"unexpected {type(error).__name__}{while_}: {first[:300]} ({report}; --debug shows it here). This is "
         "a fault of the program or of a library: please report it with that file"
     )
 
@@ -122,5 +122,7 @@ def _is_of_computing(error: Exception) -> bool:
     if _FILTERED in notes or type(error).__module__.split(".")[0] in _COMPUTING:
         return True
     frames = traceback.extract_tb(error.__traceback__)
-    found = re.search(r"(?:site|dist)-packages[/\\](\w+)", frames[-1].filename) if frames else None
-    return found is not None and found[1] in _COMPUTING
+    library = (
+        re.search(r"(?:site|dist)-packages[/\\](\w+)", frames[-1].filename) if frames else None
+    )
+    return library is not None and library[1] in _COMPUTING

@@ -57,9 +57,9 @@ def evaluate(
         raise ValueError("missing the sets: qerl eval SET ... [--adapter RUN_FOLDER]")
     if options.path is not None and len(sets) > 1:
         raise ValueError(f"--path is the place of one set; got {len(sets)} sets")
-    for each in sets:
-        rule = f"is a run folder, not a set: qerl eval SET --adapter {each}"
-        require(not pathlib.Path(each, "config.toml").is_file(), "sets", each, rule)
+    for name in sets:
+        rule = f"is a run folder, not a set: qerl eval SET --adapter {name}"
+        require(not pathlib.Path(name, "config.toml").is_file(), "sets", name, rule)
     from qerl_jax.api.jobs import results_folder
     from qerl_jax.checkpoint.policy import find_policy
     from qerl_jax.evaluation import summary
@@ -87,7 +87,12 @@ def compare(argv: list[str]) -> None:
 
     for name, compared in comparison.compare(*argv).items():
         log(f"{name}: {argv[0]} minus {argv[1]}, 95 % intervals of paired differences")
-        log(*(f"  {estimate:8} {each:+.3f}" for estimate, each in compared.differences.items()))
+        log(
+            *(
+                f"  {estimate:8} {difference:+.3f}"
+                for estimate, difference in compared.differences.items()
+            )
+        )
         log(f"  settings that differ: {', '.join(compared.changed) or 'none'}")
 
 
@@ -132,7 +137,7 @@ def filter_problems(
         qerl train gsm8k_qwen2.5_7b --data.dataset some.jsonl --eval.dataset gsm8k --output-dir runs/some
     """
     # Under the name of `plan`, whose help is the one that lists the fields.
-    cfg = run_config("plan", [str(config), *fields], own=of_function(filter_problems).kinds)
+    cfg = run_config("plan", [str(config), *fields], read=of_function(filter_problems).kinds)
     if num_problems is not None:
         require(num_problems >= 1, "num_problems", num_problems, "must be at least 1")
         cfg = dataclasses.replace(
@@ -142,7 +147,7 @@ def filter_problems(
     from qerl_jax.evaluation import pass_rates
 
     use_compilation_cache()
-    kept, total = pass_rates.select(
+    selected, total = pass_rates.select(
         cfg,
         out,
         low=low,
@@ -153,14 +158,14 @@ def filter_problems(
         batch_size=batch_size,
         log=log,
     )
-    log(f"{kept} of {total} problems have a pass rate in [{low}, {high}]: {out}")
+    log(f"{selected} of {total} problems have a pass rate in [{low}, {high}]: {out}")
     set_prompt = datasets.system_prompt(cfg.data)
-    if kept and cfg.data.system_prompt is None and set_prompt:
+    if selected and cfg.data.system_prompt is None and set_prompt:
         log(
             f"the system prompt of {cfg.data.dataset} is not in {out}: train with --data.system-prompt {set_prompt}"
         )
-    if not kept:
+    if not selected:
         log(
             f"{out} is empty (exit status {NOTHING_KEPT}); choose other bounds by the rates in {out}.measured"
         )
-    return 0 if kept else NOTHING_KEPT
+    return 0 if selected else NOTHING_KEPT

@@ -137,9 +137,9 @@ def _note_prompts_of_run(source: "PolicySource", prompts: list[Any]) -> None:
     data = source.run and source.run.data
     if data is None or not any(isinstance(prompt, str) for prompt in prompts):
         return
-    if own := datasets.system_prompt(data):
+    if system_prompt := datasets.system_prompt(data):
         _warn(
-            f"the policy was trained with a system prompt, and is asked without: --system-prompt {shlex.quote(own)} adds it"
+            f"the policy was trained with a system prompt, and is asked without: --system-prompt {shlex.quote(system_prompt)} adds it"
         )
     if data.prompt_template is not None:
         _warn(
@@ -147,10 +147,10 @@ def _note_prompts_of_run(source: "PolicySource", prompts: list[Any]) -> None:
         )
 
 
-def _tools_of(place: pathlib.Path) -> ToolsConfig:
+def _tools_of(path: pathlib.Path) -> ToolsConfig:
     """The tools of a config or of a run folder."""
-    cfg = configs.load_run(place) if place.is_dir() else configs.load(place)
-    require(cfg.tools is not None, "--tools", str(place), "has no section [tools]")
+    cfg = configs.load_run(path) if path.is_dir() else configs.load(path)
+    require(cfg.tools is not None, "--tools", str(path), "has no section [tools]")
     return cfg.tools
 
 

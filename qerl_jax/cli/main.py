@@ -47,8 +47,8 @@ def completion(argv: list[str]) -> None:
     if not argv:
         raise ValueError(f"missing the shell: qerl completion {' or '.join(completions.SHELLS)}")
     if len(argv) != 1 or argv[0] not in completions.SHELLS:
-        given = " ".join(argv)
-        raise ValueError(f"shell: got {given!r}; must be {' or '.join(completions.SHELLS)}")
+        words = " ".join(argv)
+        raise ValueError(f"shell: got {words!r}; must be {' or '.join(completions.SHELLS)}")
     log(completions.script(argv[0], COMMANDS))
 
 
@@ -65,8 +65,8 @@ def _machine() -> list[str]:
     with contextlib.suppress(OSError):
         lines.append(f"NVIDIA driver {driver.read_text().strip()}")
     try:
-        found = subprocess.run(["bwrap", "--version"], capture_output=True, text=True, timeout=10)
-        return [*lines, found.stdout.strip() or "bubblewrap does not tell its version"]
+        answer = subprocess.run(["bwrap", "--version"], capture_output=True, text=True, timeout=10)
+        return [*lines, answer.stdout.strip() or "bubblewrap does not tell its version"]
     except (OSError, subprocess.SubprocessError):
         return [*lines, "bubblewrap not installed: rewards cannot run programs"]
 
@@ -201,19 +201,15 @@ def main(argv: list[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         code = _failed(name, argv, error)
-        _leave(code)
+        # Ends a process of several at once; where nothing was computed, there is only one.
+        if "qerl_jax.distributed.hosts" in sys.modules:
+            sys.modules["qerl_jax.distributed.hosts"].leave(code)
         return code
     except KeyboardInterrupt as stopped:
         if debug:
             traceback.print_exc()
         sys.stderr.write(f"qerl {name}: {str(stopped) or 'interrupted'}\n")
         return getattr(stopped, "exit_code", 130)
-
-
-def _leave(code: int) -> None:
-    """Ends a process of several at once; where nothing was computed, there is only one."""
-    if "qerl_jax.distributed.hosts" in sys.modules:
-        sys.modules["qerl_jax.distributed.hosts"].leave(code)
 
 
 def _failed(name: str, argv: list[str], error: Exception) -> int:

@@ -56,28 +56,31 @@ class Options:
 
 def of_class(cls: type, prefix: str = "--") -> dict[str, Any]:
     """The options of a dataclass and of the sections in it, with their types."""
-    found = {}
+    kinds = {}
     hints, inner = typing.get_type_hints(cls), sections(cls)
     for field in dataclasses.fields(cls):
         option, name = prefix + field.name.replace("_", "-"), field.name
         is_section = name in inner
-        found |= of_class(inner[name], f"{option}.") if is_section else {option: hints[name]}
-    return found
+        kinds |= of_class(inner[name], f"{option}.") if is_section else {option: hints[name]}
+    return kinds
 
 
 def of_function(function: Callable) -> Options:
     """The options of a command that are the parameters of a function, or the fields of one that is a dataclass."""
     kinds, flags, arguments, needed = {}, set(), [], []
-    for name, each in inspect.signature(function, eval_str=True).parameters.items():
-        if each.kind is each.POSITIONAL_ONLY:
-            is_repeated = typing.get_origin(each.annotation) is tuple
+    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            is_repeated = typing.get_origin(parameter.annotation) is tuple
             arguments.append(name.upper() + " ..." * is_repeated)
-            needed += [name.upper()] * (each.default is each.empty and not is_repeated)
+            needed += [name.upper()] * (parameter.default is parameter.empty and not is_repeated)
             continue
-        if each.kind is each.VAR_POSITIONAL:  # gets the options that are not its own
+        if parameter.kind is parameter.VAR_POSITIONAL:  # gets the options that are not its own
             continue
-        fields = [(name, each.annotation, each.default)]
-        (kind, *_), notes = members(each.annotation), getattr(each.annotation, "__metadata__", ())
+        fields = [(name, parameter.annotation, parameter.default)]
+        (kind, *_), notes = (
+            members(parameter.annotation),
+            getattr(parameter.annotation, "__metadata__", ()),
+        )
         if dataclasses.is_dataclass(kind):
             hints = typing.get_type_hints(kind)
             section = "" if notes else f"{name}."
@@ -85,25 +88,25 @@ def of_function(function: Callable) -> Options:
                 (section + f.name, hints[f.name], f.default) for f in dataclasses.fields(kind)
             ]
         elif notes:  # the name of the option, if it is not that of the parameter
-            fields = [(notes[0].name or name, each.annotation, each.default)]
+            fields = [(notes[0].name or name, parameter.annotation, parameter.default)]
         for field, hint, default in fields:
             option = f"--{'no-' if default is True else ''}{field}".replace("_", "-")
             kinds[option] = hint
             flags |= {option} if hint is bool else set()
-            needed += [option] * (default is each.empty)
+            needed += [option] * (default is inspect.Parameter.empty)
     return Options(kinds, frozenset(flags), tuple(arguments), tuple(needed))
 
 
 def divide(argv: Sequence[str], options: Options) -> tuple[list[str], list[str]]:
     """The arguments of a command: those for its own options, and those for others, each option with its values."""
-    own, others = [], []
-    current = own
+    ours, others = [], []
+    current = ours
     for word in argv:
         if re.match(r"--[a-zA-Z]", word):
             option = word.partition("=")[0].replace("_", "-")
-            current = own if option in (*options.kinds, "--help") else others
+            current = ours if option in (*options.kinds, "--help") else others
         current.append(word)
-    return own, others
+    return ours, others
 
 
 def parse(target: Any, argv: Sequence[str], options: Options, *, prog: str, **settings: Any) -> Any:
@@ -122,16 +125,18 @@ def parse(target: Any, argv: Sequence[str], options: Options, *, prog: str, **se
     """
     _prepare_texts(target)
     argv = _with_pythons_truth(argv, options)
-    said = io.StringIO()
+    printed = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(printed):
             return tyro.cli(target, args=argv, prog=prog, **settings)
     except SystemExit as ended:
         if not ended.code:
             sys.stdout.flush()  # what fails at the interpreter's end cannot be handled
             raise
         rule = _broken_rule(ended)
-        raise ConfigError(rule or _fault(argv, options, prog) or _plain(said.getvalue())) from None
+        raise ConfigError(
+            rule or _fault(argv, options, prog) or _plain(printed.getvalue())
+        ) from None
 
 
 def _prepare_texts(target: Any) -> None:
@@ -177,7 +182,7 @@ def _broken_rule(ended: BaseException) -> str | None:
 
 def _fault(argv: Sequence[str], options: Options, prog: str) -> str | None:
     """The first thing that is wrong with arguments that tyro has refused; None if all look right here."""
-    words, places, given = [*argv], [], set()
+    words, places, present = [*argv], [], set()
     help_ = f"{prog} --help"
     while words:
         word = words.pop(0)
@@ -190,24 +195,24 @@ def _fault(argv: Sequence[str], options: Options, prog: str) -> str | None:
             return f"{name}: is now {options.renamed[option]}"
         if option not in options.kinds:
             return f"{name}: no such option{_meant(option, options) or f'; {help_} lists them'}"
-        given.add(option)
+        present.add(option)
         if option in options.flags:
             continue
         kind = options.kinds[option]
         values = [value] if equals else [*itertools.takewhile(lambda w: w[:2] != "--", words)]
-        takes_several = any(typing.get_origin(each) in (tuple, dict) for each in members(kind))
+        takes_several = any(typing.get_origin(member) in (tuple, dict) for member in members(kind))
         values = values if takes_several else values[:1]
         words = words if equals else words[len(values) :]
         rule = _rule(kind, values)
         if rule is not None:
             got = f"got {' '.join(values)!r}" if values else "needs a value"
             return f"{name}: {got}; {rule}" if rule else f"{name}: {got}"
-    missing = [each for each in options.arguments if each in options.needed][len(places) :]
-    missing += [each for each in options.needed if each.startswith("--") and each not in given]
+    missing = [name for name in options.arguments if name in options.needed][len(places) :]
+    missing += [name for name in options.needed if name.startswith("--") and name not in present]
     if missing:
         return f"missing {', '.join(missing)}; {help_} explains"
     stray = places[len(options.arguments) :]
-    if stray and not any(each.endswith("...") for each in options.arguments):
+    if stray and not any(name.endswith("...") for name in options.arguments):
         takes = f"takes {' '.join(options.arguments)} and options" if options.arguments else ""
         return f"got {stray[0]!r}; {takes or 'each option begins with --, as in --seed 1'}"
     return None
@@ -231,26 +236,26 @@ def _meant(option: str, options: Options) -> str:
     known = {*map(last, options.kinds)}
     near = difflib.get_close_matches(last(option), known, 1, cutoff=0.7)
     near = near or [name for name in _ELSEWHERE.get(last(option), ()) if name in known]
-    fits = [each for each in options.kinds if last(each) in near]
+    fits = [name for name in options.kinds if last(name) in near]
     section = option[: -len(last(option))]
-    beside = [each for each in fits if each == section + last(each)]
+    beside = [name for name in fits if name == section + last(name)]
     return f"; did you mean {' or '.join(beside or fits)}?" if fits else ""
 
 
 def _rule(kind: Any, values: Sequence[str]) -> str | None:
     """What the values of an option must be, if they are not that; "" where any one value would do."""
-    (kind, *_) = [each for each in members(kind) if each is not types.NoneType]
+    (kind, *_) = [member for member in members(kind) if member is not types.NoneType]
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if list(values) == ["None"]:
         return None
     if origin is tuple:
-        return next((rule for each in values if (rule := _rule(args[0], [each]))), None)
+        return next((rule for value in values if (rule := _rule(args[0], [value]))), None)
     if origin is dict and args[1] not in (str, *_READERS):
         return "must be given in a config file or from Python: its values may have any type"
     if origin is dict:
-        wrong = len(values) % 2 or any(_rule(args[1], [each]) for each in values[1::2])
+        wrong = len(values) % 2 or any(_rule(args[1], [value]) for value in values[1::2])
         rule = f"must be pairs of a name and {_WORDS.get(args[1], 'a value')}"
-        if wrong and any("=" in each for each in values):
+        if wrong and any("=" in value for value in values):
             rule += f", with a space between them: {' '.join(values).replace('=', ' ')}"
         return rule if wrong else None
     if origin is Literal:
@@ -274,7 +279,7 @@ def members(hint: Any) -> tuple[Any, ...]:
     if typing.get_origin(hint) is Annotated:
         return members(typing.get_args(hint)[0])
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        return tuple(kind for each in typing.get_args(hint) for kind in members(each))
+        return tuple(kind for member in typing.get_args(hint) for kind in members(member))
     return (hint,)
 
 

@@ -73,26 +73,25 @@ def plan(argv: list[str]) -> None:
         if not rest:
             log(*cards.describe(card))
             return
-    own = ("--device", "--device-memory", "--compile")
-    cfg = run_config("plan", rest, own, about=plan)
-    made = qerl_jax.plan(cfg, options.device_memory, options.device)
-    log(str(made))
+    cfg = run_config("plan", rest, ("--device", "--device-memory", "--compile"), about=plan)
+    estimate = qerl_jax.plan(cfg, options.device_memory, options.device)
+    log(str(estimate))
     if card is not None:
         log(f"sampling    {card.kernels(cfg)}")
     if options.compile:
         from qerl_jax.planning import memory
 
         use_compilation_cache()
-        gigabytes = memory.compiled_update(made).temp_size_in_bytes / 1e9
+        gigabytes = memory.compiled_update(estimate).temp_size_in_bytes / 1e9
         log(f"compiled  temporaries of one micro-batch {gigabytes:.2f} GB")
-    made.require()
-    if made.limit is None:
+    estimate.require()
+    if estimate.limit is None:
         log(
             "fits?       this device does not say how much memory it has, so the keys and values of all completions are "
             "counted: --device H100 plans for that card"
         )
     else:
-        log(f"it fits     {(made.limit - made.peak) / 1e9:.2f} GB are left")
+        log(f"it fits     {(estimate.limit - estimate.peak) / 1e9:.2f} GB are left")
 
 
 def replay(argv: list[str]) -> None:
@@ -134,5 +133,5 @@ def report(
 
     shown = [(run, report.lines(run)) for run in runs]
     log(f"page in {qerl_jax.report(*runs, output_dir=output_dir)}")
-    for run, each in shown:
-        log(*([os.fspath(run)] if len(shown) > 1 else []), *each)
+    for run, lines in shown:
+        log(*([os.fspath(run)] if len(shown) > 1 else []), *lines)

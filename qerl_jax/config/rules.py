@@ -25,21 +25,19 @@ RENAMED = {
     "grpo.sampling_mask_max": "grpo.mismatch.mask.ratio_max",
     "grpo.sampling_mask_min": "grpo.mismatch.mask.ratio_min",
     "grpo.off_policy_mask_threshold": "grpo.mismatch.off_policy_threshold",
-    "grpo.entropy_coef": "grpo.entropy.coef",
     "grpo.use_adaptive_entropy": "grpo.entropy.adaptive",
-    "grpo.entropy_coef_min": "grpo.entropy.coef_min",
-    "grpo.entropy_coef_max": "grpo.entropy.coef_max",
-    "grpo.entropy_coef_delta": "grpo.entropy.coef_delta",
-    "grpo.entropy_target": "grpo.entropy.target",
-    "grpo.sapo_temperature_pos": "grpo.sapo.temperature_pos",
-    "grpo.sapo_temperature_neg": "grpo.sapo.temperature_neg",
-    "grpo.vespo_k_pos": "grpo.vespo.k_pos",
-    "grpo.vespo_lambda_pos": "grpo.vespo.lambda_pos",
-    "grpo.vespo_k_neg": "grpo.vespo.k_neg",
-    "grpo.vespo_lambda_neg": "grpo.vespo.lambda_neg",
     "noise.adapt_to": "noise.adaptive.metric",
     "noise.adapt_target": "noise.adaptive.target",
     "noise.adapt_rate": "noise.adaptive.rate",
+    **{
+        f"grpo.{table}_{field}": f"grpo.{table}.{field}"
+        for table, fields in {
+            "entropy": ("coef", "coef_min", "coef_max", "coef_delta", "target"),
+            "sapo": ("temperature_pos", "temperature_neg"),
+            "vespo": ("k_pos", "lambda_pos", "k_neg", "lambda_neg"),
+        }.items()
+        for field in fields
+    },
 }
 # A larger rollout is most likely a typo.
 _MOST_ROWS = 2**20

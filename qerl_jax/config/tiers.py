@@ -19,21 +19,18 @@ type Tier = Literal["core", "verified", "experimental"]
 
 def core(default: Any = dataclasses.MISSING, experimental: Sequence[str] = ()) -> Any:
     """A field that a recipe sets and that was measured, but for those of its values that are `experimental`."""
-    return _field(default, {"tier": "core", "experimental": tuple(experimental)})
+    metadata = {"tier": "core", "experimental": tuple(experimental)}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def verified(default: Any = dataclasses.MISSING) -> Any:
     """A field that ran on a card and whose effect is known."""
-    return _field(default, {"tier": "verified"})
+    return dataclasses.field(default=default, metadata={"tier": "verified"})
 
 
 def experimental(default: Any = dataclasses.MISSING) -> Any:
     """A field that works, and whose effect was not measured."""
-    return _field(default, {"tier": "experimental"})
-
-
-def _field(default: Any, metadata: dict[str, Any]) -> Any:
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata={"tier": "experimental"})
 
 
 def tier_text(field: dataclasses.Field) -> str:
@@ -49,20 +46,12 @@ def about_tiers(cfg: Any) -> list[str]:
     Args:
         cfg: A `config.RunConfig`.
     """
-    changed = list(_changed(cfg))
-    parts = [
-        f"{words}: {', '.join(names)}"
-        for tier, words in (
-            ("experimental", "experimental (effect not measured)"),
-            ("verified", "verified"),
-        )
-        if (names := [name for name, field_tier in changed if field_tier == tier])
-    ]
-    return (
-        [f"fields beyond the core (docs/configuration.md#tiers): {'; '.join(parts)}"]
-        if parts
-        else []
-    )
+    parts = []
+    for tier, note in (("experimental", " (effect not measured)"), ("verified", "")):
+        if names := [name for name, field_tier in _changed(cfg) if field_tier == tier]:
+            parts.append(f"{tier}{note}: {', '.join(names)}")
+    about = f"fields beyond the core (docs/configuration.md#tiers): {'; '.join(parts)}"
+    return [about] if parts else []
 
 
 def _changed(cfg: Any, prefix: str = "") -> Iterator[tuple[str, Tier]]:

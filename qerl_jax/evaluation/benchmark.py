@@ -191,24 +191,24 @@ def run(
             names, sets, judged, strict=True
         )
     ]
-    most = max(len(each.problems) * each.protocol.sampling.n for each in opened)
+    most = max(len(job.problems) * job.protocol.sampling.n for job in opened)
 
     @functools.cache
-    def held() -> LoadedPolicy:
-        found = policy or load_policy(source, seed, mesh=mesh, rows=most, quiet=quiet)
+    def on_device() -> LoadedPolicy:
+        loaded = policy or load_policy(source, seed, mesh=mesh, rows=most, quiet=quiet)
         rows = max_concurrent or fused_decode.MAX_ROWS
-        if slow := fused_decode.slow_because(found.model.own_part, rows):
+        if slow := fused_decode.slow_because(loaded.model.own_part, rows):
             log(slow)
-        return found
+        return loaded
 
     summaries = {}
-    for each in opened:
-        if len(each.progress.values) < len(each.problems):
-            _measure(held(), each, seed, max_concurrent, log)
-        what = {"name": each.name, "protocol": each.protocol.table()}
-        summaries[each.name] = what | summarize(each.progress.values)
-        text = json.dumps(summaries[each.name], indent=2) + "\n"
-        write_whole(each.progress.path.with_name("summary.json"), text)
+    for job in opened:
+        if len(job.progress.values) < len(job.problems):
+            _measure(on_device(), job, seed, max_concurrent, log)
+        what = {"name": job.name, "protocol": job.protocol.table()}
+        summaries[job.name] = what | summarize(job.progress.values)
+        text = json.dumps(summaries[job.name], indent=2) + "\n"
+        write_whole(job.progress.path.with_name("summary.json"), text)
     return summaries
 
 
@@ -234,19 +234,19 @@ def _judged(
 
 def _measure(
     policy: LoadedPolicy,
-    each: _Set,
+    job: _Set,
     seed: int,
     max_concurrent: int | None,
     log: Callable[[str], None],
 ) -> None:
     """Samples and judges the problems that have no record yet, and adds their records."""
-    arch, problems, values = policy.model.arch, each.problems, each.progress.values
+    arch, problems, values = policy.model.arch, job.problems, job.progress.values
     tools = None
-    if each.toolboxes is not None:
-        tools = Tools.of(each.protocol.tools, policy.tokenizer, each.toolboxes, log)
+    if job.toolboxes is not None:
+        tools = Tools.of(job.protocol.tools, policy.tokenizer, job.toolboxes, log)
     seen = problems if tools is None else observed(tools, problems)
     prompts = encode(seen, policy.tokenizer, tools)
-    lengths, longest = [len(ids) for ids in prompts], each.protocol.sampling.max_tokens
+    lengths, longest = [len(ids) for ids in prompts], job.protocol.sampling.max_tokens
     if 0 in lengths:
         raise ValueError(f"prompt of problem {lengths.index(0)}: has no tokens")
     arch.require_context(max(lengths), longest, "max_tokens")
@@ -261,24 +261,24 @@ def _measure(
     sampler = Sampler.of(
         policy.model,
         policy.tokenizer,
-        each.protocol.sampling,
+        job.protocol.sampling,
         EngineLimits(wanted and rows),
         max_prompt_length=width,
         tools=tools,
         replicas=policy.replicas,
     )
-    batch_size = max(1, batch // each.protocol.sampling.n)
-    evaluator = Evaluator(sampler, problems, each.reward, batch_size, jax.random.key(seed))
+    batch_size = max(1, batch // job.protocol.sampling.n)
+    evaluator = Evaluator(sampler, problems, job.reward, batch_size, jax.random.key(seed))
     for records in evaluator.records(policy.variables, len(values)):
-        each.progress.add(records)
+        job.progress.add(records)
         mean = np.mean([record["right"] for record in values])
-        log(f"{each.name}: {len(values)}/{len(problems)} problems, {mean:.3f} right so far")
+        log(f"{job.name}: {len(values)}/{len(problems)} problems, {mean:.3f} right so far")
 
 
 def _judges_by_another(run: RunConfig, reward: str) -> bool:
     """Whether a run has a reward of the user's own, and this is another one, which no [eval] names."""
-    own = any(":" in name for name in run.rewards.functions)
-    return own and run.eval is None and reward not in run.rewards.functions
+    is_users = any(":" in name for name in run.rewards.functions)
+    return is_users and run.eval is None and reward not in run.rewards.functions
 
 
 def _set_name(data: DataConfig) -> str:

@@ -57,12 +57,12 @@ def _records(folder: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def _compare(name: str, ours: pathlib.Path, theirs: pathlib.Path) -> Comparison:
-    settings = [files.read_json(each / "settings.json") for each in (ours, theirs)]
-    records = [_records(each) for each in (ours, theirs)]
-    golds = [[record["gold"] for record in each] for each in records]
+    settings = [files.read_json(folder / "settings.json") for folder in (ours, theirs)]
+    records = [_records(folder) for folder in (ours, theirs)]
+    golds = [[record["gold"] for record in rows] for rows in records]
     if golds[0] != golds[1]:
         raise ValueError(f"{name}: {ours} and {theirs} are not of the same problems")
-    samples = [len(each[0]["right"]) for each in records]
+    samples = [len(rows[0]["right"]) for rows in records]
     first, second = map(statistics, records)
     differences = {
         kind if kind == "mean" else f"{kind}@{k}": intervals.paired_difference(
@@ -79,7 +79,7 @@ def _compare(name: str, ours: pathlib.Path, theirs: pathlib.Path) -> Comparison:
 def _finished(folder: str | pathlib.Path) -> dict[str, pathlib.Path]:
     """Returns the folders of finished sets, by name."""
     folder = pathlib.Path(os.path.abspath(folder))  # "." has no name
-    found = [*folder.glob("summary.json")] or sorted(folder.glob("*/summary.json"))
-    if not found:
+    summaries = [*folder.glob("summary.json")] or sorted(folder.glob("*/summary.json"))
+    if not summaries:
         raise FileNotFoundError(f"no finished evaluation in {folder}")
-    return {path.parent.name: path.parent for path in found}
+    return {path.parent.name: path.parent for path in summaries}

@@ -151,11 +151,11 @@ class Evaluator:
                 on_text=scoring.beginner([self.reward] if hosts.leads else [], filled, group),
             )
             _, values = rollouts.score(rollout, [self.reward], None, hosts=hosts)
-            found = [self._record(first, i, rollout, values[:, 0]) for i in range(len(problems))]
+            records = [self._record(first, i, rollout, values[:, 0]) for i in range(len(problems))]
             if voting and group > 1:
-                votes = _votes(self.reward, [record["answers"] for record in found])
-                found = [r | {"votes": each} for r, each in zip(found, votes, strict=True)]
-            yield found
+                votes = _votes(self.reward, [record["answers"] for record in records])
+                records = [r | {"votes": texts} for r, texts in zip(records, votes, strict=True)]
+            yield records
 
     def _record(self, first: int, index: int, rollout: rollouts.Rollout, values: np.ndarray):
         """Makes the record of problem `index` of a batch that begins with problem `first`; `values`: rewards [B]."""
@@ -196,7 +196,7 @@ class Evaluator:
             **dict(zip(ends, mean["over_problems"] or (), strict=True)),
             "eval/mean_length": summary["mean_length"],
             "eval/clipped_ratio": summary["clipped_ratio"],
-            **{f"eval/{each['name']}": each["value"] for each in others},
+            **{f"eval/{estimate['name']}": estimate["value"] for estimate in others},
         }
 
 
@@ -218,8 +218,8 @@ def reward_of(
     Raises:
         ValueError: As for `scoring.resolve`.
     """
-    own = {} if toolboxes is None else dict(toolboxes.own_rewards())
-    return (name, own[name]) if name in own else scoring.resolve([name], options, field)[0]
+    rewards = {} if toolboxes is None else dict(toolboxes.own_rewards())
+    return (name, rewards[name]) if name in rewards else scoring.resolve([name], options, field)[0]
 
 
 def try_reward(
@@ -234,13 +234,13 @@ def try_reward(
     scoring.check([reward], trial, extras, **named)
 
 
-def _votes(reward: scoring.Named, given: Sequence[Sequence[str | None]]) -> list[list[str | None]]:
+def _votes(reward: scoring.Named, texts: Sequence[Sequence[str | None]]) -> list[list[str | None]]:
     """Returns the votes of [problems][N] answers, which are equal if the reward counts two answers as the same."""
     name, function = reward
     if hasattr(function, "votes"):
-        return function.votes(given)
+        return function.votes(texts)
     form = _VOTE_FORMS.get(name, answers.canonical)
-    return [[None if text is None else form(text) for text in row] for row in given]
+    return [[None if text is None else form(text) for text in row] for row in texts]
 
 
 def protocol_of_run(cfg: RunConfig) -> Protocol:

@@ -7,19 +7,18 @@ saves their rollouts (QeRL's tools keep pass rates from 0.1 to 0.6).
 import dataclasses
 import os
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from qerl_jax.checkpoint.policy import LoadedPolicy, PolicySource, find_policy, load_policy
+from qerl_jax.checkpoint.policy import PolicySource, find_policy, load_policy
 from qerl_jax.config import RunConfig
 from qerl_jax.data import datasets
 from qerl_jax.evaluation.evaluator import Evaluator, reward_of, try_reward
 from qerl_jax.generation.prompts import admit
 from qerl_jax.generation.sampling_params import from_section
 from qerl_jax.planning import memory
-from qerl_jax.rewards import scoring
 from qerl_jax.rl import rollouts
 from qerl_jax.system.checked import require, to_table
 from qerl_jax.system.files import Progress, content_hashes, to_line, write_whole
@@ -73,17 +72,17 @@ def select(
     require(samples >= 1, "samples", samples, "must be at least 1")
     require(batch_size >= 1, "batch_size", batch_size, "must be at least 1")
     toolboxes = None if cfg.tools is None else Toolboxes(cfg.tools)
-    own = [] if toolboxes is None else [name for name, _ in toolboxes.own_rewards()]
+    rewards = [] if toolboxes is None else [name for name, _ in toolboxes.own_rewards()]
     field = "reward" if reward else "rewards.functions"
-    reward = reward or (*cfg.rewards.functions, *own)[0]
+    reward = reward or (*cfg.rewards.functions, *rewards)[0]
     function = reward_of(reward, cfg.rewards.options, toolboxes, field=field)
     # Nothing is trained here, so a base for full training is loaded like any other.
     source = PolicySource(dataclasses.replace(cfg.model, trainable="lora"))
     if adapter is not None:
-        found = find_policy(cfg.model.model_name_or_path, adapter)
+        named = find_policy(cfg.model.model_name_or_path, adapter)
         rule = "this run has trained the whole base: name its model in model.model_name_or_path"
-        require(found.adapter is not None, "adapter", os.fspath(adapter), rule)
-        source = dataclasses.replace(found, model=source.model)
+        require(named.adapter is not None, "adapter", os.fspath(adapter), rule)
+        source = dataclasses.replace(named, model=source.model)
     measured = Progress(
         out.with_name(out.name + ".measured"), _identity(cfg, samples, reward, source.adapter)
     )
@@ -96,47 +95,23 @@ def select(
     tools = None
     if toolboxes is not None:
         tools = Tools.of(cfg.tools, policy.tokenizer, toolboxes, log)
-    evaluator = _evaluator(cfg, policy, problems, function, samples, batch_size, tools)
-    problems = evaluator.problems
+    limits = {"max_prompt_length": cfg.data.max_prompt_length, "tools": tools}
+    problems = admit(problems, policy.tokenizer, overlong=cfg.data.overlong_prompts, **limits)
+    sampler = rollouts.make_sampler(
+        policy.model, policy.tokenizer, cfg.rollout, replicas=policy.replicas, **limits
+    )
+    sampler = dataclasses.replace(sampler, params=dataclasses.replace(sampler.params, n=samples))
+    evaluator = Evaluator(sampler, problems, function, batch_size, jax.random.key(cfg.seed))
     for records in evaluator.records(policy.variables, len(measured.values), voting=False):
         measured.add(map(pass_rate, records))
         log(f"{len(measured.values)}/{len(problems)} problems measured")
-    kept = [
+    selected = [
         problem.columns | {"prompt": problem.row_prompt or problem.prompt, "pass_rate": rate}
         for problem, rate in zip(problems, measured.values, strict=True)
         if rate is not None and low <= rate <= high
     ]
-    write_whole(out, "".join(map(to_line, kept)))
-    return len(kept), len(problems)
-
-
-def _evaluator(
-    cfg: RunConfig,
-    policy: LoadedPolicy,
-    problems: Sequence[datasets.Problem],
-    function: scoring.Named,
-    samples: int,
-    batch_size: int,
-    tools: Tools | None,
-) -> Evaluator:
-    """Makes the evaluator of a run's training problems, those that are short enough; they are sampled as in its rollouts."""
-    problems = admit(
-        problems,
-        policy.tokenizer,
-        max_prompt_length=cfg.data.max_prompt_length,
-        overlong=cfg.data.overlong_prompts,
-        tools=tools,
-    )
-    sampler = rollouts.make_sampler(
-        policy.model,
-        policy.tokenizer,
-        cfg.rollout,
-        max_prompt_length=cfg.data.max_prompt_length,
-        tools=tools,
-        replicas=policy.replicas,
-    )
-    sampler = dataclasses.replace(sampler, params=dataclasses.replace(sampler.params, n=samples))
-    return Evaluator(sampler, problems, function, batch_size, jax.random.key(cfg.seed))
+    write_whole(out, "".join(map(to_line, selected)))
+    return len(selected), len(problems)
 
 
 def pass_rate(record: dict[str, Any]) -> float | None:

@@ -282,7 +282,7 @@ def test_a_library_that_writes_its_messages_itself_leaves_them_from_the_root_log
             "--columns: got 'answer=big'; must be pairs of a name and a value, with a space between them: answer big",
         ),
         ("eval gsm8k --base=true", "--base: got 'true'; this option has no value"),
-        ("eval gsm8k --num-problems 0", "num_problems: got 0; must be at least 1"),
+        ("eval gsm8k --num-problems 0", "num_problems: got 0; must be at least 1 and below 2**31"),
         (
             "eval gsm8k --prompt-template x",
             "prompt_template: got 'x'; must contain \"{prompt}\"",

@@ -173,9 +173,7 @@ def test_a_run_folder_names_its_adapter_but_not_its_whole_model(tmp_path, monkey
         cfg = small()
         model = dataclasses.replace(cfg.model, weights="float32", trainable=trainable)
         lora = cfg.lora if trainable == "lora" else config.LoraConfig()
-        (folder / "config.toml").write_text(
-            config.dump(dataclasses.replace(cfg, model=model, lora=lora))
-        )
+        config.write_run(folder, dataclasses.replace(cfg, model=model, lora=lora))
     with contextlib.suppress(AttributeError):  # nothing was loaded
         select(tmp_path / "out.jsonl", adapter=str(tmp_path / "adapted"))
     assert found[0].adapter == tmp_path / "adapted" / "adapter"
