@@ -72,8 +72,9 @@ def write(
         FileNotFoundError: If the folder has no metrics.
     """
     run = report.read(run_folder)
-    health, warnings = _course(run)
-    notes = list(notes)
+    health = Health.of(run.cfg)
+    warnings = [line for row in run.rows for line in health.see(row)]
+    closing, notes = health.closing(), list(notes)
     early = [note for note in notes if note.startswith("warning:")]
     others = [note for note in notes if note not in early]
     parts = [
@@ -83,7 +84,7 @@ def write(
         _section("Curves", _curves(run)),
         _section("Time and cost", _cost(run, machine)),
         _section("On what", _table({"device": _count(machine), **machine.versions})),
-        _section("Warnings", _list([*early, *warnings]) or "None."),
+        _section("Warnings", _list(filter(None, [*early, *warnings, closing])) or "None."),
         _section("Said at the start", _list(others)),
         _section("Samples", _samples(run)),
         "All curves: `report/index.html`. `qerl report` of this folder also writes them as PNG files.",
@@ -93,35 +94,20 @@ def write(
     return path
 
 
-def _course(run: report.Run) -> tuple[Health, list[str]]:
-    """Returns the health of a run at its end, and all warnings that were given during the run."""
-    health = Health.of(run.cfg)
-    warnings = [line for row in run.rows for line in health.see(row)]
-    closing = health.closing()
-    return health, [*warnings, *([closing] if closing else [])]
-
-
 def _outcome(run: report.Run, health: Health) -> str:
     accuracy, reward = (list(run.values(name).values()) for name in ("eval/accuracy", "reward"))
     opening = "" if health.has_learned else f"**Learned nothing.** {cause(health)}.\n\n"
-    lines = []
+    lines = [
+        f"Reward went from {reward[0]:.3f} to {reward[-1]:.3f}." if reward else "Reward: none.",
+        f"{health.taught} of {health.steps} steps had rewards that differ, and made an update.",
+    ]
     if len(accuracy) > 1:
-        lines.append(f"Held-out accuracy went from {accuracy[0]:.3f} to {accuracy[-1]:.3f}.")
-    if reward:
-        lines.append(f"Reward went from {reward[0]:.3f} to {reward[-1]:.3f}.")
-    else:
-        lines.append("Reward: none.")
-    lines.append(
-        f"{health.taught} of {health.steps} steps had rewards that differ, and made an update."
-    )
+        lines.insert(0, f"Held-out accuracy went from {accuracy[0]:.3f} to {accuracy[-1]:.3f}.")
     return opening + " ".join(lines)
 
 
 def _settings(cfg: RunConfig, given_rows: int | None) -> dict[str, str]:
     shape = "all layers" if cfg.model.trainable == "full" else f"LoRA of rank {cfg.lora.rank}"
-    length = f"{cfg.max_steps} steps"
-    if cfg.max_steps is None:
-        length = f"{cfg.num_train_epochs:g} epochs"
     config = os.fspath(pathlib.Path(cfg.output_dir) / "config.toml")
     noise = cfg.noise and f"sigma from {cfg.noise.sigma_start:g} to {cfg.noise.sigma_end:g}"
     return {
@@ -133,7 +119,7 @@ def _settings(cfg: RunConfig, given_rows: int | None) -> dict[str, str]:
         "a rollout": f"{cfg.prompts_per_rollout} prompts x {cfg.rollout.num_generations} completions of at most "
         f"{cfg.rollout.max_completion_length} tokens",
         "noise (AQN)": noise or "none",
-        "length": length,
+        "length": f"{cfg.max_steps} steps" if cfg.max_steps else f"{cfg.num_train_epochs:g} epochs",
         "seed": str(cfg.seed),
         "again": _again(cfg, config, has_rows=given_rows is not None),
     }

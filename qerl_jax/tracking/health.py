@@ -39,7 +39,6 @@ class Health:
     A resumed run passes the earlier rows first, so that no warning is repeated.
 
     Attributes:
-        usual_mismatch: See `__init__`.
         steps: Number of rows with a rollout.
         taught: Number of these rows in which rewards differed and an update was made.
     """
@@ -87,14 +86,7 @@ class Health:
         return f"warning: this run has learned nothing in {steps}. {cause(self)}"
 
     def see(self, row: Row) -> list[str]:
-        """Adds the metrics of a step.
-
-        Args:
-            row: A row of `metrics.jsonl`.
-
-        Returns:
-            New warnings; usually none.
-        """
+        """Adds a row of `metrics.jsonl`, and returns new warnings; usually none."""
         if "reward" not in row:  # an evaluation before the first step
             return []
         for name in _LOOKED_AT:
@@ -133,7 +125,7 @@ class Health:
 
     def latest(self, name: str) -> float | None:
         """Returns the last value of a metric; None if there is none yet."""
-        return (self._values.get(name) or [None])[-1]
+        return (self.last(name, 1) or [None])[-1]
 
     def last(self, name: str, count: int = _WINDOW) -> list[float] | None:
         """Returns the last `count` values of a metric; None if there are fewer."""

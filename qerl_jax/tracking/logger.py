@@ -59,9 +59,8 @@ class Logger:
             if saved_step > step:
                 path.unlink()
         with writing(self._path):
-            self._file = self._path.open(
-                "ab", buffering=0
-            )  # unbuffered, so that a failed write raises at once
+            # Unbuffered, so that a failed write raises at once.
+            self._file = self._path.open("ab", buffering=0)
         self._log_completions = log_completions
         self._trackers = trackers.start(
             report_to, self._folder, step=step, run_name=run_name, settings=settings or {}

@@ -17,113 +17,62 @@ from qerl_jax import config
 from qerl_jax.system.files import read_json, whole_lines, write_whole
 from qerl_jax.tracking import charts, logger, page, terminal
 
-# Sections of charts. Each chart has a title, a unit, metrics with the labels of their lines, and whether its axis is
-# logarithmic.
-_SECTIONS = (
-    (
-        "Learning",
-        (
-            ("Reward", "", (("reward", "mean"),), False),
-            ("Held-out accuracy", "", (("eval/accuracy", "accuracy"),), False),
-            ("Spread of rewards in a group", "", (("reward_std", "deviation"),), False),
-            ("Groups without signal", "share", (("frac_reward_zero_std", "share"),), False),
-        ),
+# Charts by section: title, unit, whether the axis is logarithmic, and metrics by the label of their line.
+# fmt: off
+_SECTIONS = {
+    "Learning": (
+        ("Reward", "", False, {"mean": "reward"}),
+        ("Held-out accuracy", "", False, {"accuracy": "eval/accuracy"}),
+        ("Spread of rewards in a group", "", False, {"deviation": "reward_std"}),
+        ("Groups without signal", "share", False, {"share": "frac_reward_zero_std"}),
     ),
-    (
-        "The policy",
-        (
-            (
-                "Entropy",
-                "nats per token",
-                (("entropy", "trainer"), ("sampling/entropy", "sampler")),
-                False,
-            ),
-            ("AQN sigma", "", (("aqn/sigma", "sigma"),), True),
-            (
-                "Completion length",
-                "tokens",
-                (
-                    ("completions/mean_length", "mean"),
-                    ("completions/mean_terminated_length", "mean of those that end"),
-                    ("completions/max_length", "longest"),
-                ),
-                False,
-            ),
-            ("Truncated completions", "share", (("completions/clipped_ratio", "share"),), False),
-        ),
+    "The policy": (
+        ("Entropy", "nats per token", False, {"trainer": "entropy", "sampler": "sampling/entropy"}),
+        ("AQN sigma", "", True, {"sigma": "aqn/sigma"}),
+        ("Completion length", "tokens", False, {
+            "mean": "completions/mean_length",
+            "mean of those that end": "completions/mean_terminated_length",
+            "longest": "completions/max_length",
+        }),
+        ("Truncated completions", "share", False, {"share": "completions/clipped_ratio"}),
     ),
-    (
-        "The update",
-        (
-            ("Loss", "", (("loss", "loss"),), False),
-            ("KL to the reference", "nats per token", (("kl", "KL"),), False),
-            ("Gradient norm", "", (("grad_norm", "norm"),), False),
-            ("Learning rate", "", (("learning_rate", "rate"),), False),
-            (
-                "Clip ratios",
-                "share of tokens",
-                (
-                    ("clip_ratio/region_mean", "either"),
-                    ("clip_ratio/low_mean", "low"),
-                    ("clip_ratio/high_mean", "high"),
-                ),
-                False,
-            ),
-            (
-                "Mismatch of sampler and trainer",
-                "nats",
-                (
-                    ("sampling/sampling_logp_difference/mean", "mean"),
-                    ("sampling/sampling_logp_difference/p99", "99th percentile"),
-                    ("sampling/sampling_logp_difference/max", "largest"),
-                ),
-                True,
-            ),
-            (
-                "KL from sampler to trainer",
-                "nats per token",
-                (("sampling/kl_k3", "k3"),),
-                True,
-            ),
-            (
-                "Importance ratio",
-                "",
-                (
-                    ("sampling/importance_sampling_ratio/mean", "mean"),
-                    ("sampling/importance_sampling_ratio/min", "smallest"),
-                    ("sampling/importance_sampling_ratio/max", "largest"),
-                ),
-                True,
-            ),
-        ),
+    "The update": (
+        ("Loss", "", False, {"loss": "loss"}),
+        ("KL to the reference", "nats per token", False, {"KL": "kl"}),
+        ("Gradient norm", "", False, {"norm": "grad_norm"}),
+        ("Learning rate", "", False, {"rate": "learning_rate"}),
+        ("Clip ratios", "share of tokens", False, {
+            "either": "clip_ratio/region_mean",
+            "low": "clip_ratio/low_mean",
+            "high": "clip_ratio/high_mean",
+        }),
+        ("Mismatch of sampler and trainer", "nats", True, {
+            "mean": "sampling/sampling_logp_difference/mean",
+            "99th percentile": "sampling/sampling_logp_difference/p99",
+            "largest": "sampling/sampling_logp_difference/max",
+        }),
+        ("KL from sampler to trainer", "nats per token", True, {"k3": "sampling/kl_k3"}),
+        ("Importance ratio", "", True, {
+            "mean": "sampling/importance_sampling_ratio/mean",
+            "smallest": "sampling/importance_sampling_ratio/min",
+            "largest": "sampling/importance_sampling_ratio/max",
+        }),
     ),
-    (
-        "The machine",
-        (
-            (
-                "Time per phase",
-                "seconds",
-                (
-                    ("perf/rollout_time", "rollout"),
-                    ("perf/reward_time", "reward"),
-                    ("perf/update_time", "update"),
-                    ("perf/eval_time", "evaluation"),
-                ),
-                False,
-            ),
-            (
-                "Throughput",
-                "tokens per second",
-                (
-                    ("perf/rollout_tokens_per_second", "rollout"),
-                    ("perf/update_tokens_per_second", "update"),
-                ),
-                False,
-            ),
-            ("Peak memory", "GB", (("perf/peak_memory_gb", "peak"),), False),
-        ),
+    "The machine": (
+        ("Time per phase", "seconds", False, {
+            "rollout": "perf/rollout_time",
+            "reward": "perf/reward_time",
+            "update": "perf/update_time",
+            "evaluation": "perf/eval_time",
+        }),
+        ("Throughput", "tokens per second", False, {
+            "rollout": "perf/rollout_tokens_per_second",
+            "update": "perf/update_tokens_per_second",
+        }),
+        ("Peak memory", "GB", False, {"peak": "perf/peak_memory_gb"}),
     ),
-)
+}
+# fmt: on
 _LINES = ("reward", "entropy", "completions/mean_length", "aqn/sigma")
 # Fields in which runs of one group may differ.
 _INCIDENTAL = ("seed", "output_dir", "run_name", "report_to")
@@ -299,7 +248,7 @@ def write(
 
 def _sections(groups: Sequence[Group]) -> dict[str, list[charts.Chart]]:
     """Returns the charts of the page by heading."""
-    learning, *others = _SECTIONS
+    learning, *others = _SECTIONS.items()
     sections = (learning, ("Rewards by function", _reward_panels(groups)), *others)
     return {heading: _charts(panels, groups) for heading, panels in sections}
 
@@ -344,15 +293,14 @@ def _charts(panels: Iterable, groups: Sequence[Group]) -> list[charts.Chart]:
     """Returns charts: for one group one per panel, with all metrics; for several one per metric, with all groups."""
     if len(groups) > 1:
         panels = [
-            (title if len(metrics) == 1 else f"{title}: {label}", unit, ((metric, None),), log_axis)
-            for title, unit, metrics, log_axis in panels
-            for metric, label in metrics
+            (title if len(metrics) == 1 else f"{title}: {label}", unit, log_axis, {"": metric})
+            for title, unit, log_axis, metrics in panels
+            for label, metric in metrics.items()
         ]
     figures = []
-    for title, unit, metrics, log_axis in panels:
-        drawn = [
-            _line(label or arm.label, metric, arm) for metric, label in metrics for arm in groups
-        ]
+    for title, unit, log_axis, metrics in panels:
+        pairs = itertools.product(metrics.items(), groups)
+        drawn = [_line(label or arm.label, metric, arm) for (label, metric), arm in pairs]
         figures.append(charts.Chart(title, unit, tuple(filter(None, drawn)), log_axis))
     # A metric that is always 0, such as KL without a reference, gets no chart.
     return [chart for chart in figures if any(map(any, (line.values for line in chart.lines)))]
@@ -364,7 +312,7 @@ def _reward_panels(groups: Sequence[Group]) -> list[tuple]:
     metrics = sorted(
         {name for row in rows for name in row if re.fullmatch("rewards/.*/mean", name)}
     )
-    panels = [(name.split("/")[1], "", ((name, "mean"),), False) for name in metrics]
+    panels = [(name.split("/")[1], "", False, {"mean": name}) for name in metrics]
     return panels if len(panels) > 1 else []
 
 
@@ -408,45 +356,27 @@ def _figures(run: Run) -> dict[str, str]:
 def _tables(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """Returns the tables of the page."""
     runs = [run for arm in groups for run in arm.runs]
+    columns = ("run", "base", "data", "seed", "steps", "held-out accuracy", "reward", "step, s")
+    evaluations = [
+        _evaluation_row(run, path)
+        for run in runs
+        for path in sorted(run.folder.glob("eval/*/*/summary.json"))  # written by `qerl eval`
+    ]
+    note = "95 % intervals: [over problems and samples], (over samples of these problems alone)."
     settings = [_settings(arm.runs[0]) for arm in groups]
+    differences = [
+        (field, *(str(arm.get(field, "–")) for arm in settings))
+        for field in sorted(set().union(*settings))
+        if len({json.dumps(arm.get(field)) for arm in settings}) > 1
+    ]
+    tables = (
+        ("Runs", columns, map(_run_row, runs), None),
+        ("Evaluations", ("policy", "set", "N", "mean@N", "pass@N", "maj@N"), evaluations, note),
+        ("What differs", ("setting", *(arm.label for arm in groups)), differences, None),
+    )
     return [
-        {
-            "title": "Runs",
-            "columns": (
-                "run",
-                "base",
-                "data",
-                "seed",
-                "steps",
-                "held-out accuracy",
-                "reward",
-                "step, s",
-            ),
-            "rows": [_run_row(run) for run in runs],
-            "note": None,
-        },
-        {
-            "title": "Evaluations",
-            "columns": ("policy", "set", "N", "mean@N", "pass@N", "maj@N"),
-            # Results of `qerl eval` in the run folders.
-            "rows": [
-                _evaluation_row(run, path)
-                for run in runs
-                for path in sorted(run.folder.glob("eval/*/*/summary.json"))
-            ],
-            "note": "95 % intervals: [over problems and samples], "
-            "(over samples of these problems alone).",
-        },
-        {
-            "title": "What differs",
-            "columns": ("setting", *(arm.label for arm in groups)),
-            "rows": [
-                (field, *(str(arm.get(field, "–")) for arm in settings))
-                for field in sorted(set().union(*settings))
-                if len({json.dumps(arm.get(field)) for arm in settings}) > 1
-            ],
-            "note": None,
-        },
+        {"title": title, "columns": columns, "rows": list(rows), "note": note}
+        for title, columns, rows, note in tables
     ]
 
 

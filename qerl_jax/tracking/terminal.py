@@ -88,27 +88,19 @@ def job(
         A function that shows a line, and one that takes the share of the job that is done, from 0 to 1.
     """
     console = console or Console()
-    log = functools.partial(_print, console)
-    columns = (
-        progress.TextColumn(name),
-        progress.BarColumn(),
-        progress.TaskProgressColumn(),
-        progress.TimeElapsedColumn(),
-        progress.TextColumn("left"),
-        # Layers take minutes, so the last few are enough to estimate the rest.
-        progress.TimeRemainingColumn(),
-    )
+    bars = (progress.BarColumn(), progress.TaskProgressColumn(), progress.TimeElapsedColumn())
+    columns = (name, *bars, "left", progress.TimeRemainingColumn())
+    # Layers take minutes, so the last few are enough to estimate the rest.
     bar = progress.Progress(*columns, console=console, speed_estimate_period=3600)
     task = bar.add_task(name, total=1.0)
-    shown = _live(console, lambda: bar)
-    if shown is None:
-        yield log, lambda share: None
-        return
-    shown.start()
+    view = _live(console, lambda: bar)
+    if view is not None:
+        view.start()
     try:
-        yield log, lambda share: bar.update(task, completed=share)
+        yield functools.partial(_print, console), lambda share: bar.update(task, completed=share)
     finally:
-        shown.stop()
+        if view is not None:
+            view.stop()
 
 
 def _print(console: Console, line: str) -> None:
@@ -118,9 +110,8 @@ def _print(console: Console, line: str) -> None:
 
 def say(lines: Sequence[str], *, quiet: bool) -> None:
     """Shows lines where there is no display yet."""
-    console = Console(quiet=quiet)
     for line in lines:
-        _print(console, line)
+        _print(Console(quiet=quiet), line)
 
 
 @contextlib.contextmanager
@@ -159,20 +150,17 @@ class Display:
         self._history: dict[str, list[float]] = {}
         self._row: Mapping[str, Any] = {}
         self._completion: Mapping[str, Any] | None = None
+        bars = (progress.BarColumn(), progress.TimeElapsedColumn())
         self._bar = progress.Progress(
-            progress.TextColumn("step {task.completed}/{task.total}"),
-            progress.BarColumn(),
-            progress.TimeElapsedColumn(),
-            progress.TextColumn("left"),
-            progress.TimeRemainingColumn(),
+            "step {task.completed}/{task.total}", *bars, "left", progress.TimeRemainingColumn()
         )
         self._task = self._bar.add_task("", total=total_steps, completed=step)
         self._step_bar = progress.Progress(
-            progress.TextColumn("{task.description}"),
+            "{task.description}",
             progress.BarColumn(),
-            progress.TextColumn("{task.completed}/{task.total} rows"),
+            "{task.completed}/{task.total} rows",
             progress.TimeElapsedColumn(),
-            progress.TextColumn("{task.fields[expected]}"),
+            "{task.fields[expected]}",
         )
         # The bar is hidden until a step begins, when its number of rows is known.
         self._step_task = self._step_bar.add_task("", visible=False, expected="")
@@ -182,8 +170,6 @@ class Display:
 
     def begin_step(self, rows: int) -> None:
         """Begins a step of `rows` rows; estimates its time from earlier steps."""
-        if self._live is None:
-            return
         usual = self._usual_time()
         expected = "" if usual is None else f"of about {usual:.0f} s"
         shown = {"description": "rollout", "expected": expected, "visible": True}
@@ -191,13 +177,11 @@ class Display:
 
     def row_ended(self) -> None:
         """Counts one more ended row of the step."""
-        if self._live is not None:
-            self._step_bar.advance(self._step_task)
+        self._step_bar.advance(self._step_task)
 
     def phase(self, name: str) -> None:
         """Shows the current phase of the step."""
-        if self._live is not None:
-            self._step_bar.update(self._step_task, description=name)
+        self._step_bar.update(self._step_task, description=name)
 
     def show(self, step: int, row: Mapping[str, Any]) -> None:
         """Shows the metrics of a step."""
@@ -205,8 +189,8 @@ class Display:
         for name in row:
             if (value := measured(row, name)) is not None:
                 self._history.setdefault(name, []).append(value)
+        self._bar.update(self._task, completed=step)
         if self._live is not None:
-            self._bar.update(self._task, completed=step)
             return
         shown = [
             f"{label} {_formatted(row, name, form)}" for label, name, form in _LINE if name in row
@@ -215,8 +199,7 @@ class Display:
             shown.append(f"skipped {skipped}")
         if step < self._total and (step_time := self._usual_time()) is not None:
             shown.append(f"left {_duration(step_time * (self._total - step))}")
-        line = "  ".join((f"step {step}/{self._total}", *shown))
-        _print(self._console, line)
+        _print(self._console, "  ".join((f"step {step}/{self._total}", *shown)))
 
     def show_completion(self, row: Mapping[str, Any]) -> None:
         """Shows a sample (`prompt`, `completion`, `reward`, `length`, `stopped`) until the next one."""
@@ -250,12 +233,9 @@ class Display:
         grid = table.Table(box=None, padding=(0, 1), show_header=False)
         for style, justify in 2 * (("bold", "left"), (None, "right"), ("cyan", "left")):
             grid.add_column(style=style, justify=justify, no_wrap=True)
+        last = {name: values[-1] for name, values in self._history.items()} | self._row
         cells = [
-            (
-                label,
-                _formatted({name: values[-1]} | self._row, name, form),
-                curve(values[-_CURVE:], _CURVE),
-            )
+            (label, _formatted(last, name, form), curve(values[-_CURVE:], _CURVE))
             for label, name, form in _TABLE
             if (values := self._history.get(name))
         ]

@@ -17,6 +17,14 @@ def parts(folder, notes=(), **options):
     return {"": first} | dict(each.split("\n\n", 1) for each in others)
 
 
+def change_metrics(folder, changes):
+    """Changes metrics of all steps."""
+    path = folder / "metrics.jsonl"
+    rows = map(json.loads, path.read_text().splitlines())
+    changed = [row | changes if "reward" in row else row for row in rows]
+    path.write_text("".join(json.dumps(row) + "\n" for row in changed))
+
+
 def test_a_card_says_what_ran_and_what_came_of_it(tmp_path):
     found = parts(make_run(tmp_path / "mine"), ["update: micro-batches of 512 tokens"])
     assert found[""].startswith(
@@ -38,15 +46,11 @@ def test_the_command_of_a_card_can_be_pasted_whatever_the_folder_is_called(tmp_p
     assert words == ["qerl", "train", f"{folder}/config.toml", "--output-dir", "ANOTHER"]
 
 
-def test_a_run_whose_reward_only_a_notebook_has_offers_no_command(tmp_path):
+def test_a_run_that_only_a_notebook_can_repeat_offers_no_command(tmp_path):
     rewards = config.RewardConfig(functions=("__main__:right",))
-    folder = make_run(tmp_path / "run", rewards=rewards)
-    (row,) = (r for r in parts(folder)["What ran"].splitlines() if r.startswith("| again"))
-    assert row == "| again | from your script or notebook, which defines `__main__:right` |"
-
-
-def test_a_run_on_rows_from_python_names_neither_a_data_set_nor_a_command(tmp_path):
-    what = parts(make_run(tmp_path / "run"), given_rows=1400)["What ran"]
+    what = parts(make_run(tmp_path / "reward", rewards=rewards))["What ran"]
+    assert "| again | from your script or notebook, which defines `__main__:right` |" in what
+    what = parts(make_run(tmp_path / "rows"), given_rows=1400)["What ran"]
     assert "| data | 1,400 rows from Python |" in what
     assert "| again | from your script or notebook, which defines the rows |" in what
 
@@ -69,9 +73,7 @@ def test_a_card_adds_up_what_the_phases_have_cost(tmp_path):
 def test_a_card_repeats_the_warnings_of_the_run(tmp_path):
     folder = make_run(tmp_path / "run")
     assert parts(folder)["Warnings"].startswith("None.")
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    dead = [row | {"frac_reward_zero_std": 1.0} for row in rows]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in dead))
+    change_metrics(folder, {"frac_reward_zero_std": 1.0})
     lines = parts(folder)["Warnings"].splitlines()
     assert lines[0].startswith("- warning: step 3: nothing was learned in the first 3 steps.")
     assert lines[1].startswith("- warning: this run has learned nothing in 12 steps.")
@@ -87,10 +89,8 @@ def test_a_warning_at_the_start_stands_with_the_warnings(tmp_path):
 
 def test_a_card_of_a_run_without_rewards_opens_with_that_and_shows_what_was_written(tmp_path):
     folder = make_run(tmp_path / "run")
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     idle = {"frac_reward_zero_std": 1.0, "completions/judged_ratio": 0.0, "reward": 0.0}
-    rows = [row | idle if "reward" in row else row for row in rows]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    change_metrics(folder, idle)
     row = {"prompt": "1+1?", "completion": "two", "reward": None}
     for path in (folder / "completions").iterdir():
         path.write_text(json.dumps(row) + "\n")

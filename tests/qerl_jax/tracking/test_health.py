@@ -20,11 +20,16 @@ WELL = {
 }
 
 
-def said(*stages, steps=15):
-    """Returns the warnings about a run whose rows are healthy, except for the changes of each stage."""
+def watched(*stages, steps=15):
+    """Returns a run's health and its warnings, if its rows are healthy except for the changes of each stage."""
     health = Health()
     rows = [WELL | changes for changes in stages for _ in range(steps)]
-    return [line for step, row in enumerate(rows, 1) for line in health.see({"step": step} | row)]
+    lines = [health.see({"step": step} | row) for step, row in enumerate(rows, 1)]
+    return health, [line for of_step in lines for line in of_step]
+
+
+def said(*stages, steps=15):
+    return watched(*stages, steps=steps)[1]
 
 
 SICK = {
@@ -119,10 +124,7 @@ def test_a_run_that_never_learned_is_told_after_three_steps_and_at_its_end():
         ({"completions/judged_ratio": 0.0}, "returned None for every completion"),
         ({"completions/clipped_ratio": 1.0}, "100% of the completions are cut off before"),
         ({"sampling/entropy": 0.001}, "almost equal (sampling/entropy is 0.001)"),
-        (
-            {"rewards/a/std": 0.0, "rewards/b/std": 0.0},
-            "did two rewards differ: all rewards are 0.",
-        ),
+        ({"rewards/a/std": 0.0, "rewards/b/std": 0.0}, "two rewards differ: all rewards are 0."),
         ({"rewards/a/std": 0.3, "rewards/b/std": 0.0}, "problems that are always or never solved"),
         (
             {"rewards/a/mean": 0.25, "rewards/a/std": 0.44},  # 4 of 16 are 1
@@ -137,10 +139,8 @@ def test_a_run_that_never_learned_is_told_after_three_steps_and_at_its_end():
     ],
 )
 def test_the_cause_of_learning_nothing_is_named(changes, cause):
-    health = Health()
-    for step in range(1, 4):
-        said = health.see({"step": step} | DEAD | changes)
-    assert cause in said[0] and cause in health.closing()
+    health, (line,) = watched(DEAD | changes, steps=3)
+    assert cause in line and cause in health.closing()
 
 
 def test_the_end_of_a_run_counts_the_steps_that_taught_something():
@@ -168,9 +168,7 @@ def test_rows_that_lack_metrics_or_hold_what_is_no_number_are_taken_as_they_come
 
 
 def test_memory_does_not_grow_with_the_run():
-    health = Health()
-    for step in range(1, 1000):
-        health.see({"step": step} | WELL)
+    health, _ = watched({}, steps=1000)
     assert {len(values) for values in health._values.values()} == {20}
 
 
@@ -186,20 +184,11 @@ def test_a_difference_beyond_rounding_is_told_at_the_first_step_that_has_it():
 
 @pytest.mark.parametrize(("last", "is_flat"), [(0.44, True), (0.5, True), (0.6, False)])
 def test_a_run_whose_reward_did_not_rise_says_so_at_its_end(last, is_flat):
-    health = Health()
-    for step in range(1, 31):
-        health.see({"step": step} | WELL | {"reward": 0.5 if step <= 15 else last})
-    line = health.closing()
-    assert (line is not None) == is_flat
-    if is_flat:
-        assert line.startswith(
-            "warning: the reward has not risen: its mean is 0.5 over the first 10"
-        )
-        assert health.has_learned
+    health, _ = watched({}, {"reward": last})
+    expected = "warning: the reward has not risen: its mean is 0.5 over the first 10"
+    assert (health.closing() or "").startswith(expected) == is_flat
+    assert health.has_learned and (is_flat or health.closing() is None)
 
 
 def test_a_run_of_few_steps_says_nothing_about_its_reward():
-    health = Health()
-    for step in range(1, 20):
-        health.see({"step": step} | WELL)
-    assert health.closing() is None
+    assert watched({}, steps=19)[0].closing() is None

@@ -61,9 +61,9 @@ def make_run(folder, seed=0, steps=12, lift=0.0, **changes):
 
 def series(folders, title):
     """Returns the lines of one chart."""
-    groups = report.group([report.read(each) for each in folders])
-    found = [c for _, panels in report._SECTIONS for c in report._charts(panels, groups)]
-    return next(chart for chart in found if chart.title == title).lines
+    groups = report.group([report.read(folder) for folder in folders])
+    drawn = [c for panels in report._SECTIONS.values() for c in report._charts(panels, groups)]
+    return next(chart for chart in drawn if chart.title == title).lines
 
 
 def test_runs_that_differ_in_their_seed_share_a_line_with_a_band(tmp_path):

@@ -35,9 +35,14 @@ def test_a_curve_spans_its_values(values, width, expected):
     assert display.curve(values, width) == expected
 
 
-def shown(terminal, reward=1.0):
+def screen(terminal=True):
+    """Returns what is written to a console, and the console."""
     out = io.StringIO()
-    console = Console(file=out, force_terminal=terminal, width=100, height=40, color_system=None)
+    return out, Console(file=out, force_terminal=terminal, width=100, height=40, color_system=None)
+
+
+def shown(terminal, reward=1.0):
+    out, console = screen(terminal)
     view = display.Display(50, 3, console)
     view.show(4, ROW)
     sample = {
@@ -55,8 +60,7 @@ def shown(terminal, reward=1.0):
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_the_mean_of_nothing_is_none(terminal):
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=terminal, width=100, height=40, color_system=None)
+    out, console = screen(terminal)
     view = display.Display(2, 0, console)
     view.show(1, {"reward": 0.5, "completions/judged_ratio": 1.0, "entropy": 0.7, "update/rows": 8})
     view.show(2, {"reward": 0.0, "completions/judged_ratio": 0.0, "entropy": 0.0, "update/rows": 0})
@@ -98,8 +102,7 @@ def test_a_line_tells_skipped_updates_and_the_time_that_is_left():
 
 
 def test_a_step_shows_its_rows_its_phase_and_the_time_that_is_expected():
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=100, height=40, color_system=None)
+    out, console = screen()
     view = display.Display(50, 0, console)
     # The first step compiles; of the others the median is expected.
     for step, seconds in enumerate((90.0, 20.0, 30.0, 28.0), 1):
@@ -118,8 +121,7 @@ def test_a_step_shows_its_rows_its_phase_and_the_time_that_is_expected():
 
 
 def test_before_the_first_step_nothing_is_said_of_its_rows():
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=100, height=40, color_system=None)
+    out, console = screen()
     view = display.Display(50, 0, console)
     view.close()
     assert "step 0/50" in out.getvalue()
@@ -127,8 +129,7 @@ def test_before_the_first_step_nothing_is_said_of_its_rows():
 
 
 def test_a_job_shows_a_bar_with_the_time_that_is_left_where_it_can_be_redrawn():
-    shown = io.StringIO()
-    console = Console(file=shown, force_terminal=True, width=100)
+    shown, console = screen()
     with display.job("quantizing", console) as (log, move):
         move(0.5)
         log("layer 1/2 [x]")
