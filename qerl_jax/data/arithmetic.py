@@ -79,9 +79,9 @@ def problem(split: str, seed: int, index: int) -> ArithmeticProblem:
         ValueError: If the split is another one.
     """
     rng, start, operations = _draw(split, f"{split} {seed} {index}", _several_steps)
-    if rng.random() < 0.75:
-        return ArithmeticProblem(_word_problem(rng, start, operations), start, operations)
-    return ArithmeticProblem(_expression(start, operations), start, operations)
+    is_story = rng.random() < 0.75
+    text = _word_problem(rng, start, operations) if is_story else _expression(start, operations)
+    return ArithmeticProblem(text, start, operations)
 
 
 def one_step(split: str, seed: int, index: int) -> ArithmeticProblem:
@@ -89,15 +89,8 @@ def one_step(split: str, seed: int, index: int) -> ArithmeticProblem:
 
     The problem is the sum or the difference of a number up to 20 and one up to 9, or the product of two numbers up to
     9. The three are equally likely before problems with a result below 1 are sampled again, so differences are a bit
-    rarer. There are 396 problems (7 + 5 and 5 + 7 count as two), of which about a tenth is held out.
-
-    Args:
-        split: "train", or "test" for the tenth that training never uses.
-        seed: Selects one of endless sequences of problems.
-        index: Index in that sequence, from 0.
-
-    Raises:
-        ValueError: If the split is another one.
+    rarer. There are 396 problems (7 + 5 and 5 + 7 count as two), of which about a tenth is held out. Arguments and
+    errors are those of `problem`.
     """
     _, start, operations = _draw(split, f"one-step {split} {seed} {index}", _single_step)
     ((sign, operand),) = operations
@@ -113,7 +106,7 @@ def mixed(split: str, seed: int, index: int) -> ArithmeticProblem:
     as a story. Those products are only in digits or words. No result is below 1.
 
     There are only 117 and 88 problems of the first two kinds, so a large sample repeats them. A tenth of all is held
-    out of training, by the numbers, however they are worded. Arguments and errors are those of `one_step`.
+    out of training, by the numbers, however they are worded. Arguments and errors are those of `problem`.
     """
     kind = _MIXED[index % len(_MIXED)]
     rng, start, operations = _draw(split, f"mixed {split} {seed} {index}", kind)
@@ -126,7 +119,7 @@ def mixed(split: str, seed: int, index: int) -> ArithmeticProblem:
 def product(split: str, seed: int, index: int) -> ArithmeticProblem:
     """Makes problem number `index` that asks for a product of two numbers from 11 to 99, "What is 37*46?".
 
-    A tiny model cannot compute them without a tool. Arguments and errors are those of `one_step`.
+    A tiny model cannot compute them without a tool. Arguments and errors are those of `problem`.
     """
     _, start, operations = _draw(split, f"product {split} {seed} {index}", _factors)
     ((_, operand),) = operations
@@ -136,7 +129,7 @@ def product(split: str, seed: int, index: int) -> ArithmeticProblem:
 def secret(split: str, seed: int, index: int) -> ArithmeticProblem:
     """Makes problem number `index` of a guessing game: its answer, from 1 to 100, is not in the question.
 
-    Arguments and errors are those of `one_step`.
+    Arguments and errors are those of `problem`.
     """
     _, number, _ = _draw(split, f"secret {split} {seed} {index}", _number)
     return ArithmeticProblem("Play a game with me. ", number, ())
@@ -179,14 +172,17 @@ def faulty_answer(problem: ArithmeticProblem, kind: Fault, rng: random.Random) -
         case "short":
             return _answer(problem.operations[:-1], problem.values[:-1])
         case "untagged":
-            return f"{_work(problem.operations, problem.values)}{problem.answer}"
+            return f"<think>{_lines(problem.operations, problem.values)}</think>{problem.answer}"
     raise ValueError(f"kind must be 'blurt', 'slip', 'short' or 'untagged'; got {kind=}")
 
 
 def _draw(
     split: str, key: str, numbers: Callable[[random.Random], Numbers]
 ) -> tuple[random.Random, int, tuple[tuple[str, int], ...]]:
-    """Returns the first problem of a random sequence that is in the split, after the generator in its new state."""
+    """Returns the first problem of a random sequence that is in the split and has no value below 1.
+
+    The generator comes first, in its new state.
+    """
     if split not in ("train", "test"):
         raise ValueError(f"arithmetic has the splits 'train' and 'test'; got {split=}")
     # Only a seed that is a text (hashed by SHA-512) and the method `random()` are guaranteed to give
@@ -194,7 +190,8 @@ def _draw(
     rng = random.Random(key)
     while True:
         start, operations = numbers(rng)
-        if is_held_out(start, operations) == (split == "test"):
+        least = min(itertools.accumulate(operations, _apply, initial=start))
+        if least >= 1 and is_held_out(start, operations) == (split == "test"):
             return rng, start, operations
 
 
@@ -208,22 +205,17 @@ def _apply(value: int, operation: tuple[str, int]) -> int:
 
 
 def _single_step(rng: random.Random) -> Numbers:
-    while True:
-        sign = _pick(rng, "+-*")
-        start, operand = _pick(rng, range(1, 10 if sign == "*" else 21)), _pick(rng, range(1, 10))
-        if _apply(start, (sign, operand)) >= 1:
-            return start, ((sign, operand),)
+    sign = _pick(rng, "+-*")
+    start, operand = _pick(rng, range(1, 10 if sign == "*" else 21)), _pick(rng, range(1, 10))
+    return start, ((sign, operand),)
 
 
 def _sum_of(least: int, most: int) -> Callable[[random.Random], Numbers]:
     """Samples sums and differences of two numbers from `least` to `most`."""
 
     def draw(rng: random.Random) -> Numbers:
-        while True:
-            start, operand = (_pick(rng, range(least, most + 1)) for _ in range(2))
-            sign = _pick(rng, "+-")
-            if _apply(start, (sign, operand)) >= 1:
-                return start, ((sign, operand),)
+        start, operand = (_pick(rng, range(least, most + 1)) for _ in range(2))
+        return start, ((_pick(rng, "+-"), operand),)
 
     return draw
 
@@ -307,12 +299,8 @@ def _lines(operations: Sequence[tuple[str, int]], values: Sequence[int]) -> str:
     )
 
 
-def _work(operations: Sequence[tuple[str, int]], values: Sequence[int]) -> str:
-    return f"<think>{_lines(operations, values)}</think>"
-
-
 def _answer(operations: Sequence[tuple[str, int]], values: Sequence[int]) -> str:
-    return f"{_work(operations, values)}<answer>{values[-1]}</answer>"
+    return f"<think>{_lines(operations, values)}</think><answer>{values[-1]}</answer>"
 
 
 def _values_with_slip(problem: ArithmeticProblem, rng: random.Random) -> list[int]:

@@ -13,7 +13,7 @@ import pathlib
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -183,11 +183,9 @@ def from_config(
     where = cfg.path or cfg.dataset
     dataset = load_rows(cfg.dataset, cfg.path, cfg.name, split)
     require(len(dataset) > 0, where, split, "the split is empty")
-    names = dataset.column_names
-    prompt, answer = _columns(cfg, names, where)
-    limit = cfg.max_prompt_characters or getattr(
-        SETS.get(cfg.dataset), "max_prompt_characters", None
-    )
+    prompt, answer = _columns(cfg, dataset.column_names, where)
+    limit = getattr(SETS.get(cfg.dataset), "max_prompt_characters", None)
+    limit = cfg.max_prompt_characters or limit
     selected = _short_enough(dataset[prompt], limit, where) if limit else range(len(dataset))
     of_row = functools.partial(_problem, cfg, prompt, answer)
     return _problems(dataset, of_row, selected[:wanted], where)
@@ -240,21 +238,28 @@ def _problems(rows: Any, of_row: Callable, selected: Sequence[int], where: str) 
             row = rows[selected[index]]
         except UnicodeDecodeError as error:  # texts are decoded when they are read
             raise ValueError(f"{where}, row {selected[index]}: not UTF-8 text: {error}") from error
-        return dataclasses.replace(
-            of_row(row, f"{where}, row {selected[index]}"), row=selected[index]
-        )
+        problem = of_row(row, f"{where}, row {selected[index]}")
+        return dataclasses.replace(problem, row=selected[index])
 
     read(0)  # finds a row that cannot be read now, not in the middle of a run
     return Problems(len(selected), read)
 
 
 def _columns(cfg: DataConfig, names: Sequence[str], where: str) -> tuple[str, str | None]:
-    """Returns the names of the prompt column and the answer column (None if there is none)."""
-    prompt = _column("prompt", cfg, names, _PROMPT_COLUMNS, where)
-    rule = "must have a column 'prompt' ('question', 'problem'), or data.columns must name it"
-    if prompt is None:
-        raise ConfigError(f"{where}: columns: got {sorted(names)!r}; {rule}")
-    return prompt, _column("answer", cfg, names, (), where)
+    """Returns the names of the prompt column and the answer column (None if there is none).
+
+    Each is the column that the config names, else that of the named set, else the first usual one that exists.
+    """
+    columns: list[Any] = []
+    for role, others in (("prompt", _PROMPT_COLUMNS), ("answer", ())):
+        appointed = (cfg.columns or {}).get(role)
+        rule = f"{where} has no such column; it has {sorted(names)}"
+        require(appointed in (None, *names), f"data.columns.{role}", appointed, rule)
+        candidates = (appointed, getattr(SETS.get(cfg.dataset), role, None), *others)
+        columns.append(next((name for name in candidates if name in names), None))
+        rule = "must have a column 'prompt' ('question', 'problem'), or data.columns must name it"
+        require(columns[0] is not None, f"{where}: columns", sorted(names), rule)
+    return columns[0], columns[1]
 
 
 def system_prompt(cfg: DataConfig) -> str:
@@ -279,17 +284,13 @@ def batch(problems: Sequence[Problem], index: int, *, batch_size: int, seed: int
     Raises:
         ValueError: If there are no problems, `batch_size` is not positive, or `index` is negative.
     """
-    require(
-        problems and batch_size >= 1 and index >= 0,
-        "problems, batch_size, index",
-        (len(problems), batch_size, index),
-        "must be at least 1, 1 and 0",
-    )
-    positions = range(index * batch_size, (index + 1) * batch_size)
-    places = (divmod(position, len(problems)) for position in positions)
+    count = len(problems)
+    is_possible, numbers = count and batch_size >= 1 and index >= 0, (count, batch_size, index)
+    rule = "must be at least 1, 1 and 0"
+    require(is_possible, "problems, batch_size, index", numbers, rule)
     return [
-        problems[int(_order(len(problems), seed, epoch)[position_in_epoch])]
-        for epoch, position_in_epoch in places
+        problems[int(_order(count, seed, position // count)[position % count])]
+        for position in range(index * batch_size, (index + 1) * batch_size)
     ]
 
 
@@ -442,21 +443,6 @@ def _json_fault(path: pathlib.Path) -> str | None:
     return None
 
 
-def _column(
-    role: Literal["prompt", "answer"],
-    cfg: DataConfig,
-    names: Sequence[str],
-    others: Sequence[str],
-    where: str,
-) -> str | None:
-    """Returns the column that the config names, else the named set's own, else the first of `others` that exists."""
-    appointed = (cfg.columns or {}).get(role)
-    rule = f"{where} has no such column; it has {sorted(names)}"
-    require(appointed in (None, *names), f"data.columns.{role}", appointed, rule)
-    default = getattr(SETS.get(cfg.dataset), role, None)
-    return next((name for name in (appointed, default, *others) if name in names), None)
-
-
 def _short_enough(prompts: Iterable[Any], limit: int, where: str) -> Sequence[int]:
     """Returns the indices of the rows whose prompt has at most `limit` characters."""
     messages = (_messages(prompt, "a prompt") for prompt in prompts)
@@ -482,12 +468,8 @@ def _problem(
     if cfg.apply_chat_template or instruction or not is_text:
         prompt = _messages(prompt, f"{where}, column {prompt_column!r}")
     if instruction:
-        require(
-            prompt[0]["role"] != "system",
-            where,
-            prompt[0],
-            'has a system message already; set data.system_prompt = ""',
-        )
+        rule = 'has a system message already; set data.system_prompt = ""'
+        require(prompt[0]["role"] != "system", where, prompt[0], rule)
         prompt = ({"role": "system", "content": instruction}, *prompt)
     if cfg.prompt_template is not None:
         prompt = _fill(cfg.prompt_template, prompt, row)
@@ -496,15 +478,12 @@ def _problem(
 
 def is_chat(prompt: Any) -> bool:
     """Whether a prompt is a non-empty list of messages whose role and content are texts."""
-    return (
-        isinstance(prompt, Sequence)
-        and len(prompt) > 0
-        and all(
-            isinstance(message, Mapping)
-            and isinstance(message.get("role"), str)
-            and isinstance(message.get("content"), str)
-            for message in prompt
-        )
+    if not isinstance(prompt, Sequence) or not prompt:
+        return False
+    return all(
+        isinstance(message, Mapping)
+        and all(isinstance(message.get(field), str) for field in ("role", "content"))
+        for message in prompt
     )
 
 

@@ -51,23 +51,20 @@ class Tokenizer:
         """
         names = {name: _plain(token) for name, token in self.hf.special_tokens_map.items()}
         chats = [prompt for prompt in prompts if not isinstance(prompt, str)]
-        require(
-            self.chat_template or not chats,
-            "tokenizer",
-            self.hf.name_or_path,
+        rule = (
             "has no chat template, and the prompt is a chat: name a tokenizer that has one in "
             "model.tokenizer_name_or_path, or let the policy continue texts: data.apply_chat_template = false, and "
-            "no data.system_prompt",
+            "no data.system_prompt"
         )
-        rendered = iter(
-            chat_template.render(
-                self.chat_template,
-                chats,
-                names | dict(self.template_options),
-                add_generation_prompt=add_generation_prompt,
-                where=f"chat template of {self.hf.name_or_path}",
-            )
+        require(self.chat_template or not chats, "tokenizer", self.hf.name_or_path, rule)
+        texts = chat_template.render(
+            self.chat_template,
+            chats,
+            names | dict(self.template_options),
+            add_generation_prompt=add_generation_prompt,
+            where=f"chat template of {self.hf.name_or_path}",
         )
+        rendered = iter(texts)
         return [prompt if isinstance(prompt, str) else next(rendered) for prompt in prompts]
 
     def with_options(self, **options: Any) -> Self:
@@ -104,13 +101,9 @@ def load(
             option.
     """
     folder = pathlib.Path(folder)
-    require(
-        any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")),
-        "tokenizer",
-        str(folder),
-        "has no tokenizer.json",
-        FileNotFoundError,
-    )
+    files = [folder / name for name in ("tokenizer.json", "tokenizer_config.json")]
+    is_there = any(file.is_file() for file in files)
+    require(is_there, "tokenizer", str(folder), "has no tokenizer.json", FileNotFoundError)
     # Without PyTorch, importing transformers prints a notice, which would be the first line of the output.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
@@ -125,22 +118,15 @@ def load(
     template = hf.get_chat_template() if hf.chat_template else ""
     require(isinstance(template, str), f"{folder}: chat template", template, "must be a text")
     options = dict(template_options or {})
+    rule = f"the chat template of {folder} does not use this name"
     for name in options:
         # A template silently ignores a name that it does not use.
-        require(
-            name not in _OWN_OPTIONS and name in template,
-            "model.chat_template_kwargs",
-            name,
-            f"the chat template of {folder} does not use this name",
-        )
+        is_used = name not in _OWN_OPTIONS and name in template
+        require(is_used, "model.chat_template_kwargs", name, rule)
     stops = [] if hf.eos_token_id is None else [hf.eos_token_id]
     stops += _stated_ends(folder)
-    require(
-        stops,
-        "tokenizer",
-        str(folder),
-        "names no end-of-sequence token; completions would never stop",
-    )
+    rule = "names no end-of-sequence token; completions would never stop"
+    require(stops, "tokenizer", str(folder), rule)
     pad = hf.pad_token_id if hf.pad_token_id is not None else stops[0]
     largest = max(hf.get_vocab().values(), default=-1)
     return Tokenizer(hf, tuple(dict.fromkeys(stops)), pad, largest + 1, template, options)

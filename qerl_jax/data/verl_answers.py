@@ -14,8 +14,9 @@ from qerl_jax.data import answers
 TAIL = 300
 _HASHES = re.compile(r"#### (-?[0-9.,]+)")
 _NUMBER = re.compile(r"-?[0-9.,]+")
-_REMOVED = ("\n", "\\!")
 _REWRITTEN = (
+    ("\n", ""),
+    ("\\!", ""),
     ("\\\\", "\\"),
     ("tfrac", "frac"),
     ("dfrac", "frac"),
@@ -85,8 +86,6 @@ def hendrycks_form(answer: str) -> str:
 
     Source: Hendrycks et al. 2021 (arXiv:2103.03874), the code of its evaluation; verl scores MATH with it.
     """
-    for removed in _REMOVED:
-        answer = answer.replace(removed, "")
     for before, after in _REWRITTEN:
         answer = answer.replace(before, after)
     if answer.count(_UNIT) > 1:

@@ -63,10 +63,8 @@ def attribute(path: str) -> Any:
 
 def path_of(thing: Any) -> str | None:
     """Returns the path from which another process can import a function or class; None if it cannot."""
-    name, module_name = (
-        getattr(thing, "__qualname__", "<"),
-        getattr(thing, "__module__", "__main__"),
-    )
+    name = getattr(thing, "__qualname__", "<")
+    module_name = getattr(thing, "__module__", "__main__")
     # The module of a file has an absolute path as name, which cannot be imported. Importing the file again would
     # make another object.
     if "<" in name or module_name == "__main__" or os.path.isabs(module_name):
@@ -84,11 +82,8 @@ def source_hash(path: str) -> str | None:
     library, for a stock name, and for an object defined in a script or a notebook.
     """
     file_name, _, _ = path.rpartition(":")
-    file = (
-        file_name
-        if file_name.endswith(".py")
-        else getattr(sys.modules.get(file_name), "__file__", None)
-    )
+    of_module = getattr(sys.modules.get(file_name), "__file__", None)
+    file = file_name if file_name.endswith(".py") else of_module
     if file is None or file_name == "__main__":
         return None
     absolute = pathlib.Path(file).absolute()

@@ -370,12 +370,8 @@ def _seccomp() -> bytes:
     load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, kill = 0x7FFF0000, 0x80000000
     refuse, missing = 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
-    number, machine, first_argument, second_argument = (
-        0,
-        4,
-        16,
-        24,
-    )  # offsets in struct seccomp_data
+    # Offsets in struct seccomp_data.
+    number, machine, first_argument, second_argument = 0, 4, 16, 24
 
     def when(test: int, value: int, verdict: int) -> list[tuple[int, int, int, int]]:
         return [(test, 0, 1, value), (give, 0, 0, verdict)]
@@ -392,7 +388,7 @@ def _seccomp() -> bytes:
         *((any_bit, 0, 1, _CLONE_THREAD), (give, 0, 0, allow), (give, 0, 0, refuse)),
         # Not fcntl: jump to the verdict "allow" at the end.
         *((equal, 0, 1 + 2 * len(_REFUSED_FCNTL), fcntl), (load, 0, 0, second_argument)),
-        *(each for command in _REFUSED_FCNTL for each in when(equal, command, refuse)),
+        *(step for command in _REFUSED_FCNTL for step in when(equal, command, refuse)),
         (give, 0, 0, allow),
     ]
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)

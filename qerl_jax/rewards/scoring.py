@@ -47,7 +47,6 @@ _SEARCH_SECONDS = 5.0
 # Largest absolute value of a reward, so that the sum of squares over a rollout does not overflow in float32.
 _LARGEST = 1e15
 _REMEDY = "rename one by data.columns, or change the function"
-_RESERVED = ("prompts", "completions", "completion_ids", "log_extra", "log_metric")
 
 
 class RewardError(ValueError):
@@ -163,21 +162,19 @@ def evaluate(
             finite number of at most 1e15; the error names the function.
         ValueError: If a column or an extra has the name of another argument.
     """
-    extras = extras or {}
     count, rows = len(prompts), rows or [None] * len(prompts)
     record = Record(count) if record is None else record
-    names = (*_RESERVED, *columns, *extras)
-    clashing = [name for at, name in enumerate(names) if name in names[:at]]
-    require(not clashing, "columns and extras", clashing, "must not repeat an argument's name")
-    arguments = {
+    arguments: dict[str, Any] = {
         "prompts": prompts,
         "completions": completions,
         "completion_ids": completion_ids,
         "log_extra": record.log_extra,
         "log_metric": record.log_metric,
-        **columns,
-        **extras,
     }
+    names = (*arguments, *columns, *(extras or {}))
+    clashing = [name for at, name in enumerate(names) if name in names[:at]]
+    require(not clashing, "columns and extras", clashing, "must not repeat an argument's name")
+    arguments |= {**columns, **(extras or {})}
 
     @contextlib.contextmanager
     def blaming(name: str, function: RewardFunction) -> Iterator[None]:
@@ -281,13 +278,10 @@ def environments_own(name: str) -> RewardFunction:
     It returns None for rows of other classes, and if an environment gave no reward.
     """
 
-    def own(environments: Sequence[Any], **_) -> list[float | None]:
-        return [
-            environment.get_reward() if environment.of_class(name) else None
-            for environment in environments
-        ]
+    def reward(environments: Sequence[Any], **_) -> list[float | None]:
+        return [item.get_reward() if item.of_class(name) else None for item in environments]
 
-    return own
+    return reward
 
 
 def beginner(
@@ -392,20 +386,16 @@ def _find(name: str, field: str) -> Any:
     )
     path, _, attribute = name.rpartition(":")
     imports.require_file(path, field, name)
-    module = _import(path)
-    require(hasattr(module, attribute), field, name, f"{path} has no {attribute!r}")
-    return getattr(module, attribute)
-
-
-def _import(path: str):
     try:
-        return imports.module(path)
+        module = imports.module(path)
     except Exception as error:
         location = imports.place_of(error)
         raise ValueError(
             f"could not import rewards from {path!r}: {type(error).__name__}: {error}"
             + (f" ({location})" if location else "")
         ) from error
+    require(hasattr(module, attribute), field, name, f"{path} has no {attribute!r}")
+    return getattr(module, attribute)
 
 
 def is_async(function: RewardFunction) -> bool:

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from qerl_jax.data import answers
+from tests.tables import spread
 
 
 @pytest.mark.parametrize(
@@ -28,64 +29,57 @@ def test_tags_hold_the_last_answer(text, block, tagged):
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("first 3, then 12", "12"),
-        ("it costs $1,234.50.", "1,234.50"),
-        ("in 1999,2000 people", "2000"),
-        ("so x = -7", "-7"),
-        ("so x = - 7", "-7"),
-        ("so x = −7", "-7"),
-        ("a loss of -$5", "-5"),
-        ("10-7", "7"),
-        ("(2)-7", "7"),
-        ("from 3 to 5.", "5."),
-        ("about .5", ".5"),
-        ("I cannot say", None),
-        ("", None),
-    ],
+    ("found", "text"),
+    spread(
+        [
+            ("12", ["first 3, then 12"]),
+            ("1,234.50", ["it costs $1,234.50."]),
+            ("2000", ["in 1999,2000 people"]),
+            ("-7", ["so x = -7", "so x = - 7", "so x = −7"]),
+            ("-5", ["a loss of -$5"]),
+            ("7", ["10-7", "(2)-7"]),
+            ("5.", ["from 3 to 5."]),
+            (".5", ["about .5"]),
+            (None, ["I cannot say", ""]),
+        ]
+    ),
 )
 def test_last_number_knows_signs_from_subtractions(text, found):
     assert answers.last_number(text) == found
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        (r"\boxed{5}", "5"),
-        (r"\boxed{1} and \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
-        (r"\boxed{}", ""),
-        (r"\boxed{1} and \boxed{2", None),
-        (r"\boxed {\frac{4}{7}}", r"\frac{4}{7}"),
-        ("\\boxed\n{5}", "5"),
-        (r"\boxed{4} then \boxed {5}", "5"),
-        (r"\boxed{\boxed{5}}", "5"),
-        (r"\boxed 5", None),
-        (r"\fbox{5}", None),
-        ("", None),
-    ],
+    ("found", "text"),
+    spread(
+        [
+            ("5", [r"\boxed{5}", "\\boxed\n{5}", r"\boxed{4} then \boxed {5}"]),
+            ("5", [r"\boxed{\boxed{5}}"]),
+            (r"\frac{1}{2}", [r"\boxed{1} and \boxed{\frac{1}{2}}"]),
+            (r"\{1, 2\}", [r"\boxed{\{1, 2\}}"]),
+            ("", [r"\boxed{}"]),
+            (None, [r"\boxed{1} and \boxed{2", r"\boxed 5", r"\fbox{5}", ""]),
+            (r"\frac{4}{7}", [r"\boxed {\frac{4}{7}}"]),
+        ]
+    ),
 )
 def test_last_box_is_read_to_its_own_brace(text, found):
     assert answers.last_boxed(text) == found
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        (r"\boxed{1} and \boxed{2}", "1,2"),
-        (r"$\boxed{1}$, and $\boxed {2}$", "1,2"),
-        (r"\boxed{1}\text{ and }\boxed{2}", "1,2"),
-        (r"\boxed{1}, \boxed{2} and \boxed{3}", "1,2,3"),
-        (r"\boxed{0}. So \boxed{1} and \boxed{2}", "1,2"),
-        (r"\boxed{1}, \boxed{2}", "2"),
-        (r"\boxed{1} \boxed{2}", "2"),
-        (r"\boxed{1} and then \boxed{2}", "2"),
-        (r"\boxed{1} or \boxed{2}", "2"),
-        (r"\boxed{1} and \boxed{2", None),
-        (r"\boxed{1 and \boxed{2}", "2"),
-        ("5", None),
-    ],
+    ("found", "text"),
+    spread(
+        [
+            ("1,2", [r"\boxed{1} and \boxed{2}", r"$\boxed{1}$, and $\boxed {2}$"]),
+            ("1,2", [r"\boxed{1}\text{ and }\boxed{2}"]),
+            ("1,2", [r"\boxed{0}. So \boxed{1} and \boxed{2}"]),
+            ("1,2,3", [r"\boxed{1}, \boxed{2} and \boxed{3}"]),
+            ("2", [r"\boxed{1}, \boxed{2}", r"\boxed{1} \boxed{2}"]),
+            ("2", [r"\boxed{1} and then \boxed{2}", r"\boxed{1} or \boxed{2}"]),
+            ("2", [r"\boxed{1 and \boxed{2}"]),
+            (None, [r"\boxed{1} and \boxed{2", "5"]),
+        ]
+    ),
 )
 def test_boxes_are_one_answer_where_and_joins_them(text, found):
     assert answers.last_boxes(text) == found
@@ -114,55 +108,41 @@ def test_code_is_the_last_python_block():
 
 
 @pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("1,234", "1234"),
-        ("$5.00", "5"),
-        (r"\$5", "5"),
-        ("27.", "27"),
-        ("−3", "-3"),
-        ("12,34", None),
-        ("1,2", None),
-        ("3 eggs", None),
-        ("", None),
-    ],
+    ("value", "text"),
+    spread(
+        [
+            ("1234", ["1,234"]),
+            ("5", ["$5.00", r"\$5"]),
+            ("27", ["27."]),
+            ("-3", ["−3"]),
+            (None, ["12,34", "1,2", "3 eggs", ""]),
+        ]
+    ),
 )
 def test_numbers_as_people_write_them(text, value):
     assert answers.number(text) == (None if value is None else decimal.Decimal(value))
 
 
 @pytest.mark.parametrize(
-    ("answer", "form"),
-    [
-        ("5", "5"),
-        ("x = 5", "5"),
-        ("a = b = c", "c"),
-        ("$5$", "5"),
-        ("the value is $5$.", "5"),
-        (r"\boxed{5}", "5"),
-        (r"\text{east}", "east"),
-        (r"\textbf{(B)}", "(B)"),
-        (r"\mbox{east}", "east"),
-        ("5 cm", "5"),
-        ("5 degrees", "5"),
-        (r"90^\circ", "90"),
-        (r"90^{\circ}", "90"),
-        (r"\$5", "5"),
-        ("5 dollars", "5"),
-        ("an apple", "apple"),
-        (r"\frac12", r"\frac{1}{2}"),
-        (r"\frac{1}{2}", r"\frac{1}{2}"),
-        (r"\sqrt2", r"\sqrt{2}"),
-        (r"\sqrt{2}", r"\sqrt{2}"),
-        ("1,234", "1234"),
-        (r"1,\!234", "1234"),
-        ("1{,}234", "1234"),
-        ("(1,2)", "(1,2)"),
-        ("( 1 , 2 )", "(1,2)"),
-        (r"x\text{ and }y", "x,y"),
-        ("3, 4", "34"),  # Minerva's own: a list of digits passes for a number with commas
-        ("", ""),
-    ],
+    ("form", "answer"),
+    spread(
+        [
+            ("5", ["5", "x = 5", "$5$", "the value is $5$.", r"\boxed{5}", "5 cm", "5 degrees"]),
+            ("5", [r"\$5", "5 dollars"]),
+            ("c", ["a = b = c"]),
+            ("east", [r"\text{east}", r"\mbox{east}"]),
+            ("(B)", [r"\textbf{(B)}"]),
+            ("90", [r"90^\circ", r"90^{\circ}"]),
+            ("apple", ["an apple"]),
+            (r"\frac{1}{2}", [r"\frac12", r"\frac{1}{2}"]),
+            (r"\sqrt{2}", [r"\sqrt2", r"\sqrt{2}"]),
+            ("1234", ["1,234", r"1,\!234", "1{,}234"]),
+            ("(1,2)", ["(1,2)", "( 1 , 2 )"]),
+            ("x,y", [r"x\text{ and }y"]),
+            ("34", ["3, 4"]),  # Minerva's own: a list of digits passes for a number with commas
+            ("", [""]),
+        ]
+    ),
 )
 def test_minerva_form_removes_what_does_not_matter(answer, form):
     assert answers.minerva_form(answer) == form

@@ -213,14 +213,6 @@ def test_tiny_tokenizer_keeps_tags_and_drops_chat_marks(tokenizer):
     assert ids[-2:] == [tokenizer.eos_token_id, tokenizer.pad_token_id]
 
 
-def test_tiny_tokenizer_writes_chats(tokenizer):
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
-    assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
-
-
 def test_problems_and_answers_fit_the_quickstart_buffers(tokenizer):
     def chat(problem):
         messages = [{"role": "user", "content": problem.question}]

@@ -81,18 +81,13 @@ def test_decoding_drops_the_chat_marks_and_keeps_the_tags(tiny):
 
 @pytest.mark.parametrize(
     "listed,extra",
-    [([421, 7, 9], (7, 9)), (7, (7,)), (0, (0,)), ([], ()), (None, ())],
+    [([421, 7, 9], (7, 9)), (7, (7,)), (0, (0,)), ([], ()), (None, ()), ("absent", ())],
 )
 def test_ends_of_sequence_in_the_generation_config_are_stop_tokens(copy, listed, extra):
     folder, _ = copy
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": listed}))
+    config = {} if listed == "absent" else {"eos_token_id": listed}
+    (folder / "generation_config.json").write_text(json.dumps(config))
     assert tokenizer.load(folder).stop_tokens == (421, *extra)
-
-
-def test_a_generation_config_without_ends_of_sequence_adds_none(copy):
-    folder, _ = copy
-    (folder / "generation_config.json").write_text("{}")
-    assert tokenizer.load(folder).stop_tokens == (421,)
 
 
 def test_ends_of_sequence_in_the_config_count_where_there_is_no_generation_config(copy):

@@ -3,6 +3,7 @@
 import pytest
 
 from qerl_jax.data import verl_answers
+from tests.tables import spread
 
 
 @pytest.mark.parametrize(
@@ -48,59 +49,51 @@ def test_the_answer_line_is_read_from_the_last_300_characters(text, line):
 
 
 @pytest.mark.parametrize(
-    ("text", "box"),
-    [
-        (r"\boxed{4} and \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-        (r"\boxed{5}" + 400 * " ", "5"),
-        (r"$\boxed 5$ so", "5"),
-        (r"\boxed {5}", "{5}"),
-        (r"\boxed{4} but $\boxed 5$ or \boxed{6}", "5"),
-        (r"\boxed5", None),
-        (r"\boxed{5", None),
-        (r"\fbox{5}", None),
-        ("5", None),
-    ],
+    ("box", "text"),
+    spread(
+        [
+            (r"\frac{1}{2}", [r"\boxed{4} and \boxed{\frac{1}{2}}"]),
+            ("5", [r"\boxed{5}" + 400 * " ", r"$\boxed 5$ so"]),
+            ("5", [r"\boxed{4} but $\boxed 5$ or \boxed{6}"]),
+            ("{5}", [r"\boxed {5}"]),
+            (None, [r"\boxed5", r"\boxed{5", r"\fbox{5}", "5"]),
+        ]
+    ),
 )
 def test_the_last_box_is_read_from_all_of_the_text(text, box):
     assert verl_answers.boxed(text) == box
 
 
 @pytest.mark.parametrize(
-    ("answer", "form"),
-    [
-        (r"\dfrac{1}{2}", r"\frac{1}{2}"),
-        (r"\frac12", r"\frac{1}{2}"),
-        (r"\frac1{72}", r"\frac{1}{72}"),
-        (r"\frac{72}1", r"\frac{72}1"),
-        (r"\frac12x+\frac34", r"\frac{1}{2}x+\frac{3}{4}"),
-        (r"\frac1", r"\frac1"),
-        ("1/2", r"\frac{1}{2}"),
-        ("-1/2", r"\frac{-1}{2}"),
-        ("01/2", "01/2"),
-        ("-0/2", "-0/2"),
-        ("x/2", "x/2"),
-        ("1/2/3", "1/2/3"),
-        ("0.5", r"\frac{1}{2}"),
-        (".5", r"\frac{1}{2}"),
-        ("0.50", "0.50"),
-        (r"\sqrt3", r"\sqrt{3}"),
-        (r"\sqrt 3", r"\sqrt{}3"),
-        (r"2\sqrt{3}", r"2\sqrt{3}"),
-        ("x = 5", "5"),
-        ("xy=5", "5"),
-        ("xyz=5", "xyz=5"),
-        (r"5\text{ cm}", "5"),
-        (r"5\text{cm}", r"5\text{cm}"),
-        (r"90^\circ", "90"),
-        (r"90^{\circ}", "90"),
-        (r"50\%", "50"),
-        (r"\$5", "5"),
-        (r"\left( 1, \! 2 \right)", "(1,2)"),
-        ("{.5}", "{0.5}"),
-        ("1 \n 2", "12"),
-        (r"a \\ b", "a\\b"),
-        ("", ""),
-    ],
+    ("form", "answer"),
+    spread(
+        [
+            (r"\frac{1}{2}", [r"\dfrac{1}{2}", r"\frac12", "1/2", "0.5", ".5"]),
+            (r"\frac{1}{72}", [r"\frac1{72}"]),
+            (r"\frac{72}1", [r"\frac{72}1"]),
+            (r"\frac{1}{2}x+\frac{3}{4}", [r"\frac12x+\frac34"]),
+            (r"\frac1", [r"\frac1"]),
+            (r"\frac{-1}{2}", ["-1/2"]),
+            ("01/2", ["01/2"]),
+            ("-0/2", ["-0/2"]),
+            ("x/2", ["x/2"]),
+            ("1/2/3", ["1/2/3"]),
+            ("0.50", ["0.50"]),
+            (r"\sqrt{3}", [r"\sqrt3"]),
+            (r"\sqrt{}3", [r"\sqrt 3"]),
+            (r"2\sqrt{3}", [r"2\sqrt{3}"]),
+            ("5", ["x = 5", "xy=5", r"5\text{ cm}", r"\$5"]),
+            ("xyz=5", ["xyz=5"]),
+            (r"5\text{cm}", [r"5\text{cm}"]),
+            ("90", [r"90^\circ", r"90^{\circ}"]),
+            ("50", [r"50\%"]),
+            ("(1,2)", [r"\left( 1, \! 2 \right)"]),
+            ("{0.5}", ["{.5}"]),
+            ("12", ["1 \n 2"]),
+            ("a\\b", [r"a \\ b"]),
+            ("", [""]),
+        ]
+    ),
 )
 def test_hendrycks_form_removes_what_his_code_removes(answer, form):
     assert verl_answers.hendrycks_form(answer) == form

@@ -12,6 +12,7 @@ import pytest
 from qerl_jax.rewards import sandbox, stock
 from qerl_jax.rewards.stock import FACTORIES, STOCK
 from qerl_jax.system.process_pool import Failure
+from tests.tables import spread
 
 
 def score(name, completion, answer):
@@ -23,61 +24,53 @@ def score(name, completion, answer):
 
 
 @pytest.mark.parametrize(
-    ("completion", "answer", "reward"),
-    [
-        ("<answer>27</answer>", "27", 1),
-        ("<answer> 27.0 </answer>", "27", 1),
-        ("<answer>27.</answer>", "27", 1),
-        ("<answer>27.5</answer>", "27", 0),
-        ("<answer>$1,234.00</answer>", "1234", 1),
-        (r"<answer>\$5</answer>", "5", 1),
-        ("<answer>12,34</answer>", "1234", 0),
-        ("<answer>1,2</answer>", "1,2", 1),
-        ("<answer>025</answer>", "25", 1),
-        ("<answer>-3</answer>", "-3", 1),
-        ("<answer>−3</answer>", "-3", 1),
-        ("<answer>3</answer>", "-3", 0),
-        ("<answer>+3</answer>", "3", 1),
-        ("<answer>.5</answer>", "0.50", 1),
-        ("<answer>4</answer>", 4, 1),
-        ("<answer>4</answer>", 4.0, 1),
-        ("<answer>four</answer>", "four", 1),
-        ("<answer>Four</answer>", "four", 0),
-        ("<answer>东京 🙂</answer>", "东京 🙂", 1),
-        ("<answer>4 eggs</answer>", "4", 0),
-        ("<answer>1</answer> no: <answer>2</answer>", "2", 1),
-        ("<answer>1</answer> no: <answer>2</answer>", "1", 0),
-        ("<answer>2</answer><answer>", "2", 1),
-        ("<answer><answer>2</answer></answer>", "2", 1),
-        ("<answer>\n2\n</answer>", "2", 1),
-        ("<answer></answer>", "", 1),
-        ("<answer>2", "2", 0),
-        ("2", "2", 0),
-        ("", "2", 0),
-        ("<answer>2</answer>", None, None),
-    ],
+    ("answer", "reward", "completion"),
+    spread(
+        [
+            ("27", 1, ["<answer>27</answer>", "<answer> 27.0 </answer>", "<answer>27.</answer>"]),
+            ("27", 0, ["<answer>27.5</answer>"]),
+            ("1234", 1, ["<answer>$1,234.00</answer>"]),
+            ("5", 1, [r"<answer>\$5</answer>"]),
+            ("1234", 0, ["<answer>12,34</answer>"]),
+            ("1,2", 1, ["<answer>1,2</answer>"]),
+            ("25", 1, ["<answer>025</answer>"]),
+            ("-3", 1, ["<answer>-3</answer>", "<answer>−3</answer>"]),
+            ("-3", 0, ["<answer>3</answer>"]),
+            ("3", 1, ["<answer>+3</answer>"]),
+            ("0.50", 1, ["<answer>.5</answer>"]),
+            (4, 1, ["<answer>4</answer>"]),
+            (4.0, 1, ["<answer>4</answer>"]),
+            ("four", 1, ["<answer>four</answer>"]),
+            ("four", 0, ["<answer>Four</answer>"]),
+            ("东京 🙂", 1, ["<answer>东京 🙂</answer>"]),
+            ("4", 0, ["<answer>4 eggs</answer>"]),
+            ("2", 1, ["<answer>1</answer> no: <answer>2</answer>", "<answer>2</answer><answer>"]),
+            ("2", 1, ["<answer><answer>2</answer></answer>", "<answer>\n2\n</answer>"]),
+            ("1", 0, ["<answer>1</answer> no: <answer>2</answer>"]),
+            ("", 1, ["<answer></answer>"]),
+            ("2", 0, ["<answer>2", "2", ""]),
+            (None, None, ["<answer>2</answer>"]),
+        ]
+    ),
 )
 def test_accuracy_compares_the_last_answer_by_value(completion, answer, reward):
     assert score("accuracy_reward", completion, answer) == reward
 
 
 @pytest.mark.parametrize(
-    ("completion", "answer", "strict", "flexible"),
-    [
-        ("so\n#### 1,234", "1234", 1, 1),
-        ("####5", "5", 1, 1),
-        ("#### $5.00.", "5", 1, 1),
-        ("#### -7", "-7", 1, 1),
-        ("#### 1\n#### 2", "2", 1, 1),
-        ("#### 2\n#### ?", "2", 1, 1),
-        ("#### 2 of 3", "2", 1, 0),
-        ("### 2", "2", 0, 1),
-        ("She has 2 eggs.", "2", 0, 1),
-        ("She has 2 eggs out of 12", "2", 0, 0),
-        ("2", "2", 0, 1),
-        ("", "2", 0, 0),
-        ("#### 2", None, None, None),
-    ],
+    ("answer", "strict", "flexible", "completion"),
+    spread(
+        [
+            ("1234", 1, 1, ["so\n#### 1,234"]),
+            ("5", 1, 1, ["####5", "#### $5.00."]),
+            ("-7", 1, 1, ["#### -7"]),
+            ("2", 1, 1, ["#### 1\n#### 2", "#### 2\n#### ?"]),
+            ("2", 1, 0, ["#### 2 of 3"]),
+            ("2", 0, 1, ["### 2", "She has 2 eggs.", "2"]),
+            ("2", 0, 0, ["She has 2 eggs out of 12", ""]),
+            (None, None, None, ["#### 2"]),
+        ]
+    ),
 )
 def test_gsm8k_strict_reads_hashes_and_flexible_the_last_number(
     completion, answer, strict, flexible
@@ -87,55 +80,44 @@ def test_gsm8k_strict_reads_hashes_and_flexible_the_last_number(
 
 
 @pytest.mark.parametrize(
-    ("completion", "answer", "reward"),
-    [
-        (r"\boxed{5}", "5", 1),
-        (r"\boxed{5.0}", "5", 1),
-        (r"\boxed{4} then \boxed{5}", "5", 1),
-        (r"\boxed{5} then \boxed{4}", "5", 0),
-        (r"\boxed{\frac12}", r"\frac{1}{2}", 1),
-        (r"\boxed{x = 5 \text{ cm}}", "5", 1),
-        (r"\boxed{0.5}", r"\frac{1}{2}", 0),
-        (r"\boxed {\frac{4}{7}}", r"\frac{4}{7}", 1),
-        (r"\boxed{1,234}", "1234", 1),
-        (r"\boxed{1,2}", "12", 0),
-        (r"\boxed{12}", "1,2", 0),
-        (r"\boxed{1, 2}", "1,2", 1),
-        (r"\boxed{5", "5", 0),
-        ("5", "5", 0),
-        (r"\boxed{5}", None, None),
-    ],
+    ("answer", "reward", "completion"),
+    spread(
+        [
+            ("5", 1, [r"\boxed{5}", r"\boxed{5.0}", r"\boxed{4} then \boxed{5}"]),
+            ("5", 1, [r"\boxed{x = 5 \text{ cm}}"]),
+            ("5", 0, [r"\boxed{5} then \boxed{4}", r"\boxed{5", "5"]),
+            (r"\frac{1}{2}", 1, [r"\boxed{\frac12}"]),
+            (r"\frac{1}{2}", 0, [r"\boxed{0.5}"]),
+            (r"\frac{4}{7}", 1, [r"\boxed {\frac{4}{7}}"]),
+            ("1234", 1, [r"\boxed{1,234}"]),
+            ("12", 0, [r"\boxed{1,2}"]),
+            ("1,2", 0, [r"\boxed{12}"]),
+            ("1,2", 1, [r"\boxed{1, 2}"]),
+            (None, None, [r"\boxed{5}"]),
+        ]
+    ),
 )
 def test_boxed_compares_the_last_box_as_text_or_number(completion, answer, reward):
     assert score("boxed_reward", completion, answer) == reward
 
 
 @pytest.mark.parametrize(
-    ("completion", "answer", "minerva", "boxed"),
-    [
-        ("Answer: 34", "34", 1, 0),
-        ("answer : 34", "34", 1, 0),
-        ("Answer: $34$", "34", 1, 0),
-        ("Answer: x = 34", "34", 1, 0),
-        ("Answer: 34 cm", "34", 1, 0),
-        ("Answer: 1,234", "1234", 1, 0),
-        (r"Answer: $\frac12$", r"\frac{1}{2}", 1, 0),
-        (r"Answer: \boxed{34}", "34", 1, 1),
-        ("Answer: 34.0", "34", 0, 0),
-        ("Answer: 33\nAnswer: 34", "34", 1, 0),
-        ("Answer: 34\nAnswer: 33", "34", 0, 0),
-        ("Answer: 34 because", "34", 0, 0),
-        ("34", "34", 0, 0),
-        ("", "", 0, 0),
-        (r"\boxed{34}", "34", 0, 1),
-        (r"\boxed{ 34}", "34", 0, 0),
-        (r"\boxed{34}" + 90 * " ", "34", 0, 1),
-        (r"\boxed{34}" + 91 * " ", "34", 0, 0),
-        ("Answer: 34\n" + 289 * ".", "34", 1, 0),
-        ("Answer: 34\n" + 290 * ".", "34", 0, 0),
-        ("Answer: 34", 34, 1, 0),
-        ("Answer: 34", None, None, None),
-    ],
+    ("answer", "minerva", "boxed", "completion"),
+    spread(
+        [
+            ("34", 1, 0, ["Answer: 34", "answer : 34", "Answer: $34$", "Answer: x = 34"]),
+            ("34", 1, 0, ["Answer: 34 cm", "Answer: 33\nAnswer: 34", "Answer: 34\n" + 289 * "."]),
+            ("1234", 1, 0, ["Answer: 1,234"]),
+            (r"\frac{1}{2}", 1, 0, [r"Answer: $\frac12$"]),
+            ("34", 1, 1, [r"Answer: \boxed{34}"]),
+            ("34", 0, 0, ["Answer: 34.0", "Answer: 34\nAnswer: 33", "Answer: 34 because", "34"]),
+            ("34", 0, 0, [r"\boxed{ 34}", r"\boxed{34}" + 91 * " ", "Answer: 34\n" + 290 * "."]),
+            ("", 0, 0, [""]),
+            ("34", 0, 1, [r"\boxed{34}", r"\boxed{34}" + 90 * " "]),
+            (34, 1, 0, ["Answer: 34"]),
+            (None, None, None, ["Answer: 34"]),
+        ]
+    ),
 )
 def test_dapo_reads_the_end_of_the_text_only(completion, answer, minerva, boxed):
     assert score("dapo_reward", completion, answer) == minerva
@@ -143,18 +125,15 @@ def test_dapo_reads_the_end_of_the_text_only(completion, answer, minerva, boxed)
 
 
 @pytest.mark.parametrize(
-    ("completion", "answer", "exact", "digits"),
-    [
-        ("<answer>72</answer>", "72", 2, 0.2),
-        ("<answer>\n72\n</answer>\n", "72", 2, 0.2),
-        ("<answer>1</answer><answer>72</answer>", "72", 2, 0.2),
-        ("72", "72", 2, 0.2),
-        ("<answer>72.0</answer>", "72", 0, 0),
-        ("<answer>-72</answer>", "-72", 2, 0),
-        ("It is 72", "72", 0, 0),
-        ("<answer></answer>", "72", 0, 0),
-        ("", "72", 0, 0),
-    ],
+    ("answer", "exact", "digits", "completion"),
+    spread(
+        [
+            ("72", 2, 0.2, ["<answer>72</answer>", "<answer>\n72\n</answer>\n"]),
+            ("72", 2, 0.2, ["<answer>1</answer><answer>72</answer>", "72"]),
+            ("72", 0, 0, ["<answer>72.0</answer>", "It is 72", "<answer></answer>", ""]),
+            ("-72", 2, 0, ["<answer>-72</answer>"]),
+        ]
+    ),
 )
 def test_xml_answer_is_compared_to_the_letter(completion, answer, exact, digits):
     assert score("xml_answer_reward", completion, answer) == exact
@@ -162,27 +141,26 @@ def test_xml_answer_is_compared_to_the_letter(completion, answer, exact, digits)
 
 
 @pytest.mark.parametrize(
-    ("completion", "whole", "soft", "think", "begins"),
-    [
-        ("<think>a</think><answer>b</answer>", 1, 0.2, 0.2, 1),
-        ("<think>a\n\nb</think>\n<answer>c\nd</answer>\n", 1, 0.2, 0.2, 1),
-        ("<think></think><answer></answer>", 1, 0.2, 0.2, 1),
-        (" <think>a</think><answer>b</answer>", 1, 0.2, 0.2, 0),
-        ("<think>a</think> so <answer>b</answer>", 0, 0, 0.2, 1),
-        ("<think>a</think><answer>b</answer> done", 0, 0.2, 0.2, 1),
-        ("Hm. <think>a</think><answer>b</answer>", 0, 0.2, 0.2, 0),
-        ("<think>a</think><answer>b</answer><answer>c</answer>", 0, 0.2, 0.2, 1),
-        ("<think><think>a</think></think><answer>b</answer>", 0, 0.2, 0.2, 0),
-        ("<think>a</think><think>b</think><answer>c</answer>", 0, 0.2, 0.2, 0),
-        ("<think>a<answer>b</answer></think>", 0, 0, 0.2, 1),
-        ("<answer>b</answer><think>a</think>", 0, 0, 0.2, 0),
-        ("<think>a</think><answer>b", 0, 0, 0.2, 1),
-        ("<think></answer></think><answer>", 0, 0, 0.2, 1),
-        ("</think><think>", 0, 0, 0, 0),
-        ("<think>a", 0, 0, 0, 0),
-        ("<THINK>a</THINK><ANSWER>b</ANSWER>", 0, 0, 0, 0),
-        ("", 0, 0, 0, 0),
-    ],
+    ("whole", "soft", "think", "begins", "completion"),
+    spread(
+        [
+            (1, 0.2, 0.2, 1, ["<think>a</think><answer>b</answer>"]),
+            (1, 0.2, 0.2, 1, ["<think>a\n\nb</think>\n<answer>c\nd</answer>\n"]),
+            (1, 0.2, 0.2, 1, ["<think></think><answer></answer>"]),
+            (1, 0.2, 0.2, 0, [" <think>a</think><answer>b</answer>"]),
+            (0, 0, 0.2, 1, ["<think>a</think> so <answer>b</answer>"]),
+            (0, 0, 0.2, 1, ["<think>a<answer>b</answer></think>", "<think>a</think><answer>b"]),
+            (0, 0, 0.2, 1, ["<think></answer></think><answer>"]),
+            (0, 0.2, 0.2, 1, ["<think>a</think><answer>b</answer> done"]),
+            (0, 0.2, 0.2, 1, ["<think>a</think><answer>b</answer><answer>c</answer>"]),
+            (0, 0.2, 0.2, 0, ["Hm. <think>a</think><answer>b</answer>"]),
+            (0, 0.2, 0.2, 0, ["<think><think>a</think></think><answer>b</answer>"]),
+            (0, 0.2, 0.2, 0, ["<think>a</think><think>b</think><answer>c</answer>"]),
+            (0, 0, 0.2, 0, ["<answer>b</answer><think>a</think>"]),
+            (0, 0, 0, 0, ["</think><think>", "<think>a", "<THINK>a</THINK><ANSWER>b</ANSWER>"]),
+            (0, 0, 0, 0, [""]),
+        ]
+    ),
 )
 def test_format_rewards_tell_forms_apart(completion, whole, soft, think, begins):
     assert STOCK["format_reward"]([completion]) == [whole]
