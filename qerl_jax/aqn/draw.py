@@ -122,12 +122,8 @@ def row_noise(
     Raises:
         ValueError: If `per` is something else.
     """
-    require(
-        per in ("group", "sequence", "token"),
-        "per",
-        per,
-        "must be 'group', 'sequence' or 'token'",
-    )
+    rule = "must be 'group', 'sequence' or 'token'"
+    require(per in ("group", "sequence", "token"), "per", per, rule)
     leaves = jax.tree_util.tree_leaves_with_path(shapes)
     named = tuple((tuple(step.key for step in path), tuple(x.shape)) for path, x in leaves)
     return RowNoise(jax.random.key_data(key), jnp.asarray(sigma, jnp.float32), named, per)

@@ -37,10 +37,7 @@ _START_SECONDS = 120.0
 # Seconds of wall-clock time per second of CPU time, because on a busy machine a call gets only a share of a CPU.
 _PATIENCE = 5
 # Environment variables for paths and locale that workers get; others may be secrets.
-_PASSED_ON = (
-    *("HOME", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "PATH", "PYTHONHASHSEED"),
-    *("TMPDIR", "TZ"),
-)
+_PASSED_ON = "HOME LANG LC_ALL LC_CTYPE LD_LIBRARY_PATH PATH PYTHONHASHSEED TMPDIR TZ".split()
 # An integer like 10**10**10 needs more than any ordinary answer.
 _MEMORY_BYTES = 4 << 30
 
@@ -147,9 +144,8 @@ class Worker:
                 self._start()
             if self._is_stopped:
                 return Failure("died")
-            with contextlib.suppress(
-                BrokenPipeError
-            ):  # the worker has died, which the missing reply will show
+            # Raised if the worker has died, which the missing reply will show.
+            with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.write(request + "\n")
                 self._process.stdin.flush()
             return self._reply(_PATIENCE * self._seconds)

@@ -16,7 +16,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from qerl_jax.config import ToolsConfig
 from qerl_jax.rewards import imports, scoring
@@ -54,14 +54,6 @@ class Snapshot(types.SimpleNamespace):
     def of_class(self, name: str) -> bool:
         """Whether the environment's class has this name."""
         return self._class == name
-
-
-class _Runner(Protocol):
-    """Calls a host's functions, in a worker process or in this one."""
-
-    def call(self, function: str, *arguments: Any) -> Any: ...
-
-    def stop(self) -> None: ...
 
 
 class _Process:
@@ -119,6 +111,9 @@ class _Thread:
         self._host = None
 
 
+type _Runner = _Process | _Thread
+
+
 class Toolbox:
     """Tools, and at most one environment, whose methods are tools too.
 
@@ -151,37 +146,35 @@ class Toolbox:
         """
         self._cfg = cfg
         environment = cfg.environment if environment is None else environment
-        functions = [_found(t, TOOLS) for t in (cfg.functions if tools is None else tools)]
-        factory = None if environment is None else _found(environment, ENVIRONMENTS)
+        functions = [_callable(t, TOOLS) for t in (cfg.functions if tools is None else tools)]
+        factory = None if environment is None else _callable(environment, ENVIRONMENTS)
         options = dict((cfg.environment_options or {}) if options is None else options)
         methods: list[Callable] = []
         self.environment: type | None = None
         self.owns_reward = False
         if factory is not None:
             kind = factory if isinstance(factory, type) else _kind(factory, options)
-            require(
-                callable(getattr(kind, "reset", None)),
-                "tools.environment",
-                kind.__name__,
-                "must have a method reset",
-            )
+            can_reset = callable(getattr(kind, "reset", None))
+            require(can_reset, "tools.environment", kind.__name__, "must have a method reset")
             names = environment_host.tool_names(kind)
             # Bound to a dummy object, so that `self` is not an argument in the schema.
             methods = [types.MethodType(getattr(kind, name), object()) for name in names]
             self.owns_reward = hasattr(kind, "get_reward")
             self.environment = kind
-        self.schemas = [tool_calls.schema(each) for each in (*functions, *methods)]
-        names = [each["function"]["name"] for each in self.schemas]
+        self.schemas = [tool_calls.schema(tool) for tool in (*functions, *methods)]
+        names = [schema["function"]["name"] for schema in self.schemas]
         repeated = sorted({name for name in names if names.count(name) > 1})
         require(not repeated, "tools", repeated, "must differ in name")
         require(bool(names), "tools", names, "there must be at least one")
-        paths = [imports.path_of(each) or _given_path(each, cfg) for each in functions]
-        place = None if factory is None else imports.path_of(factory) or _given_path(factory, cfg)
-        things = [*zip(functions, paths, strict=True), *([(factory, place)] if factory else [])]
+        things = [*functions, *([] if factory is None else [factory])]
+        paths = [imports.path_of(thing) or _configured_path(thing, cfg) for thing in things]
         self.unimportable = [
-            getattr(thing, "__name__", str(thing)) for thing, path in things if path is None
+            getattr(thing, "__name__", str(thing))
+            for thing, path in zip(things, paths, strict=True)
+            if path is None
         ]
-        load, seconds = [paths, place, options], cfg.seconds
+        count, seconds = len(functions), cfg.seconds
+        load = [paths[:count], None if factory is None else paths[count], options]
         if self.unimportable:
             host = lambda: environment_host.Host(functions, factory, options)
             self._make: Callable[[], _Runner] = lambda: _Thread(host, seconds)
@@ -256,14 +249,14 @@ class Toolboxes:
         Raises:
             ValueError: As for `Toolbox`, and for two classes with the same name.
         """
-        given = cfg.environments or cfg.environment if environment is None else environment
-        self._is_one, options = not isinstance(given, Mapping), cfg.environment_options or {}
+        environment = cfg.environments or cfg.environment if environment is None else environment
+        self._is_one, options = not isinstance(environment, Mapping), cfg.environment_options or {}
         if self._is_one:
-            self._boxes = {None: Toolbox(cfg, tools, given)}
+            self._boxes = {None: Toolbox(cfg, tools, environment)}
         else:
             self._boxes = {
                 name: Toolbox(cfg, tools, factory, options.get(name, {}))
-                for name, factory in given.items()
+                for name, factory in environment.items()
             }
         classes = {box.environment for box in self._boxes.values()} - {None}
         names = sorted(kind.__name__ for kind in classes)
@@ -272,7 +265,8 @@ class Toolboxes:
         missed = (name for box in self._boxes.values() for name in box.unimportable)
         self.unimportable = list(dict.fromkeys(missed))
         self.executor = concurrent.futures.ThreadPoolExecutor(cfg.workers or os.cpu_count() or 1)
-        self._shut = weakref.finalize(self, _shut, self.executor)
+        options = {"wait": False, "cancel_futures": True}
+        self._shut = weakref.finalize(self, self.executor.shutdown, **options)
 
     def __iter__(self) -> Iterator[Toolbox]:
         return iter(self._boxes.values())
@@ -403,23 +397,17 @@ def _kind(factory: Callable, options: Mapping[str, Any]) -> type:
         raise ValueError(f"tools.environment {name}: cannot be made: {error}") from error
 
 
-def _found(thing: Tool, stock: Mapping[str, Callable]) -> Callable:
+def _callable(thing: Tool, stock: Mapping[str, Callable]) -> Callable:
+    function = thing
     if isinstance(thing, str):
         function = stock[thing] if thing in stock else _imported(thing, stock)
-    else:
-        function = thing
     require(callable(function), "tools", thing, "must be a function or a class")
     return function
 
 
 def _imported(path: str, stock: Mapping[str, Callable]) -> Any:
-    require(
-        ":" in path,
-        "tools",
-        path,
-        f"must be one of {sorted(stock)}, or an import path such as 'package.module:name' or "
-        "'folder/file.py:name'",
-    )
+    forms = "an import path such as 'package.module:name' or 'folder/file.py:name'"
+    require(":" in path, "tools", path, f"must be one of {sorted(stock)}, or {forms}")
     imports.require_file(path.rpartition(":")[0], "tools", path)
     try:
         return imports.attribute(path)
@@ -433,7 +421,7 @@ def _imported(path: str, stock: Mapping[str, Callable]) -> Any:
         raise ValueError(f"tools: got {path!r}; {rule}") from error
 
 
-def _given_path(thing: Callable, cfg: ToolsConfig) -> str | None:
+def _configured_path(thing: Callable, cfg: ToolsConfig) -> str | None:
     """Returns the path "file.py:name" by which a config names an object; None if it does not name it so."""
     for path in cfg.paths:
         file, _, name = path.rpartition(":")
@@ -464,15 +452,8 @@ def _told(failure: Failure) -> str:
 
 def plain(columns: Mapping[str, Any]) -> dict[str, Any]:
     """Returns columns as plain JSON values: arrays become lists, and other objects text."""
-    return json.loads(json.dumps(dict(columns), default=_listed))
-
-
-def _listed(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else str(value)
-
-
-def _shut(executor: concurrent.futures.Executor) -> None:
-    executor.shutdown(wait=False, cancel_futures=True)
+    listed = lambda value: value.tolist() if hasattr(value, "tolist") else str(value)
+    return json.loads(json.dumps(dict(columns), default=listed))
 
 
 def _stop(runners: Sequence[_Runner]) -> None:

@@ -66,12 +66,8 @@ def detect(template: str) -> CallFormat:
         return "hermes"
     if "ipython" in template and '"parameters"' in template:
         return "llama3_json"
-    require(
-        False,
-        "tools.call_format",
-        None,
-        'the chat template asks for calls in no known format: say "hermes" or "llama3_json"',
-    )
+    rule = 'the chat template asks for calls in no known format: say "hermes" or "llama3_json"'
+    require(False, "tools.call_format", None, rule)
 
 
 def parse(text: str, call_format: CallFormat) -> tuple[str, list[Call]]:
@@ -131,9 +127,8 @@ def parse_pattern(
         name = groups.get("name") or next(iter(tools))
         properties = tools.get(name, {}).get("properties", {})
         if len(properties) != 1:
-            return Call(
-                name, {}, f"{name} is no tool of one argument; there are {', '.join(tools)}"
-            )
+            reason = f"{name} is no tool of one argument; there are {', '.join(tools)}"
+            return Call(name, {}, reason)
         ((argument, shape),) = properties.items()
         # A group that takes no part in a match is None.
         value: Any = (groups["argument"] or "").strip()
@@ -192,21 +187,14 @@ def answer(
         ValueError: If the template renders earlier messages differently once there are later ones.
     """
     calls = [Call(message["name"], {}).to_message() for message in messages]
-    before = [
-        {"role": "user", "content": "-"},
-        {"role": "assistant", "content": "", "tool_calls": calls},
-    ]
+    turn = {"role": "assistant", "content": "", "tool_calls": calls}
+    before = [{"role": "user", "content": "-"}, turn]
     (begun,) = tokenizer.render([before], add_generation_prompt=False)
     (whole,) = tokenizer.render([[*before, *messages]])
     # Templates write a newline after a turn, which the policy does not, so the turn ends at the end token.
     end = tokenizer.hf.eos_token or ""
     index = begun.rfind(end) if end else -1
     index = len(begun) if index < 0 else index + (len(end) if after_stop else 0)
-    require(
-        whole.startswith(begun[:index]),
-        "chat template",
-        begun[:index],
-        "must write messages in the same way whatever follows them",
-        ValueError,
-    )
+    begun, rule = begun[:index], "must write messages in the same way whatever follows them"
+    require(whole.startswith(begun), "chat template", begun, rule, ValueError)
     return tokenizer.hf([whole[index:]], add_special_tokens=False)["input_ids"][0]
