@@ -38,10 +38,12 @@ def test_devices_that_share_a_base_are_one_replica(monkeypatch):
     assert len(mesh.Replicas(tuple("abcdef"), group=2)) == 3
 
 
-def test_a_base_cannot_be_shared_by_more_devices_than_a_host_has():
+@pytest.mark.parametrize("field", ["fsdp", "tensor"])
+def test_a_base_cannot_be_shared_by_more_devices_than_a_host_has(field):
     seen = len(jax.local_devices())
-    with pytest.raises(ConfigError, match=rf"mesh.fsdp: got {seen + 1}; .* sees {seen} devices? "):
-        mesh.Replicas.of(MeshConfig(fsdp=seen + 1), rows=64)
+    message = rf"mesh.{field}: got {seen + 1}; .* sees {seen} devices? "
+    with pytest.raises(ConfigError, match=message):
+        mesh.Replicas.of(MeshConfig(**{field: seen + 1}), rows=64)
 
 
 def test_places_of_several_hosts_are_numbered_through():
@@ -53,10 +55,5 @@ def test_places_of_several_hosts_are_numbered_through():
 
 
 def test_devices_that_decode_rows_together_are_one_replica_of_one_host(monkeypatch):
-    seen = len(jax.local_devices())
-    with pytest.raises(
-        ConfigError, match=rf"mesh.tensor: got {seen + 1}; .* sees {seen} devices? "
-    ):
-        mesh.Replicas.of(MeshConfig(tensor=seen + 1), rows=64)
     monkeypatch.setattr(jax, "local_devices", lambda: ["a device"] * 6)
     assert [mesh.places(MeshConfig(tensor=n), 64) for n in (2, 4)] == [3, 1]

@@ -134,14 +134,7 @@ def test_absent_slots_are_as_many_as_the_cache_is_expected_to_hold():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "fields",
-    [
-        {"max_concurrent": 5},
-        *(
-            pytest.param(fields, marks=pytest.mark.slow)
-            for fields in ({}, {"kv_cache_tokens": 100}, {"num_generations": 2})
-        ),
-    ],
+    "fields", [{"max_concurrent": 5}, {}, {"kv_cache_tokens": 100}, {"num_generations": 2}]
 )
 def test_the_cache_is_planned_as_the_engine_makes_it(monkeypatch, fields):
     """Either only fields bound it, or the device does."""
@@ -344,12 +337,9 @@ def test_micro_batches_shrink_where_no_recomputation_helps_and_never_below_a_row
 
 @pytest.mark.parametrize("limit", [None, 20_000_000_000, 80_000_000_000])
 def test_what_a_config_says_the_plan_leaves(limit):
-    said = changed(
-        BENCH,
-        model={"gradient_checkpointing": "mlp"},
-        optim={"max_tokens_per_microbatch": 1000},
-    )
-    assert memory.plan(said, limit=limit).cfg == said
+    tokens = {"max_tokens_per_microbatch": 1000}
+    cfg = changed(BENCH, model={"gradient_checkpointing": "mlp"}, optim=tokens)
+    assert memory.plan(cfg, limit=limit).cfg == cfg
 
 
 def test_without_a_report_of_memory_the_plan_is_careful():
@@ -384,43 +374,33 @@ def test_every_shipped_recipe_compiles_at_most_eight_updates(path):
     assert len(memory.update_shapes(cfg)) <= 5
 
 
+LONG = {
+    "rollout": {"max_completion_length": 4096},
+    "optim": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 64},
+}
+WIDE_LORA = {"lora": {"rank": 8192}, "optim": {"optimizer": "adamw_8bit"}}
+NO_REMAT = {"model": {"gradient_checkpointing": "none"}}
+ADAMW_8BIT = 'change optim.optimizer to "adamw_8bit" (optimizer 5.17 GB)'
+FEWER_TOKENS = "optim.max_tokens_per_microbatch, which may go down to 512, from"
+
+
 @pytest.mark.parametrize(
     ("changes", "limit", "advice"),
     [
         ({"model": {"weights": "bfloat16"}}, 14e9, 'change model.weights to "nvfp4"'),
-        (
-            {
-                "rollout": {"max_completion_length": 4096},
-                "optim": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 64},
-            },
-            20e9,
-            "change rollout.kv_cache_tokens",
-        ),
-        (
-            {"optim": {"max_tokens_per_microbatch": 18432}},
-            12e9,
-            "change optim.max_tokens_per_microbatch, which may go down to 512, from 18432",
-        ),
-        (
-            {"model": {"gradient_checkpointing": "none"}},
-            14e9,
-            'change model.gradient_checkpointing to "layer"',
-        ),
-        (
-            {"lora": {"rank": 256}},
-            18e9,
-            'change optim.optimizer to "adamw_8bit" (optimizer 5.17 GB)',
-        ),
+        (LONG, 20e9, "change rollout.kv_cache_tokens"),
+        ({"optim": {"max_tokens_per_microbatch": 18432}}, 12e9, f"change {FEWER_TOKENS} 18432"),
+        (NO_REMAT, 14e9, 'change model.gradient_checkpointing to "layer"'),
+        ({"lora": {"rank": 256}}, 18e9, ADAMW_8BIT),
         # The optimizer saves less than is missing.
         (
             {"lora": {"rank": 256}},
             16.5e9,
-            'change optim.optimizer to "adamw_8bit" (optimizer 5.17 GB) and optim.max_tokens_per_microbatch, '
-            "which may go down to 512, from 8192 (workspace of a layer, or of the head 2.68 GB; "
+            f"{ADAMW_8BIT} and {FEWER_TOKENS} 8192 (workspace of a layer, or of the head 2.68 GB; "
             "inputs of the layers 1.64 GB)",
         ),
         (
-            {"lora": {"rank": 8192}, "optim": {"optimizer": "adamw_8bit"}},
+            WIDE_LORA,
             80e9,
             "gradients, summed and new 165.36 GB). What would help: a lower lora.rank, a smaller model, or a larger card",
         ),
@@ -577,20 +557,10 @@ def test_the_table_ends_with_the_comparison():
     assert "9.00 GB" in peak and "9.90 GB (+10%)" in measured and "80.00 GB" in device
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("80GB", 80e9),
-        ("1.5 GiB", 1.5 * 2**30),
-        ("80000000000", 80e9),
-        ("2MiB", 2**21),
-        ("80gib", 80 * 2**30),
-        ("24 Gb", 24e9),
-        (".5KB", 500),
-    ],
-)
-def test_sizes_are_read(text, size):
-    assert memory.parse_size(text) == size
+def test_sizes_are_read():
+    texts = ("80GB", "80000000000", "24 Gb", ".5KB", "1.5 GiB", "80gib", "2MiB")
+    sizes = [80e9, 80e9, 24e9, 500, 1.5 * 2**30, 80 * 2**30, 2**21]
+    assert [memory.parse_size(text) for text in texts] == sizes
 
 
 @pytest.mark.parametrize("text", ["", "80 gigs", "-1GB", "GB", "1.2.3GB", "80", "80G"])
