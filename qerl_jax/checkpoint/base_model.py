@@ -17,6 +17,9 @@ from qerl_jax.model.transformer import DenseLinears, Transformer, abstract_base,
 from qerl_jax.system.checked import require
 
 _FLOATS = ("F32", "BF16", "F16", "F64")
+# Tensors beside a weight that are ignored: scales for quantized activations, which stay in 16 bits here, and for a
+# quantized KV cache.
+_IGNORED = ("input_scale", "input_global_scale", "output_scale", "q_scale", "k_scale", "v_scale")
 
 # A function from a tree of shapes to a tree of shardings.
 type Placer = Callable[[Any], Any]
@@ -53,28 +56,28 @@ def describe_base(
             the config names, or the model cannot be divided among that many devices.
     """
     choose_kernels(cfg)
-    folder, dense_linears = None, ()
-    if not _is_shape(cfg):
-        folder = hf_folder.local_folder(cfg.model_name_or_path, weights=False)
-    arch = (
-        architecture.KNOWN[cfg.model_name_or_path] if folder is None else architecture.load(folder)
-    )
+    name, is_full = cfg.model_name_or_path, cfg.trainable == "full"
+    is_shape = cfg.random_base and name in architecture.KNOWN
+    folder = None if is_shape else hf_folder.local_folder(name, weights=False)
+    arch = architecture.KNOWN[name] if folder is None else architecture.load(folder)
     if cfg.weights not in DENSE:
         packed_formats.named(cfg.weights).check(arch)
-    require(
-        folder is not None or cfg.trainable != "full",
-        "model.trainable",
-        cfg.trainable,
-        f"{cfg.model_name_or_path!r} is a shape without files, from which the checkpoint of a run "
-        "could take its config.json",
-    )
+    rule = f"{name!r} is a shape without files, from which the checkpoint of a run could take its config.json"
+    require(not (is_shape and is_full), "model.trainable", cfg.trainable, rule)
     tokens = _tokenizer(cfg, folder, arch)
+    in_16_bits = ()
     if not cfg.random_base and packed_formats.of_folder(folder) is not None:
-        dense_linears = dense_linears_of(hf_folder.local_folder(cfg.model_name_or_path), arch)
-    model = Transformer(arch, cfg.weights, lora, jnp.dtype(cfg.dtype), dense_linears=dense_linears)
-    if cfg.trainable == "full":
-        model = model.clone(lora=None, full=True)
-    model = model.clone(fsdp=mesh.fsdp, tensor=mesh.tensor)
+        in_16_bits = dense_linears_of(hf_folder.local_folder(name), arch)
+    model = Transformer(
+        arch,
+        cfg.weights,
+        None if is_full else lora,
+        jnp.dtype(cfg.dtype),
+        full=is_full,
+        dense_linears=in_16_bits,
+        fsdp=mesh.fsdp,
+        tensor=mesh.tensor,
+    )
     model.division.require()
     return model, tokens
 
@@ -105,11 +108,6 @@ def load_weights(
         return random_base(model, jax.random.key(seed), at)
     folder = hf_folder.local_folder(cfg.model_name_or_path)
     return read_base(folder, model, cfg.block_scales, progress, places)
-
-
-def _is_shape(cfg: ModelConfig) -> bool:
-    """Whether the config names a known architecture without files, for a random base."""
-    return cfg.random_base and cfg.model_name_or_path in architecture.KNOWN
 
 
 def _tokenizer(
@@ -167,16 +165,15 @@ def read_base(
         NotImplementedError,
     )
     check_names(arch, tensors, source)
-    dense_linears = dense_linears_of(folder, arch)
+    in_16_bits = dense_linears_of(folder, arch)
+    is_same = model.weights in DENSE or model.dense_linears == in_16_bits
     require(
-        model.weights in DENSE or model.dense_linears == dense_linears,
+        is_same,
         "model.dense_linears",
         model.dense_linears,
-        f"{folder} keeps {dense_linears} in 16 bits",
+        f"{folder} keeps {in_16_bits} in 16 bits",
     )
-
     dtype = abstract_base(model)["embed_tokens"].dtype
-
     branches = lora.shapes(model.lora, arch) if model.lora else {}
 
     @functools.partial(jax.jit, static_argnums=1)
@@ -185,21 +182,21 @@ def read_base(
         return prepare(weight, model.dtype, is_gated=linear == "gate_up", rank=rank)
 
     shared = set() if source is None else _shared_scales(arch, tensors, source)
-    in_16_bits = {linear: set(at) for linear, at in dense_linears}
+    dense_layers = dict(in_16_bits)
     _, partly = model.split_dense()
     stacks: dict[str, jax.Array] = {}
 
     def read_linear(linear: str, names: list[str]) -> PackedWeight | jax.Array:
         index = int(names[0].split(".")[2])
-        if model.weights in DENSE or index in in_16_bits.get(linear, ()):
+        if model.weights in DENSE or index in dense_layers.get(linear, ()):
             dense = [read_dense(tensors, source, name, dtype) for name in names]
+            whole = jnp.concatenate(dense).astype(dtype)
             if model.weights in DENSE or linear not in partly:
-                return jnp.concatenate(dense).astype(dtype)
-            places = partly[linear]
-            whole = jnp.concatenate(dense).astype(dtype)[None]
+                return whole
+            layers = partly[linear]
             if linear not in stacks:
-                stacks[linear] = jnp.zeros((len(places), *whole.shape[1:]), dtype)
-            stacks[linear] = _put(stacks[linear], whole[0], places.index(index))
+                stacks[linear] = jnp.zeros((len(layers), *whole.shape), dtype)
+            stacks[linear] = _put(stacks[linear], whole, layers.index(index))
             # All layers must have the same structure: this one gets a packed weight too, which is never read.
             parts = source.numbers.pack(dense)
         elif source is None:
@@ -350,8 +347,7 @@ def _shared_scales(
 ) -> set[str]:
     """Returns the fused linears whose parts share one global scale in every layer; all if the format has none.
 
-    The others get one scale per row, in all layers, because stacked layers must have the same structure. That costs
-    one more multiplication per output; folders that follow vLLM's rule do not need it.
+    The others get one scale per row in all layers, because stacked layers must have the same structure.
     """
     if not source.numbers.has_global_scale:
         return set(arch.linears())
@@ -389,7 +385,6 @@ def check_names(
     }
     if not arch.tie_word_embeddings:
         expected["lm_head.weight"] = (arch.vocab_size, arch.width)
-    shapes_of = (lambda n, k: {"weight": (n, k)}) if source is None else source.shapes
     linears = set()
     for index in range(arch.num_layers):
         prefix = f"model.layers.{index}."
@@ -398,45 +393,23 @@ def check_names(
             names = arch.linear_names(linear, index)
             linears.update(names)
             for name, (_, n) in zip(names, parts, strict=True):
-                shapes = shapes_of(n, arch.input_width(linear))
-                if _in_16_bits(tensors, name):
-                    shapes = {"weight": (n, arch.input_width(linear))}
+                is_dense, k = source is None or _in_16_bits(tensors, name), arch.input_width(linear)
+                shapes = {"weight": (n, k)} if is_dense else source.shapes(n, k)
                 shapes |= {"bias": (n,)} if linear == "qkv" and arch.qkv_bias else {}
                 expected |= {f"{name}.{suffix}": shape for suffix, shape in shapes.items()}
     for name in tensors:
         linear, _, suffix = name.rpartition(".")
-        if linear in linears:
-            _check_kind(tensors, name, suffix, source, name in expected)
+        if linear not in linears:
+            continue
+        if name not in expected and suffix not in _IGNORED:
+            raise NotImplementedError(
+                f"{name}: has no place in the model, and would change what the linear does"
+            )
+        is_dense, type_read = source is None or _in_16_bits(tensors, linear), tensors.type(name)
+        known = ({"weight": _FLOATS} if is_dense else source.types).get(suffix, (type_read,))
+        rule = f"must be {' or '.join(known)}"
+        require(type_read in known, f"{name}: type", type_read, rule, NotImplementedError)
     for name, shape in expected.items():
         shape_read = tensors.shape(name)
         if shape_read != shape and not (shape_read == () and shape == (1,)):
             raise ValueError(f"{name}: got shape {shape_read}; config.json says {shape}")
-
-
-# Tensors beside a weight that are ignored: scales for quantized activations, which stay in 16 bits here, and for a
-# quantized KV cache.
-_IGNORED = ("input_scale", "input_global_scale", "output_scale", "q_scale", "k_scale", "v_scale")
-
-
-def _check_kind(
-    tensors: safetensors.Tensors,
-    name: str,
-    suffix: str,
-    source: packed_formats.FolderFormat | None,
-    is_expected: bool,
-) -> None:
-    """Checks that a linear's tensor has an expected dtype, and does not change the linear in an unsupported way."""
-    dense = source is None or _in_16_bits(tensors, name.removesuffix(f".{suffix}"))
-    type_read, types = tensors.type(name), {"weight": _FLOATS} if dense else source.types
-    if not is_expected and suffix not in _IGNORED:
-        raise NotImplementedError(
-            f"{name}: has no place in the model, and would change what the linear does"
-        )
-    known = types.get(suffix, (type_read,))
-    require(
-        type_read in known,
-        f"{name}: type",
-        type_read,
-        f"must be {' or '.join(known)}",
-        NotImplementedError,
-    )

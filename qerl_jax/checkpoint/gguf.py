@@ -17,7 +17,7 @@ import os
 import pathlib
 import reprlib
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import ml_dtypes
@@ -31,24 +31,11 @@ FILE = "model.gguf"
 
 _MAGIC = b"GGUF"
 _STRING, _ARRAY = 8, 9
-_SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+_SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _PLAIN = {0: np.dtype("<f4"), 1: np.dtype("<f2"), 30: np.dtype(ml_dtypes.bfloat16)}
 _MOST_AXES = 4
 # Types of tokens: control tokens, which are not text; text that is never split; and unused rows of the embedding.
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
-_ENDS = ("eos", "eot", "eom")
 # Part of the names of cached folders: a version of this program that changes it makes them anew.
 _FOLDER_FORM = 2
 
@@ -71,7 +58,6 @@ _IN_LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 _ROPE_FACTORS = "rope_freqs.weight"
-_MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 _CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
@@ -137,23 +123,23 @@ class _Parser:
                 f"is of version {version}; only 2 and 3 can be read, in little-endian order"
             )
         num_tensors, num_fields = self._count(), self._count()
-        fields = {}
-        for _ in range(num_fields):
-            key = self._text()
-            if key in fields:
-                raise GGUFError(f"{key}: comes twice")
-            fields[key] = self._value(self._number("I"))
-        entries = {}
-        for _ in range(num_tensors):
-            name, tensor = self._text(), self._tensor()
-            if name in entries:
-                raise GGUFError(f"{name}: comes twice")
-            entries[name] = tensor
+        fields = self._items(num_fields, lambda: self._value(self._number("I")))
+        entries = self._items(num_tensors, self._tensor)
         align = fields.get("general.alignment", 32)
         if not isinstance(align, int) or not 1 <= align <= 1 << 20 or align & (align - 1):
             raise GGUFError(f"general.alignment: got {align!r}; must be a power of two")
         start = -(-self._at // align) * align
         return Header(fields, {name: self._placed(name, *t, start) for name, t in entries.items()})
+
+    def _items(self, count: int, read: Callable[[], Any]) -> dict[str, Any]:
+        """Reads names, each with what follows it."""
+        items = {}
+        for _ in range(count):
+            name = self._text()
+            if name in items:
+                raise GGUFError(f"{name}: comes twice")
+            items[name] = read()
+        return items
 
     def _tensor(self) -> tuple[tuple[int, ...], int, int]:
         axes = self._number("I")
@@ -241,7 +227,12 @@ def _package(name: str):
 
 
 class Tensors(Mapping[str, np.ndarray]):
-    """The tensors of a GGUF file by Hugging Face's names, in bfloat16; each is dequantized on access."""
+    """The tensors of a GGUF file by Hugging Face's names, in bfloat16; each is dequantized on access.
+
+    Attributes:
+        header: The header of the file.
+        config: The config.json of its model, from `model_config`.
+    """
 
     def __init__(self, path: str | pathlib.Path):
         """Reads the header, but no tensor.
@@ -250,16 +241,16 @@ class Tensors(Mapping[str, np.ndarray]):
             GGUFError: If the file is broken, its model is not supported, or a tensor has no Hugging Face name.
         """
         self._path = pathlib.Path(path)
-        header = read_header(path)
-        config = model_config(header)
+        self.header = read_header(path)
+        self.config = model_config(self.header)
         self._data = np.memmap(path, mode="r")
         self._heads = {}
-        if config["model_type"] == "llama":
-            heads = config["num_attention_heads"], config["num_key_value_heads"]
+        if self.config["model_type"] == "llama":
+            heads = self.config["num_attention_heads"], self.config["num_key_value_heads"]
             self._heads = dict(zip(("attn_q", "attn_k"), heads, strict=True))
         self._entries = {
             _hf_name(name): (name, entry)
-            for name, entry in header.entries.items()
+            for name, entry in self.header.entries.items()
             if name != _ROPE_FACTORS
         }
 
@@ -337,10 +328,8 @@ def model_config(header: Header) -> dict[str, Any]:
     """
     fields = header.fields
     arch = fields.get("general.architecture")
-    if not isinstance(arch, str) or arch not in _MODEL_TYPES:
-        raise GGUFError(
-            f"general.architecture: got {arch!r}; must be one of {', '.join(_MODEL_TYPES)}"
-        )
+    if not isinstance(arch, str) or arch not in _CLASSES:
+        raise GGUFError(f"general.architecture: got {arch!r}; must be one of {', '.join(_CLASSES)}")
     if fields.get("split.count", 1) not in (0, 1):
         raise GGUFError(
             "is one of several files of a model; join them first (llama-gguf-split --merge)"
@@ -360,10 +349,8 @@ def model_config(header: Header) -> dict[str, Any]:
     width, heads = number("embedding_length"), number("attention.head_count")
     optional = lambda name, default: number(name) if f"{arch}.{name}" in fields else default
     head = optional("attention.key_length", width // heads)
-    if (
-        optional("rope.dimension_count", head) != head
-        or optional("attention.value_length", head) != head
-    ):
+    sizes = (optional(n, head) for n in ("rope.dimension_count", "attention.value_length"))
+    if set(sizes) != {head}:
         raise GGUFError(f"{arch}.rope.dimension_count: only rotations of whole heads can be read")
     scaling = fields.get(f"{arch}.rope.scaling.type", "none")
     if scaling != "none" and fields.get(f"{arch}.rope.scaling.factor", 1) != 1:
@@ -373,7 +360,7 @@ def model_config(header: Header) -> dict[str, Any]:
     theta = short(number("rope.freq_base", float)) if f"{arch}.rope.freq_base" in fields else 1e4
     config = {
         "architectures": [_CLASSES[arch]],
-        "model_type": _MODEL_TYPES[arch],
+        "model_type": arch,
         "hidden_act": "silu",
         "hidden_size": width,
         "intermediate_size": number("feed_forward_length"),
@@ -389,25 +376,18 @@ def model_config(header: Header) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in header.entries,
         "torch_dtype": "bfloat16",
     }
-    ids = {"bos": "bos", "eos": "eos", "pad": "padding"}
-    for name, ours in ids.items():
-        token = fields.get(f"tokenizer.ggml.{ours}_token_id")
-        if token is not None:
-            config[f"{name}_token_id"] = token
-    return config
+    ids = {name: _token_id(fields, name) for name in ("bos", "eos", "pad")}
+    return config | {f"{name}_token_id": id_ for name, id_ in ids.items() if id_ is not None}
 
 
-def llama3_scaling(factors: np.ndarray, theta: float, head_size: int) -> dict[str, Any]:
-    """Returns the `rope_scaling` of config.json that gives these factors of the wavelengths.
+def _token_id(fields: Mapping[str, Any], name: str) -> Any:
+    """Returns what a header states as the id of a special token, by Hugging Face's name; None if nothing."""
+    theirs = {"pad": "padding", "unk": "unknown"}.get(name, name)
+    return fields.get(f"tokenizer.ggml.{theirs}_token_id")
 
-    Args:
-        factors: float64 [C / 2].
-        theta: Base of the rotary wavelengths.
-        head_size: C.
 
-    Raises:
-        GGUFError: If the factors are not of Llama 3's form.
-    """
+def _llama3_scaling(factors: np.ndarray, theta: float, head_size: int) -> dict[str, Any]:
+    """Returns the `rope_scaling` of config.json that gives these factors of the wavelengths, float64 [C / 2]."""
     factor, low, high = float(factors.max()), 1.0, 4.0
     wavelengths = 2 * math.pi * theta ** (np.arange(0, head_size, 2) / head_size)
     fail = GGUFError(
@@ -451,14 +431,11 @@ def as_folder(path: str | pathlib.Path) -> pathlib.Path:
     if (folder / "config.json").is_file():
         return folder
     try:
-        header = read_header(path)
-        config = model_config(header)
         tensors = Tensors(path)
-        if _ROPE_FACTORS in header.entries:
-            factors = tensors._unpacked(_ROPE_FACTORS, header.entries[_ROPE_FACTORS])
-            scaling = llama3_scaling(
-                factors.astype(np.float64), config["rope_theta"], config["head_dim"]
-            )
+        config, fields = tensors.config, tensors.header.fields
+        if entry := tensors.header.entries.get(_ROPE_FACTORS):
+            factors = tensors._unpacked(_ROPE_FACTORS, entry).astype(np.float64)
+            scaling = _llama3_scaling(factors, config["rope_theta"], config["head_dim"])
             config["rope_scaling"] = scaling
     except GGUFError as error:
         text = str(error)
@@ -466,10 +443,10 @@ def as_folder(path: str | pathlib.Path) -> pathlib.Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with whole_folder(folder, "config.json", "model") as partial:
         (partial / FILE).symlink_to(path)
-        write_tokenizer(partial, header.fields)
+        write_tokenizer(partial, fields)
         generation = {name: config[name] for name in config if name.endswith("_token_id")}
         # llama.cpp also ends a completion at the end-of-turn and end-of-message tokens.
-        ends = (header.fields.get(f"tokenizer.ggml.{name}_token_id") for name in _ENDS)
+        ends = (_token_id(fields, name) for name in ("eos", "eot", "eom"))
         if ends := list(dict.fromkeys(i for i in ends if type(i) is int)):
             generation["eos_token_id"] = ends
         (partial / "generation_config.json").write_text(json.dumps(generation, indent=1))
@@ -523,8 +500,7 @@ def write_tokenizer(folder: pathlib.Path, fields: Mapping[str, Any]) -> bool:
     except Exception as error:  # the package tokenizers has no error type of its own
         raise GGUFError(f"tokenizer.ggml: is no tokenizer: {error}") from error
     byte_pair_tokenizer.save(str(folder / "tokenizer.json"))
-    named = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
-    ids = {name: fields.get(f"tokenizer.ggml.{ours}_token_id") for name, ours in named.items()}
+    ids = {name: _token_id(fields, name) for name in ("bos", "eos", "pad", "unk")}
     is_token = lambda i: type(i) is int and 0 <= i < len(tokens) and types[i] != _UNUSED
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

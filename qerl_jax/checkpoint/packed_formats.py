@@ -28,6 +28,12 @@ from qerl_jax.system.checked import require
 from qerl_jax.system.files import parse_json, read_json
 
 _STATE_BYTES = 192
+# The fields in which these methods name their number format; that of all others is "format".
+_METHOD_FIELDS = {
+    "modelopt": "quant_algo",
+    "modelopt_fp4": "quant_algo",
+    "bitsandbytes": "bnb_4bit_quant_type",
+}
 _QUANT_STATE = "quant_state.bitsandbytes__nf4"
 
 
@@ -72,20 +78,12 @@ class FolderFormat:
         """
         for linear in arch.linears():
             width, multiple = arch.input_width(linear), self.numbers.multiple
-            require(
-                width % multiple == 0,
-                "model.weights",
-                self.name,
-                f"{linear} has {width} input features (K), and {self.name.upper()} needs a multiple of {multiple}",
-            )
+            rule = f"{linear} has {width} input features (K), and {self.name.upper()} needs a multiple of {multiple}"
+            require(width % multiple == 0, "model.weights", self.name, rule)
 
 
 def named(name: str, options: Options = DEFAULT_OPTIONS) -> FolderFormat:
-    """Returns how folders are written that hold a number format.
-
-    Args:
-        name: Name of the number format.
-        options: Its options.
+    """Returns how folders are written that hold the number format of this name, with its options.
 
     Raises:
         ConfigError: If the name is unknown.
@@ -98,11 +96,8 @@ def named(name: str, options: Options = DEFAULT_OPTIONS) -> FolderFormat:
 def of_folder(folder: str | pathlib.Path) -> FolderFormat | None:
     """Returns the format of a model folder, by `quantization_config` in config.json, or by hf_quant_config.json.
 
-    Keys that do not concern the weights are ignored, whatever library version wrote them. Scales for quantized
-    activations (W4A4) are ignored too: activations stay in 16 bits here, which is more exact.
-
-    Returns:
-        The format; None for a folder without quantization.
+    None means no quantization. Keys that do not concern the weights are ignored, whatever library version wrote them.
+    Scales for quantized activations (W4A4) are ignored too: activations stay in 16 bits here, which is more exact.
 
     Raises:
         NotImplementedError: If the quantization is not supported; the error names it.
@@ -118,43 +113,30 @@ def of_folder(folder: str | pathlib.Path) -> FolderFormat | None:
         quantization = {"quant_method": "modelopt"} | stated
     if quantization is None:
         return None
+    where = f"{folder}: quantization_config"
     rule = "must be an object, and what it says of the weights must be texts"
-    is_table = isinstance(quantization, dict)
-    require(is_table, f"{folder}: quantization_config", quantization, rule)
+    require(isinstance(quantization, dict), where, quantization, rule)
     method = quantization.get("quant_method")
-    require(isinstance(method, str | None), f"{folder}: quantization_config", method, rule)
-    field = {
-        "modelopt": "quant_algo",
-        "modelopt_fp4": "quant_algo",
-        "bitsandbytes": "bnb_4bit_quant_type",
-    }.get(method, "format")
+    require(isinstance(method, str | None), where, method, rule)
+    field = _METHOD_FIELDS.get(method, "format")
     form = quantization.get(field)
-    require(isinstance(form, str | None), f"{folder}: quantization_config: {field}", form, rule)
-    readable = ", ".join(f"{method} {form!r}" for method, form in _READ)
-    require(
-        (method, form) in _READ,
-        f"quantization_config: quant_method, {field}",
-        (method, form),
-        f"must be absent, or one of {readable}",
-        NotImplementedError,
-    )
+    require(isinstance(form, str | None), f"{where}: {field}", form, rule)
+    rule = f"must be absent, or one of {', '.join(f'{method} {form!r}' for method, form in _READ)}"
+    stated = f"quantization_config: quant_method, {field}"
+    require((method, form) in _READ, stated, (method, form), rule, NotImplementedError)
     if quantization.get("transform_config"):
         raise NotImplementedError(
             "quantization_config: transform_config: rotated weights cannot be read"
         )
-    stated = quantization.get("sparsity_config") or {}
-    sparsity = stated.get("format", "dense") if isinstance(stated, dict) else stated
-    require(
-        sparsity == "dense",
-        "quantization_config: sparsity_config: format",
-        sparsity,
-        "only 'dense' can be read",
-        NotImplementedError,
+    sparsity = quantization.get("sparsity_config") or {}
+    sparsity = sparsity.get("format", "dense") if isinstance(sparsity, dict) else sparsity
+    stated, rule = "quantization_config: sparsity_config: format", "only 'dense' can be read"
+    require(sparsity == "dense", stated, sparsity, rule, NotImplementedError)
+    # Only NF4 has the option, and bitsandbytes' default for it.
+    is_double = bool(quantization.get("bnb_4bit_use_double_quant"))
+    return _READ[method, form](
+        Options(double_quant=is_double) if form == "nf4" else DEFAULT_OPTIONS
     )
-    options = DEFAULT_OPTIONS
-    if method == "bitsandbytes":
-        options = Options(double_quant=bool(quantization.get("bnb_4bit_use_double_quant")))
-    return _READ[method, form](options)
 
 
 def _compressed_tensors(form: str, **weights: Any) -> dict[str, Any]:
@@ -189,9 +171,11 @@ def _compressed_tensors(form: str, **weights: Any) -> dict[str, Any]:
 # NVFP4 and MXFP4
 
 
+_FP4_NAMES = ("weight_packed", "weight_scale", "weight_global_scale")  # MXFP4 has no global scale
+
+
 def _write_fp4(t: NVFP4Tensor | MXFP4Tensor) -> dict[str, np.ndarray]:
-    names = ("weight_packed", "weight_scale", "weight_global_scale")  # MXFP4 has no global scale
-    return dict(zip(names, map(np.asarray, jax.tree.leaves(t)), strict=False))
+    return dict(zip(_FP4_NAMES, map(np.asarray, jax.tree.leaves(t)), strict=False))
 
 
 def _nvfp4_tensor(codes: np.ndarray, scales: np.ndarray, global_scale: np.ndarray) -> NVFP4Tensor:
@@ -200,8 +184,7 @@ def _nvfp4_tensor(codes: np.ndarray, scales: np.ndarray, global_scale: np.ndarra
 
 
 def _read_nvfp4(tensors: Tensors, name: str) -> NVFP4Tensor:
-    suffixes = ("weight_packed", "weight_scale", "weight_global_scale")
-    return _nvfp4_tensor(*(tensors[f"{name}.{suffix}"] for suffix in suffixes))
+    return _nvfp4_tensor(*(tensors[f"{name}.{suffix}"] for suffix in _FP4_NAMES))
 
 
 @functools.cache
@@ -247,7 +230,7 @@ def _modelopt(options: Options) -> FolderFormat:
 
 
 def _read_mxfp4(tensors: Tensors, name: str) -> MXFP4Tensor:
-    codes, scales = (tensors[f"{name}.{suffix}"] for suffix in ("weight_packed", "weight_scale"))
+    codes, scales = (tensors[f"{name}.{suffix}"] for suffix in _FP4_NAMES[:2])
     return MXFP4Tensor(codes, scales, (codes.shape[0], 2 * codes.shape[1]))
 
 

@@ -14,23 +14,19 @@ import numpy as np
 from qerl_jax.checkpoint.safetensors import Tensors
 from qerl_jax.config import Linear, LoraConfig
 from qerl_jax.model import architecture, lora, transformer
-from qerl_jax.system.checked import require
+from qerl_jax.system.checked import ConfigError, require
 from qerl_jax.system.files import read_json, whole_folder
 from qerl_jax.system.process_pool import Failure, Pool
 
 _PEFT_PREFIX = "base_model.model."
-
-
 # Fields of `LoraConfig` that determine the branches, besides rank and alpha.
 SHAPE_FIELDS = ("target_modules", "rank_pattern", "alpha_pattern", "use_rslora")
 
 
 def _branch(config: dict[str, Any], name: str) -> tuple[int, float] | None:
-    """Returns what an adapter_config.json says of a linear such as "model.layers.0.mlp.up_proj".
+    """Returns rank and scaling of the branch of a linear such as "model.layers.0.mlp.up_proj"; None if it has none.
 
-    Returns:
-        Rank and scaling of its branch (alpha / rank, or alpha / sqrt(rank) with rslora, arXiv 2312.03732); None if it
-        has no branch.
+    The scaling is alpha / rank, or alpha / sqrt(rank) with rslora (arXiv 2312.03732).
     """
     layers = config.get("layers_to_transform")
     layers = [layers] if isinstance(layers, int) else layers
@@ -59,17 +55,11 @@ def _by_pattern(patterns: dict[str, float] | None, name: str, default: float) ->
 
 
 def _is_matched(pattern: str, name: str) -> bool:
-    """Whether a pattern from an untrusted file matches a whole name, with a time limit.
-
-    Raises:
-        ValueError: If it is not a valid pattern, or takes too long.
-    """
+    """Whether a pattern from an untrusted file matches a whole name; ValueError if not soon, or it is no pattern."""
     (matched,) = _matchers().map("full_match", [(pattern, name)])
     if isinstance(matched, Failure):
-        is_late = matched.reason == "timeout"
-        why = (
-            "takes too long to match" if is_late else f"is no regular expression: {matched.detail}"
-        )
+        why = f"is no regular expression: {matched.detail}"
+        why = "takes too long to match" if matched.reason == "timeout" else why
         raise ValueError(f"adapter_config.json: {pattern!r} {why}")
     return matched
 
@@ -125,7 +115,26 @@ def _is_layers(value: Any) -> bool:
     return value is None or all(type(layer) is int for layer in listed)
 
 
-# The rule for each field that is read, as a check and in words.
+def _is_plain(plain: Any) -> Callable[[Any], bool]:
+    return lambda value: (value or plain) == plain
+
+
+def _is_norms(names: Any) -> bool:
+    return not names or (_is_names(names) and set(names) == set(architecture.LAYER_NORMS))
+
+
+# The rule for each field, as a check and in words: of fields that could make an adapter something other than plain
+# LoRA, and of the form of fields that are read.
+_SUPPORTED = {
+    field: (_is_plain(plain), f"only {plain!r} is supported") for field, plain in _PLAIN.items()
+} | {
+    "init_lora_weights": (
+        lambda start: not (isinstance(start, str) and start.startswith(_CHANGES_BASE)),
+        "which changes the base; convert the adapter to plain LoRA (PEFT: "
+        "path_initial_model_for_weight_conversion)",
+    ),
+    "modules_to_save": (_is_norms, f"only {list(architecture.LAYER_NORMS)} can be read"),
+}
 _FORMS = {
     "target_modules": (_is_names, "must be names, or a pattern"),
     "exclude_modules": (lambda value: not value or _is_names(value), "must be names, or a pattern"),
@@ -142,32 +151,9 @@ def _config(folder: str | pathlib.Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"no adapter_config.json in {folder}")
     config = read_json(path)
-    for field, plain in _PLAIN.items():
-        require(
-            (config.get(field) or plain) == plain,
-            f"{path}: {field}",
-            config.get(field),
-            f"only {plain!r} is supported",
-            NotImplementedError,
-        )
-    start, norms = config.get("init_lora_weights"), config.get("modules_to_save") or []
-    require(
-        not (isinstance(start, str) and start.startswith(_CHANGES_BASE)),
-        f"{path}: init_lora_weights",
-        start,
-        "which changes the base; convert the adapter to plain LoRA (PEFT: "
-        "path_initial_model_for_weight_conversion)",
-        NotImplementedError,
-    )
-    require(
-        not norms or _is_names(norms) and set(norms) == set(architecture.LAYER_NORMS),
-        f"{path}: modules_to_save",
-        norms,
-        f"only {list(architecture.LAYER_NORMS)} can be read",
-        NotImplementedError,
-    )
-    for field, (holds, rule) in _FORMS.items():
-        require(holds(config.get(field)), f"{path}: {field}", config.get(field), rule)
+    for rules, error in ((_SUPPORTED, NotImplementedError), (_FORMS, ConfigError)):
+        for field, (holds, rule) in rules.items():
+            require(holds(config.get(field)), f"{path}: {field}", config.get(field), rule, error)
     return config
 
 
@@ -235,12 +221,8 @@ def import_adapter(folder: str | pathlib.Path, model: transformer.Transformer) -
     arch, ours, needed = model.arch, model.lora, read_lora(folder)
     for field in ("rank", *SHAPE_FIELDS):
         value, expected = getattr(needed, field), getattr(ours, field)
-        require(
-            value == expected,
-            f"{folder}/adapter_config.json: {field}",
-            value,
-            f"the model has {expected}",
-        )
+        name = f"{folder}/adapter_config.json: {field}"
+        require(value == expected, name, value, f"the model has {expected}")
     unread = set(tensors)
 
     def read(name: str, sizes: tuple[int, ...]) -> np.ndarray:
@@ -252,11 +234,9 @@ def import_adapter(folder: str | pathlib.Path, model: transformer.Transformer) -
 
     def branch(name: str, n: int, k: int, filled: int) -> tuple[np.ndarray, np.ndarray]:
         a, b = np.zeros((k, filled), np.float32), np.zeros((filled, n), np.float32)
-        if rank_and_alpha := _branch(config, name):
-            rank, quotient = (
-                rank_and_alpha[0],
-                np.float32(rank_and_alpha[1] / lora.branch(ours, name)[1]),
-            )
+        if rank_and_scaling := _branch(config, name):
+            rank, scaling = rank_and_scaling
+            quotient = np.float32(scaling / lora.branch(ours, name)[1])
             a[:, :rank] = read(f"{name}.lora_A", (rank, k)).T
             b[:rank] = quotient * read(f"{name}.lora_B", (n, rank)).T
         return a, b

@@ -190,7 +190,11 @@ def read_base(
 
 
 def find_policy(
-    model: str | None, adapter: str | pathlib.Path | None, *, base: bool = False, **held: str | None
+    model: str | None,
+    adapter: str | pathlib.Path | None,
+    *,
+    base: bool = False,
+    **changes: str | None,
 ) -> PolicySource:
     """Finds the policy that a model and an adapter name; reads only configs.
 
@@ -199,7 +203,7 @@ def find_policy(
         adapter: A PEFT folder, or a run folder, whose exported adapter (or model) and config are used. Of a run that
             has not ended it is the newest undamaged checkpoint; one that trains the whole base must have ended.
         base: Whether to leave out the adapter, which gives the policy before training.
-        **held: `weights` and `dtype`, to replace those of the run; None keeps the run's.
+        **changes: `weights` and `dtype`, to replace those of the run; None keeps the run's.
 
     Raises:
         FileNotFoundError: If `adapter` is neither a PEFT folder nor a run folder, or the run has saved nothing.
@@ -210,8 +214,8 @@ def find_policy(
     if adapter is not None:
         adapter = pathlib.Path(adapter)
         # An adapter may be inside its run folder.
-        places = [adapter, adapter.parent] if adapter.name in ("adapter", "best") else [adapter]
-        folder = next((place for place in places if (place / "config.toml").is_file()), None)
+        folders = [adapter, adapter.parent] if adapter.name in ("adapter", "best") else [adapter]
+        folder = next((path for path in folders if (path / "config.toml").is_file()), None)
         if folder != adapter and not config.can_load_run(adapter.parent):
             folder = None  # the adapter of another version's run is read without that run
         run = None if folder is None else config.load_run(folder)
@@ -233,8 +237,8 @@ def find_policy(
         model = read_json(path).get(field)
         require(model is not None, f"{path}: {field}", model, "give --model")
     table = {} if run is None else config.to_table(run.model) | {"trainable": "lora"}
-    held |= {"model_name_or_path": model}
-    table |= {name: value for name, value in held.items() if value is not None}
+    changes |= {"model_name_or_path": model}
+    table |= {name: value for name, value in changes.items() if value is not None}
     table.setdefault("model_name_or_path", "qerl-tiny")
     if model is not None:  # a named model has weights, even if the run's base was random
         table["random_base"] = False

@@ -151,9 +151,6 @@ class StateFiles:
         path = self._path(step) / _SUPPLY
         return files.read_json(path if path.is_file() else self._path(step) / _OLD_SUPPLY)
 
-    def close(self) -> None:
-        """Does nothing: everything is on disk when `save` returns."""
-
     def _path(self, step: int) -> pathlib.Path:
         return self._folder / str(step)
 

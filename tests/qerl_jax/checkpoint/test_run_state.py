@@ -47,10 +47,8 @@ def at(state, step):
 def test_a_state_round_trips_bit_for_bit(tmp_path, norms, state):
     files = StateFiles(tmp_path, keep=2)
     files.save(at(state, 7))
-    files.close()
     again = StateFiles(tmp_path, keep=2)
     restored = again.restore(update.init_state(norms[1], OptimConfig()))
-    again.close()
     assert isinstance(restored, update.TrainState)
     assert_trees_equal(restored, at(state, 7))
 
@@ -76,12 +74,10 @@ def test_a_kept_reference_and_the_supply_round_trip_with_the_state(tmp_path, nor
     assert files.supply() is None
     files.save(at(kept, 2), {"drawn": 4})
     files.save(kept, supply)
-    files.close()
     again = StateFiles(tmp_path, keep=2)
     like = update.init_state(norms[1], OptimConfig(), keep_reference=True)
     assert_trees_equal(again.restore(like), kept)
     assert again.supply() == supply
-    again.close()
 
 
 @jax.tree_util.register_dataclass
@@ -105,7 +101,6 @@ def test_a_coefficient_that_adapts_round_trips_and_earlier_checkpoints_have_none
     adapts = dataclasses.replace(at(state, 3), entropy=control)
     files.save(adapts)
     assert_trees_equal(files.restore(jax.tree.map(jnp.zeros_like, adapts)), adapts)
-    files.close()
 
 
 def test_the_newest_states_are_kept_and_the_newest_is_restored(tmp_path, state):
@@ -114,13 +109,11 @@ def test_the_newest_states_are_kept_and_the_newest_is_restored(tmp_path, state):
         files.save(at(state, step))
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["10", "2"]
     assert files.restore(state).step == 10
-    files.close()
 
 
 def test_an_empty_run_folder_has_no_state(tmp_path, state):
     files = StateFiles(tmp_path / "new", keep=2)
     assert files.restore(state) is None
-    files.close()
 
 
 def test_a_state_that_was_cut_off_while_written_is_not_restored(tmp_path, state):
@@ -128,12 +121,10 @@ def test_a_state_that_was_cut_off_while_written_is_not_restored(tmp_path, state)
     files = StateFiles(tmp_path, keep=3)
     files.save(at(state, 1))
     files.save(at(state, 2))
-    files.close()
     folder = tmp_path / "checkpoints"
     (folder / "2").rename(folder / "2.orbax-checkpoint-tmp-0")
     again = StateFiles(tmp_path, keep=3)
     assert again.restore(state).step == 1
-    again.close()
 
 
 def test_a_state_of_another_adapter_is_refused(tmp_path, state):
@@ -143,4 +134,3 @@ def test_a_state_of_another_adapter_is_refused(tmp_path, state):
     params = init_params(other, base(DENSE, "float32"), jax.random.key(0))
     with pytest.raises(ValueError, match="shape"):
         files.restore(update.init_state(params, OptimConfig()))
-    files.close()

@@ -138,7 +138,6 @@ def test_a_run_resumed_from_a_checkpoint_goes_on_to_the_bit(tmp_path):
     files = StateFiles(tmp_path, keep=1)
     files.save(halfway)
     resumed = files.restore(update.init_state(params, cfg))
-    files.close()
     assert resumed.opt_state[1].mu["layers"]["o"]["a"].codes.dtype == jnp.uint8
     whole = halfway
     for seed in range(2, 4):
