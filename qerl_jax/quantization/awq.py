@@ -1,22 +1,13 @@
 """AWQ (arXiv 2306.00978): scales and clips weights so that 4-bit rounding errors affect the output less.
 
-The inputs of a linear are divided by s per channel, and its columns are multiplied by s before packing. This changes
-only the rounding. The division is folded into the weights before the linear:
-
-    q, k, v    the layer's first norm          o      the rows of v; heads that share a v head share s
-    gate, up   its second norm                 down   the rows of up
+The inputs of a linear are divided by s per channel, and its columns are multiplied by s before packing. The division
+is folded into the weights before the linear: of q, k, v and of gate, up into the norm before them, of o into the rows
+of v (heads that share a v head share s), of down into the rows of up.
 
 Let a = mean |x| of an input channel, and w = mean of |W| in its column, each entry relative to the largest of its
-block. The candidates are s = a^r and a^r / w^(1-r) for r on a grid, divided by sqrt(max(s) * min(s)). For each s the
-scale of every block is searched (or set by its maximum, if the caller asks for it). The search minimizes the error of
-the block's contribution to the output, d G d^T, where d is the error of the block and G its diagonal block of the
-Gram matrix of the scaled inputs. The s with the smallest squared error on the calibration inputs is used,
-sum |x (W - W')^T|^2 = tr(D X^T X D^T) with D = W - W'. So only X^T X of the inputs is kept, and a candidate costs the
-same for any number of inputs. Rounding to nearest is one of the candidates, so the error of a linear on these inputs
-cannot grow.
-
-A 4-bit float has larger steps for larger values, so input scales help less than for integers: most of the gain
-comes from the block scales.
+block. The candidates are s = a^r and a^r / w^(1-r) for r on a grid, divided by sqrt(max(s) * min(s)), and rounding to
+nearest without s. The one with the smallest squared error on the calibration inputs is used, tr(D X^T X D^T) with
+D = W - W'. Block scales are searched by the error of a block's part of the output (docs/design/checkpoints.md).
 """
 
 import dataclasses
@@ -93,7 +84,7 @@ def fold(
     tensors: dict[str, Any],
     prefix: str,
     seen: dict[str, Inputs],
-    kept: Sequence[str] = (),
+    dense: Sequence[str] = (),
     *,
     with_grams: bool = True,
 ) -> Folded:
@@ -106,7 +97,7 @@ def fold(
         tensors: The layer's tensors, by Hugging Face's names.
         prefix: Common prefix of these names.
         seen: Statistics of the inputs of each fused linear. The dict is emptied, to free memory.
-        kept: Linears that are not packed; their inputs are not scaled.
+        dense: Linears that are not packed; their inputs are not scaled.
         with_grams: Whether the result has Gram matrices, which are large.
     """
     tensors, errors, rows = dict(tensors), {}, {}
@@ -120,15 +111,14 @@ def fold(
         weights = [jnp.asarray(tensors[name]) for name in names]
         before = None if norm is None else jnp.asarray(tensors[f"{prefix}{norm}.weight"])
         divided = [rows.get(part, jnp.ones(len(w))) for part, w in zip(parts, weights, strict=True)]
-        if linear in kept:
+        if linear in dense:
             new = [np.asarray(w / by[:, None]) for w, by in zip(weights, divided, strict=True)]
             tensors.update(zip(names, new, strict=True))
             seen.pop(linear)
             return jnp.ones(weights[0].shape[1])
-        s, after, new, parts, gram, (nearest, searched) = _search(
+        s, after, new, packed[linear], gram, (nearest, searched) = _search(
             form, scales, heads, weights, divided, seen.pop(linear), before
         )
-        packed[linear] = parts
         if with_grams:
             grams[linear] = gram
         del gram

@@ -9,15 +9,10 @@ from the last to the first. Before column k is rounded, the errors of the column
 which is the least-squares correction of these errors on these inputs. This is GPTQ in the form of LDLQ (QuIP,
 arXiv 2307.13304, theorem 6), which needs no inverse of H.
 
-Block scales are fixed before, by a search on the original weight, so that folders keep the usual format. After
-compensation, an error of column k costs its square times L_kk^2, and the search minimizes this cost (on SmolLM2 this
-was better than to minimize the error before compensation). The columns of a scale block share one scale, whatever the
-order of rounding. So columns can be rounded in descending order of H_kk ("static groups" of act-order): the most
-important ones first, while many columns are left to compensate them. Errors within a group of 128 columns are passed
-on one by one; those of earlier groups in one product for all 128.
-
-The result is compared with the earlier packings (rounding to nearest, and AWQ), and the one with the smallest error
-on these inputs is kept.
+Block scales are fixed before, by a search on the original weight: an error of column k costs its square times L_kk^2.
+So columns can be rounded in descending order of H_kk ("static groups" of act-order), the most important ones first.
+Errors within a group of 128 columns are passed on one by one; those of earlier groups in one product for all 128. The
+best on these inputs of the result, rounding to nearest and AWQ's packing is used (docs/design/checkpoints.md).
 """
 
 import functools

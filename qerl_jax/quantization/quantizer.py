@@ -13,7 +13,7 @@ import pathlib
 import resource
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -34,7 +34,6 @@ from qerl_jax.system.files import Progress, read_json
 REPORT = "quantization_report.json"
 
 _PROGRESS = "progress.jsonl"
-
 
 Method = Literal["rtn", "awq", "gptq", "awq+gptq"]
 
@@ -66,10 +65,11 @@ class Recipe:
     keep: tuple[str, ...] = ()
 
 
-type Kept = frozenset[tuple[str, int]]
+# Fused linears that stay in 16 bits, as (fused linear, layer) pairs.
+type DenseLinears = frozenset[tuple[str, int]]
 
 
-def kept_linears(arch: architecture.Architecture, patterns: Sequence[str]) -> Kept:
+def kept_linears(arch: architecture.Architecture, patterns: Sequence[str]) -> DenseLinears:
     """Returns the fused linears that patterns match, as (fused linear, layer) pairs.
 
     A fused linear is included if a pattern matches one of its parts.
@@ -82,24 +82,24 @@ def kept_linears(arch: architecture.Architecture, patterns: Sequence[str]) -> Ke
         for linear in arch.linears()
         for index in range(arch.num_layers)
     }
-    kept = set()
+    first, last = names["qkv", 0][0], names["down", arch.num_layers - 1][0]
+    rule, all_matches = f"names no linear; they are called {first} to {last}", set()
     for pattern in patterns:
         matches = {at for at, parts in names.items() if fnmatch.filter(parts, pattern)}
-        first, last = names["qkv", 0][0], names["down", arch.num_layers - 1][0]
-        require(
-            bool(matches), "keep", pattern, f"names no linear; they are called {first} to {last}"
-        )
-        kept |= matches
-    return frozenset(kept)
+        require(bool(matches), "keep", pattern, rule)
+        all_matches |= matches
+    return frozenset(all_matches)
 
 
 def expected_size(
-    arch: architecture.Architecture, form: packed_formats.FolderFormat, kept: Kept = frozenset()
+    arch: architecture.Architecture,
+    form: packed_formats.FolderFormat,
+    in_16_bits: DenseLinears = frozenset(),
 ) -> int:
     """Returns the bytes of a quantized folder's tensors; those that are not packed count 16 bits per number."""
     dense, packed = arch.num_parameters(), 0
     for linear, parts in arch.linears().items():
-        layers = arch.num_layers - sum(name == linear for name, _ in kept)
+        layers = arch.num_layers - sum(name == linear for name, _ in in_16_bits)
         shapes = [(n, arch.input_width(linear)) for _, n in parts]
         dense -= layers * sum(n * k for n, k in shapes)
         packed += layers * sum(form.nbytes(n, k) for n, k in shapes)
@@ -115,7 +115,7 @@ class _Job:
         target: Path of the finished folder.
         arch: The architecture, which determines layers and tensors.
         form: Format of the packed linears.
-        kept: Linears that stay in 16 bits.
+        in_16_bits: Linears that stay in 16 bits.
         progress: `tensors`, `bytes` and `errors` of each complete file, and the `seconds` until it was complete.
     """
 
@@ -123,7 +123,7 @@ class _Job:
     target: pathlib.Path
     arch: architecture.Architecture
     form: packed_formats.FolderFormat
-    kept: Kept
+    in_16_bits: DenseLinears
     progress: Progress
 
     @property
@@ -210,9 +210,10 @@ def quantize(
         elif probe is not None:
             probe.restore(index)
         if probe is not None:
-            probe.advance(index, _dense_layer(job, index, states.model))
+            probe.advance(index, _layer(states.model, _stored(job, index), index))
         if states is not None and number < arch.num_layers:
-            states.advance(_dequantized_layer(job, index, states.model))
+            written_layer = safetensors.Tensors(job.folder, job.file(number))
+            states.advance(_layer(states.model, written_layer, index, job.form))
         move(number / arch.num_layers)
     divergences = probe.divergences(*_ends(job)) if probe is not None else {}
     report = _finish(job, divergences)
@@ -237,13 +238,9 @@ def _open(source: pathlib.Path, target: pathlib.Path, recipe: Recipe) -> _Job:
     options = Options(recipe.scale_rounding, recipe.double_quant)
     form = packed_formats.named(recipe.format, options)
     arch = architecture.load(source)
-    require(
-        packed_formats.of_folder(source) is None,
-        "source",
-        str(source),
-        "is quantized already; 16-bit weights are needed",
-    )
-    kept = kept_linears(arch, recipe.keep)
+    is_dense = packed_formats.of_folder(source) is None
+    require(is_dense, "source", str(source), "is quantized already; 16-bit weights are needed")
+    in_16_bits = kept_linears(arch, recipe.keep)
     form.check(arch)
     base_model.check_names(arch, hf_folder.open_weights(source), None)
     hf_folder.require_new(target, "target")
@@ -256,16 +253,13 @@ def _open(source: pathlib.Path, target: pathlib.Path, recipe: Recipe) -> _Job:
         raise FileExistsError(f"{folder}: holds files, but no unfinished job: choose another name")
     refusal = "{folder}: holds an unfinished job with other settings: remove it first"
     try:
-        job = _Job(source, target, arch, form, kept, Progress(path, settings, refusal=refusal))
+        progress = Progress(path, settings, refusal=refusal)
     except ValueError as error:
         raise FileExistsError(str(error)) from error
-    size, free = expected_size(arch, form, kept), shutil.disk_usage(folder).free
-    require(
-        free + job.nbytes >= size,
-        "target",
-        str(target),
-        f"needs {size / 1e9:.1f} GB; the disk has {free / 1e9:.1f} GB",
-    )
+    job = _Job(source, target, arch, form, in_16_bits, progress)
+    size, free = expected_size(arch, form, in_16_bits), shutil.disk_usage(folder).free
+    rule = f"needs {size / 1e9:.1f} GB; the disk has {free / 1e9:.1f} GB"
+    require(free + job.nbytes >= size, "target", str(target), rule)
     return job
 
 
@@ -283,7 +277,7 @@ def _quantized_layer(
     move: Callable[[float], None],
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Returns the packed tensors of a layer, and the errors of its weights and, with calibration, of its outputs."""
-    prefix, form, tensors = f"model.layers.{index}.", job.form.numbers, _stored(job, index)
+    form, tensors = job.form.numbers, _stored(job, index)
     type_of = lambda linear: tensors[f"{job.arch.linear_names(linear, index)[0]}.weight"].dtype
     types = {linear: type_of(linear) for linear in job.arch.linears()}
     for name, values in tensors.items():
@@ -295,19 +289,18 @@ def _quantized_layer(
     grams: dict[str, jax.Array] = {}
     outputs: dict[str, tuple[float, float]] = {}
     if states is not None:
-        dense = lambda name: jnp.asarray(tensors[f"{name}.weight"])
-        seen = states.observe(_layer(states.model, tensors, prefix, dense))
+        seen = states.observe(_layer(states.model, tensors, index))
         move(0.2)
         if "awq" in recipe.method:
-            kept = [linear for linear, at in job.kept if at == index]
+            dense = [linear for linear, at in job.in_16_bits if at == index]
             folded = awq.fold(
                 job.arch,
                 form,
                 recipe.block_scales,
                 tensors,
-                prefix,
+                f"model.layers.{index}.",
                 seen,
-                kept,
+                dense,
                 with_grams="gptq" in recipe.method,
             )
             tensors, packed, grams = folded.tensors, folded.packed, folded.grams
@@ -315,14 +308,13 @@ def _quantized_layer(
         else:
             grams = {linear: inputs.gram for linear, inputs in seen.items()}
     if probe is not None:
-        dense = lambda name: jnp.asarray(tensors[f"{name}.weight"])
-        layer = _layer(states.model, tensors, prefix, dense)
+        layer = _layer(states.model, tensors, index)
     written, errors = dict(tensors), {}
     for position, linear in enumerate(job.arch.linears()):
         move(0.4 + 0.1 * position)
         names = job.arch.linear_names(linear, index)
         weights = [jnp.asarray(written.pop(f"{name}.weight")) for name in names]
-        if (linear, index) in job.kept:
+        if (linear, index) in job.in_16_bits:
             for name, weight in zip(names, weights, strict=True):
                 written[f"{name}.weight"] = np.asarray(weight, types[linear])
             continue
@@ -378,7 +370,7 @@ def _finish(job: _Job, divergences: dict[tuple[int, str], float]) -> dict[str, A
         "peak_host_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         "layers": of_layers,
     }
-    names = [name for at in sorted(job.kept) for name in job.arch.linear_names(*at)]
+    names = [name for at in sorted(job.in_16_bits) for name in job.arch.linear_names(*at)]
     quantization = job.form.config_without(names)
     config = read_json(job.source / "config.json") | {"quantization_config": quantization}
     index = {"metadata": {"total_size": job.nbytes}, "weight_map": weight_map}
@@ -403,20 +395,23 @@ def _hidden_states(
     log(f"calibrating on {len(ids)} rows of {cfg.dataset}, {lengths.sum()} tokens")
     dtype = "bfloat16" if runtime.platform() == "gpu" else "float32"
     model = transformer.Transformer(arch, dtype, None, jnp.dtype(dtype))
-    return HiddenStates(
-        model, hf_folder.open_weights(folder)["model.embed_tokens.weight"], ids, lengths
-    )
+    embedding = hf_folder.open_weights(folder)["model.embed_tokens.weight"]
+    return HiddenStates(model, embedding, ids, lengths)
 
 
 def _layer(
     model: transformer.Transformer,
-    tensors: dict[str, Any],
-    prefix: str,
-    weight: Callable[[str], jax.Array],
+    tensors: Mapping[str, Any],
+    index: int,
+    form: packed_formats.FolderFormat | None = None,
 ) -> dict[str, Any]:
-    """Makes the dense tree of a layer for calibration; `weight` maps a linear's name to its weight."""
-    read = lambda _, names: jnp.concatenate([weight(name) for name in names]).astype(model.dtype)
-    return base_model.read_layer(model.arch, tensors, prefix, model.dtype, read)
+    """Makes the dense tree of a layer for calibration, from its tensors in 16 bits, or packed in `form`."""
+
+    def read(_, names):
+        weights = [base_model.read_dense(tensors, form, name, model.dtype) for name in names]
+        return jnp.concatenate(weights).astype(model.dtype)
+
+    return base_model.read_layer(model.arch, tensors, f"model.layers.{index}.", model.dtype, read)
 
 
 def _stored(job: _Job, index: int) -> dict[str, np.ndarray]:
@@ -426,13 +421,6 @@ def _stored(job: _Job, index: int) -> dict[str, np.ndarray]:
     return {name: tensors[name] for name in tensors if name.startswith(prefix)}
 
 
-def _dense_layer(job: _Job, index: int, model: transformer.Transformer) -> dict[str, Any]:
-    """Makes the dense tree of a layer of the source, for calibration."""
-    tensors = _stored(job, index)
-    weight = lambda name: jnp.asarray(tensors[f"{name}.weight"])
-    return _layer(model, tensors, f"model.layers.{index}.", weight)
-
-
 def _ends(job: _Job) -> tuple[jax.Array, jax.Array]:
     """Returns the scale [D] of the last norm, and the matrix [V, D] of the LM head."""
     tensors, tied = hf_folder.open_weights(job.source), job.arch.tie_word_embeddings
@@ -440,25 +428,16 @@ def _ends(job: _Job) -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(tensors["model.norm.weight"]), jnp.asarray(head)
 
 
-def _dequantized_layer(job: _Job, index: int, model: transformer.Transformer) -> dict[str, Any]:
-    """Makes the dense tree of a layer from its written, packed file, for calibration."""
-    tensors = safetensors.Tensors(job.folder, job.file(index + 1))
-    weight = lambda name: base_model.read_dense(tensors, job.form, name, model.dtype)
-    return _layer(model, tensors, f"model.layers.{index}.", weight)
-
-
 def _line(errors: dict[str, Any], number: int, total: int, seconds: float) -> str:
     weight_errors = errors.get("weights", {})  # none where all linears of the layer stay in 16 bits
-    weights = (
-        "  ".join(f"{linear} {error:.4f}" for linear, error in weight_errors.items()) or "none"
-    )
+    weights = "  ".join(f"{linear} {error:.4f}" for linear, error in weight_errors.items())
     outputs = "  ".join(
         f"{linear} {searched:.4f} (rtn {nearest:.4f})"
         for linear, (nearest, searched) in errors.get("outputs", {}).items()
     )
     minutes, rest = divmod(round(seconds * (total - number)), 60)
     return (
-        f"layer {number}/{total}  error of weights: {weights}"
+        f"layer {number}/{total}  error of weights: {weights or 'none'}"
         + (f"  of outputs: {outputs}" if outputs else "")
         + f"  {seconds:.1f} s a layer, {minutes}:{rest:02d} left"
     )
