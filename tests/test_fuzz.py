@@ -13,8 +13,7 @@ from tests.faults import fuzz
 @pytest.mark.parametrize("name", fuzz.TARGETS)
 def test_a_sample_of_inputs_is_read_or_refused_in_one_line(name):
     result = fuzz.trial(name, fuzz.TARGETS[name], 0, range(300))
-    assert result.inputs == 300 and result.faults == {}
-    assert result.read > 5
+    assert result.faults == {} and 5 < result.read <= 300
 
 
 def raises(_):

@@ -47,7 +47,7 @@ from qerl_jax.system import process_pool
 from qerl_jax.tools import tool_calls
 from qerl_jax.tracking import logger
 from tests import gguf_files
-from tests.faults import fuzz_watch
+from tests.faults import fuzz_watch, harness
 
 ROOT = pathlib.Path(__file__).parents[2]
 SHOWN = 20
@@ -60,7 +60,7 @@ class Target:
     Attributes:
         make: Makes an input from a random generator.
         feed: Reads the input. It refuses an input with an error that the command line shows as one line.
-        place: Prepares the argument of `feed` from the input, such as the path of a file. It is not watched.
+        prepare: Prepares the argument of `feed` from the input, such as the path of a file. It is not watched.
         count: Number of inputs of a full trial.
         seconds: Most processor seconds for one input.
         may_refuse: Whether an input may be refused. If not, any error is a fault.
@@ -69,7 +69,7 @@ class Target:
 
     make: Callable[[random.Random], Any]
     feed: Callable[[Any], None]
-    place: Callable[[Any], Any] = lambda given: given
+    prepare: Callable[[Any], Any] = lambda made: made
     count: int = 100_000
     seconds: float = 2.0
     may_refuse: bool = True
@@ -78,9 +78,8 @@ class Target:
 
 @dataclasses.dataclass
 class Result:
-    """The result of a target: the number of inputs, how many were read, the time, and the faults by input number."""
+    """The result of a target: how many inputs were read, the time, and the faults by input number."""
 
-    inputs: int = 0
     read: int = 0
     wall: float = 0.0
     slowest: float = 0.0
@@ -97,14 +96,13 @@ def trial(name: str, target: Target, seed: int, numbers: Sequence[int]) -> Resul
         codecs.lookup(encoding)  # imported when JSON in it is read
     with _clock():
         for number in range(20):  # imports everything that is imported late
-            _feed(target, target.place(target.make(random.Random(f"first {number}"))))
+            _feed(target, target.prepare(target.make(random.Random(f"first {number}"))))
         started = time.monotonic()
         for number in numbers:
-            given = target.place(target.make(random.Random(f"{seed}/{name}/{number}")))
+            content = target.prepare(target.make(random.Random(f"{seed}/{name}/{number}")))
             begun = time.process_time()
-            fault, is_read = _feed(target, given)
+            fault, is_read = _feed(target, content)
             spent = time.process_time() - begun
-            result.inputs += 1
             result.read += is_read and fault is None
             result.slowest = max(result.slowest, spent)
             if spent > target.seconds and fault is None:
@@ -115,7 +113,7 @@ def trial(name: str, target: Target, seed: int, numbers: Sequence[int]) -> Resul
     return result
 
 
-def _feed(target: Target, given: Any) -> tuple[str | None, bool]:
+def _feed(target: Target, content: Any) -> tuple[str | None, bool]:
     """Feeds one input. Returns its fault or None, and whether it was read."""
     watch = _watch(target.does)
     watch.clear()
@@ -123,7 +121,7 @@ def _feed(target: Target, given: Any) -> tuple[str | None, bool]:
     fault, is_read = None, False
     try:
         with watch:
-            target.feed(given)
+            target.feed(content)
         is_read = True
     except _Late:
         fault = f"was not finished after {2 * target.seconds} s of the processor"
@@ -174,11 +172,16 @@ def _watch(allowed: tuple[str, ...]) -> fuzz_watch.Watch:
     return fuzz_watch.Watch((str(_folder()), sys.prefix, sys.base_prefix, str(ROOT)), allowed)
 
 
-def _words(name: str, *, as_bytes: bool = False) -> list[Any]:
+def _words() -> dict[str, list[Any]]:
     """Reads words that readers know from fuzz_words.json; a pair is a word and how often it is repeated."""
     table = json.loads(pathlib.Path(__file__).with_name("fuzz_words.json").read_text())
-    words = [word if isinstance(word, str) else word[0] * word[1] for word in table[name]]
-    return [word.encode("latin-1") for word in words] if as_bytes else words
+    as_text = lambda word: word if isinstance(word, str) else word[0] * word[1]
+    words = {name: [*map(as_text, entries)] for name, entries in table.items()}
+    of_bytes = ("toml", "safetensors", "json", "rows")
+    return words | {name: [word.encode("latin-1") for word in words[name]] for name in of_bytes}
+
+
+_WORDS = _words()
 
 
 # Bytes
@@ -231,9 +234,6 @@ def _configs() -> list[bytes]:
     return [path.read_bytes() for path in sorted((ROOT / "configs").glob("*.toml"))]
 
 
-_TOML_WORDS = _words("toml", as_bytes=True)
-
-
 def _make_config(rng: random.Random) -> dict[str, bytes]:
     lines = rng.choice(_configs()).split(b"\n")
     # Lines are left out, added or changed at random, such that the rest is often valid TOML.
@@ -242,9 +242,9 @@ def _make_config(rng: random.Random) -> dict[str, bytes]:
     if rng.random() < 0.3:
         place = rng.randrange(len(lines) + 1)
         field, _, _ = rng.choice(lines).partition(b"=")
-        lines[place:place] = [field + b"=" + rng.choice(_TOML_WORDS)]
+        lines[place:place] = [field + b"=" + rng.choice(_WORDS["toml"])]
         return {"run.toml": b"\n".join(lines)}
-    return {"run.toml": changed(rng, b"\n".join(lines), _TOML_WORDS)}
+    return {"run.toml": changed(rng, b"\n".join(lines), _WORDS["toml"])}
 
 
 # The reader of safetensors
@@ -267,9 +267,6 @@ def _safetensors() -> tuple[dict[str, bytes], ...]:
     return tuple(folders)
 
 
-_SAFETENSORS_WORDS = _words("safetensors", as_bytes=True)
-
-
 def _make_safetensors(rng: random.Random) -> dict[str, bytes]:
     files = dict(rng.choice(_safetensors()))
     name = rng.choice(list(files))
@@ -277,10 +274,10 @@ def _make_safetensors(rng: random.Random) -> dict[str, bytes]:
     if name.endswith(".safetensors") and rng.random() < 0.7:
         # The header is changed but its length is right, so that its content is read.
         size = int.from_bytes(data[:8], "little")
-        header = changed(rng, data[8 : 8 + size], _SAFETENSORS_WORDS)
+        header = changed(rng, data[8 : 8 + size], _WORDS["safetensors"])
         files[name] = len(header).to_bytes(8, "little") + header + data[8 + size :]
     elif rng.random() < 0.8:
-        files[name] = changed(rng, data, _SAFETENSORS_WORDS)
+        files[name] = changed(rng, data, _WORDS["safetensors"])
     else:  # any bytes are valid data
         files[name] = data[:-4] + rng.randbytes(4)
     return files
@@ -288,6 +285,8 @@ def _make_safetensors(rng: random.Random) -> dict[str, bytes]:
 
 def _feed_safetensors(path: pathlib.Path) -> None:
     tensors = safetensors.Tensors(path.parent)
+    if sum(x.nbytes for x in tensors.values()) > sum(p.stat().st_size for p in _folder().iterdir()):
+        raise RuntimeError("tensors overlap")
     for name in tensors:
         flat = tensors[name].reshape(-1)
         _ = tensors.shape(name), tensors.type(name), flat[:1].tobytes(), flat[-1:].tobytes()
@@ -349,32 +348,19 @@ def _is_of_gguf(value: Any) -> bool:
 
 
 def _feed_gguf(path: pathlib.Path) -> None:
-    header = gguf.read_header(path)
-    gguf.model_config(header)
     tensors = gguf.Tensors(path)
     for name in tensors:
         _ = tensors.shape(name), tensors.type(name), tensors[name].tobytes()
     if path.stat().st_size % 8 == 0:  # slower than everything else
-        gguf.write_tokenizer(path.parent, header.fields)
+        gguf.write_tokenizer(path.parent, tensors.header.fields)
 
 
 # What describes a model, an adapter, a step of a run
 
-_MODEL = {
-    **{"model_type": "qwen2", "hidden_act": "silu", "hidden_size": 128, "intermediate_size": 384},
-    **{"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
-    **{"max_position_embeddings": 256, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "vocab_size": 512},
-    **{"tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": None},
-    "layer_types": ["full_attention"] * 3,
-    "rope_scaling": {
-        **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-        "original_max_position_embeddings": 8192,
-    },
-    "quantization_config": {
-        **{"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
-        "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float"}}},
-        "ignore": ["lm_head"],
-    },
+_MODEL = json.loads((harness.TINY / "config.json").read_text()) | {
+    **{"head_dim": 32, "sliding_window": None, "layer_types": ["full_attention"] * 3},
+    "rope_scaling": harness.LLAMA3,
+    "quantization_config": packed_formats.named("nvfp4").config,
 }
 _ADAPTER = {
     **{"peft_type": "LORA", "r": 8, "lora_alpha": 16, "bias": "none", "use_rslora": False},
@@ -390,7 +376,6 @@ _VALUES = [
     *("llama", "qwen3", "mistral", "llama3", "yarn", "bitsandbytes", "modelopt", "mxfp4", "NVFP4"),
     *("all-linear", ".*_proj", "(", "dora", "all", "../../x", "pissa"),
 ]
-_JSON_WORDS = _words("json", as_bytes=True)
 
 
 def _table(rng: random.Random, table: dict[str, Any]) -> dict[str, Any]:
@@ -411,7 +396,7 @@ def _table(rng: random.Random, table: dict[str, Any]) -> dict[str, Any]:
 
 def _make_table(name: str, table: dict[str, Any], rng: random.Random) -> dict[str, bytes]:
     data = json.dumps(_table(rng, table)).encode()
-    return {name: data if rng.random() < 0.7 else changed(rng, data, _JSON_WORDS)}
+    return {name: data if rng.random() < 0.7 else changed(rng, data, _WORDS["json"])}
 
 
 def _feed_model(path: pathlib.Path) -> None:
@@ -427,13 +412,12 @@ _ROWS = [
     b"What is 1 + 2?\nAnd 3?\r\n\n",
     '\ufeff{"prompt": "東京 🙂"}\n'.encode(),
 ]
-_ROW_WORDS = _words("rows", as_bytes=True)
 
 
 def _make_rows(rng: random.Random) -> dict[str, bytes]:
     data = b"".join(rng.choices(_ROWS, k=rng.choice((1, 1, 2))))
     name = rng.choice(("prompts.jsonl", "prompts.jsonl", "prompts.txt"))
-    return {name: changed(rng, data, _ROW_WORDS)}
+    return {name: changed(rng, data, _WORDS["rows"])}
 
 
 def _feed_rows(path: pathlib.Path) -> None:
@@ -441,8 +425,6 @@ def _feed_rows(path: pathlib.Path) -> None:
 
 
 # Parsers of answers
-
-_ANSWER_WORDS = _words("answers")
 
 
 def _make_text(words: Sequence[str], rng: random.Random) -> str:
@@ -485,8 +467,6 @@ def _feed_answer(text: str) -> None:
 
 # Calls of tools that a policy writes
 
-_CALL_WORDS = _words("calls")
-
 
 def _feed_calls(text: str) -> None:
     for call_format in ("hermes", "llama3_json"):
@@ -496,7 +476,7 @@ def _feed_calls(text: str) -> None:
 
 # Chat templates
 
-_TEMPLATE_WORDS = _words("templates")
+
 _TEMPLATES = [
     "{%- for m in messages %}{{- '<|' + m.role + '|>' + m.content }}{%- endfor %}",
     "{% set ns = namespace(n=0) %}{% for m in messages[::-1] %}{% set ns.n = ns.n + 1 %}{{ ns.n }}"
@@ -507,7 +487,7 @@ _CHAT = ({"role": "system", "content": "Think."}, {"role": "user", "content": "W
 
 
 def _make_template(rng: random.Random) -> str:
-    words = rng.choices(_TEMPLATE_WORDS, k=rng.choice((1, 2, 4, 12)))
+    words = rng.choices(_WORDS["templates"], k=rng.choice((1, 2, 4, 12)))
     if rng.random() < 0.5:
         return "".join(words)
     base = rng.choice(_TEMPLATES)
@@ -515,7 +495,7 @@ def _make_template(rng: random.Random) -> str:
         place = rng.randrange(len(base) + 1)
         base = base[:place] + word + base[place + rng.choice((0, 0, 1, 9)) :]
     if rng.random() < 0.01:
-        base += rng.choice(_TEMPLATE_WORDS) * 10 ** rng.randrange(2, 5)
+        base += rng.choice(_WORDS["templates"]) * 10 ** rng.randrange(2, 5)
     return base
 
 
@@ -555,10 +535,13 @@ TARGETS = {
     ),
     "prompts": Target(_make_rows, _feed_rows, _written),
     "answers": Target(
-        functools.partial(_make_text, _ANSWER_WORDS), _feed_answer, seconds=5.0, may_refuse=False
+        functools.partial(_make_text, _WORDS["answers"]),
+        _feed_answer,
+        seconds=5.0,
+        may_refuse=False,
     ),
     "calls": Target(
-        functools.partial(_make_text, _CALL_WORDS), _feed_calls, seconds=2.0, may_refuse=False
+        functools.partial(_make_text, _WORDS["calls"]), _feed_calls, seconds=2.0, may_refuse=False
     ),
     # It starts the process that renders, in which actions are watched.
     "templates": Target(_make_template, _feed_template, does=_OF_POOLS),
@@ -581,9 +564,9 @@ def main() -> int:
     options = parser.parse_args()
     if options.input is not None:
         (name,) = options.only
-        given = TARGETS[name].make(random.Random(f"{options.seed}/{name}/{options.input}"))
-        print(repr(given), flush=True)
-        TARGETS[name].feed(TARGETS[name].place(given))
+        content = TARGETS[name].make(random.Random(f"{options.seed}/{name}/{options.input}"))
+        print(repr(content), flush=True)
+        TARGETS[name].feed(TARGETS[name].prepare(content))
         return 0
     print(f"seed {options.seed}")
     print("| target | inputs | read | refused | a second | slowest | faults |")
@@ -593,8 +576,8 @@ def main() -> int:
         count = options.count or TARGETS[name].count
         result = trial(name, TARGETS[name], options.seed, range(count))
         is_faulty |= bool(result.faults)
-        refused = result.inputs - result.read - len(result.faults)
-        rate, slowest = f"{result.inputs / result.wall:,.0f}", f"{1e3 * result.slowest:.0f} ms"
+        refused = count - result.read - len(result.faults)
+        rate, slowest = f"{count / result.wall:,.0f}", f"{1e3 * result.slowest:.0f} ms"
         cells = (name, f"{count:,}", f"{result.read:,}", f"{refused:,}", rate, slowest)
         print("|", " | ".join(cells), "|", len(result.faults), "|", flush=True)
         for number in list(result.faults)[:SHOWN]:

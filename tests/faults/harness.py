@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 
 from qerl_jax import config
@@ -18,6 +17,12 @@ from qerl_jax.checkpoint.run_state import StateFiles
 from qerl_jax.tracking import logger
 
 ROOT = pathlib.Path(__file__).parents[2]
+TINY = ROOT / "qerl_jax" / "assets" / "tiny"
+# A `rope_scaling` of a config.json.
+LLAMA3 = {
+    **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "original_max_position_embeddings": 8192,
+}
 # What differs between two runs that are the same.
 _TIMES = ("perf/", "step_time")
 
@@ -37,6 +42,13 @@ def tiny(folder, **sections):
         "eval": None,
     }
     return settings.run_config(ROOT / "configs" / "quickstart.toml", defaults | sections)
+
+
+def write_config(folder, **sections):
+    """Writes the config of `tiny` beside its run folder, and returns the path of the file."""
+    path = folder.with_name(f"{folder.name}.toml")
+    path.write_text(config.dump(tiny(folder, **sections)))
+    return path
 
 
 def copy_of(run, folder):
@@ -86,20 +98,16 @@ def flip_somewhere(paths, rng: random.Random):
     return path, bit
 
 
-def python(code, *arguments, **options):
-    """Runs a program in a fresh interpreter, and returns its exit code and output."""
-    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False, **options
-    )
+def run(*command, timeout=600):
+    """Runs a command, and returns its exit code and output."""
+    pipes = {"capture_output": True, "text": True}
+    command = [*map(str, command)]
+    return subprocess.run(command, cwd=ROOT, timeout=timeout, check=False, **pipes)
 
 
-def qerl(*arguments, timeout=600, **options):
+def qerl(*arguments, timeout=600):
     """Runs the command `qerl` in a fresh interpreter."""
-    command = [sys.executable, "-m", "qerl_jax", *map(str, arguments)]
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False, **options
-    )
+    return run(sys.executable, "-m", "qerl_jax", *arguments, timeout=timeout)
 
 
 @dataclasses.dataclass(frozen=True)

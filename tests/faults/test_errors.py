@@ -87,8 +87,7 @@ def run_with(monkeypatch, tmp_path, error, *options):
         return score(*arguments, **named)
 
     monkeypatch.setattr(rollouts, "score", failing)
-    path = tmp_path / "run.toml"
-    path.write_text(config.dump(harness.tiny(tmp_path / "run")))
+    path = harness.write_config(tmp_path / "run")
     return main.main(["train", str(path), *options])
 
 
@@ -132,8 +131,7 @@ def test_a_bare_message_of_a_library_that_computes_is_no_answer(tmp_path, monkey
         return jax.numpy.zeros(3).reshape(2)
 
     monkeypatch.setattr(trainer, "check", reshaped)
-    path = tmp_path / "run.toml"
-    path.write_text(config.dump(harness.tiny(tmp_path / "run")))
+    path = harness.write_config(tmp_path / "run")
     assert main.main(["train", str(path)]) == 1
     shown = capsys.readouterr().err
     assert shown.startswith("qerl train: unexpected TypeError in the preparation of the run: ")
@@ -203,8 +201,7 @@ def test_weights_that_do_not_fit_are_out_of_memory_too(tmp_path, monkeypatch, ca
         raise jax.errors.JaxRuntimeError(OOM)
 
     monkeypatch.setattr(load.base_model, "load_weights", loading)
-    path = tmp_path / "run.toml"
-    path.write_text(config.dump(harness.tiny(tmp_path / "run")))
+    path = harness.write_config(tmp_path / "run")
     assert main.main(["train", str(path)]) == 2
     shown = capsys.readouterr().err
     assert "ran out of memory in the preparation" in shown and shown.count("\n") == 1

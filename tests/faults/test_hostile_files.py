@@ -169,12 +169,6 @@ def test_an_evaluation_that_is_none_is_named_by_the_comparison(text, tmp_path, c
     assert shown.count("\n") == 1 and "problems.jsonl" in shown
 
 
-LLAMA3 = {
-    **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    "original_max_position_embeddings": 8192,
-}
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -188,8 +182,8 @@ LLAMA3 = {
         ("rms_norm_eps", 1e308),
         ("rope_theta", float("nan")),
         ("rope_theta", -1),
-        ("rope_scaling", LLAMA3 | {"factor": "8"}),
-        ("rope_scaling", LLAMA3 | {"low_freq_factor": None}),
+        ("rope_scaling", harness.LLAMA3 | {"factor": "8"}),
+        ("rope_scaling", harness.LLAMA3 | {"low_freq_factor": None}),
         ("sliding_window", "wide"),
         ("max_position_embeddings", [256]),
         ("quantization_config", 4),
@@ -198,7 +192,7 @@ LLAMA3 = {
     ],
 )
 def test_a_model_of_another_form_is_refused_by_its_field(field, value, tmp_path):
-    table = json.loads((harness.ROOT / "qerl_jax" / "assets" / "tiny" / "config.json").read_text())
+    table = json.loads((harness.TINY / "config.json").read_text())
     if field == "sliding_window":  # which Qwen2 has a switch for
         table["model_type"] = "mistral"
     (tmp_path / "config.json").write_text(json.dumps(table | {field: value}))

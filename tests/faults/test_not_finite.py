@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qerl_jax import config
 from qerl_jax.cli import main
 from qerl_jax.rl import grpo, update
 from qerl_jax.tracking import logger
@@ -134,8 +133,7 @@ def test_weights_that_stay_broken_end_the_run_before_anything_is_saved(
         after, learned = apply(state, *arguments, **options)
         return dataclasses.replace(after, params=with_nan(after.params)), learned
 
-    path = tmp_path / "run.toml"
-    path.write_text(config.dump(harness.tiny(tmp_path / "run")))
+    path = harness.write_config(tmp_path / "run")
     with monkeypatch.context() as patch:
         patch.setattr(update, "apply", in_step(3, of_state, update.apply))
         patch.setattr(trainer.guards, "is_due", lambda *_: False)

@@ -102,8 +102,7 @@ def test_of_two_new_runs_the_one_that_comes_second_is_refused(tmp_path, monkeypa
 @pytest.mark.slow
 def test_of_two_runs_started_at_once_one_is_refused_and_the_other_is_undisturbed(tmp_path):
     trainer.train(harness.tiny(tmp_path / "alone"), quiet=True)
-    path = tmp_path / "run.toml"
-    path.write_text(config.dump(harness.tiny(tmp_path / "shared")))
+    path = harness.write_config(tmp_path / "shared")
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         first = threads.submit(harness.qerl, "train", path)
         time.sleep(1)

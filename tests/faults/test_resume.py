@@ -193,16 +193,14 @@ def test_a_run_says_that_the_code_of_its_reward_has_changed(tmp_path, capsys):
 @pytest.mark.process
 def test_load_changes_no_bit(tmp_path):
     """A run gives the same bits alone and beside processes that keep all cores busy."""
-    paths = {name: tmp_path / f"{name}.toml" for name in ("alone", "beside")}
-    for name, path in paths.items():
-        path.write_text(config.dump(harness.tiny(tmp_path / name)))
-    assert harness.qerl("train", paths["alone"]).returncode == 0
+    alone, beside = (harness.write_config(tmp_path / name) for name in ("alone", "beside"))
+    assert harness.qerl("train", alone).returncode == 0
     busy = [
         subprocess.Popen([sys.executable, "-c", "while True: pass"])
         for _ in range(2 * (os.cpu_count() or 1))
     ]
     try:
-        assert harness.qerl("train", paths["beside"]).returncode == 0
+        assert harness.qerl("train", beside).returncode == 0
     finally:
         for process in busy:
             process.kill()

@@ -11,13 +11,12 @@ import weakref
 
 import pytest
 
-from qerl_jax import config
 from qerl_jax.checkpoint.run_state import StateFiles
 from qerl_jax.rl import rollouts, update
 from qerl_jax.tracking import logger
 from qerl_jax.training import load, stopping
 from qerl_jax.training.trainer import train
-from tests.faults import harness
+from tests.faults import harness, trial
 
 SIGNALS = {130: signal.SIGINT, 143: signal.SIGTERM}
 
@@ -221,8 +220,8 @@ def test_outside_of_the_main_thread_a_run_can_be_started_too():
 @pytest.mark.parametrize("code", [130, pytest.param(143, marks=pytest.mark.slow)])
 @pytest.mark.slow
 def test_the_command_ends_with_its_documented_code_and_one_line_beside_the_notice(code, tmp_path):
-    folder, path = tmp_path / "run", tmp_path / "run.toml"
-    path.write_text(config.dump(harness.tiny(folder, max_steps=2000, save_steps=1000)))
+    folder = tmp_path / "run"
+    path = harness.write_config(folder, max_steps=2000, save_steps=1000)
     process = harness.start(path)
     try:
         harness.wait_for_step(process, folder, 3)
@@ -246,8 +245,7 @@ def test_the_command_ends_with_its_documented_code_and_one_line_beside_the_notic
 @pytest.mark.parametrize("code", SIGNALS)
 def test_a_signal_before_the_first_step_ends_the_command_at_once_too(code, seconds, tmp_path):
     """Python itself ends it while modules are imported; later the command does."""
-    path = tmp_path / "run.toml"
-    path.write_text(config.dump(harness.tiny(tmp_path / "run")))
+    path = harness.write_config(tmp_path / "run")
     process = harness.start(path)
     try:
         time.sleep(seconds)
@@ -264,11 +262,9 @@ def test_faults_at_random_moments_one_after_the_other_change_nothing(tmp_path):
     """This tries a few faults; `python -m tests.faults.trial` tries a hundred."""
     steps = {"max_steps": 40, "save_steps": 7}
     train(harness.tiny(tmp_path / "whole", **steps), quiet=True)
-    folder, path = tmp_path / "run", tmp_path / "run.toml"
-    path.write_text(config.dump(harness.tiny(folder, **steps)))
+    folder = tmp_path / "run"
+    path = harness.write_config(folder, **steps)
     for fault in harness.disturb(path, folder, random.Random(1), count=8):
-        expected = {"SIGTERM": 143, "SIGINT": 130}.get(fault.kind, -9)
-        assert fault.code in (0, expected), fault
-        assert "Traceback" not in fault.shown and "terminate" not in fault.shown, fault
+        assert trial.wrong(fault) is None, fault
     assert harness.qerl("train", path).returncode == 0
     assert harness.results(folder) == harness.results(tmp_path / "whole")

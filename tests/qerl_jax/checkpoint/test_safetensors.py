@@ -1,8 +1,8 @@
 """Tests reading safetensors files: every type, shards, and each way in which a download can be broken."""
 
 import json
-import random
 import re
+import reprlib
 import struct
 
 import ml_dtypes
@@ -12,6 +12,7 @@ import pytest
 from qerl_jax.checkpoint import safetensors as tensor_files
 from qerl_jax.checkpoint.safetensors import SafetensorsError, Tensors
 from tests import golden_files
+from tests.faults.harness import files_of
 
 
 def write(path, tensors, spaces=0):
@@ -124,17 +125,17 @@ def test_a_folder_without_its_file_is_an_error(tmp_path):
         Tensors(tmp_path)
 
 
-def test_a_missing_shard_is_named(tmp_path):
-    shards(tmp_path)
-    (tmp_path / "two.safetensors").unlink()
-    with pytest.raises(SafetensorsError, match=r"1 of 2 shards are missing: two\.safetensors"):
-        Tensors(tmp_path)
-
-
-def test_a_tensor_that_only_the_index_knows_is_named(tmp_path):
-    weight_map = shards(tmp_path)
-    write_index(tmp_path, {"weight_map": weight_map | {"z": "one.safetensors"}})
-    with pytest.raises(SafetensorsError, match=r"no shard holds z \(1 tensors are missing\)"):
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"c": "three.safetensors"}, r"1 of 2 shards are missing: three\.safetensors"),
+        ({"z": "one.safetensors"}, r"no shard holds z \(1 tensors are missing\)"),
+        ({"b": "two.safetensors"}, r"b is in one\.safetensors, not in two"),
+    ],
+)
+def test_an_index_that_its_shards_do_not_fit_is_named(tmp_path, changes, match):
+    write_index(tmp_path, {"weight_map": shards(tmp_path) | changes})
+    with pytest.raises(SafetensorsError, match=match):
         Tensors(tmp_path)
 
 
@@ -146,39 +147,13 @@ def test_a_broken_index_is_named(tmp_path, content):
         Tensors(tmp_path)
 
 
-@pytest.mark.parametrize("kept", [0, 5, 8, 40, -1])
+@pytest.mark.parametrize("kept", [0, 5, 8, 40, -4, -1])
 def test_a_truncated_file_is_named_wherever_it_is_cut(tmp_path, kept):
+    """The last 4 bytes are the second tensor."""
     shards(tmp_path)
-    path = tmp_path / "two.safetensors"
+    path = tmp_path / "one.safetensors"
     path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(SafetensorsError, match=r"two\.safetensors: \d+ bytes.*truncated"):
-        Tensors(tmp_path)
-
-
-def test_a_file_cut_between_two_tensors_is_found(tmp_path):
-    write(tmp_path / "model.safetensors", {"a": floats(1, 2), "b": floats(3)})
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(SafetensorsError, match=r"model\.safetensors: \d+ bytes, truncated"):
-        Tensors(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        b"<html>404</html>",
-        b"[1, 2]",
-        b'{"a": 3}',
-        b'{"a": {"dtype": "F32", "shape": [1]}}',
-        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0]}}',
-        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": ["0", "4"]}}',
-        b"\xff\xfe",
-    ],
-)
-def test_what_is_no_safetensors_file_is_named(tmp_path, header):
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
-    with pytest.raises(SafetensorsError, match=r"model\.safetensors: .* not a safetensors file"):
+    with pytest.raises(SafetensorsError, match=r"one\.safetensors: \d+ bytes.*truncated"):
         Tensors(tmp_path)
 
 
@@ -188,16 +163,6 @@ def test_an_unknown_type_is_named(tmp_path):
         Tensors(tmp_path)
     write(tmp_path / "model.safetensors", {"a": ("F5", np.zeros(4, np.uint8))})
     with pytest.raises(SafetensorsError, match=r"model\.safetensors: .* unknown variant `F5`"):
-        Tensors(tmp_path)
-
-
-def test_a_shape_that_does_not_fill_its_bytes_is_named(tmp_path):
-    path = tmp_path / "model.safetensors"
-    write(path, {"a": floats(1, 2, 3)})
-    path.write_bytes(path.read_bytes().replace(b'"shape": [3]', b'"shape": [2]'))
-    with pytest.raises(
-        SafetensorsError, match=r"model\.safetensors: .* invalid shape, data type, or offset"
-    ):
         Tensors(tmp_path)
 
 
@@ -246,7 +211,15 @@ def entry(start, end, shape=None, dtype="F32"):
         (b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}, "a": 1}', "integer `1`"),
         (b"[" * 100_000, "not a safetensors file"),
         (b'{"a": ' * 50_000, "recursion limit exceeded"),
+        ({"a": entry(0, 16, [3])}, "invalid shape, data type, or offset"),
         (b"null", "not a safetensors file"),
+        (b"<html>404</html>", "not a safetensors file"),
+        (b"[1, 2]", "not a safetensors file"),
+        ({"a": 3}, "not a safetensors file"),
+        ({"a": {"dtype": "F32", "shape": [4]}}, "not a safetensors file"),
+        ({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0]}}, "not a safetensors file"),
+        ({"a": entry("0", "16", [4])}, "not a safetensors file"),
+        (b"\xff\xfe", "not a safetensors file"),
     ],
 )
 def test_a_header_that_lies_is_named(tmp_path, header, match):
@@ -270,21 +243,11 @@ def test_a_name_that_occurs_twice_is_one_tensor_within_the_file(tmp_path):
     assert Tensors(tmp_path)["a"].tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    "file",
-    [
-        "../two.safetensors",
-        "/etc/two.safetensors",
-        "sub/two.safetensors",
-        "..\\two.safetensors",
-        "..",
-        "",
-        "two.bin",
-        "two\0.safetensors",
-        None,
-        3,
-    ],
-)
+NAMES = ("../two", "/etc/two", "sub/two", "..\\two", "two\0", "%2e%2e/two", "~/two", "", 300 * "a")
+OTHERS = ("..", "", ".", "../two", "/etc/passwd", "two.bin", None, 3)
+
+
+@pytest.mark.parametrize("file", [*(f"{name}.safetensors" for name in NAMES), *OTHERS])
 def test_an_index_names_files_of_its_own_folder_only(tmp_path, file):
     inner = tmp_path / "model"
     (inner / "sub").mkdir(parents=True)
@@ -292,8 +255,10 @@ def test_an_index_names_files_of_its_own_folder_only(tmp_path, file):
     for place in (tmp_path, inner / "sub"):
         (place / "two.safetensors").write_bytes((inner / "two.safetensors").read_bytes())
     write_index(inner, {"weight_map": weight_map | {"c": file}})
-    with pytest.raises(SafetensorsError, match=re.escape(repr(file)) + ", which is no safetensors"):
+    before, shown = files_of(tmp_path), re.escape(reprlib.repr(file))
+    with pytest.raises(SafetensorsError, match=f"{shown}, which is no safetensors file of its own"):
         Tensors(inner)
+    assert files_of(tmp_path) == before
 
 
 def test_a_tensor_in_two_shards_is_named(tmp_path):
@@ -301,72 +266,6 @@ def test_a_tensor_in_two_shards_is_named(tmp_path):
     write(tmp_path / "two.safetensors", {"c": floats(4), "a": floats(5)})
     with pytest.raises(SafetensorsError, match=r"a is in one\.safetensors too"):
         Tensors(tmp_path)
-
-
-def test_a_tensor_in_another_shard_than_the_index_says_is_named(tmp_path):
-    weight_map = shards(tmp_path)
-    write_index(tmp_path, {"weight_map": weight_map | {"b": "two.safetensors"}})
-    with pytest.raises(SafetensorsError, match=r"b is in one\.safetensors, not in two"):
-        Tensors(tmp_path)
-
-
-def test_pickled_weights_are_not_read_and_said_so(tmp_path):
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(SafetensorsError, match="pickled weights are not read"):
-        Tensors(tmp_path)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_damaged_file_is_read_within_its_bounds_or_refused(tmp_path, seed):
-    """Bytes of length and header are changed, removed, doubled or inserted, 150 times per seed."""
-    rng = random.Random(seed)
-    write(
-        tmp_path / "whole.safetensors",
-        {"a": floats(1, 2), "b": ("U8", np.arange(6, dtype=np.uint8)), "c": floats(3)},
-        spaces=seed,
-    )
-    whole = (tmp_path / "whole.safetensors").read_bytes()
-    end = 8 + struct.unpack("<Q", whole[:8])[0]
-    pieces = [
-        b"-",
-        b"9",
-        b"0",
-        b"1e9",
-        b"null",
-        b"[",
-        b"}",
-        b'"',
-        b",",
-        b"\xff",
-        b"18446744073709551615",
-    ]
-    outcomes = set()
-    for _ in range(150):
-        damaged = bytearray(whole)
-        for _ in range(rng.randint(1, 3)):
-            at = rng.randrange(end if rng.random() < 0.8 else 8)
-            width = rng.randint(0, 3)
-            match rng.randrange(4):
-                case 0:
-                    damaged[at] = rng.randrange(256)
-                case 1:
-                    del damaged[at : at + width]
-                case 2:
-                    damaged[at:at] = damaged[at : at + 8]
-                case 3:
-                    damaged[at : at + width] = rng.choice(pieces)
-        path = tmp_path / "model.safetensors"
-        path.unlink(missing_ok=True)
-        path.write_bytes(damaged)
-        try:
-            tensors = Tensors(tmp_path)
-        except SafetensorsError as error:
-            assert str(path) in str(error)
-            outcomes.add("refused")
-        else:
-            assert sum(tensors[name].nbytes for name in tensors) <= len(damaged)
-            outcomes.add("read")
-    assert "refused" in outcomes
 
 
 # Writing
