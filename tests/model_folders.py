@@ -22,10 +22,15 @@ ADAPTER = GOLDEN / "lora/qwen2_untied_r8"
 ARCH = architecture.load(DENSE)
 
 
+def read(folder, weights, dtype=jnp.float32):
+    """Returns the model and the base of a folder."""
+    model = Transformer(architecture.load(folder), weights, None, dtype)
+    return model, base_model.read_base(folder, model)
+
+
 @functools.cache
 def base(folder, weights):
-    model = Transformer(architecture.load(folder), weights, None, jnp.float32)
-    return base_model.read_base(folder, model)
+    return read(folder, weights)[1]
 
 
 def assert_trees_equal(actual, expected):

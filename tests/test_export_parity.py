@@ -4,21 +4,16 @@ Needs an interpreter with torch, transformers and, for packed models, compressed
 that of QERL_TORCH_PYTHON.
 """
 
-import pathlib
-import subprocess
-
 import numpy as np
 import pytest
 
 from qerl_jax.checkpoint import export
-from tests import golden_files
+from tests import golden_files, parity
 from tests.golden_files import GOLDEN
 from tests.model_folders import copy
-from tests.parity import torch_python
 from tests.qerl_jax.checkpoint.test_export import TOKENS, finished_run, logits, read
 
 ENDS = {"model.embed_tokens.weight", "lm_head.weight"}
-SCRIPT = pathlib.Path(__file__).parent / "parity" / "model_logits.py"
 
 
 def wide_enough(source, target):
@@ -37,15 +32,11 @@ def wide_enough(source, target):
 @pytest.mark.parametrize("base", ["qwen2_tied", "qwen3", "llama3", "mistral"])
 def test_transformers_gives_our_logits_from_an_exported_model(to, library, base, tmp_path):
     """compressed-tensors unpacks to bfloat16, so packed weights are compared as such."""
-    if torch_python(library) is None:
-        pytest.skip(f"no interpreter with torch and {library} is known")
+    parity.needs(library)
     folder = wide_enough(GOLDEN / "models" / base, tmp_path / "base")
     model = {"model_name_or_path": str(folder), "tokenizer_name_or_path": "qerl-tiny"}
     finished_run(tmp_path / "run", **model)
     export.export(tmp_path / "run", to, tmp_path / "out", base="original", limit=float("inf"))
-    np.save(tmp_path / "ids.npy", TOKENS.astype(np.int64))
-    paths = [tmp_path / "out", tmp_path / "ids.npy", tmp_path / "out.npy"]
-    subprocess.run([torch_python(library), SCRIPT, *map(str, paths)], check=True)
-    theirs = np.load(tmp_path / "out.npy")
+    theirs = parity.transformers_logits(library, tmp_path / "out", TOKENS, tmp_path)
     weights = "bfloat16" if to == "nvfp4" else "float32"
     np.testing.assert_allclose(logits(*read(tmp_path / "out", weights)), theirs, atol=2e-4)

@@ -4,8 +4,6 @@ Needs an interpreter with torch, transformers and peft: this one, or that of QER
 """
 
 import json
-import pathlib
-import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +15,10 @@ from qerl_jax.checkpoint.policy import load_base
 from qerl_jax.config import LoraConfig, ModelConfig
 from qerl_jax.model import layers
 from qerl_jax.model.transformer import head, init_params
-from tests.parity import torch_python
-
-SCRIPTS = pathlib.Path(__file__).parent / "parity"
+from tests import parity
 
 needs_peft = pytest.mark.skipif(
-    torch_python("peft") is None, reason="no interpreter with torch and peft is known"
+    parity.torch_python("peft") is None, reason="no interpreter with torch and peft is known"
 )
 
 
@@ -58,7 +54,7 @@ def test_peft_gives_our_logits_from_an_exported_adapter(shape, tmp_path):
 
     np.save(tmp_path / "ids.npy", tokens)
     paths = [hf_folder.TINY, tmp_path / "adapter", tmp_path / "ids.npy", tmp_path / "out.npz"]
-    subprocess.run([torch_python("peft"), SCRIPTS / "peft_logits.py", *map(str, paths)], check=True)
+    parity.run("peft", "peft_logits.py", *paths)
     theirs = np.load(tmp_path / "out.npz")
 
     variables = {"params": params, "frozen": frozen}
@@ -69,31 +65,25 @@ def test_peft_gives_our_logits_from_an_exported_adapter(shape, tmp_path):
     assert np.abs(theirs["adapter"] - theirs["base"]).max() > 0.1
 
 
+SMALL, LARGE = {"r": 4, "lora_alpha": 8}, {"r": 8, "lora_alpha": 16}
 OPTIONS = {
-    "all": {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"},
-    "rslora": {"r": 8, "lora_alpha": 16, "use_rslora": True, "target_modules": "all-linear"},
-    "patterns": {
-        "r": 4,
-        "lora_alpha": 8,
+    "all": LARGE | {"target_modules": "all-linear"},
+    "rslora": LARGE | {"use_rslora": True, "target_modules": "all-linear"},
+    "patterns": SMALL
+    | {
         "target_modules": ["q_proj", "v_proj", "o_proj", "down_proj"],
         "rank_pattern": {"v_proj": 6, "layers.1.self_attn.o_proj": 2},
         "alpha_pattern": {"v_proj": 3, ".*down_proj": 20},
         "exclude_modules": ["layers.0.self_attn.q_proj"],
     },
-    "patterns and rslora": {
-        "r": 4,
-        "lora_alpha": 8,
+    "patterns and rslora": SMALL
+    | {
         "use_rslora": True,
         "target_modules": r".*\.(mlp|self_attn)\.(q|k|up)_proj",
         "rank_pattern": {"q_proj": 9},
         "alpha_pattern": {"model.layers.2.mlp.up_proj": 1},
     },
-    "some layers": {
-        "r": 4,
-        "lora_alpha": 8,
-        "target_modules": ["q_proj", "up_proj"],
-        "layers_to_transform": [0, 2],
-    },
+    "some layers": SMALL | {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": [0, 2]},
     "norms": {
         "r": 4,
         "lora_alpha": 4,
@@ -112,7 +102,7 @@ def test_an_adapter_that_peft_saved_gives_pefts_logits(options, tmp_path):
     np.save(tmp_path / "ids.npy", tokens)
     names = ("options.json", "ids.npy", "adapter", "out.npy")
     paths = [hf_folder.TINY, *(tmp_path / name for name in names)]
-    subprocess.run([torch_python("peft"), SCRIPTS / "peft_writes.py", *map(str, paths)], check=True)
+    parity.run("peft", "peft_writes.py", *paths)
     theirs = np.load(tmp_path / "out.npy")
 
     cfg = ModelConfig("qerl-tiny", weights="float32", dtype="float32")

@@ -4,19 +4,15 @@ NVFP4 and MXFP4 pass through compressed-tensors, NF4 through bitsandbytes. Needs
 torch, transformers and these: this one, or that of QERL_TORCH_PYTHON.
 """
 
-import pathlib
-import subprocess
-
 import numpy as np
 import pytest
 
 from qerl_jax.checkpoint import hf_folder
 from qerl_jax.quantization.calibration import Calibration
 from qerl_jax.quantization.quantizer import Recipe, quantize
-from tests.parity import torch_python
+from tests import parity
 from tests.qerl_jax.checkpoint.test_export import TOKENS, logits, read
 
-SCRIPT = pathlib.Path(__file__).parent / "parity" / "model_logits.py"
 ROWS = Calibration("arithmetic", num_samples=16, max_length=64)
 KEEP = ("*.down_proj", "model.layers.0.self_attn.*")
 CASES = {
@@ -38,11 +34,8 @@ CASES = {
 def test_transformers_gives_our_logits_from_a_quantized_folder(case, tmp_path):
     """The libraries unpack to bfloat16, so the weights are compared as such."""
     recipe, library = CASES[case]
-    if torch_python(library) is None:
-        pytest.skip(f"no interpreter with torch and {library} is known")
+    parity.needs(library)
     quantize(str(hf_folder.TINY), tmp_path / "out", recipe, lambda line: None)
-    np.save(tmp_path / "ids.npy", TOKENS.astype(np.int64))
-    paths = [tmp_path / "out", tmp_path / "ids.npy", tmp_path / "out.npy"]
-    subprocess.run([torch_python(library), SCRIPT, *map(str, paths)], check=True)
+    theirs = parity.transformers_logits(library, tmp_path / "out", TOKENS, tmp_path)
     ours = logits(*read(tmp_path / "out", "bfloat16"))
-    np.testing.assert_allclose(ours, np.load(tmp_path / "out.npy"), atol=2e-4)
+    np.testing.assert_allclose(ours, theirs, atol=2e-4)

@@ -12,21 +12,18 @@ import pytest
 
 from pallas_kernels.formats import nf4, nvfp4
 from qerl_jax import config
-from qerl_jax.checkpoint import base_model, export, hf_folder, packed_formats, peft
+from qerl_jax.checkpoint import export, hf_folder, packed_formats, peft
 from qerl_jax.checkpoint.policy import load_base
 from qerl_jax.checkpoint.run_state import StateFiles
 from qerl_jax.cli import main
 from qerl_jax.config import DataConfig, LoraConfig, ModelConfig, RewardConfig, RunConfig
-from qerl_jax.model import architecture, layers
-from qerl_jax.model.transformer import Transformer, head, init_params
+from qerl_jax.model import layers
+from qerl_jax.model.transformer import head, init_params
 from qerl_jax.rl import update
-from tests.golden_files import GOLDEN
-from tests.model_folders import assert_trees_equal
+from tests import model_folders
+from tests.model_folders import PACKED, assert_trees_equal
 
 TOKENS = np.random.default_rng(0).integers(0, 426, (2, 24)).astype(np.int32)
-PACKED = GOLDEN / "nvfp4/qwen2_untied"
-
-
 LORA = LoraConfig(8, 16.0, 0.1, train_norms=True)
 
 
@@ -66,9 +63,9 @@ def logits(model, variables):
     return np.asarray(layers.logits(hidden, head(variables["frozen"])))
 
 
-def read(folder, weights, dtype=jnp.float32):
-    model = Transformer(architecture.load(folder), weights, None, dtype)
-    return model, {"frozen": base_model.read_base(folder, model)}
+def read(folder, weights):
+    model, frozen = model_folders.read(folder, weights)
+    return model, {"frozen": frozen}
 
 
 def test_an_exported_adapter_is_the_runs_and_changes_nothing(run, tmp_path):
@@ -87,7 +84,8 @@ def test_an_exported_adapter_is_the_runs_and_changes_nothing(run, tmp_path):
 
 def test_an_adapter_merged_into_the_packed_base_is_the_trained_policy(run, tmp_path):
     folder, model, variables = run
-    report = export.export(folder, "merged", tmp_path / "out", base="packed")
+    report = export.export(folder, "merged", tmp_path / "out")
+    assert report["from"] == "packed"  # of the two bases that there are
     assert report["mean_difference"] < 0.02 < report["mean_effect_of_training"]
     ours = logits(*read(tmp_path / "out", "bfloat16"))
     trained, bare = logits(model, variables), logits(model.clone(lora=None), variables)
@@ -162,11 +160,6 @@ def test_a_run_on_a_packed_folder_has_no_original(tmp_path):
     assert report["from"] == "packed" and report["mean_difference"] < 0.02
 
 
-def test_where_there_are_two_bases_a_merged_model_takes_the_packed_one(run, tmp_path):
-    report = export.export(run[0], "merged", tmp_path / "out")
-    assert report["from"] == "packed" and report["mean_difference"] < 0.02
-
-
 def test_where_there_are_two_bases_one_must_be_chosen(run, tmp_path):
     with pytest.raises(ValueError, match="from: got None; must be 'original' or 'packed'"):
         export.export(run[0], "nvfp4", tmp_path / "out")
@@ -230,7 +223,6 @@ def test_a_run_that_has_not_ended_is_exported_from_its_checkpoints(run, tmp_path
     for step, factor in ((2, 1.0), (4, 2.0)):
         params = jax.tree.map(lambda x, f=factor: f * x, variables["params"])
         files.save(dataclasses.replace(state, params=params, step=jnp.int32(step)))
-    files.close()
     assert export.export(early, "peft", tmp_path / "new")["step"] == 4
     assert export.export(early, "peft", tmp_path / "old", step=2)["step"] == 2
     export.export(folder, "peft", tmp_path / "whole")

@@ -4,23 +4,22 @@ import importlib.util
 import json
 import struct
 
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
-from qerl_jax.checkpoint import base_model, gguf, hf_folder
+from qerl_jax.checkpoint import gguf, hf_folder
 from qerl_jax.checkpoint.gguf import GGUFError
 from qerl_jax.checkpoint.policy import load_base
 from qerl_jax.config import ModelConfig
+from qerl_jax.data import tokenizer
 from qerl_jax.model import architecture
-from qerl_jax.model.transformer import Transformer
 from qerl_jax.quantization import quantizer
 from qerl_jax.quantization.quantizer import Recipe
 from tests import golden_files
 from tests.gguf_files import write
 from tests.golden_files import GOLDEN
-from tests.model_folders import assert_trees_equal
+from tests.model_folders import assert_trees_equal, copy, read
 
 HAS_PACKAGE = importlib.util.find_spec("gguf") is not None
 needs_package = pytest.mark.skipif(not HAS_PACKAGE, reason="the package gguf is not installed")
@@ -97,8 +96,7 @@ def rope_factors(config, traits):
 
 
 def base(folder):
-    model = Transformer(architecture.load(folder), "bfloat16", None, jnp.float32)
-    return base_model.read_base(folder, model)
+    return read(folder, "bfloat16")[1]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -167,16 +165,11 @@ def test_a_file_is_a_source_for_loading_and_quantizing(tmp_path):
         load_base(ModelConfig(str(file)), None)
     quantizer.quantize(str(file), tmp_path / "ours", Recipe(), lambda line: None)
     (tmp_path / "bare").mkdir()
-    from tests.model_folders import copy
-
     narrow = golden_files.load(folder / "model.safetensors")
     narrow = {name: value.astype(ml_dtypes.bfloat16) for name, value in narrow.items()}
     copy(folder, tmp_path / "bare", tensors=narrow)
     quantizer.quantize(str(tmp_path / "bare"), tmp_path / "theirs", Recipe(), lambda line: None)
-    model = Transformer(architecture.load(folder), "nvfp4", None, jnp.float32)
-    assert_trees_equal(
-        *(base_model.read_base(tmp_path / name, model) for name in ("ours", "theirs"))
-    )
+    assert_trees_equal(*(read(tmp_path / name, "nvfp4")[1] for name in ("ours", "theirs")))
 
 
 def test_sensitivities_of_a_tied_file_are_measured_with_its_embedding(tmp_path):
@@ -192,20 +185,18 @@ def test_sensitivities_of_a_tied_file_are_measured_with_its_embedding(tmp_path):
         np.testing.assert_array_equal(found, expected)
 
 
-def test_a_tokenizer_of_byte_pairs_is_read_and_another_is_left_out(tmp_path):
-    symbols = ["a", "b", "ab", "Ġ", "Ġab", "1", "2", "<|end|>"]
-    fields = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "qwen2",
-        "tokenizer.ggml.tokens": symbols,
-        "tokenizer.ggml.merges": ["a b", "Ġ ab"],
-        "tokenizer.ggml.token_type": [1] * 7 + [3],
-        "tokenizer.ggml.eos_token_id": 7,
-        "tokenizer.chat_template": "{{ messages[0]['content'] }}",
-    }
-    assert gguf.write_tokenizer(tmp_path, fields)
-    from qerl_jax.data import tokenizer
+def tokenizer_fields(tokens, types, merges=(), **others):
+    """Returns the fields of a tokenizer of Qwen2's kind."""
+    fields = {"model": "gpt2", "pre": "qwen2", "tokens": tokens, "token_type": types}
+    fields |= {"merges": list(merges)} | others
+    template = {"tokenizer.chat_template": "{{ messages[0]['content'] }}"}
+    return template | {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
 
+
+def test_a_tokenizer_of_byte_pairs_is_read_and_another_is_left_out(tmp_path):
+    tokens = ["a", "b", "ab", "Ġ", "Ġab", "1", "2", "<|end|>"]
+    fields = tokenizer_fields(tokens, [1] * 7 + [3], ["a b", "Ġ ab"], eos_token_id=7)
+    assert gguf.write_tokenizer(tmp_path, fields)
     made = tokenizer.load(tmp_path)
     assert made.encode(["ab ab12<|end|>"]) == [[2, 4, 5, 6, 7]]
     assert made.stop_tokens == (7,) and made.decode([2, 4, 5]) == "ab ab1"
@@ -215,20 +206,9 @@ def test_a_tokenizer_of_byte_pairs_is_read_and_another_is_left_out(tmp_path):
 
 def test_tokens_that_are_text_stay_whole_and_rows_without_a_token_are_none(tmp_path):
     """Qwen3's <think> is such text: its tokenizer never splits it, and its embedding has more rows than tokens."""
-    symbols = ["a", "<", ">", "<|end|>", "<a>", "[PAD5]"]
-    fields = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "qwen2",
-        "tokenizer.ggml.tokens": symbols,
-        "tokenizer.ggml.merges": [],
-        "tokenizer.ggml.token_type": [1, 1, 1, 3, 4, 5],
-        "tokenizer.ggml.eos_token_id": 3,
-        "tokenizer.ggml.padding_token_id": 5,
-        "tokenizer.chat_template": "{{ messages[0]['content'] }}",
-    }
+    tokens = ["a", "<", ">", "<|end|>", "<a>", "[PAD5]"]
+    fields = tokenizer_fields(tokens, [1, 1, 1, 3, 4, 5], eos_token_id=3, padding_token_id=5)
     assert gguf.write_tokenizer(tmp_path, fields)
-    from qerl_jax.data import tokenizer
-
     made = tokenizer.load(tmp_path)
     assert made.encode(["a<a>a<a<|end|>"]) == [[0, 4, 0, 1, 0, 3]]
     assert made.decode([4, 0, 3]) == "<a>a"
@@ -259,14 +239,8 @@ def broken(tmp_path, change):
         (lambda data: b"PK" + data[2:], "is no GGUF file"),
         (lambda data: data[:4] + struct.pack("<I", 1) + data[8:], "of version 1"),
         (lambda data: data[:4] + struct.pack(">I", 3) + data[8:], "of version 50331648"),
-        (
-            lambda data: data[:8] + struct.pack("<Q", 1 << 60) + data[16:],
-            "says 1152921504606846976",
-        ),
-        (
-            lambda data: data[:16] + struct.pack("<Q", 1 << 60) + data[24:],
-            "says 1152921504606846976",
-        ),
+        (lambda data: data[:8] + struct.pack("<Q", 1 << 60) + data[16:], f"says {1 << 60}"),
+        (lambda data: data[:16] + struct.pack("<Q", 1 << 60) + data[24:], f"says {1 << 60}"),
         (lambda data: data[:24] + struct.pack("<Q", 1 << 62) + data[32:], "cut short"),
         (lambda data: data[:300], "cut short"),
         (lambda data: data[:-100], "is cut short, or not what its header says: .* ends at byte"),
@@ -322,15 +296,11 @@ def test_what_cannot_be_read_is_named(tmp_path, changes, said):
     ],
 )
 def test_a_tokenizer_that_is_none_is_refused_by_its_field(name, value, tmp_path):
-    fields = {"model": "gpt2", "pre": "qwen2", "tokens": ["a", "b", "ab"], "merges": ["a b"]}
-    fields |= {"token_type": [1, 1, 1], name: value}
-    fields = {f"tokenizer.ggml.{key}": each for key, each in fields.items() if each is not None}
+    odd = {"eos_token_id": "3", "bos_token_id": -1}
+    fields = tokenizer_fields(["a", "b", "ab"], [1, 1, 1], ["a b"], **odd)
     with pytest.raises(ValueError, match="tokenizer.ggml"):
-        gguf.write_tokenizer(tmp_path, fields)
-    ids = {"tokenizer.ggml.eos_token_id": "3", "tokenizer.ggml.bos_token_id": -1}
-    right = {"tokens": ["a", "b", "ab"], "merges": ["a b"], "token_type": [1, 1, 1]}
-    whole = fields | ids | {f"tokenizer.ggml.{key}": each for key, each in right.items()}
-    assert gguf.write_tokenizer(tmp_path, whole)
+        gguf.write_tokenizer(tmp_path, fields | {f"tokenizer.ggml.{name}": value})
+    assert gguf.write_tokenizer(tmp_path, fields)
     assert "eos_token" not in json.loads((tmp_path / "tokenizer_config.json").read_text())
 
 

@@ -134,19 +134,6 @@ def test_an_adapter_that_is_no_plain_lora_is_refused(tmp_path, fields, match):
         peft.read_lora(changed_adapter(tmp_path, **fields))
 
 
-@pytest.mark.parametrize(
-    "fields,match",
-    [
-        ({"target_modules": None}, "target_modules: got None"),
-        ({"r": 0}, "r: got 0; must be positive"),
-        ({"lora_alpha": None}, "lora_alpha: got None"),
-    ],
-)
-def test_an_impossible_adapter_config_is_refused(tmp_path, fields, match):
-    with pytest.raises(ValueError, match=match):
-        peft.read_lora(changed_adapter(tmp_path, **fields))
-
-
 @pytest.mark.parametrize("targets", ["all-linear", r".*\.(self_attn|mlp)\.\w+_proj"])
 def test_linears_may_be_named_by_a_pattern(tmp_path, targets):
     folder = changed_adapter(tmp_path, target_modules=targets)
@@ -175,11 +162,14 @@ def test_a_pattern_that_would_be_matched_for_ever_is_refused(tmp_path, field, mo
 @pytest.mark.parametrize(
     ("field", "value"),
     [
+        ("r", 0),
         ("r", 2.5),
         ("r", True),
         ("r", 1 << 40),
+        ("lora_alpha", None),
         ("lora_alpha", "16"),
         ("lora_alpha", float("inf")),
+        ("target_modules", None),
         ("target_modules", [1]),
         ("exclude_modules", {"a": 1}),
         ("rank_pattern", ["q_proj"]),
@@ -245,9 +235,8 @@ def test_patterns_of_rank_and_alpha_become_one_rank_and_one_alpha(tmp_path):
                     alpha = 2
                 theirs = 0.0
                 if f"{name}.lora_A.weight" in held:
-                    theirs = (
-                        alpha / rank * held[f"{name}.lora_B.weight"] @ held[f"{name}.lora_A.weight"]
-                    )
+                    b, a = (held[f"{name}.lora_{leaf}.weight"] for leaf in "BA")
+                    theirs = alpha / rank * b @ a
                 else:
                     assert (linear in ("gate_up", "down") and index == 1) or part == "k_proj"
                 np.testing.assert_allclose(ours, theirs, atol=1e-5, err_msg=name)
@@ -294,9 +283,8 @@ def test_an_adapter_of_another_shape_is_refused(tmp_path):
     with pytest.raises(ValueError, match="rank_pattern: got {'k_proj': 4}; the model has None"):
         peft.import_adapter(folder, adapter_model())
     model = Transformer(ARCH, "float32", peft.read_lora(folder), jnp.float32)
-    with pytest.raises(
-        ValueError, match=r"k_proj.lora_A.weight: got shape \(8, 128\); .* \(4, 128\)"
-    ):
+    rule = r"k_proj.lora_A.weight: got shape \(8, 128\); .* \(4, 128\)"
+    with pytest.raises(ValueError, match=rule):
         peft.import_adapter(folder, model)
 
 

@@ -1,7 +1,6 @@
 """Tests that a base computes the same bits in the Hopper layout, which is forced here on any device."""
 
 import functools
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +14,9 @@ from qerl_jax.checkpoint import base_model
 from qerl_jax.config import LoraConfig
 from qerl_jax.model import architecture, layers
 from qerl_jax.model.transformer import Transformer, abstract_base, head, random_base
+from tests.model_folders import DENSE, PACKED, assert_trees_equal
 
-GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
-FOLDERS = {
-    "packed": GOLDEN / "nvfp4" / "qwen2_untied",
-    "16 bits": GOLDEN / "models" / "qwen2_untied",
-}
+FOLDERS = {"packed": PACKED, "16 bits": DENSE}
 
 
 @pytest.fixture
@@ -45,9 +41,9 @@ def linears(frozen):
     return [leaf for leaf in jax.tree.leaves(frozen, is_leaf=is_packed) if is_packed(leaf)]
 
 
-def assert_equal_leaves(actual, expected):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+@jax.jit
+def unprepared(weights):
+    return [unprepare(weight) for weight in weights]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -68,9 +64,7 @@ def test_a_loaded_base_computes_the_same_bits_in_either_layout(hopper_layout, so
     assert len(linears(prepared)) == 4
     assert all(isinstance(w, HopperNVFP4) for w in linears(prepared))
     np.testing.assert_array_equal(logits(model, prepared, tokens), expected)
-    assert_equal_leaves(
-        jax.jit(lambda ws: [unprepare(w) for w in ws])(linears(prepared)), linears(plain)
-    )
+    assert_trees_equal(unprepared(linears(prepared)), linears(plain))
 
 
 @pytest.mark.slow
@@ -81,9 +75,7 @@ def test_a_random_base_is_the_same_base_in_either_layout_and_of_its_abstract_for
     prepared = random_base(model, jax.random.key(1))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), prepared)
     assert shapes == abstract_base(model)
-    assert_equal_leaves(
-        jax.jit(lambda ws: [unprepare(w) for w in ws])(linears(prepared)), linears(plain)
-    )
+    assert_trees_equal(unprepared(linears(prepared)), linears(plain))
 
 
 def test_weights_that_meet_float32_activations_keep_their_layout(hopper_layout):

@@ -12,16 +12,15 @@ import pytest
 
 from pallas_kernels import nvfp4
 from pallas_kernels.formats.number_format import Options
-from qerl_jax.checkpoint import base_model, packed_formats
+from qerl_jax.checkpoint import packed_formats
 from qerl_jax.checkpoint.safetensors import Tensors
 from qerl_jax.cli import main
 from qerl_jax.model import architecture
 from qerl_jax.model.architecture import KNOWN
-from qerl_jax.model.transformer import Transformer
 from qerl_jax.quantization import quantizer
 from qerl_jax.quantization.quantizer import REPORT, Recipe
 from tests import golden_files
-from tests.model_folders import DENSE, PACKED, assert_trees_equal, copy
+from tests.model_folders import DENSE, PACKED, assert_trees_equal, copy, read
 
 SLOW = pytest.mark.slow
 QUIET = lambda line: None
@@ -46,8 +45,7 @@ def bfloat16(tmp_path_factory):
 
 
 def load(folder, weights):
-    model = Transformer(architecture.load(folder), weights, None, jnp.float32)
-    return base_model.read_base(folder, model)
+    return read(folder, weights)[1]
 
 
 def contents(folder):
