@@ -8,10 +8,11 @@ import jax
 import pytest
 
 from qerl_jax import config
+from qerl_jax.checkpoint import base_model
 from qerl_jax.cli import main
 from qerl_jax.planning import memory
 from qerl_jax.rl import rollouts
-from qerl_jax.training import load, trainer
+from qerl_jax.training import trainer
 from tests.faults import harness
 
 ABSURD = {
@@ -200,7 +201,7 @@ def test_weights_that_do_not_fit_are_out_of_memory_too(tmp_path, monkeypatch, ca
     def loading(*_, **__):
         raise jax.errors.JaxRuntimeError(OOM)
 
-    monkeypatch.setattr(load.base_model, "load_weights", loading)
+    monkeypatch.setattr(base_model, "load_weights", loading)
     path = harness.write_config(tmp_path / "run")
     assert main.main(["train", str(path)]) == 2
     shown = capsys.readouterr().err

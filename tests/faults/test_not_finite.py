@@ -11,7 +11,7 @@ import pytest
 from qerl_jax.cli import main
 from qerl_jax.rl import grpo, update
 from qerl_jax.tracking import logger
-from qerl_jax.training import replay, trainer
+from qerl_jax.training import groups, replay, trainer
 from tests.faults import harness
 
 
@@ -61,7 +61,7 @@ def disturbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     places = (
         (grpo, "group_advantages", 2, of_rewards),
-        (trainer, "_experience", 3, of_logps),
+        (groups, "to_experience", 3, of_logps),
         (update, "summed_gradient", 4, of_gradients),
         (update, "summed_gradient", 5, of_weights),
     )
@@ -69,7 +69,7 @@ def disturbed(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for module, name, number, change in places:
             patch.setattr(module, name, in_step(number, change, getattr(module, name)))
-        # Not `_experience` of the check that the adapter samples.
+        # Weights that are not finite cannot show whether the sampler has the adapter.
         patch.setattr(trainer.guards, "is_due", lambda *_: False)
         cfg = harness.tiny(folder)
         see = update.Updater.__call__

@@ -11,10 +11,11 @@ import weakref
 
 import pytest
 
+from qerl_jax.checkpoint import base_model
 from qerl_jax.checkpoint.run_state import StateFiles
 from qerl_jax.rl import rollouts, update
 from qerl_jax.tracking import logger
-from qerl_jax.training import load, stopping
+from qerl_jax.training import stopping
 from qerl_jax.training.trainer import train
 from tests.faults import harness, trial
 
@@ -188,7 +189,7 @@ def interrupt_where_exceptions_are_forgotten():
 @pytest.mark.parametrize("place", ["load", "step"])
 def test_an_interrupt_that_falls_into_a_callback_is_not_lost(place, tmp_path, monkeypatch):
     """One of 54 was lost in a WeakSet of JAX, and the run continued to its end."""
-    module, name = {"load": (load.base_model, "load_weights"), "step": (rollouts, "score")}[place]
+    module, name = {"load": (base_model, "load_weights"), "step": (rollouts, "score")}[place]
     function = getattr(module, name)
 
     def interrupted(*arguments, **options):
