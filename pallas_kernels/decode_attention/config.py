@@ -1,7 +1,6 @@
 """The configuration of the Hopper decode attention kernel, and the problems that it supports.
 
-`plans.py` explains units and parts. If a function depends on the device, `device` is an argument; None means the
-current device.
+`plans.py` explains units and parts.
 """
 
 import dataclasses
@@ -11,7 +10,6 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import runtime
 from pallas_kernels.decode_attention.plans import PAGE
-from pallas_kernels.runtime import Device
 
 # The most query heads per key head. One warp holds 16 rows of a `wgmma` operand; queries are padded to 8 or 16 rows.
 GROUP = 16
@@ -46,26 +44,15 @@ class Config:
     warpgroups: int = 1
 
     def __post_init__(self):
-        if self.pages < 1:
-            raise ValueError(f"pages must be 1 or more; got {self.pages}")
-        if self.stages < 1:
-            raise ValueError(f"stages must be 1 or more; got {self.stages}")
-        if self.parts < 1:
-            raise ValueError(f"parts must be 1 or more; got {self.parts}")
-        if self.blocks < 1:
-            raise ValueError(f"blocks must be 1 or more; got {self.blocks}")
+        for name in ("pages", "stages", "parts", "blocks"):
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"{name} must be 1 or more; got {value}")
         if self.warpgroups not in BATCH:
             raise ValueError(f"warpgroups must be 1 to {max(BATCH)}; got {self.warpgroups}")
 
 
 def supports_heads(heads: int, key_heads: int, head_size: int) -> str | None:
-    """Returns why this kernel does not support a model's heads, or None if it does.
-
-    Args:
-      heads: H, query heads.
-      key_heads: J, key/value heads.
-      head_size: C, channels per head.
-    """
+    """Returns why this kernel does not support H query heads and J key/value heads of C channels, or None."""
     if head_size not in HEAD_SIZES:
         return f"needs a head size of 64 or 128; got {head_size}"
     if (group := heads // key_heads) > GROUP:
@@ -74,12 +61,7 @@ def supports_heads(heads: int, key_heads: int, head_size: int) -> str | None:
 
 
 def supports_sharing(heads: int, key_heads: int) -> str | None:
-    """Returns why rows cannot read shared pages together, or None if they can.
-
-    Args:
-      heads: H, query heads.
-      key_heads: J, key/value heads.
-    """
+    """Returns why rows of H query heads and J key/value heads cannot read shared pages together, or None."""
     if (group := heads // key_heads) > 64 // SIBLINGS:
         return f"rows that share pages need at most {64 // SIBLINGS} query heads per key head; got {group}"
     return None
@@ -103,7 +85,6 @@ def supports(
     cache_shape: tuple[int, ...],
     cache_dtype: DTypeLike,
     config: Config,
-    device: Device | None = None,
 ) -> str | None:
     """Returns why this kernel cannot run a problem with this configuration, or None if it can.
 
@@ -113,7 +94,6 @@ def supports(
       cache_shape: [L, N, J, S, C], the shape of the keys.
       cache_dtype: dtype of the keys.
       config: the configuration.
-      device: the device that runs it.
     """
     layers, pages, key_heads, slots, head_size = cache_shape
     group = qkv_shape[1] // key_heads - 2
@@ -125,14 +105,12 @@ def supports(
         return reason
     if layers * pages * key_heads * slots >= 2**31:
         return f"needs fewer than 2^31 rows of keys; got L * N * J * S of {cache_shape[:-1]}"
-    if (used := shared_bytes(group, head_size, config)) > (most := most_shared_bytes(device)):
+    if (used := shared_bytes(group, head_size, config)) > (most := most_shared_bytes()):
         return f"needs {used} bytes of shared memory of {most}"
     return None
 
 
-def pick_config(
-    rows: int, key_heads: int, head_size: int, group: int = 8, device: Device | None = None
-) -> Config:
+def pick_config(rows: int, key_heads: int, head_size: int, group: int = 8) -> Config:
     """Picks a configuration. More units get longer parts and, above 8 units, as many warpgroups as registers allow.
 
     `group` only affects `stages`, which a plan does not depend on.
@@ -142,9 +120,7 @@ def pick_config(
       key_heads: J, key/value heads.
       head_size: C, channels per head.
       group: H / J, query heads per key head.
-      device: the device that runs it.
     """
-    device = device or runtime.device()
     units = rows * key_heads
     # With at most 8 units, summing parts takes most of the time. It is faster with more registers per warpgroup.
     warpgroups = 2 if units <= 8 else 4 if head_size <= 64 else 3
@@ -152,15 +128,15 @@ def pick_config(
     # if lengths differ, and 4 is 4 % faster if they are equal; 4 is used.
     pages = 2 if units <= 32 else 3 if units <= 96 else 4 if units <= 384 else 6
     stages, parts = max(1, 768 // head_size // warpgroups), -(-64 // pages)
-    config = Config(pages, stages, parts, device.processors, warpgroups)
-    while config.stages > 1 and shared_bytes(group, head_size, config) > most_shared_bytes(device):
+    config = Config(pages, stages, parts, runtime.device().processors, warpgroups)
+    while config.stages > 1 and shared_bytes(group, head_size, config) > most_shared_bytes():
         config = dataclasses.replace(config, stages=config.stages - 1)
     return config
 
 
-def most_shared_bytes(device: Device | None = None) -> int:
+def most_shared_bytes() -> int:
     """Returns the bytes of shared memory that a block may use for data; 2 KiB are kept for barriers and alignment."""
-    return (device or runtime.device()).shared_bytes - 2048
+    return runtime.device().shared_bytes - 2048
 
 
 def shared_bytes(group: int, head_size: int, config: Config) -> int:

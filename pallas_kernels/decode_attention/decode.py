@@ -1,37 +1,8 @@
 """Decode attention on Hopper in Pallas Mosaic GPU: checks, the plan and the launch.
 
-**One part.** A unit is one row and one key/value head; its pages are cut into parts (see `plans.py`). The plan lists
-the parts of each warpgroup. Warpgroups of a block share no data, so one can compute while others wait for memory. A
-warpgroup processes one page at a time. The queries that share the key head are the first `wgmma` operand, in
-registers: 8 rows repeated eight times, or 16 rows repeated four times.
-
-    S [64, slots] = Q K^T      then softmax with a running maximum; four threads hold a row
-    O [64, C]    += P V        P stays in registers
-
-    warpgroup    wait K | Q K^T | refill K | softmax | wait V | P V | refill V | next page
-    slot         the keys and values [64, C] of a page. Each warpgroup has `stages` slots, its pipeline stages. Bulk
-                 copies (TMA) fill them page after page, also across the ends of parts.
-
-Seven of eight (or three of four) computed rows are duplicates, but the tensor cores are not the bottleneck. The
-repeated rows keep Q and P in registers, so only the new token is written to shared memory. Each such write needs a
-fence, which waits for all of a thread's writes to device memory.
-
-**The new token.** The warpgroup with a row's last page rotates the new key. It writes the new key and value into the
-page's tile in shared memory, for this step, and into the cache, for later steps.
-
-**Summing parts.** If a unit has one part, its warpgroup writes the result. Otherwise each warpgroup writes the
-maximum, the sum and the products of its part to device memory, and increments an atomic counter. The warpgroup that
-increments it last adds up the parts, in order. The counters are in the plan, and are 0 before and after a launch
-(each launch checks this if `runtime.checks_kernels`). How a row is cut depends only on its own length and on shapes,
-so the bits of its result do not depend on other rows.
-
-**Shared pages.** A warpgroup with a part of a tile takes the queries of up to 8 rows, 8 for each. It reads them from
-device memory, because shared memory has no space for them beside the pages. The loop over pages is the same: each row
-of a `wgmma` operand has its own sums, whatever the others are. The part then counts as a part of each of these rows.
-
-**Sequences.** If rows are consecutive tokens of sequences (drafts to verify), up to 8 tokens of a sequence form a
-tile, which holds all pages of the sequence. Each token's end is one slot after that of the token before. The rows of
-a tile have no other parts, so the warpgroup that finishes last adds them up together.
+A unit is one row and one key/value head; its pages are cut into parts. The plan lists the parts of each warpgroup (see
+`plans.py`), and the warpgroup that finishes a unit last adds up its parts. docs/design/kernels.md, "The kernel of
+decode attention", describes the phases.
 """
 
 import jax
@@ -193,11 +164,7 @@ def _after_check(qkv: jax.Array, plan: jax.Array, split: plans.Split) -> jax.Arr
 def _merge(products: jax.Array, totals: jax.Array, parts: jax.Array, qkv: jax.Array) -> jax.Array:
     """Sums the parts of each unit in jnp, for interpreted kernels: returns the output [B, H, C] in qkv's dtype.
 
-    Args:
-      products: float32 [B * J, P, G, C], G = `config.group_rows`.
-      totals: float32 [B * J, P, 2, G], the maxima (times log2(e)) and sums of exponentials.
-      parts: int32 [B], the number of parts of each row.
-      qkv: [B, H + 2 J, C]; only its shape and dtype are used.
+    `products` and `totals` are from `decode_kernel.launch`; `parts` is the number of parts of each row, int32 [B].
     """
     rows = len(parts)
     units, most, _, head_size = products.shape

@@ -1,23 +1,9 @@
 """The plan of decode attention says which warpgroup attends to which pages. All layers share one plan.
 
-**Units and parts.** A unit is one row and one key/value head. Its pages up to the row's end are cut into parts (the
-splits of split-KV attention) of equal length, to within one page. A part has at most `pages` pages, or more if there
-would be more than `parts` parts. So the cut of a row depends only on its own length and on shapes, and the bits of
-its result do not depend on other rows. Only which warpgroup gets a part depends on them. The parts of all units are
-sorted, longest first, and assigned to the warpgroups in alternating order (first to last, then last to first), so
-that all warpgroups read about the same amount. The parts of a unit have the same length, so they are read at about
-the same time, and their partial results can be summed while other units are read.
-
-**Shared pages.** Rows may share the pages of a common prompt. Then a row's shared pages and its other pages are cut
-separately, each into parts of equal length, even if no other row shares the pages any more. Up to `siblings` rows
-that share pages form a tile, which is identified by its first row. A part of a tile is read once for all of its rows,
-and counts among the first parts of each row. The parts of tiles are assigned before all other parts. Then most rows
-finish with a part of their own, so different warpgroups sum them.
-
-**Sequences.** Rows may instead be consecutive tokens of sequences. Then up to `siblings` tokens of a sequence form a
-tile, which holds all pages of the sequence, and no row has parts of its own.
-
-In the code, `piece` means a part. `Split.blocks` counts the warpgroups of all blocks of the kernel.
+A unit is one row and one key/value head. Its pages up to the row's end are cut into parts of equal length, to within
+one page: a part has at most `pages` pages, or more if there would be more than `parts` parts. Rows that share pages,
+and consecutive tokens of a sequence, form tiles of up to `siblings` rows. docs/design/kernels.md, "The plan of decode
+attention", says why. In the code, `piece` means a part. `Split.blocks` counts the warpgroups of all blocks.
 """
 
 import dataclasses
@@ -303,12 +289,7 @@ def places(
 
 
 def _tiles_of(keys: tuple[jax.Array, ...], siblings: int) -> jax.Array:
-    """Returns which rows are in each row's tile, bool [B, B]: rows with equal keys, in order, up to `siblings` each.
-
-    Args:
-      keys: int32 [B] each.
-      siblings: most rows of a tile.
-    """
+    """Returns which rows are in each row's tile, bool [B, B]: up to `siblings` rows with equal keys, int32 [B], in order."""
     is_sibling = functools.reduce(jnp.logical_and, (key == key[:, None] for key in keys))
     rows = jnp.arange(len(is_sibling))
     rank = jnp.sum(is_sibling & (rows < rows[:, None]), axis=1)
@@ -318,11 +299,7 @@ def _tiles_of(keys: tuple[jax.Array, ...], siblings: int) -> jax.Array:
 def _members(tile: jax.Array, siblings: int) -> tuple[jax.Array, jax.Array]:
     """Returns the rows of the tile that each row identifies, and whether a row is the first in its tile.
 
-    The rows are int32 [B, siblings], as in `Split`; the other result is bool [B].
-
-    Args:
-      tile: bool [B, B], from `_tiles_of`.
-      siblings: most rows of a tile.
+    The rows are int32 [B, siblings], as in `Split`; the other result is bool [B]. `tile` is from `_tiles_of`.
     """
     rows = jnp.arange(len(tile))
     rank = jnp.sum(tile & (rows < rows[:, None]), axis=1)

@@ -5,15 +5,8 @@
     residual    r' = [r + y], [r' * scale of the next norm], and sums of r'^2
     swiglu      [silu([gate]) * [up]]
 
-The parts are the partial sums of `nvfp4_matmul.decode`. Values in brackets are rounded to bfloat16, and no others. A
-layer in training rounds in the same places. A rounding that only one of the two does would change results more than a
-different order of sums does (docs/design/model.md, "Where rounding happens").
-
-RMSNorm is split between two kernels. The kernel that computes the residual stream r writes r * scale, and the sum of
-r^2 over every 64 columns. The kernel after the next product multiplies by unit = 1 / sqrt(mean r^2 + eps). This is
-possible after the product, because unit is one factor per row of x. So no kernel has to read a whole row.
-
-The residual stream is stored transposed, [D, M], like sums of products. x of a product is [M, K].
+Values in brackets are rounded to bfloat16, as in training. docs/design/kernels.md, "The epilogue", says why RMSNorm is
+divided between two kernels. The residual stream is stored transposed, [D, M], like sums of products.
 """
 
 from __future__ import annotations
@@ -26,12 +19,9 @@ from pallas_kernels.finished_linear.residual_stream import Stream, square_rows
 from pallas_kernels.nvfp4_matmul.decode import Sums
 from pallas_kernels.nvfp4_matmul.decode_config import most_shared_bytes
 from pallas_kernels.nvfp4_matmul.layout import TILE
-from pallas_kernels.runtime import Device
 
 
-def supports(
-    m: int, n: int, *, rank: int = 0, is_swiglu: bool = False, device: Device | None = None
-) -> str | None:
+def supports(m: int, n: int, *, rank: int = 0, is_swiglu: bool = False) -> str | None:
     """Returns why this kernel cannot run after a product, or None if it can.
 
     Args:
@@ -39,13 +29,12 @@ def supports(
       n: rows of W.
       rank: padded rank of one part of LoRA's branch (`lora.filled_rank`); 0 without LoRA.
       is_swiglu: whether N is gate and up of a SwiGLU.
-      device: the device that runs it; None for the current one.
     """
     if m % _columns(m):
         return f"needs M a multiple of {_columns(m)}; got M = {m}"
     if n % (2 * TILE if is_swiglu else TILE):
         return f"needs N of whole tiles of 64 rows; got N = {n}"
-    used, most = shared_bytes(m, rank, is_swiglu=is_swiglu), most_shared_bytes(device)
+    used, most = shared_bytes(m, rank, is_swiglu=is_swiglu), most_shared_bytes()
     if used > most:
         return (
             f"needs {used} bytes of shared memory of {most} to finish M = {m} rows of "

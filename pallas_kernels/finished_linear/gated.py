@@ -3,27 +3,8 @@
     y = ([W x] / global scale + [B U]) * unit       U = [x A]; the ranks of the gate, then those of up
     result = silu([gate]) * [up]                    values in brackets are rounded to bfloat16
 
-The rows of W are in pairs (`layout.paired_rows`): of the 64 rows that a warpgroup multiplies, each thread holds the
-same rows of gate and up. So gate and up never leave the registers, and only the result is written. Two kernels
-(`decode` and `epilogue`) write every sum in float32 and read it again: 38 MB per layer for 64 rows of a 7B model.
-
-Each block sums whole tiles over all of K. Each of its warpgroups takes 64 rows of W at a time, and all share x:
-
-    block      wait full | decode, wgmma | leave the slot, refill own W | ... | branch, norm, SwiGLU, store
-    slot       a pipeline stage: `step` columns of x [M, step] and of W [tiles, step / 64, 3, 192 words]. After the
-               last columns of a tile, B of its rows and U [M, 64]; with ranks above 32 several slots of these, each
-               with 64 columns of U
-
-A block may have one tile more than it has warpgroups. It is shared: each warpgroup multiplies it by its own part of
-the rows of x. This helps if x has many rows, whose sums leave no registers for another warpgroup.
-
-Every block of W takes about the same number of tiles, and there are only as many blocks of W as that needs. On the
-remaining multiprocessors, the first blocks of the grid multiply x by A. Each takes a share of K for one tile of 64
-ranks. The last one to finish adds up the shares of the tile, in a fixed order, and signals that this part of U is
-ready. Blocks of W wait for all parts of U after they have multiplied all of x, so in practice U is ready by then.
-There is no deadlock, because blocks of A wait for no others.
-
-The order of summation in a row of x does not depend on the other rows.
+The rows of W are in pairs (`layout.paired_rows`), so gate and up never leave the registers. The order of summation in
+a row of x does not depend on the other rows. docs/design/kernels.md, "gate_up in one kernel", describes the blocks.
 """
 
 from __future__ import annotations
@@ -37,7 +18,6 @@ from pallas_kernels.finished_linear.lora import PackedLora
 from pallas_kernels.finished_linear.residual_stream import Stream
 from pallas_kernels.nvfp4_matmul import decode_plan, layout
 from pallas_kernels.nvfp4_matmul.layout import HopperNVFP4
-from pallas_kernels.runtime import Device
 
 # Counters in device memory, one word each: finished shares of each tile of A (four) for each part of the rows of x
 # (four), then finished parts of U, and blocks that have seen all parts. The rest is unused.
@@ -54,7 +34,6 @@ def linear(
     config: Config | None = None,
     following: decode_plan.NextProduct | NextProduct | None = None,
     counters: jax.Array | None = None,
-    device: Device | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Computes silu(gate) * up; gate and up are the halves of x W^T with LoRA and the norm before (see the module).
@@ -70,7 +49,6 @@ def linear(
       following: the next product, whose first words are prefetched; None for none.
       counters: zeros, int32 [COUNTERS]; the kernel sets them back to 0. Pass the same array for all layers to save
         a kernel per layer; None makes a new one.
-      device: the device that runs it; None for the current one.
       interpret: whether to run on a CPU and report data races.
 
     Returns:
@@ -84,14 +62,14 @@ def linear(
 
     values = x.scaled if isinstance(x, Stream) else x
     (n, k), m, rank = w.shape, len(values), 0 if branch is None else branch.rank
-    config = config or gated_config.pick_config(m, n, k, rank=rank, device=device)
-    if reason := gated_config.supports(m, n, k, config, rank=rank, device=device):
+    config = config or gated_config.pick_config(m, n, k, rank=rank)
+    if reason := gated_config.supports(m, n, k, config, rank=rank):
         raise NotImplementedError(reason)
     values = jnp.pad(values, ((0, 0), (0, layout.whole(k) - values.shape[1])))
     divisor = w.global_scale if divisor is None else divisor
     problem = gated_kernel.Problem(
         config=config,
-        tiling=gated_config.tiling_of(m, n, k, config, rank=rank, device=device),
+        tiling=gated_config.tiling_of(m, n, k, config, rank=rank),
         rank=rank,
         norm=(x.width, eps) if isinstance(x, Stream) else None,
         following=following,

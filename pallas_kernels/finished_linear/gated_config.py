@@ -1,7 +1,4 @@
-"""The configuration of the kernel `gated`: how it divides its work, and which problems it supports.
-
-If a function depends on the device, `device` is an argument; None means the current device.
-"""
+"""The configuration of the kernel `gated`: how it divides its work, and which problems it supports."""
 
 import dataclasses
 import functools
@@ -13,7 +10,6 @@ from pallas_kernels import runtime
 from pallas_kernels.nvfp4_matmul import layout
 from pallas_kernels.nvfp4_matmul.decode_config import MAX_M, most_shared_bytes
 from pallas_kernels.nvfp4_matmul.layout import TILE
-from pallas_kernels.runtime import Device
 
 # The most ranks of each of gate and up. Both together take four tiles of A, and U and B as many slots.
 MOST_RANKS = 2 * TILE
@@ -70,14 +66,12 @@ class Tiling:
         return self.tiles_of_a * self.shares
 
 
-def tiling_of(
-    m: int, n: int, k: int, config: Config, *, rank: int, device: Device | None = None
-) -> Tiling:
+def tiling_of(m: int, n: int, k: int, config: Config, *, rank: int) -> Tiling:
     """Divides a problem according to a configuration; arguments as for `supports`."""
     tiles, steps = layout.tiles(n), layout.whole(k) // config.step
     most = -(-tiles // config.blocks)
     turns = -(-most // config.high)
-    free = (device or runtime.device()).processors - config.blocks
+    free = runtime.device().processors - config.blocks
     tiles_of_a = layout.tiles(2 * rank)
     shares = max(0, min(free // tiles_of_a, steps)) if rank else 0
     most = min(config.warpgroups, 4)
@@ -85,15 +79,7 @@ def tiling_of(
     return Tiling(tiles, steps, turns, tiles_of_a, shares, windows)
 
 
-def supports(
-    m: int,
-    n: int,
-    k: int,
-    config: Config | None = None,
-    *,
-    rank: int = 0,
-    device: Device | None = None,
-) -> str | None:
+def supports(m: int, n: int, k: int, config: Config | None = None, *, rank: int = 0) -> str | None:
     """Returns why this kernel cannot run a problem, or None if it can.
 
     Args:
@@ -102,7 +88,6 @@ def supports(
       k: columns of x and W.
       config: the configuration; None for that of `pick_config`.
       rank: padded rank of one part of LoRA's branch (`lora.filled_rank`); 0 without LoRA.
-      device: the device that runs it; None for the current one.
     """
     if not 1 <= m <= MAX_M or m % 8:
         return f"needs M a multiple of 8 up to {MAX_M}; got M = {m}"
@@ -110,20 +95,18 @@ def supports(
         return f"needs N of whole tiles of 64 rows; got N = {n}"
     if rank > MOST_RANKS:
         return f"needs LoRA of rank {MOST_RANKS} at most; got {rank}"
-    config = config or pick_config(m, n, k, rank=rank, device=device)
+    config = config or pick_config(m, n, k, rank=rank)
     if config is None:
         return f"has no configuration for [{m}, {k}] x [{n}, {k}]"
-    return _misfit(m, n, k, config, rank=rank, device=device)
+    return _misfit(m, n, k, config, rank=rank)
 
 
-def _misfit(
-    m: int, n: int, k: int, config: Config, *, rank: int, device: Device | None
-) -> str | None:
+def _misfit(m: int, n: int, k: int, config: Config, *, rank: int) -> str | None:
     if layout.whole(k) % config.step:
         return f"needs K of whole steps of {config.step}; got K = {k}"
     if config.is_shared and m % (8 * config.warpgroups):
         return f"needs M of whole {8 * config.warpgroups}s for a shared tile; got M = {m}"
-    tiling = tiling_of(m, n, k, config, rank=rank, device=device)
+    tiling = tiling_of(m, n, k, config, rank=rank)
     tiles_of_a, shares = tiling.tiles_of_a, tiling.shares
     if tiles_of_a > config.stages:
         return f"needs {tiles_of_a} slots for LoRA of rank {rank}; got {config.stages}"
@@ -134,7 +117,7 @@ def _misfit(
         there = tiling.blocks_of_a
         return f"needs more than {there} processors beside {config.blocks} for LoRA's A"
     used = shared_bytes(m, config)
-    if used > (most := most_shared_bytes(device)):
+    if used > (most := most_shared_bytes()):
         return f"needs {used} bytes of shared memory of {most}"
     return None
 
@@ -151,15 +134,13 @@ def shared_bytes(m: int, config: Config) -> int:
     return config.stages * slot + 4 * m
 
 
-def pick_config(
-    m: int, n: int, k: int, *, rank: int, device: Device | None = None
-) -> Config | None:
+def pick_config(m: int, n: int, k: int, *, rank: int) -> Config | None:
     """Picks the configuration for a problem: the first of `candidates`; None if none fits."""
-    return next(iter(candidates(m, n, k, rank=rank, device=device)), None)
+    return next(iter(candidates(m, n, k, rank=rank)), None)
 
 
 @functools.cache
-def _candidates(m: int, n: int, k: int, rank: int, card: Device) -> tuple[Config, ...]:
+def _candidates(m: int, n: int, k: int, rank: int, card: runtime.Device) -> tuple[Config, ...]:
     tiles, choices = layout.tiles(n), []
     # Sums of more than 64 rows leave no registers for a fifth warpgroup.
     groups = [(w, False) for w in ((5, 4, 3, 2, 1) if m <= 64 else (4, 3, 2, 1))]
@@ -171,7 +152,7 @@ def _candidates(m: int, n: int, k: int, rank: int, card: Device) -> tuple[Config
         for step in (256, 128, 64) if m <= 32 else (128, 64):
             for stages in (4, 3, 2):
                 config = Config(warpgroups, step, stages, blocks, is_shared)
-                if _misfit(m, n, k, config, rank=rank, device=card) is None:
+                if _misfit(m, n, k, config, rank=rank) is None:
                     # Prefer the fewest tiles per block, then the fewest passes over x, then the fewest idle
                     # warpgroups. With more than 64 rows a second pass is faster than a shared tile (7B, 128 rows:
                     # 59.0 us instead of 63.4 us).
@@ -183,11 +164,9 @@ def _candidates(m: int, n: int, k: int, rank: int, card: Device) -> tuple[Config
     return tuple(config for _, config in sorted(choices, key=lambda choice: choice[0]))
 
 
-def candidates(
-    m: int, n: int, k: int, *, rank: int, device: Device | None = None
-) -> tuple[Config, ...]:
+def candidates(m: int, n: int, k: int, *, rank: int) -> tuple[Config, ...]:
     """Returns the configurations that fit a problem, the fastest first, as estimated from the tiles per block."""
-    return _candidates(m, n, k, rank, device or runtime.device())
+    return _candidates(m, n, k, rank, runtime.device())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,33 +1,9 @@
 """The product for few rows of x (decoding) on Hopper, in Pallas Mosaic GPU.
 
-The kernel computes y^T = W x^T: `wgmma` takes W from registers, 64 rows at a time, and x^T from shared memory, with M
-as the instruction's N. One kernel serves all shapes. The work is a list of units, ordered by tile and then by column.
-A unit has `64 * warpgroups` rows (a tile) and `step` columns. Every block takes an equal run of the list (stream-K;
-Osama et al., 2023). With one block per multiprocessor, a run spans several tiles, which suits weights of many rows.
-With a few times more blocks than tiles, K is split evenly (split-K), which suits weights of few rows.
-
-    block      all warpgroups share x; each decodes and multiplies its own 64 rows of W
-
-      warpgroup 0    wait full | decode, wgmma | leave the last slot | ... | refill the last slot
-      warpgroup 1    wait full | decode, wgmma | leave the last slot | ...
-      ...
-
-    slot       a pipeline stage: `step` columns of x [M, step] and of W [warpgroups, step / 64, 3, 192 words], or
-               more words if a tile of A needs them; there are `stages` slots, filled by bulk copies that
-               warpgroup 0 starts
-
-A product runs while the next tile is decoded. Therefore a warpgroup leaves a slot only after it has issued the first
-product of the next unit. The slot is refilled at the end of that unit, when the other warpgroups have most likely
-left it too. No warpgroup is a dedicated producer: all registers go to warpgroups that multiply.
-
-Partial sums over K are written in float32, in the order of the registers (`fragments`). `epilogue` adds them up,
-scales them and applies the operations after the product, in one small kernel.
-
-A block waits two microseconds for its first tile of W, mostly for device memory. So before a block stores its last
-sums, it prefetches into the L2 cache what the blocks of the next product (`NextProduct`) read first.
-
-If the product has a LoRA branch, the last blocks of the grid multiply the same x by its A, in the same way: A is
-stored like W, in tiles of four times as many words (`dense_tile`), and uses the same slots.
+The kernel computes y^T = W x^T. The work is a list of units of `64 * warpgroups` rows and `step` columns, of which
+every block takes an equal run (stream-K; Osama et al., 2023). Partial sums over K are written in float32, in the order
+of the registers (`fragments`), and `epilogue` adds them up. docs/design/kernels.md, "The product for few rows",
+describes the pipeline.
 """
 
 import dataclasses
@@ -41,16 +17,9 @@ from pallas_kernels.nvfp4_matmul import dense_tile, layout
 from pallas_kernels.nvfp4_matmul.decode_config import Config, supports
 from pallas_kernels.nvfp4_matmul.decode_plan import AdapterPlan, NextProduct, Plan
 from pallas_kernels.nvfp4_matmul.layout import TILE, HopperNVFP4
-from pallas_kernels.runtime import Device
 
 
-def _cut(
-    m: int,
-    w: HopperNVFP4,
-    config: Config,
-    a_words: jax.Array | None,
-    device: Device | None = None,
-) -> tuple[Plan, int]:
+def _cut(m: int, w: HopperNVFP4, config: Config, a_words: jax.Array | None) -> tuple[Plan, int]:
     """Returns the plan for W, and the number of blocks that share each tile of A (0 without A)."""
     (n, k), blocks, shares = w.shape, config.blocks, 0
     tiles, steps = layout.tiles(n) // config.warpgroups, layout.tiles(k) * TILE // config.step
@@ -62,7 +31,7 @@ def _cut(
             m=m,
             base_bytes=w.words.nbytes,
             most=blocks // 2,
-            processors=(device or runtime.device()).processors,
+            processors=runtime.device().processors,
             longest=2 * -(-tiles * steps // blocks),
         )
         blocks = max(1, blocks - len(a_units) * shares)
@@ -129,7 +98,6 @@ def product(
     a_words: jax.Array | None = None,
     following: NextProduct | None = None,
     *,
-    device: Device | None = None,
     interpret: bool = False,
 ) -> Sums:
     """Computes the partial sums of x W^T, and of x A if LoRA's A is given.
@@ -141,7 +109,6 @@ def product(
       config: the configuration, for example from `decode_config.pick_config`.
       a_words: LoRA's A from `dense_tile.pack`; or None.
       following: the next product, whose first words are prefetched; it does not change the result. None for none.
-      device: the device that runs it; None for the current one.
       interpret: whether to run on a CPU and report data races.
 
     Raises:
@@ -153,27 +120,18 @@ def product(
         raise ValueError(
             f"x must be [M, K = {w.shape[1]}] to meet w of shape {w.shape}; got {x.shape}"
         )
-    if reason := supports(
-        m, w.shape[0], k, config, with_adapter=a_words is not None, device=device
-    ):
+    if reason := supports(m, w.shape[0], k, config, with_adapter=a_words is not None):
         raise NotImplementedError(reason)
     # `wgmma` needs M in multiples of 8. K is padded like the weight's K.
     x = jnp.pad(x, ((0, -m % 8), (0, -k % TILE)))
-    plan, shares = _cut(len(x), w, config, a_words, device)
+    plan, shares = _cut(len(x), w, config, a_words)
     return _launch(x, w, config, plan, a_words, shares, following, interpret=interpret)
 
 
-def matmul(
-    x: jax.Array,
-    w: HopperNVFP4,
-    config: Config,
-    *,
-    device: Device | None = None,
-    interpret: bool = False,
-) -> jax.Array:
+def matmul(x: jax.Array, w: HopperNVFP4, config: Config, *, interpret: bool = False) -> jax.Array:
     """Computes x @ dequantize(w)^T, bfloat16 [M, N]; arguments and errors as for `product`."""
     m, (n, _) = len(x), w.shape
-    total = product(x, w, config, device=device, interpret=interpret).in_rows().partials[0]
+    total = product(x, w, config, interpret=interpret).in_rows().partials[0]
     with jax.named_scope("reduce"):
         scale = w.multiplier / layout.DECODED_SCALE
         return (total.T[:m, :n] * scale).astype(x.dtype)

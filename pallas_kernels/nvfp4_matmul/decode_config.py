@@ -1,7 +1,6 @@
 """The configuration of the kernel for few rows (decoding): how it divides its work, and which problems it supports.
 
-A configuration comes from a table measured on the device, or from a rule (`heuristic`). If a function depends on the
-device, `device` is an argument; None means the current device.
+A configuration comes from a table measured on the device, or from a rule (`heuristic`).
 """
 
 import dataclasses
@@ -12,7 +11,6 @@ import pathlib
 from pallas_kernels import runtime
 from pallas_kernels.nvfp4_matmul import dense_tile, layout
 from pallas_kernels.nvfp4_matmul.layout import TILE
-from pallas_kernels.runtime import Device
 
 # The most rows of x.
 MAX_M = 128
@@ -51,15 +49,7 @@ class Config:
             raise ValueError(f"blocks must be 1 or more; got {self.blocks}")
 
 
-def supports(
-    m: int,
-    n: int,
-    k: int,
-    config: Config,
-    *,
-    with_adapter: bool = False,
-    device: Device | None = None,
-) -> str | None:
+def supports(m: int, n: int, k: int, config: Config, *, with_adapter: bool = False) -> str | None:
     """Returns why this kernel cannot run a problem with this configuration, or None if it can.
 
     Args:
@@ -68,7 +58,6 @@ def supports(
       k: K, columns of x and W.
       config: the configuration.
       with_adapter: whether the kernel also multiplies x by LoRA's A.
-      device: the device that runs it.
     """
     if not 1 <= m <= MAX_M:
         return f"needs 1 <= M <= {MAX_M}; got M = {m}"
@@ -83,14 +72,14 @@ def supports(
     if with_adapter and (reason := dense_tile.supports(k, config.warpgroups, config.step)):
         return reason
     used = shared_bytes(m, config, adapter_k=k if with_adapter else None)
-    if used > (most := most_shared_bytes(device)):
+    if used > (most := most_shared_bytes()):
         return f"needs {used} bytes of shared memory of {most}"
     return None
 
 
-def most_shared_bytes(device: Device | None = None) -> int:
+def most_shared_bytes() -> int:
     """Returns the bytes of shared memory that a block may use; 1 KiB is reserved for barriers."""
-    return (device or runtime.device()).shared_bytes - 1024
+    return runtime.device().shared_bytes - 1024
 
 
 def shared_bytes(m: int, config: Config, *, adapter_k: int | None = None) -> int:
@@ -105,7 +94,7 @@ def shared_bytes(m: int, config: Config, *, adapter_k: int | None = None) -> int
     return config.stages * (columns * rows * 2 + config.warpgroups * depth * _TILE_BYTES)
 
 
-def pick_config(m: int, n: int, k: int, device: Device | None = None) -> Config:
+def pick_config(m: int, n: int, k: int) -> Config:
     """Picks the configuration for a problem: from the device's table, otherwise by `heuristic`.
 
     If the device's table has no row for the problem, but the device has as many multiprocessors as an H200, then the
@@ -115,16 +104,15 @@ def pick_config(m: int, n: int, k: int, device: Device | None = None) -> Config:
       m: rows of x, 1 to 128.
       n: rows of W.
       k: columns of x and W.
-      device: the device that runs it.
     """
-    card, problem = device or runtime.device(), (_bucket(m), n, k)
+    card, problem = runtime.device(), (_bucket(m), n, k)
     config = table_of(card.name).get(problem)
     if config is None and card.processors == runtime.H200.processors:
         config = table_of(runtime.H200.name).get(problem)
-    return config or heuristic(m, n, k, card)
+    return config or heuristic(m, n, k)
 
 
-def heuristic(m: int, n: int, k: int, device: Device | None = None) -> Config:
+def heuristic(m: int, n: int, k: int) -> Config:
     """Picks the configuration for a problem that is in no table.
 
     If W has many rows, or x has more than 64, there is one block per multiprocessor, with as many warpgroups as
@@ -132,8 +120,7 @@ def heuristic(m: int, n: int, k: int, device: Device | None = None) -> Config:
     matrix is loaded at once.
     """
     row_tiles, columns = layout.tiles(n), layout.tiles(k) * TILE
-    device = device or runtime.device()
-    processors = device.processors
+    processors = runtime.device().processors
     longest = 256 if m <= 32 else 128
     step = next(s for s in (256, 128, 64) if s <= longest and columns % s == 0)
     steps = columns // step
@@ -144,15 +131,14 @@ def heuristic(m: int, n: int, k: int, device: Device | None = None) -> Config:
     else:
         split = min(max(1, round(3 * processors / row_tiles)), steps)
         warpgroups, blocks, depth = 1, row_tiles * split, min(4, -(-steps // split))
-    depth = max(2, min(depth, _deepest(m, warpgroups, step, blocks, device)))
+    depth = max(2, min(depth, _deepest(m, warpgroups, step, blocks)))
     return Config(warpgroups, step, depth, blocks)
 
 
-def candidates(m: int, n: int, k: int, device: Device | None = None) -> list[Config]:
+def candidates(m: int, n: int, k: int) -> list[Config]:
     """Returns configurations worth timing. The first is the heuristic's, if it is supported."""
-    device = device or runtime.device()
-    row_tiles, processors = layout.tiles(n), device.processors
-    configs = [heuristic(m, n, k, device)]
+    row_tiles, processors = layout.tiles(n), runtime.device().processors
+    configs = [heuristic(m, n, k)]
     fitting = [step for step in (256, 128, 64) if layout.whole(k) % step == 0]
     longest = [step for step in fitting if step >= (256 if m <= 32 else 128)] or fitting[:1]
     for warpgroups, loads in ((4, (1,)), (2, (1, 2)), (1, (2, 3, 4))):
@@ -165,7 +151,7 @@ def candidates(m: int, n: int, k: int, device: Device | None = None) -> list[Con
                     continue
                 for step in sorted(longest):
                     most = tiles * (layout.whole(k) // step)
-                    stages = min(4, _deepest(m, warpgroups, step, min(blocks, most), device))
+                    stages = min(4, _deepest(m, warpgroups, step, min(blocks, most)))
                     if stages > 1:
                         configs.append(Config(warpgroups, step, stages, min(blocks, most)))
     # A small matrix has few units. Try one, two and three of them per block: fewer parts are fewer sums to add up.
@@ -173,17 +159,17 @@ def candidates(m: int, n: int, k: int, device: Device | None = None) -> list[Con
         steps = layout.whole(k) // step
         for split in dict.fromkeys((steps, -(-steps // 2), -(-steps // 3))):
             if (blocks := row_tiles * split) <= 2 * processors:
-                stages = max(2, min(4, -(-steps // split), _deepest(m, 1, step, blocks, device)))
+                stages = max(2, min(4, -(-steps // split), _deepest(m, 1, step, blocks)))
                 configs.append(Config(1, step, stages, blocks))
-    return [c for c in dict.fromkeys(configs) if supports(m, n, k, c, device=device) is None]
+    return [c for c in dict.fromkeys(configs) if supports(m, n, k, c) is None]
 
 
-def _deepest(m: int, warpgroups: int, step: int, blocks: int, device: Device) -> int:
+def _deepest(m: int, warpgroups: int, step: int, blocks: int) -> int:
     """Returns the most stages with which all blocks can run at the same time."""
-    resident = -(-blocks // device.processors)
+    resident = -(-blocks // runtime.device().processors)
     slot = shared_bytes(m, Config(warpgroups, step, 2, blocks)) // 2
     # The GPU reserves 1 KiB of a multiprocessor's shared memory for each block.
-    return (most_shared_bytes(device) // resident - 1024) // slot
+    return (most_shared_bytes() // resident - 1024) // slot
 
 
 def path_of(device_kind: str) -> pathlib.Path:

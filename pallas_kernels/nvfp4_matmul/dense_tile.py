@@ -1,13 +1,8 @@
 """The layout of LoRA's A, in bfloat16. It lets A use the kernel's shared memory slots for packed tiles.
 
-A tile of 64 x 64 values is stored as four pieces of 16 columns. A piece has as many 32-bit words as a packed tile of
-64 x 64 weights: 512 words of two values each, and 64 unused words in place of the scales. In a warpgroup, thread
-32 w + 4 g + t reads words 4 thread ... 4 thread + 3 of a piece: rows 16 w + g and 16 w + g + 8 of columns 2 t and
-2 t + 1, then the same rows of columns 2 t + 8 and 2 t + 9.
-
-`wgmma` always multiplies 64 rows. A low tile stores only 32 of them, in two pieces of 32 columns: 256 words of columns
-0 to 15, then 256 of columns 16 to 31. The threads of rows 32 to 63 read the same words as those of rows 0 to 31, so the
-product has each of its 32 rows twice.
+A tile of 64 x 64 values is stored as four pieces of 16 columns, each of as many 32-bit words as a packed tile. A low
+tile stores only 32 rows, in two pieces of 32 columns, and its product has each row twice. docs/design/kernels.md,
+"LoRA's A in tiles", says where each word is.
 """
 
 import jax

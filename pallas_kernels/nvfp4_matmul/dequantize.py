@@ -1,15 +1,7 @@
 """Unpacks a weight to bfloat16 on Hopper, and multiplies many rows by the copy with cuBLAS.
 
-With many rows, one pass over the weight costs little compared with the arithmetic, and cuBLAS is hard to beat. The
-bfloat16 copy exists only until the product has read it.
-
-The kernel, in Pallas Mosaic GPU, should be limited by memory bandwidth: it moves N * K * (9 / 16 + 2) bytes. A unit
-of work is 64 rows by `step` columns. A block is one warpgroup, and several blocks share a multiprocessor. Block b
-takes units b, b + blocks, ..., so that the units processed at one time are adjacent, and whole rows are written at
-about the same time.
-
-    slots of packed tiles     filled by bulk copies, `stages` units ahead
-    two slots of results      a bulk copy empties one while the other is filled
+The bfloat16 copy exists only until the product has read it. docs/design/kernels.md, "Unpacking for cuBLAS", describes
+the kernel.
 """
 
 import dataclasses
@@ -20,7 +12,6 @@ import jax.numpy as jnp
 from pallas_kernels import runtime
 from pallas_kernels.nvfp4_matmul import layout
 from pallas_kernels.nvfp4_matmul.layout import TILE, HopperNVFP4
-from pallas_kernels.runtime import Device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,11 +50,7 @@ def pick_config(k: int) -> Config:
 
 
 def dequantize(
-    w: HopperNVFP4,
-    config: Config | None = None,
-    *,
-    device: Device | None = None,
-    interpret: bool = False,
+    w: HopperNVFP4, config: Config | None = None, *, interpret: bool = False
 ) -> jax.Array:
     """Computes code * scale, without the global scale, with the same bits as `nvfp4.scaled_codes`.
 
@@ -72,7 +59,6 @@ def dequantize(
     Args:
       w: one [N, K] weight.
       config: the configuration; None for that of `pick_config`.
-      device: the device that runs it; None for the current one.
       interpret: whether to run on a CPU and report data races.
 
     Returns:
@@ -86,7 +72,7 @@ def dequantize(
     if reason := supports(n, k, config):
         raise NotImplementedError(reason)
     # Four blocks per multiprocessor were fastest on an H200.
-    blocks = config.blocks or 4 * (device or runtime.device()).processors
+    blocks = config.blocks or 4 * runtime.device().processors
     return _unpack(w, config, blocks, interpret)[:n, :k]
 
 

@@ -1,33 +1,9 @@
 """The memory layout of a packed weight for the Hopper kernels. A weight is converted once, when it is loaded.
 
 The matrix is cut into tiles of 64 rows x 64 columns. A tile is 576 words of 32 bits (4.5 bits per weight): 512 words
-of codes, then 64 words of scales. In the fragment of `wgmma`'s first operand, thread 32 w + 4 g + t of a warpgroup (w
-is its warp) holds rows 16 w + g and 16 w + g + 8, and columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of every 16. Each
-thread reads its codes and scales in two loads, without shuffles:
-
-    codes    words 4 thread + i: the eight codes of columns 16 i ... 16 i + 15
-    scales   words 512 + 16 w + 2 g + j: two bytes (rows g, g + 8) for columns 32 j ...,
-             two for columns 32 j + 16 ...
-
-Both follow the order of K, so x needs no permutation. Codes and scales are in one array, so that one bulk copy loads
-both.
-
-The four bits of a code become a bfloat16's sign, two lowest exponent bits and highest mantissa bit. These are bits
-15, 8, 7 and 6 of a 16-bit lane (half) of a word: the even column is in the low lane, the odd column in the high lane.
-A word holds four codes in each lane: rows g and g + 8 of column 2 t, then of column 2 t + 8. A rotation and a mask
-extract each of the first three. The remaining bits of an even word and of the odd word after it are combined into a
-third word, which holds the fourth code of both:
-
-    even word   rotated left by 0, 28 (right by 4) and 6
-    odd word    rotated left by 0, 26 (right by 6) and 4
-    third word  bits 4, 5, 13, 14 of the even word's lanes, the others of the odd word shifted left
-                by 2; rotated left by 26 (right by 6) for the even word's code and by 4 for the odd
-
-This takes 16 operations for 16 codes. An exhaustive search found no choice of rotations that takes fewer.
-
-A scale byte is an unsigned 8-bit float with 5 exponent and 3 mantissa bits (E5M3). It represents every non-negative
-E4M3 value; E4M3's subnormals become normal numbers. Its bits are 11 ... 4 of a lane: for the first pair of bytes
-directly, for the second pair after a rotation by 8. A mask and constant upper bits then make a bfloat16.
+of codes, then 64 words of scales, in the order in which the threads of a warpgroup read them for `wgmma`. A scale byte
+is an unsigned 8-bit float with 5 exponent and 3 mantissa bits (E5M3). docs/design/kernels.md, "Packed tiles of the
+Hopper kernels", says where each bit is.
 """
 
 import dataclasses

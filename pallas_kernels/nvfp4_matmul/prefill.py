@@ -1,37 +1,8 @@
 """The products y and dX for many rows of x (prefill, training) on Hopper, in Pallas Mosaic GPU.
 
-As in `decode`, the kernel computes y^T = W x^T: `wgmma` takes W from registers and x^T from shared memory, so the
-unpacked weight never reaches device memory. A block sums a tile of `64 * warpgroups` rows of W by `rows` rows of x
-over all of K, scales it, and writes it transposed to shared memory. A bulk copy moves it to y while the next tile is
-summed.
-
-    block      all warpgroups share x; each decodes and multiplies its own 64 rows of W
-
-      warpgroup 0    issue wgmma | wait full, decode the next tile | wait for wgmma | leave the slot
-      warpgroup 1    issue wgmma | wait full, decode the next tile | wait for wgmma | leave the slot
-      producer       wait empty, refill | wait empty, refill | ...
-
-    slot       one of `stages` pipeline stages: 64 columns of x [rows, 64] and of W [warpgroups, 3, 192 words]
-
-If a tile of x is so large that the accumulators leave no registers for a producer warpgroup, warpgroup 0 starts the
-copies. The products then take longer than everything else. Two blocks may form a cluster that shares a tile of x:
-each loads half of it for both (multicast).
-
-Block b takes tiles b, b + blocks, .... The tiles that are processed at one time span up to `band` tiles of x and as
-many tiles of W as that allows, so blocks find each other's operands in the L2 cache. Tiles that would not fill a wave
-are split along K (split-K): each block sums a share of a tile and writes float32 partial sums. XLA adds them up,
-always in the same order.
-
-An `Epilogue` is computed before a tile leaves the registers. LoRA's B comes last, as if it were 64 more columns of W,
-and x A as if it were 64 more columns of x:
-
-    y = ([W x] / global scale + [B U]) * unit + bias       U = x A; values in brackets are rounded to bfloat16
-
-This rounds in the same places as the epilogue of the decode kernels (`finished_linear.epilogue`).
-
-dX = dY W is the same with the axes of W exchanged: dX^T = W^T dY^T. It sums over the rows of W, and for that the
-packed layout does not match the register fragments of `wgmma`. So decoded tiles go through shared memory, where
-`wgmma` takes either orientation. There are two buffers: while one tile is multiplied, the next one is written.
+The kernel computes y^T = W x^T, a tile of `64 * warpgroups` rows of W by `rows` rows of x at a time. An `Epilogue` is
+computed before a tile leaves the registers. dX = dY W is the same with the axes of W exchanged.
+docs/design/kernels.md, "The product for many rows", describes the pipeline.
 """
 
 import dataclasses
@@ -51,7 +22,6 @@ from pallas_kernels.nvfp4_matmul.prefill_config import (
     tiling_of,
 )
 from pallas_kernels.nvfp4_matmul.prefill_epilogue import Epilogue
-from pallas_kernels.runtime import Device
 
 
 def matmul(
@@ -60,7 +30,6 @@ def matmul(
     config: Config | None = None,
     *,
     epilogue: Epilogue | None = None,
-    device: Device | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Computes x @ dequantize(w)^T, and the operations of the epilogue.
@@ -70,7 +39,6 @@ def matmul(
       w: one [N, K] weight.
       config: the configuration; None for that of `pick_config`.
       epilogue: the operations after the product; None for none.
-      device: the device that runs it; None for the current one.
       interpret: whether to run on a CPU and report data races.
 
     Returns:
@@ -80,22 +48,17 @@ def matmul(
       NotImplementedError: the reason `supports` gives.
     """
     sizes = epilogue.sizes if epilogue else ()
-    config = config or pick_config(len(x), *w.shape, sizes=sizes, device=device)
-    how = {"epilogue": epilogue, "device": device, "interpret": interpret}
+    config = config or pick_config(len(x), *w.shape, sizes=sizes)
+    how = {"epilogue": epilogue, "interpret": interpret}
     return _checked(x, w, w.global_scale, config, backward=False, **how)
 
 
 def backward(
-    dy: jax.Array,
-    w: HopperNVFP4,
-    config: Config | None = None,
-    *,
-    device: Device | None = None,
-    interpret: bool = False,
+    dy: jax.Array, w: HopperNVFP4, config: Config | None = None, *, interpret: bool = False
 ) -> jax.Array:
     """Computes dX = dy @ dequantize(w), bfloat16 [M, K], for dy bfloat16 [M, N]; the rest is as for `matmul`."""
     n, k = w.shape
-    config = config or pick_config(len(dy), k, n, backward=True, device=device)
+    config = config or pick_config(len(dy), k, n, backward=True)
     if w.is_paired:
         # Put the columns of dY in the order of the rows of W that they are multiplied by.
         dy, w = layout.paired_rows(dy, -1), w.as_it_lies
@@ -104,7 +67,7 @@ def backward(
         # The sum is over rows with different global scales, so the multiplier must be applied before it.
         dy = (dy.astype(jnp.float32) * w.multiplier).astype(dy.dtype)
         divisor = jnp.ones(1, jnp.float32)
-    return _checked(dy, w, divisor, config, backward=True, device=device, interpret=interpret)
+    return _checked(dy, w, divisor, config, backward=True, interpret=interpret)
 
 
 def _checked(
@@ -115,13 +78,12 @@ def _checked(
     *,
     backward: bool,
     epilogue: Epilogue | None = None,
-    device: Device | None,
     interpret: bool,
 ) -> jax.Array:
     m, columns = x.shape
     outputs = w.shape[1] if backward else w.shape[0]
     sizes = epilogue.sizes if epilogue else ()
-    reason = supports(outputs, columns, config, backward=backward, sizes=sizes, device=device)
+    reason = supports(outputs, columns, config, backward=backward, sizes=sizes)
     if reason is not None:
         raise NotImplementedError(reason)
     # A bulk copy skips rows beyond the end of an array, so M needs little padding. But a tile must not have more rows
@@ -142,7 +104,7 @@ def _checked(
             unit=jnp.pad(epilogue.unit, (0, -m % config.rows)),
         )
     w_rows, steps = w.words.shape[:2][:: -1 if backward else 1]
-    tiling = tiling_of(len(x), w_rows, steps, config, device)
+    tiling = tiling_of(len(x), w_rows, steps, config)
     y = _multiply(x, w, divisor, config, tiling, backward, epilogue, interpret)
     return y[:m, :outputs]
 

@@ -1,7 +1,4 @@
-"""The configuration of the kernel for many rows (prefill, training): how it divides work, what it supports and costs.
-
-If a function depends on the device, `device` is an argument; None means the current device.
-"""
+"""The configuration of the kernel for many rows (prefill, training): how it divides work, what it supports and costs."""
 
 import dataclasses
 import functools
@@ -11,7 +8,6 @@ from pallas_kernels import runtime
 from pallas_kernels.nvfp4_matmul import layout
 from pallas_kernels.nvfp4_matmul.decode_config import most_shared_bytes
 from pallas_kernels.nvfp4_matmul.layout import TILE
-from pallas_kernels.runtime import Device
 
 # The most rows of x in a tile.
 MAX_ROWS = 256
@@ -81,7 +77,6 @@ def supports(
     *,
     backward: bool = False,
     sizes: tuple[int, ...] = (),
-    device: Device | None = None,
 ) -> str | None:
     """Returns why this kernel cannot run a problem with this configuration, or None if it can.
 
@@ -91,7 +86,6 @@ def supports(
       config: see `pick_config`.
       backward: whether dX is computed.
       sizes: sizes of the parts of the `Epilogue`; empty without one.
-      device: the device that runs it.
     """
     rows = config.warpgroups * config.cluster
     names = "KN" if backward else "NK"
@@ -109,22 +103,15 @@ def supports(
     if sizes and layout.tiles(summed) < (least := config.stages - 1):
         return f"needs {names[1]} of {least * TILE} or more; got {names[1]} = {summed}"
     used = shared_bytes(config, backward=backward, has_epilogue=bool(sizes))
-    if used > (most := most_shared_bytes(device)):
+    if used > (most := most_shared_bytes()):
         return f"needs {used} bytes of shared memory of {most}"
     return None
 
 
 def pick_config(
-    m: int,
-    outputs: int,
-    summed: int,
-    *,
-    backward: bool = False,
-    sizes: tuple[int, ...] = (),
-    device: Device | None = None,
+    m: int, outputs: int, summed: int, *, backward: bool = False, sizes: tuple[int, ...] = ()
 ) -> Config:
     """Picks the configuration with the least `cost`. The arguments are as for `supports`; m is the rows of x."""
-    device = device or runtime.device()
     steps = layout.tiles(summed)
     # All rows of W in a block must belong to one part.
     is_odd = any(layout.tiles(size) % 2 for size in (outputs, *sizes[:-1]))
@@ -137,12 +124,12 @@ def pick_config(
         if steps % split == 0
         for rows in range(most, min(most, 64) - grain, -grain)
     ]
-    best = min(choices, key=lambda c: cost(m, outputs, summed, c, backward=backward, device=device))
+    best = min(choices, key=lambda c: cost(m, outputs, summed, c, backward=backward))
     # Clusters of two are 1 to 2 % faster for many rows, but 4 % slower for dX.
     is_large = best.rows == MAX_ROWS and m >= 1024 and best.split == 1 and not backward
     pairs = is_large and all(rows % (2 * TILE * warpgroups) == 0 for rows in (outputs, *sizes))
     bytes_of = functools.partial(shared_bytes, backward=backward, has_epilogue=bool(sizes))
-    most_bytes = most_shared_bytes(device)
+    most_bytes = most_shared_bytes()
     fits = lambda stages: bytes_of(dataclasses.replace(best, stages=stages)) <= most_bytes
     most = 8 if best.producer else 7
     if sizes:
@@ -154,15 +141,7 @@ def pick_config(
     )
 
 
-def cost(
-    m: int,
-    outputs: int,
-    summed: int,
-    config: Config,
-    *,
-    backward: bool = False,
-    device: Device | None = None,
-) -> float:
+def cost(m: int, outputs: int, summed: int, config: Config, *, backward: bool = False) -> float:
     """Estimates the time of a product in ns, on an H200 or a card that only has more or fewer multiprocessors.
 
     The time is that of the slowest block: the number of waves, times the steps of a tile, times the time of a step.
@@ -175,7 +154,7 @@ def cost(
     The arguments are as for `supports`; m is the rows of x.
     """
     rows, steps = config.rows, layout.tiles(summed)
-    processors = (device or runtime.device()).processors
+    processors = runtime.device().processors
     x_tiles, w_tiles = -(-m // rows), layout.tiles(outputs) // config.warpgroups
     whole = x_tiles * _whole_tiles(x_tiles, w_tiles, config, processors)
     shared = x_tiles * w_tiles - whole
@@ -235,14 +214,12 @@ class Tiling:
         return self.steps // self.split
 
 
-def tiling_of(
-    m: int, w_rows: int, steps: int, config: Config, device: Device | None = None
-) -> Tiling:
+def tiling_of(m: int, w_rows: int, steps: int, config: Config) -> Tiling:
     """Divides the product of x, which has m rows, and W, which has `w_rows` x `steps` tiles of 64 x 64."""
     x_tiles, w_tiles = -(-m // config.rows), w_rows // (config.warpgroups * config.cluster)
     # All bands have the same size, so that the kernel divides by a constant, which is faster.
     band = next(band for band in range(config.band, 0, -1) if x_tiles % band == 0)
-    processors = (device or runtime.device()).processors
+    processors = runtime.device().processors
     blocks = min(processors // config.cluster, x_tiles * w_tiles * config.split)
     whole_w_tiles = _whole_tiles(x_tiles, w_tiles, config, processors)
     return Tiling(x_tiles, w_tiles, whole_w_tiles, steps, config.split, band, blocks)
@@ -266,13 +243,13 @@ def shared_bytes(config: Config, *, backward: bool = False, has_epilogue: bool =
     return config.stages * slot + result + b
 
 
-def unpacks_for_dx(m: int, n: int, k: int, device: Device | None = None) -> bool:
+def unpacks_for_dx(m: int, n: int, k: int) -> bool:
     """Returns whether dX of m rows is estimated to be faster with `dequantize` and cuBLAS than with this kernel."""
-    config = pick_config(m, k, n, backward=True, device=device)
-    copied = 2 * m * n * k / _CUBLAS_RATE + n * k * unpack_ns(device)
-    return copied < cost(m, k, n, config, backward=True, device=device)
+    config = pick_config(m, k, n, backward=True)
+    copied = 2 * m * n * k / _CUBLAS_RATE + n * k * unpack_ns()
+    return copied < cost(m, k, n, config, backward=True)
 
 
-def unpack_ns(device: Device | None = None) -> float:
+def unpack_ns() -> float:
     """Returns the ns per weight that a device takes to unpack a matrix to bfloat16."""
-    return _UNPACK_NS * runtime.H200.bandwidth / (device or runtime.device()).bandwidth
+    return _UNPACK_NS * runtime.H200.bandwidth / runtime.device().bandwidth

@@ -23,7 +23,6 @@ from pallas_kernels.decode_attention import (
 from pallas_kernels.decode_attention import config as configs
 from pallas_kernels.decode_attention.config import PAGE, Config
 from pallas_kernels.mosaic import launch
-from tests.pallas_kernels.devices import assume, h200  # noqa: F401
 
 oracle = jax.jit(reference.decode_attention)
 on_cpu = pytest.mark.skipif(runtime.platform() != "cpu", reason="interpret mode is for a CPU")
@@ -572,7 +571,7 @@ def test_every_problem_has_a_configuration(rows, head_size):
 
 
 @pytest.mark.parametrize("head_size", [32, 80, 96, 256])
-def test_other_heads_are_the_references_also_on_hopper(assume, head_size):  # noqa: F811
+def test_other_heads_are_the_references_also_on_hopper(assume, head_size):
     assume(runtime.H200, "hopper")  # no portable kernels
     keys = jnp.zeros((2, 9, 2, PAGE, head_size), jnp.bfloat16)
     tables, ends = jnp.zeros((16, 4), jnp.int32), jnp.zeros(16, jnp.int32)
@@ -608,7 +607,7 @@ def test_the_kernel_is_refused_without_its_device():
         np.testing.assert_array_equal(mine, other)
 
 
-def test_on_hopper_the_kernel_is_chosen_for_bfloat16_only(h200):  # noqa: F811
+def test_on_hopper_the_kernel_is_chosen_for_bfloat16_only(h200):
     for dtype, name in ((jnp.bfloat16, "hopper"), (jnp.float32, "reference")):
         qkv, _, _, keys, _, _, tables, _ = problem(0, 2, 1, 64, [5], 1, dtype=dtype)
         assert api._choose(None, qkv, keys, tables) == name

@@ -9,7 +9,6 @@ import pytest
 
 from pallas_kernels import finished_linear, nvfp4
 from pallas_kernels.nvfp4_matmul import api, layout, prefill, reference
-from tests.pallas_kernels.devices import h200  # noqa: F401
 from tests.pallas_kernels.test_finished_linear_prefill import (
     assert_almost_all_are_equal,
     on_hopper,  # noqa: F401

@@ -151,14 +151,14 @@ def test_no_block_multiplies_more_than_twice_as_many_units_of_low_tiles_as_of_th
         ranks = {"qkv": 96, "o": 32, "down": 32}.get(problem.layer)
         if ranks is None or dense_tile.height(problem.k, ranks) != dense_tile.LOW:
             continue
-        with runtime.on(card):
-            config = fused._config(m, problem.n, problem.k, True)
         empty = lambda *shape: np.broadcast_to(np.int32(0), (*shape, *layout.TILE_SHAPE))
         columns = layout.tiles(problem.k)
         words = empty(layout.tiles(problem.n), columns)
         w = layout.HopperNVFP4(words, None, (problem.n, problem.k))
         a = empty(ranks // 32, columns, 2)
-        plan, shares = decode._cut(m, w, config, a, card)
+        with runtime.on(card):
+            config = fused._config(m, problem.n, problem.k, True)
+            plan, shares = decode._cut(m, w, config, a)
         units = dense_tile.in_units(a, config.warpgroups, config.step).shape[1]
         assert units <= shares * 2 * -(-plan.units // config.blocks)
 
@@ -205,8 +205,8 @@ def test_what_a_slot_cannot_hold_is_refused_with_its_reason():
     config = Config(1, 64, 9, 2)
     assert configs.supports(128, 128, 256, config) is None
     reason = "needs 230400 bytes of shared memory of 229376"
-    device = dataclasses.replace(runtime.H200, shared_bytes=229376 + 1024)
-    assert configs.supports(128, 128, 256, config, with_adapter=True, device=device) == reason
+    with runtime.on(dataclasses.replace(runtime.H200, shared_bytes=229376 + 1024)):
+        assert configs.supports(128, 128, 256, config, with_adapter=True) == reason
     assert "whole tiles of 64 rows; got N = 96" in epilogue.supports(8, 96)
 
 

@@ -21,7 +21,7 @@ from pallas_kernels.nvfp4_matmul import (
     shapes,
 )
 from tests.combinations import spread
-from tests.pallas_kernels.devices import h200, like  # noqa: F401
+from tests.pallas_kernels.devices import like
 
 on_cpu = pytest.mark.skipif(runtime.platform() != "cpu", reason="interpret mode is for a CPU")
 to_hopper = jax.jit(layout.prepare, static_argnames="is_paired")
@@ -159,15 +159,14 @@ def assert_almost_all_are_equal(actual, expected):
         ),
     ],
 )
-def test_the_kernel_meets_the_definition_without_a_race(capfd, m, sizes, k, config, traits):
-    device = like(processors=2)  # so that a block has several tiles
+def test_the_kernel_meets_the_definition_without_a_race(capfd, assume, m, sizes, k, config, traits):
+    assume(like(processors=2))  # so that a block has several tiles
     is_paired = traits.get("is_paired", False)
     case = random(m, sizes, k, **{k: v for k, v in traits.items() if k != "is_paired"})
     epilogue = fused_wide.epilogue(case.branches, case.unit, case.bias, is_paired=is_paired)
     actual = prefill.matmul(
         *(case.x, to_hopper(case.weight, is_paired=is_paired), config),
         epilogue=epilogue,
-        device=device,
         interpret=True,
     )
     assert_almost_all_are_equal(actual, case.expected())
@@ -175,7 +174,7 @@ def test_the_kernel_meets_the_definition_without_a_race(capfd, m, sizes, k, conf
 
 
 @pytest.fixture
-def on_hopper(monkeypatch, h200):  # noqa: F811
+def on_hopper(monkeypatch, h200):
     """Pretends to be a Hopper card on which the reference stands in for the kernels."""
     multiply_back = lambda dy, w: reference.backward(dy, layout.unprepare(w))
     monkeypatch.setattr(api._Prefill, "backward", staticmethod(multiply_back))

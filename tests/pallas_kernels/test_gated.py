@@ -19,6 +19,7 @@ from pallas_kernels.finished_linear import (
 from pallas_kernels.finished_linear.gated_config import Config
 from pallas_kernels.nvfp4_matmul import api, layout, shapes
 from tests.combinations import spread
+from tests.pallas_kernels.devices import like
 from tests.pallas_kernels.test_finished_linear_decode import (
     EPS,
     assert_rounded,
@@ -48,19 +49,13 @@ def run(m, inner, k, rank, config=None, *, has_own_scales=False, interpret=True,
     branch = pack_lora(parts, 0.5, is_packed=True, is_paired=True) if rank else None
     scale = 1 + 0.1 * normal(3, (k,), 1.0, jnp.float32)
     stream = stream_of(normal(2, (m, k), 3.0) if x is None else x, scale)
-    device = None
+    device = runtime.device()
     if interpret:
         of_a = 2 * max(1, layout.tiles(2 * lora.filled_rank(rank)))
-        device = dataclasses.replace(runtime.H200, processors=config.blocks + of_a)
-    y = gated.linear(
-        stream,
-        prepare(t, is_paired=True),
-        branch=branch,
-        eps=EPS,
-        config=config,
-        device=device,
-        interpret=interpret,
-    )
+        device = like(processors=config.blocks + of_a, shared_bytes=runtime.H200.shared_bytes)
+    options = {"branch": branch, "eps": EPS, "config": config, "interpret": interpret}
+    with runtime.on(device):
+        y = gated.linear(stream, prepare(t, is_paired=True), **options)
     unit = np.asarray(stream.unit(EPS))[:, None]
     wanted = rounded(expected(f32(stream.scaled)[:, :k], t, parts, None, unit))
     gate, up = np.split(wanted, 2, axis=1)
@@ -148,11 +143,11 @@ def test_only_gates_are_put_in_pairs_and_only_beside_ranks_that_lose_nothing(mon
 @pytest.mark.parametrize("problem", [p for p in shapes.PROBLEMS if p.layer == "gate_up"])
 @pytest.mark.parametrize("m", [8, 16, 24, 32, 64, 96, 128])
 @pytest.mark.parametrize("rank", [0, 32, 64, 128])
-def test_every_model_has_a_configuration_whose_blocks_run_at_once(problem, m, rank):
+def test_every_model_has_a_configuration_whose_blocks_run_at_once(h200, problem, m, rank):
     n, k = problem.n, problem.k
-    assert gated_config.supports(m, n, k, rank=rank, device=runtime.H200) is None
-    config = gated_config.pick_config(m, n, k, rank=rank, device=runtime.H200)
-    tiling = gated_config.tiling_of(m, n, k, config, rank=rank, device=runtime.H200)
+    assert gated_config.supports(m, n, k, rank=rank) is None
+    config = gated_config.pick_config(m, n, k, rank=rank)
+    tiling = gated_config.tiling_of(m, n, k, config, rank=rank)
     # Who waits for x A waits for a block that has a processor.
     assert config.blocks + tiling.blocks_of_a <= runtime.H200.processors
     assert tiling.tiles_of_a == -(-2 * rank // 64) <= config.stages
@@ -162,26 +157,22 @@ def test_every_model_has_a_configuration_whose_blocks_run_at_once(problem, m, ra
     assert m // 8 % tiling.windows == 0 and tiling.windows <= min(4, config.warpgroups)
 
 
-def test_what_it_cannot_do_is_refused_with_its_reason():
-    config, device = Config(4, 128, 4, 132), runtime.H200
-    reason = gated_config.supports(64, 33792, 3584, config, rank=32, device=device)
+def test_what_it_cannot_do_is_refused_with_its_reason(h200):
+    config = Config(4, 128, 4, 132)
+    reason = gated_config.supports(64, 33792, 3584, config, rank=32)
     assert reason == "needs more than 0 processors beside 132 for LoRA's A"
-    assert gated_config.supports(64, 33792, 3584, config, device=device) is None
-    assert "rank 128 at most; got 192" in gated_config.supports(
-        64, 37888, 3584, rank=192, device=device
-    )
+    assert gated_config.supports(64, 33792, 3584, config) is None
+    assert "rank 128 at most; got 192" in gated_config.supports(64, 37888, 3584, rank=192)
     few = Config(5, 128, 3, 119)
-    reason = gated_config.supports(64, 37888, 3584, few, rank=128, device=device)
+    reason = gated_config.supports(64, 37888, 3584, few, rank=128)
     assert reason == "needs 4 slots for LoRA of rank 128; got 3"
-    assert gated_config.supports(64, 37888, 3584, few, rank=64, device=device) is None
+    assert gated_config.supports(64, 37888, 3584, few, rank=64) is None
     many = Config(5, 128, 4, 125)
-    reason = gated_config.supports(64, 37888, 3584, many, rank=128, device=device)
+    reason = gated_config.supports(64, 37888, 3584, many, rank=128)
     assert reason == "needs more than 4 processors beside 125 for LoRA's A"
-    assert "whole tiles of 64 rows; got N = 96" in gated_config.supports(8, 96, 128, device=device)
+    assert "whole tiles of 64 rows; got N = 96" in gated_config.supports(8, 96, 128)
     shared = Config(3, 64, 2, 8, is_shared=True)
-    assert "whole 24s for a shared tile" in gated_config.supports(
-        64, 512, 128, shared, device=device
-    )
+    assert "whole 24s for a shared tile" in gated_config.supports(64, 512, 128, shared)
 
 
 @on_cpu

@@ -19,7 +19,7 @@ from pallas_kernels.nvfp4_matmul import (
     reference,
     shapes,
 )
-from tests.pallas_kernels.devices import h200, like  # noqa: F401
+from tests.pallas_kernels.devices import like
 
 random = jax.jit(nvfp4.random, static_argnums=1)
 to_hopper = jax.jit(layout.prepare, static_argnames="is_paired")
@@ -29,7 +29,7 @@ dequantized = functools.partial(nvfp4_matmul, implementation="dequantized")
 
 
 @pytest.fixture
-def pretended_hopper(monkeypatch, h200):  # noqa: F811
+def pretended_hopper(monkeypatch, h200):
     """On a Hopper card, but without the kernels.
 
     Interpreted, they would do, but not under `jax.checkpoint`.
@@ -135,10 +135,10 @@ def test_rows_in_pairs_are_written_out_in_order(capfd, k, config):
         ),
     ],
 )
-def test_products_meet_the_reference_without_a_race(capfd, m, n, k, config):
-    device = like(processors=2)  # so that a block has several tiles
+def test_products_meet_the_reference_without_a_race(capfd, assume, m, n, k, config):
+    assume(like(processors=2))  # so that a block has several tiles
     x, t = normal(m, (m, k)), weight(n, n, k, scale_per_row=n in (180, 192))
-    actual = prefill.matmul(x, to_hopper(t), config, device=device, interpret=True)
+    actual = prefill.matmul(x, to_hopper(t), config, interpret=True)
     assert_within_an_ulp(actual, reference.forward(x.astype(jnp.float32), t))
     assert "RACE" not in capfd.readouterr().out
 
@@ -158,10 +158,10 @@ def test_products_meet_the_reference_without_a_race(capfd, m, n, k, config):
         ),
     ],
 )
-def test_derivatives_meet_the_reference_without_a_race(capfd, m, n, k, config):
-    device = like(processors=2)
+def test_derivatives_meet_the_reference_without_a_race(capfd, assume, m, n, k, config):
+    assume(like(processors=2))
     dy, t = normal(m, (m, n)), weight(n, n, k, scale_per_row=n == 180)
-    actual = prefill.backward(dy, to_hopper(t), config, device=device, interpret=True)
+    actual = prefill.backward(dy, to_hopper(t), config, interpret=True)
     assert_within_an_ulp(actual, reference.backward(dy.astype(jnp.float32), t))
     assert "RACE" not in capfd.readouterr().out
 
@@ -183,21 +183,23 @@ def test_derivatives_meet_the_reference_without_a_race(capfd, m, n, k, config):
     ],
 )
 @pytest.mark.slow
-def test_the_order_of_rows_in_memory_changes_no_bit(capfd, m, n, k, config):
+def test_the_order_of_rows_in_memory_changes_no_bit(capfd, assume, m, n, k, config):
     x, t = normal(m, (m, k)), weight(n, n, k, scale_per_row=n == 192)
-    how = {"device": like(processors=2), "interpret": True}
-    found = [prefill.matmul(x, to_hopper(t, is_paired=p), config, **how) for p in (False, True)]
+    assume(like(processors=2))
+    found = [
+        prefill.matmul(x, to_hopper(t, is_paired=p), config, interpret=True) for p in (False, True)
+    ]
     np.testing.assert_array_equal(*found)
     assert "RACE" not in capfd.readouterr().out
 
 
 @on_cpu
 @pytest.mark.parametrize("scale_per_row", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_dx_of_rows_in_pairs_meets_the_reference(scale_per_row):
+def test_dx_of_rows_in_pairs_meets_the_reference(assume, scale_per_row):
     t = weight(5, 192, 128, scale_per_row=scale_per_row)
     dy, config = normal(4, (44, 192)), prefill_config.Config(16, 2, 3)
-    how = {"device": like(processors=2), "interpret": True}
-    actual = prefill.backward(dy, to_hopper(t, is_paired=True), config, **how)
+    assume(like(processors=2))
+    actual = prefill.backward(dy, to_hopper(t, is_paired=True), config, interpret=True)
     assert_within_an_ulp(actual, reference.backward(dy.astype(jnp.float32), t))
 
 
@@ -213,10 +215,11 @@ def test_its_sums_are_scaled_before_they_are_rounded(scale_per_row):
 
 
 @pytest.mark.parametrize(("processors", "least"), [(132, 0.85), (114, 0.8), (78, 0.8)])
-def test_every_problem_has_a_configuration_and_large_ones_leave_few_blocks_idle(processors, least):
-    device = like(processors=processors)
-    pick = functools.partial(prefill_config.pick_config, device=device)
-    supports = functools.partial(prefill_config.supports, device=device)
+def test_every_problem_has_a_configuration_and_large_ones_leave_few_blocks_idle(
+    assume, processors, least
+):
+    assume(like(processors=processors))
+    pick, supports = prefill_config.pick_config, prefill_config.supports
     for p in shapes.PROBLEMS:
         for m in (1, 129, 300, 512, 1024, 2048, 4096, 8192):
             back = pick(m, p.k, p.n, backward=True)

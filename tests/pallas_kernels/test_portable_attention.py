@@ -8,7 +8,7 @@ from pallas_kernels.decode_attention import decode_attention, supports_heads
 from pallas_kernels.portable import attention
 from tests.combinations import spread
 from tests.pallas_kernels import test_decode_attention as siblings
-from tests.pallas_kernels.devices import h200, like, portable  # noqa: F401
+from tests.pallas_kernels.devices import like
 
 
 def run(arguments):
@@ -25,7 +25,7 @@ def run(arguments):
 )
 def test_attention_meets_the_reference(
     monkeypatch,
-    portable,  # noqa: F811
+    portable,
     heads,
     key_heads,
     size,
@@ -38,7 +38,7 @@ def test_attention_meets_the_reference(
     siblings.assert_meets_reference(run(arguments), arguments, ulps=1)
 
 
-def test_tokens_of_a_row_at_once_meet_the_reference(monkeypatch, portable):  # noqa: F811
+def test_tokens_of_a_row_at_once_meet_the_reference(monkeypatch, portable):
     monkeypatch.setattr(attention, "pages_of_a_piece", lambda *_: 2)
     arguments, sequence = siblings.tokens_of(1, 4, 2, 64, [(126, 4), (5, 1)], 3)
     together = jax.jit(
@@ -47,7 +47,7 @@ def test_tokens_of_a_row_at_once_meet_the_reference(monkeypatch, portable):  # n
     siblings.assert_meets_reference(together(*arguments), arguments, ulps=1)
 
 
-def test_rows_do_not_see_each_other(monkeypatch, portable):  # noqa: F811
+def test_rows_do_not_see_each_other(monkeypatch, portable):
     monkeypatch.setattr(attention, "pages_of_a_piece", lambda *_: 2)
     arguments = siblings.problem(2, 4, 2, 64, [150, 20], 3)
     out, *_ = run(arguments)
@@ -56,7 +56,7 @@ def test_rows_do_not_see_each_other(monkeypatch, portable):  # noqa: F811
     np.testing.assert_array_equal(out[0], other[0])
 
 
-def test_places_outside_are_moved_to_the_nearest_inside(portable):  # noqa: F811
+def test_places_outside_are_moved_to_the_nearest_inside(portable):
     *rest, layer, tables, ends = siblings.problem(3, 2, 1, 32, [127, 5], 2)
     last = rest[3].shape[1] - 1
     inside = (*rest, layer, tables.at[0].set(jnp.array([last, 0])), ends)
@@ -65,7 +65,7 @@ def test_places_outside_are_moved_to_the_nearest_inside(portable):  # noqa: F811
         np.testing.assert_array_equal(a.astype(jnp.float32), b.astype(jnp.float32))
 
 
-def test_what_does_not_fit_is_named(portable):  # noqa: F811
+def test_what_does_not_fit_is_named(portable):
     assert "size 32, 64, 128 or 256; got 80" in supports_heads(4, 2, 80)
     assert supports_heads(28, 4, 128) is None
     arguments = siblings.problem(4, 2, 1, 32, [5], 1, dtype=jnp.float32)
@@ -100,7 +100,7 @@ def test_pages_that_do_not_fit_into_shared_memory_are_refused(
     ("rows", "key_heads", "width", "pages"),
     [(1, 4, 12, 1), (8, 4, 128, 4), (64, 8, 32, 16), (128, 8, 128, 128), (1, 1, 1, 1)],
 )
-def test_a_row_is_cut_by_shapes_alone(h200, rows, key_heads, width, pages):  # noqa: F811
+def test_a_row_is_cut_by_shapes_alone(h200, rows, key_heads, width, pages):
     assert attention.pages_of_a_piece(rows, key_heads, width) == pages
 
 
@@ -108,7 +108,7 @@ def test_a_row_is_cut_by_shapes_alone(h200, rows, key_heads, width, pages):  # n
 @pytest.mark.parametrize(
     ("shape", "rows"), spread([(28, 4, 128), (40, 8, 128), (9, 3, 64)], [1, 8, 64], every=2)
 )
-def test_on_its_device_long_rows_meet_the_reference(portable, shape, rows):  # noqa: F811
+def test_on_its_device_long_rows_meet_the_reference(portable, shape, rows):
     heads, key_heads, size = shape
     ends = np.random.default_rng(rows).integers(0, 2048, rows)
     arguments = siblings.problem(rows, heads, key_heads, size, [int(e) for e in ends], 32)

@@ -6,7 +6,7 @@ import pytest
 from pallas_kernels import nvfp4, rounded, runtime
 from pallas_kernels.linear import finish
 from pallas_kernels.portable import epilogue, layout
-from tests.pallas_kernels.devices import like, portable  # noqa: F401
+from tests.pallas_kernels.devices import like
 
 LAYERS, LAYER = 2, 1
 # Compiled whole: operation by operation these tests take several times as long.
@@ -94,13 +94,13 @@ def assert_mostly_equal(actual, expected):
         ((64,), None, {"m": 17}),  # no adapter; two blocks of rows
     ],
 )
-def test_a_finished_product_is_what_its_definition_says(portable, sizes, rank, options):  # noqa: F811
+def test_a_finished_product_is_what_its_definition_says(portable, sizes, rank, options):
     w, matrices, bias, x = problem(sizes, 128, rank=rank, **options)
     actual = linear(w, matrices, bias, x, sizes)
     assert_mostly_equal(actual, definition(w, matrices, bias, x))
 
 
-def test_before_compute_capability_8_rows_may_be_larger_than_float16_is(portable):  # noqa: F811
+def test_before_compute_capability_8_rows_may_be_larger_than_float16_is(portable):
     if portable == "gpu":
         pytest.skip("pretends to be a T4")
     sizes = (64, 32)
@@ -116,7 +116,7 @@ def test_before_compute_capability_8_rows_may_be_larger_than_float16_is(portable
             np.testing.assert_allclose(np.float32(row), np.float32(expected), atol=largest * 2**-7)
 
 
-def test_a_residual_stream_is_normalized_by_its_two_kernels(portable):  # noqa: F811
+def test_a_residual_stream_is_normalized_by_its_two_kernels(portable):
     sizes, width = (80,), 80
     w, matrices, _, x = problem(sizes, 128, rank=24)
     before = jnp.asarray(normal(6, 5, width), jnp.bfloat16)
@@ -140,7 +140,7 @@ def test_a_residual_stream_is_normalized_by_its_two_kernels(portable):  # noqa: 
     assert_mostly_equal(actual, expected)
 
 
-def test_a_gate_and_what_it_lets_through_become_one(portable):  # noqa: F811
+def test_a_gate_and_what_it_lets_through_become_one(portable):
     sizes = (112, 112)
     w, matrices, _, x = problem(sizes, 64, rank=16)
     actual = linear(w, matrices, None, x, sizes, is_swiglu=True)

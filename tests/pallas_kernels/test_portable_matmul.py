@@ -12,7 +12,7 @@ from pallas_kernels.nvfp4_matmul import shapes
 from pallas_kernels.portable import layout, matmul, tuning
 from pallas_kernels.portable.layout import PortableWeight
 from pallas_kernels.portable.tuning import Config
-from tests.pallas_kernels.devices import assume, like, portable  # noqa: F401
+from tests.pallas_kernels.devices import like
 
 RANDOM = {
     "nvfp4": jax.jit(nvfp4.random, static_argnums=1),
@@ -52,7 +52,7 @@ def assert_close(actual, expected, ulps=1):
         (70, 64, 128, dataclasses.replace(TINY, units=2)),  # two blocks of rows
     ],
 )
-def test_products_meet_a_float64_oracle(portable, m, n, k, config):  # noqa: F811
+def test_products_meet_a_float64_oracle(portable, m, n, k, config):
     x, w = normal(m, m, k), weight("nvfp4", (n, k))
     run = jax.jit(functools.partial(matmul.product, config=config))
     partials = np.asarray(run(x, w).partials, np.float64)
@@ -65,14 +65,14 @@ def test_products_meet_a_float64_oracle(portable, m, n, k, config):  # noqa: F81
 
 
 @pytest.mark.parametrize("kind", ["mxfp4", "nf4"])
-def test_other_formats_are_another_decoder_of_the_same_kernel(portable, kind):  # noqa: F811
+def test_other_formats_are_another_decoder_of_the_same_kernel(portable, kind):
     x, w = normal(0, 4, 128), weight(kind, (64, 128))
     sums = jax.jit(functools.partial(matmul.product, config=TINY))(x, w).partials.sum(0)
     assert_close(sums, np.asarray(x, np.float64) @ dense(w).T, ulps=1 if kind == "nf4" else 2**-8)
 
 
 @pytest.mark.parametrize("kind", ["nvfp4", "nf4"])
-def test_before_compute_capability_8_float16_is_multiplied(portable, kind):  # noqa: F811
+def test_before_compute_capability_8_float16_is_multiplied(portable, kind):
     if portable == "gpu":
         pytest.skip("pretends to be a T4")
     x, w = normal(1, 3, 128), weight(kind, (64, 128))
@@ -97,7 +97,7 @@ def test_before_compute_capability_8_mxfp4_is_refused():
         assert layout.supports(dense_weight) is None
 
 
-def test_one_hot_inputs_return_what_is_decoded(portable):  # noqa: F811
+def test_one_hot_inputs_return_what_is_decoded(portable):
     w = weight("nvfp4", (64, 64))
     one_hot = jax.jit(functools.partial(matmul.product, config=TINY))(
         jnp.eye(64, dtype=jnp.bfloat16), w
@@ -105,7 +105,7 @@ def test_one_hot_inputs_return_what_is_decoded(portable):  # noqa: F811
     np.testing.assert_array_equal(one_hot.partials[0], dense(w).T)
 
 
-def test_a_stack_is_read_at_its_layer_with_the_ranks_beside_it(portable):  # noqa: F811
+def test_a_stack_is_read_at_its_layer_with_the_ranks_beside_it(portable):
     stack, x = weight("nvfp4", (3, 64, 192)), normal(2, 9, 192)
     a = normal(3, 3, 48, 192)
     run = jax.jit(functools.partial(matmul.product, config=dataclasses.replace(TINY, split=2)))
@@ -120,7 +120,7 @@ def test_a_stack_is_read_at_its_layer_with_the_ranks_beside_it(portable):  # noq
         np.testing.assert_allclose(actual, expected, atol=np.abs(expected).max() * 2**-16)
 
 
-def test_a_row_has_the_same_bits_whatever_the_others_are(portable):  # noqa: F811
+def test_a_row_has_the_same_bits_whatever_the_others_are(portable):
     w, x = weight("nvfp4", (64, 128)), normal(4, 6, 128)
     run = jax.jit(functools.partial(matmul.product, config=TINY))
     other = x.at[1:].set(jnp.nan)
@@ -128,7 +128,7 @@ def test_a_row_has_the_same_bits_whatever_the_others_are(portable):  # noqa: F81
 
 
 @pytest.mark.parametrize("kind", RANDOM)
-def test_a_weight_is_written_out(portable, kind):  # noqa: F811
+def test_a_weight_is_written_out(portable, kind):
     for shape in ((72, 128), (64, 96)):
         if kind == "nf4" and shape[1] % 64:
             continue
@@ -140,7 +140,7 @@ def test_a_weight_is_written_out(portable, kind):  # noqa: F811
 
 
 @pytest.mark.parametrize("per_row", [False, True])
-def test_the_api_prepares_multiplies_and_derives(portable, per_row):  # noqa: F811
+def test_the_api_prepares_multiplies_and_derives(portable, per_row):
     parts = [nvfp4.quantize(normal(5 + i, 32, 64).astype(jnp.float32) * 4**i) for i in range(2)]
     t = nvfp4.fuse(parts, shared=not per_row)
     w = prepare(t, jnp.bfloat16)
@@ -155,14 +155,14 @@ def test_the_api_prepares_multiplies_and_derives(portable, per_row):  # noqa: F8
 
 
 @pytest.mark.parametrize("kind", ["mxfp4", "nf4"])
-def test_packed_products_of_other_formats_go_the_same_way(portable, kind):  # noqa: F811
+def test_packed_products_of_other_formats_go_the_same_way(portable, kind):
     t = RANDOM[kind](jax.random.key(9), (64, 64))
     w, x = prepare(t, jnp.bfloat16), normal(10, 3, 64)
     assert isinstance(w, PortableWeight)
     assert_close(packed_matmul(x, w), np.asarray(packed_matmul(x, t), np.float64), ulps=3)
 
 
-def test_float32_and_what_does_not_fit_stay_with_the_reference(portable):  # noqa: F811
+def test_float32_and_what_does_not_fit_stay_with_the_reference(portable):
     t = nvfp4.random(jax.random.key(0), (64, 64))
     assert prepare(t, jnp.float32) is t
     w = prepare(t, jnp.bfloat16)
@@ -259,7 +259,7 @@ def test_a_hopper_without_rows_takes_the_h200s_and_no_other_card_does():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [1, 8, 16, 64, 128])
-def test_on_its_device_every_problem_meets_the_reference(assume, m):  # noqa: F811
+def test_on_its_device_every_problem_meets_the_reference(assume, m):
     assume(runtime.device(), "portable")
     for problem in shapes.PROBLEMS[:5]:
         t = RANDOM["nvfp4"](jax.random.key(m), (problem.n, problem.k))

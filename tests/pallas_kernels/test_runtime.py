@@ -27,7 +27,7 @@ from pallas_kernels.nvfp4_matmul import (
     prefill_config,
 )
 from pallas_kernels.nvfp4_matmul import decode_config as nvfp4_configs
-from tests.pallas_kernels.devices import h200, like  # noqa: F401
+from tests.pallas_kernels.devices import like
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_deterministic_kernels_are_asked_for_once(monkeypatch):
 @pytest.mark.parametrize(("flags", "is_used"), [("", True), ("", False), ("given", True)])
 def test_a_gpu_that_was_used_without_them_has_no_deterministic_kernels(
     monkeypatch,
-    h200,  # noqa: F811
+    h200,
     flags,
     is_used,
 ):
@@ -159,14 +159,14 @@ def grids(monkeypatch):
     return found
 
 
-def test_plans_and_grids_fit_the_processors_that_a_card_has(grids):
-    card = runtime.CARDS["NVIDIA H100 PCIe"]
+def test_plans_and_grids_fit_the_processors_that_a_card_has(grids, assume):
+    card = assume(runtime.CARDS["NVIDIA H100 PCIe"])
     assert card.processors == 114
     # Decoding: one block each of wide matrices, a few each of others.
-    assert nvfp4_configs.pick_config(16, 37888, 3584, card).blocks == 114
-    assert nvfp4_configs.pick_config(128, 4608, 3584, card).blocks == 114
-    assert {c.blocks for c in nvfp4_configs.candidates(64, 37888, 3584, card)} >= {114, 228}
-    assert configs.pick_config(64, 4, 128, device=card).blocks == 114
+    assert nvfp4_configs.pick_config(16, 37888, 3584).blocks == 114
+    assert nvfp4_configs.pick_config(128, 4608, 3584).blocks == 114
+    assert {c.blocks for c in nvfp4_configs.candidates(64, 37888, 3584)} >= {114, 228}
+    assert configs.pick_config(64, 4, 128).blocks == 114
     # A's share of the blocks.
     units = jnp.zeros((1, 56, 1, 4, *layout.TILE_SHAPE), jnp.int32)
     shares = functools.partial(
@@ -177,14 +177,13 @@ def test_plans_and_grids_fit_the_processors_that_a_card_has(grids):
     words = jax.ShapeDtypeStruct((592, 56, *layout.TILE_SHAPE), jnp.int32)
     w = layout.HopperNVFP4(words, jax.ShapeDtypeStruct((1,), jnp.float32), (37888, 3584))
     x = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    config = nvfp4_configs.pick_config(16, *w.shape, card)
-    on_card = lambda run, **options: functools.partial(run, device=card, **options)
-    jax.eval_shape(on_card(decode.matmul, config=config), x(16, 3584), w)
-    jax.eval_shape(on_card(prefill.matmul), x(2048, 3584), w)
-    jax.eval_shape(on_card(prefill.backward), x(2048, 37888), w)
-    jax.eval_shape(on_card(dequantize.dequantize), w)
+    config = nvfp4_configs.pick_config(16, *w.shape)
+    jax.eval_shape(functools.partial(decode.matmul, config=config), x(16, 3584), w)
+    jax.eval_shape(prefill.matmul, x(2048, 3584), w)
+    jax.eval_shape(prefill.backward, x(2048, 37888), w)
+    jax.eval_shape(dequantize.dequantize, w)
     turns, numbers = jnp.zeros((64, 64)), jnp.zeros(64, jnp.int32)
-    config = configs.pick_config(64, 4, 128, 7, card)
+    config = configs.pick_config(64, 4, 128, 7)
     jax.eval_shape(
         lambda qkv, cache: attention.decode_attention(
             *(qkv, turns, turns, cache, cache, jnp.int32(0), numbers[:, None], numbers),
@@ -193,7 +192,7 @@ def test_plans_and_grids_fit_the_processors_that_a_card_has(grids):
         x(64, 36, 128),
         x(2, 65, 4, 64, 128),
     )
-    clusters = 114 // prefill_config.pick_config(2048, 37888, 3584, device=card).cluster
+    clusters = 114 // prefill_config.pick_config(2048, 37888, 3584).cluster
     assert grids == [(114,), (clusters,), (114,), (4 * 114,), (114,)]
 
 
