@@ -17,64 +17,26 @@ class Problem:
     k: int
 
 
-def _linears(
-    model: str,
-    *,
-    width: int,
-    feed_forward: int,
-    heads: int,
-    key_heads: int,
-    vocabulary: int,
-    head_size: int = 128,
-) -> tuple[Problem, ...]:
-    sizes = (
-        ("qkv", (heads + 2 * key_heads) * head_size, width),
-        ("o", width, heads * head_size),
-        ("gate_up", 2 * feed_forward, width),
-        ("down", width, feed_forward),
+# Width, columns of the feed-forward layer, query heads, key/value heads, vocabulary and head size of each model.
+_MODELS = {
+    "qwen2.5-3b": (2048, 11008, 16, 2, 151936, 128),
+    "qwen2.5-7b": (3584, 18944, 28, 4, 152064, 128),
+    "qwen2.5-14b": (5120, 13824, 40, 8, 152064, 128),
+    "qwen2.5-32b": (5120, 27648, 40, 8, 152064, 128),
+    "qwen2.5-72b": (8192, 29568, 64, 8, 152064, 128),
+    "llama-3.1-8b": (4096, 14336, 32, 8, 128256, 128),
+    "smollm2-135m": (576, 1536, 9, 3, 49152, 64),
+    "qwen2.5-0.5b": (896, 4864, 14, 2, 151936, 64),
+    "qwen2.5-1.5b": (1536, 8960, 12, 2, 151936, 128),
+}
+PROBLEMS: tuple[Problem, ...] = tuple(
+    Problem(model, layer, n, k)
+    for model, (width, inner, heads, key_heads, vocabulary, size) in _MODELS.items()
+    for layer, n, k in (
+        ("qkv", (heads + 2 * key_heads) * size, width),
+        ("o", width, heads * size),
+        ("gate_up", 2 * inner, width),
+        ("down", width, inner),
         ("lm_head", vocabulary, width),
     )
-    return tuple(Problem(model, layer, n, k) for layer, n, k in sizes)
-
-
-PROBLEMS: tuple[Problem, ...] = (
-    *_linears(
-        "qwen2.5-3b", width=2048, feed_forward=11008, heads=16, key_heads=2, vocabulary=151936
-    ),
-    *_linears(
-        "qwen2.5-7b", width=3584, feed_forward=18944, heads=28, key_heads=4, vocabulary=152064
-    ),
-    *_linears(
-        "qwen2.5-14b", width=5120, feed_forward=13824, heads=40, key_heads=8, vocabulary=152064
-    ),
-    *_linears(
-        "qwen2.5-32b", width=5120, feed_forward=27648, heads=40, key_heads=8, vocabulary=152064
-    ),
-    *_linears(
-        "qwen2.5-72b", width=8192, feed_forward=29568, heads=64, key_heads=8, vocabulary=152064
-    ),
-    *_linears(
-        "llama-3.1-8b", width=4096, feed_forward=14336, heads=32, key_heads=8, vocabulary=128256
-    ),
-    *_linears(
-        "smollm2-135m",
-        width=576,
-        feed_forward=1536,
-        heads=9,
-        key_heads=3,
-        vocabulary=49152,
-        head_size=64,
-    ),
-    *_linears(
-        "qwen2.5-0.5b",
-        width=896,
-        feed_forward=4864,
-        heads=14,
-        key_heads=2,
-        vocabulary=151936,
-        head_size=64,
-    ),
-    *_linears(
-        "qwen2.5-1.5b", width=1536, feed_forward=8960, heads=12, key_heads=2, vocabulary=151936
-    ),
 )
