@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.formats.number_format import PackedTensor
 from pallas_kernels.formats.registry import format_of
 from pallas_kernels.formats.rounding import rounded
-from pallas_kernels.nvfp4_matmul import api
+from pallas_kernels.nvfp4_matmul import api, reference
 
 PackedWeight = api.PackedWeight | PackedTensor
 
@@ -69,12 +69,5 @@ _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 
 def _dot(x: jax.Array, w: PackedTensor, *, contract: int) -> jax.Array:
-    product = jax.lax.dot_general(
-        x,
-        format_of(w).dequantize(w, x.dtype),
-        (((1,), (contract,)), ((), ())),
-        # By default a GPU multiplies float32 in TF32.
-        precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )
-    return rounded(product, x.dtype)
+    weight = format_of(w).dequantize(w, x.dtype)
+    return rounded(reference.dot(x, weight, contract=contract), x.dtype)

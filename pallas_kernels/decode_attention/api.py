@@ -64,15 +64,10 @@ _IMPLEMENTATIONS: dict[str, Any] = {
 
 
 def supports_heads(heads: int, key_heads: int, head_size: int) -> str | None:
-    """Returns why no kernel on this device supports a model's heads, or None if one does.
+    """Returns why no kernel supports H query heads and J key/value heads of C channels here, or None if one does.
 
     Without a kernel, `decode_attention` runs the reference. It gathers all pages of every row, which is many times
     slower.
-
-    Args:
-      heads: H, query heads.
-      key_heads: J, key/value heads.
-      head_size: C, channels per head.
     """
     if (reason := runtime.unless_hopper()) is None:
         return configs.supports_heads(heads, key_heads, head_size)
@@ -84,12 +79,8 @@ def supports_heads(heads: int, key_heads: int, head_size: int) -> str | None:
 def unless_kernel(heads: int, key_heads: int, head_size: int) -> str | None:
     """Returns why `decode_attention` runs the reference for a model's heads in bfloat16, or None if a kernel runs.
 
-    On a Hopper card the portable kernel takes the heads that Hopper's kernel does not support, if it can run there.
-
-    Args:
-      heads: H, query heads.
-      key_heads: J, key/value heads.
-      head_size: C, channels per head.
+    On a Hopper card the portable kernel takes the heads that Hopper's kernel does not support, if it can run there. The
+    arguments are as for `supports_heads`.
     """
     reason = supports_heads(heads, key_heads, head_size)
     if reason is None or runtime.unless_portable() is not None:
@@ -98,12 +89,7 @@ def unless_kernel(heads: int, key_heads: int, head_size: int) -> str | None:
 
 
 def supports_sharing(heads: int, key_heads: int) -> str | None:
-    """Returns why no kernel on this device reads shared pages once for several rows, or None if one does.
-
-    Args:
-      heads: H, query heads.
-      key_heads: J, key/value heads.
-    """
+    """Returns why no kernel here reads shared pages once for rows of H and J heads, or None if one does."""
     return runtime.unless_hopper() or configs.supports_sharing(heads, key_heads)
 
 

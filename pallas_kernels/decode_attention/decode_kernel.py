@@ -275,13 +275,7 @@ class _Warpgroup:
     first_page: jax.Array
 
     def run(self, piece: _Piece, following: _Piece, pages: list[jax.Array]) -> None:
-        """Attends to all parts of this warpgroup.
-
-        Args:
-          piece: the first part.
-          following: the second part.
-          pages: the first `config.stages + 1` pages.
-        """
+        """Attends to all parts, given the first two parts and the first `config.stages + 1` pages."""
         *first, ahead = pages
         count = self.agenda.count()
         if not self.problem.split.sequences:
@@ -350,10 +344,7 @@ class _Warpgroup:
     ) -> jax.Array:
         """Reads one chunk of 64 columns and applies RoPE; returns it in the cache's dtype.
 
-        Args:
-          read: a function that reads 64 columns, given the first one.
-          chunk: index of the chunk.
-          turns: cosines and signed sines from `_signed`, in the shape that `read` returns.
+        read(c) returns 64 columns from c on, in the shape of `turns`, the cosines and signed sines from `_signed`.
         """
         x, partner = (
             read((64 * chunk + shift) % self.problem.columns).astype(jnp.float32)
@@ -593,15 +584,9 @@ class _Warpgroup:
     def _attend_piece(
         self, count: jax.Array, i: jax.Array, carry: tuple[_Piece, _Piece, jax.Array, jax.Array]
     ) -> tuple[_Piece, _Piece, jax.Array, jax.Array]:
-        """Attends to one part and writes its result, or its partial result if the unit has several parts.
+        """Attends to part i of `count`, and writes its result, or a partial result if the unit has several parts.
 
-        Args:
-          count: number of the warpgroup's parts.
-          i: index of this part.
-          carry: this part; the next part; the page index and the page to load, as in `_attend_page`'s carry.
-
-        Returns:
-          The carry for the next part.
+        The carry is this part; the next part; and the page index and the page to load, as in `_attend_page`'s carry.
         """
         piece, following, n, ahead = carry
         part, parts = lax.div(piece.part, plans.SHIFT), lax.rem(piece.part, plans.SHIFT)

@@ -550,7 +550,7 @@ class _Block(_Worker):
         if divisor.shape[0] != n:
             return (1 / layout.DECODED_SCALE) * (1 / divisor[0])
         rows = pl.ds(lax.min(tile, self._end - 1) * TILE, TILE)
-        return (1 / layout.DECODED_SCALE) * (1 / _load(0, divisor.at[rows]))
+        return (1 / layout.DECODED_SCALE) * (1 / registers.load_vector(0, divisor.at[rows]))
 
     def _put_unit(self) -> None:
         """Writes the norm's unit, 1 / RMS of all rows of x, to shared memory for all warpgroups."""
@@ -569,16 +569,10 @@ class _Block(_Worker):
         row: jax.Array | int,
         at_once: int,
     ) -> None:
-        """Computes LoRA, norm and SwiGLU of a tile, and writes the result.
+        """Computes LoRA, norm and SwiGLU of a tile, `at_once` rows of x at a time from `row` on, and writes the result.
 
-        Args:
-          base: the rounded sums, bfloat16 [64, rows].
-          scale: factor for the sums, from `_scale`.
-          tile: index of the tile.
-          slots: the slots that hold B and U, one for each tile of A.
-          tile_index: index of the tile in the block's turn.
-          row: the first row of x.
-          at_once: rows of x that are processed at a time.
+        The rounded sums `base` are bfloat16 [64, rows], and `scale` is from `_scale`. The slots hold B and U, one for
+        each tile of A; `tile_index` counts the tiles of the block's turn.
         """
         problem, refs, interpret = self.problem, self.refs, self.problem.interpret
         rounded = functools.partial(registers.rounded_to_bfloat16, interpret=interpret)
@@ -589,11 +583,11 @@ class _Block(_Worker):
             is_all = part.size == base.shape[1]
             y = base if is_all else base[:, part.start : part.start + part.size]
             y = y.astype(jnp.float32)
-            y *= _spread(scale, 0, y.shape)
+            y *= registers.spread(scale, 0, y.shape)
             if problem.rank:
                 y += rounded(added)
             if problem.norm is not None:
-                y *= _spread(_load(1, refs.unit.at[window]), 1, y.shape)
+                y *= registers.spread(registers.load_vector(1, refs.unit.at[window]), 1, y.shape)
             result = paired.gate(rounded(y), interpret=interpret)
 
             @pl.when(tile < self._end)
@@ -628,13 +622,3 @@ def _windows(rows: int, at_once: int = _AT_ONCE) -> list[pl.Slice]:
     """Cuts `rows` rows of x into slices of up to `at_once` rows."""
     cuts = [*range(0, rows, at_once), rows]
     return [pl.ds(first, last - first) for first, last in itertools.pairwise(cuts)]
-
-
-def _load(axis: int, ref: jax.Ref) -> jax.Array:
-    """Loads a vector along the rows of W (axis 0) or of x (axis 1)."""
-    return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
-
-
-def _spread(values: jax.Array, axis: int, shape: tuple[int, ...]) -> jax.Array:
-    """Broadcasts a vector along `axis` of a tile to `shape`; a scalar stays as it is."""
-    return lax.broadcast_in_dim(values, shape, (axis,)) if jnp.ndim(values) else values

@@ -210,15 +210,9 @@ def _rows_at_a_time(n: int, k: int) -> int:
 def _search_rows(
     rows: tuple[jax.Array, jax.Array | None], *, divisor: jax.Array, moments: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Searches the scales of a weight, or of some of its rows.
+    """Searches the scales of rows: w [..., N, K], and scales to try [..., N, K / 16] or None.
 
-    Args:
-      rows: w [..., N, K], and scales to try [..., N, K / 16] or None.
-      divisor: float32 [..., 1, 1], the global scale.
-      moments: as in `search_scales`.
-
-    Returns:
-      The scales and the errors of the blocks, each [..., N, K / 16].
+    The divisor is the global scale, float32 [..., 1, 1]. Returns scales and errors of the blocks, [..., N, K / 16].
     """
     w, tried_scales = rows
     block_max = _block_max(w)

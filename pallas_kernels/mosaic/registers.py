@@ -5,6 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
@@ -80,6 +81,16 @@ def store(values: jax.Array, ref: jax.Ref) -> None:
         plgpu.store(ref, values, optimized=False)
     else:
         ref[...] = values
+
+
+def load_vector(axis: int, ref: jax.Ref) -> jax.Array:
+    """Loads a vector along the rows (axis 0) or the columns (axis 1) of a tile in the layout `WGMMA`."""
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
+
+
+def spread(values: jax.Array, axis: int, shape: tuple[int, ...]) -> jax.Array:
+    """Broadcasts a vector along `axis` of a tile to `shape`; a scalar stays as it is."""
+    return lax.broadcast_in_dim(values, shape, (axis,)) if jnp.ndim(values) else values
 
 
 def as_pair(word: ir.Value) -> ir.Value:

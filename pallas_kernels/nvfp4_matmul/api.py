@@ -6,7 +6,8 @@
 import dataclasses
 import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -74,73 +75,28 @@ class _Prefill:
         return chosen.backward(dy, w)
 
 
-class _Dequantized:
-    """Unpacks the weight to bfloat16 and multiplies with cuBLAS; the copy is freed after the product."""
+class Implementation(NamedTuple):
+    """One way to compute the product: supports(m, n, k, dtype) -> reason or None, and x, dy and results are matrices."""
 
-    @staticmethod
-    def supports(m: int, n: int, k: int, dtype: DTypeLike) -> str | None:
-        return _unfit(dtype) or dequantize.supports(n, k, dequantize.pick_config(k))
-
-    forward = staticmethod(dequantize.forward)
-    backward = staticmethod(dequantize.backward)
+    supports: Callable[[int, int, int, DTypeLike], str | None]
+    forward: Callable[[jax.Array, Any], jax.Array]
+    backward: Callable[[jax.Array, Any], jax.Array]
 
 
-class _UnpreparedReference:
-    """Runs `reference` for weights in the Hopper layout."""
-
-    supports = staticmethod(reference.supports)
-
-    @staticmethod
-    def forward(x: jax.Array, w: HopperNVFP4) -> jax.Array:
-        return reference.forward(x, layout.unprepare(w))
-
-    @staticmethod
-    def backward(dy: jax.Array, w: HopperNVFP4) -> jax.Array:
-        return reference.backward(dy, layout.unprepare(w))
+def _portable_supports(m: int, n: int, k: int, dtype: DTypeLike) -> str | None:
+    if reason := portable.unless_fit(dtype):
+        return reason
+    # Check M first: there is no configuration for M = 0.
+    if not 1 <= m <= portable.MAX_M:
+        return f"needs 1 <= M <= {portable.MAX_M}; got M = {m}"
+    return portable.supports(m, n, k, portable_tuning.pick_config(m, n, k))
 
 
-class _Portable:
-    """Runs the Triton kernel for few rows; `portable.tuning` picks its configuration."""
-
-    @staticmethod
-    def supports(m: int, n: int, k: int, dtype: DTypeLike) -> str | None:
-        if reason := portable.unless_fit(dtype):
-            return reason
-        # Check M first: there is no configuration for M = 0.
-        if not 1 <= m <= portable.MAX_M:
-            return f"needs 1 <= M <= {portable.MAX_M}; got M = {m}"
-        return portable.supports(m, n, k, portable_tuning.pick_config(m, n, k))
-
-    forward = staticmethod(portable.few_rows)
-    backward = staticmethod(portable.backward)
-
-
-class _Unpacked:
-    """Unpacks the weight with Triton and multiplies with cuBLAS; the copy is freed after the product."""
-
-    @staticmethod
-    def supports(m: int, n: int, k: int, dtype: DTypeLike) -> str | None:
-        return portable.unless_fit(dtype)
-
-    forward = staticmethod(portable.many_rows)
-    backward = staticmethod(portable.backward)
-
-
-class _PortableReference:
-    """Runs the reference for weights in the portable layout, in any format."""
-
-    supports = staticmethod(reference.supports)
-
-    @staticmethod
-    def forward(x: jax.Array, w: PortableWeight) -> jax.Array:
-        return reference.dot(x, portable_layout.decoded(w, x.dtype), contract=1)
-
-    @staticmethod
-    def backward(dy: jax.Array, w: PortableWeight) -> jax.Array:
-        # The sum may be over rows with different global scales, so the multiplier is applied before it.
-        scaled = (dy.astype(jnp.float32) * w.multiplier).astype(dy.dtype)
-        product = reference.dot(scaled, portable_layout.decoded(w, dy.dtype), contract=0)
-        return product.astype(dy.dtype)
+def _decoded_back(dy: jax.Array, w: PortableWeight) -> jax.Array:
+    # The sum may be over rows with different global scales, so the multiplier is applied before it.
+    scaled = (dy.astype(jnp.float32) * w.multiplier).astype(dy.dtype)
+    product = reference.dot(scaled, portable_layout.decoded(w, dy.dtype), contract=0)
+    return product.astype(dy.dtype)
 
 
 def _unfit(dtype: DTypeLike) -> str | None:
@@ -149,19 +105,35 @@ def _unfit(dtype: DTypeLike) -> str | None:
     return None if dtype == jnp.bfloat16 else f"needs x in bfloat16; got {dtype}"
 
 
-# Implementations for each layout, the fastest first. Each has supports(m, n, k, dtype) -> reason or None,
-# forward(x, w) and backward(dy, w), where x and dy are matrices.
+# Implementations for each layout, the fastest first. "dequantized" and "unpacked" multiply a copy of the weight with
+# cuBLAS; it is freed after the product.
 _IMPLEMENTATIONS: dict[str, Any] = {"reference": reference}
 _HOPPER_IMPLEMENTATIONS: dict[str, Any] = {
     "decode": _Decode,
     "prefill": _Prefill,
-    "dequantized": _Dequantized,
-    "reference": _UnpreparedReference,
+    "dequantized": Implementation(
+        lambda m, n, k, dtype: (
+            _unfit(dtype) or dequantize.supports(n, k, dequantize.pick_config(k))
+        ),
+        dequantize.forward,
+        dequantize.backward,
+    ),
+    "reference": Implementation(
+        reference.supports,
+        lambda x, w: reference.forward(x, layout.unprepare(w)),
+        lambda dy, w: reference.backward(dy, layout.unprepare(w)),
+    ),
 }
 _PORTABLE_IMPLEMENTATIONS: dict[str, Any] = {
-    "portable": _Portable,
-    "unpacked": _Unpacked,
-    "reference": _PortableReference,
+    "portable": Implementation(_portable_supports, portable.few_rows, portable.backward),
+    "unpacked": Implementation(
+        lambda m, n, k, dtype: portable.unless_fit(dtype), portable.many_rows, portable.backward
+    ),
+    "reference": Implementation(
+        reference.supports,
+        lambda x, w: reference.dot(x, portable_layout.decoded(w, x.dtype), contract=1),
+        _decoded_back,
+    ),
 }
 
 

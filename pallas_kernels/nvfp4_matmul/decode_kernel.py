@@ -236,9 +236,7 @@ class _Block:
         empty = self.refs.empty
         ring = Ring(self.problem.config.stages, copy, self.refs.full, empty, start, stop)
 
-        @pl.when(self.group == 0)
-        def _fill():
-            ring.fill()
+        pl.when(self.group == 0)(ring.fill)
 
         def sum_over_columns(acc):
             pl.loop(start, stop)(
@@ -265,14 +263,9 @@ class _Block:
     def _multiply_unit_of_a(
         self, ring: Ring, unit: jax.Array, tile: jax.Array, places: list[jax.Array], acc: jax.Ref
     ) -> None:
-        """Adds the product of one tile of a unit of A to the accumulator, and refills the slot.
+        """Adds the product of one tile of 64 columns of a unit of A to the accumulator, and refills the slot.
 
-        Args:
-          ring: the ring buffer of slots.
-          unit: index of the unit.
-          tile: index of the tile of 64 columns in the unit.
-          places: indices of that tile's pieces among all pieces of the unit.
-          acc: the accumulator, float32 [64, M].
+        `places` are the indices of the tile's pieces among all pieces of the unit.
         """
         slot, pieces = ring.slot(unit), self.problem.a.pieces
         ring.wait(slot)

@@ -396,7 +396,7 @@ class _Block:
 
     def _write_scaled(self, total: jax.Array, x_tile: jax.Array, w_row: jax.Array) -> None:
         halves, rows = self.problem.halves, self.problem.config.rows
-        total *= _spread(self._multiplier(w_row), 0, total.shape)
+        total *= registers.spread(self._multiplier(w_row), 0, total.shape)
         total = total.astype(jnp.bfloat16)
         for half in range(halves):
             first, count = half * (rows // halves), rows // halves
@@ -418,18 +418,22 @@ class _Block:
         # Rounding before or after the division by DECODED_SCALE is the same, because that is a power of two.
         base = registers.to_bfloat16(total, interpret=self.problem.interpret)
         scale = self._multiplier(w_row)
-        bias = None if refs.bias is None else _load(0, refs.bias.at[pl.ds(w_row, TILE)])
+        bias = (
+            None
+            if refs.bias is None
+            else registers.load_vector(0, refs.bias.at[pl.ds(w_row, TILE)])
+        )
         self.ring.wait(slot)
         for first, last in itertools.pairwise(cuts):
             count = last - first
-            unit_of_x = _load(1, refs.unit.at[pl.ds(x_tile * rows + first, count)])
+            unit_of_x = registers.load_vector(1, refs.unit.at[pl.ds(x_tile * rows + first, count)])
             added = self._branch(refs.x_slots.at[slot, pl.ds(first, count)], count)
             y = base[:, first:last] if count < rows else base
-            y = y.astype(jnp.float32) * _spread(scale, 0, y.shape)
+            y = y.astype(jnp.float32) * registers.spread(scale, 0, y.shape)
             y += registers.rounded_to_bfloat16(added, interpret=self.problem.interpret)
-            y *= _spread(unit_of_x, 1, y.shape)
+            y *= registers.spread(unit_of_x, 1, y.shape)
             if bias is not None:
-                y += _spread(bias, 0, y.shape)
+                y += registers.spread(bias, 0, y.shape)
             if not first:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             self._store(first, y.astype(jnp.bfloat16))
@@ -474,15 +478,6 @@ class _Block:
         divisor = self.refs.divisor
         if divisor.shape == (1,):
             return (1 / layout.DECODED_SCALE) * (1 / divisor[0])
-        return (1 / layout.DECODED_SCALE) * (1 / _load(0, divisor.at[pl.ds(w_row, TILE)]))
-
-
-def _load(axis: int, ref: jax.Ref) -> jax.Array:
-    """Loads a vector along the rows of W (axis 0) or of x (axis 1)."""
-    kind = plgpu.Layout.WGMMA.reduce(1 - axis)
-    return plgpu.load(ref, layout=kind, optimized=False)
-
-
-def _spread(values: jax.Array, axis: int, shape: tuple[int, ...]) -> jax.Array:
-    """Broadcasts a vector along `axis` of a tile to `shape`; a scalar stays as it is."""
-    return lax.broadcast_in_dim(values, shape, (axis,)) if jnp.ndim(values) else values
+        return (1 / layout.DECODED_SCALE) * (
+            1 / registers.load_vector(0, divisor.at[pl.ds(w_row, TILE)])
+        )

@@ -13,14 +13,7 @@ _MOST_PIECES = 64
 
 
 def supports_heads(heads: int, key_heads: int, head_size: int, slots: int = 64) -> str | None:
-    """Returns why the kernels do not support a model's heads with pages of `slots` slots here, or None if they do.
-
-    Args:
-      heads: H, query heads.
-      key_heads: J, key/value heads.
-      head_size: C, channels per head.
-      slots: S, slots of a page.
-    """
+    """Returns why the kernels do not support H and J heads of C channels with pages of `slots` slots here, or None."""
     if head_size not in (32, 64, 128, 256):
         return f"needs heads of size 32, 64, 128 or 256; got {head_size}"
     if heads // key_heads > 64:
@@ -57,12 +50,7 @@ def supports(qkv: jax.Array, keys: jax.Array, tables: jax.Array) -> str | None:
 def pages_of_a_piece(rows: int, key_heads: int, width: int) -> int:
     """Returns the number of pages of a part, so that there are about eight programs per multiprocessor.
 
-    A row has at most 64 parts. A program processes one part of one row and key head.
-
-    Args:
-      rows: B, rows of the batch.
-      key_heads: J, key/value heads.
-      width: W, most pages of a row.
+    A row of up to `width` pages has at most 64 parts. A program processes one part of one row and key head.
     """
     wanted = max(1, 8 * runtime.device().processors // (rows * key_heads))
     pieces = min(width, wanted, _MOST_PIECES)

@@ -1,21 +1,8 @@
 """Decodes four 4-bit codes from a 16-bit word in Triton, by bit operations without a table in memory.
 
-**E2M1 codes.** A word is int16. A code of NVFP4 or MXFP4 has a sign bit, two exponent bits and a mantissa bit. In
-bfloat16 they belong at bits 15 (sign), 8 and 7 (lowest exponent bits) and 6 (highest mantissa bit). Left shifts of
-the word by 0, 3 and 6 move the first three codes there, so each of these codes costs a shift and a mask. The
-remaining bits of the word hold the fourth code. E2M1's subnormal 0.5 becomes a bfloat16 subnormal, so the result is
-code * 2^-126. In float16 the bits are 15, 11, 10 and 9, and the result is code * 2^-14.
-
-**Scales.** For NVFP4, one multiplication by scale * 2^119 (in float16 scale * 2^7) then gives exactly code * scale *
-2^-7. The factor 2^-7 is `DECODED_SCALE`; it is part of a weight's `global_scale`, so products undo it in float32. For
-MXFP4 the factor is a relative scale (see `layout.py`), and the result is the weight times `global_scale`.
-
-**NF4 codes.** Their values come from a table. The instruction `prmt` looks up four bytes at once in a table of eight
-bytes in registers. Four look-ups find the low and high bytes in both halves of the table, and the code's highest bit
-selects the half.
-
-Triton's interpreter runs no assembly and has no bfloat16 arithmetic. For it every function has a second version
-(without ASSEMBLY), which uses plain operations in float32.
+docs/design/kernels.md, "Decoding in Triton", says where the bits are and why the products are exact. Triton's
+interpreter runs no assembly and has no bfloat16 arithmetic. For it every function has a second version (without
+ASSEMBLY), which uses plain operations in float32.
 """
 
 import ml_dtypes
@@ -73,6 +60,7 @@ _FLOAT16_CODES = tl.constexpr("""{
     mul.rn.f16x2 $2, $2, $9;
     mul.rn.f16x2 $3, $3, $11;
 }""")
+_FLOAT16, _BFLOAT16 = tl.constexpr((tl.float16,) * 4), tl.constexpr((tl.bfloat16,) * 4)
 _FOUR_BY_FOUR = tl.constexpr("=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r")
 _FOUR_BY_ONE = tl.constexpr("=&r,=&r,=&r,=&r,r")
 
@@ -160,24 +148,14 @@ def scaled_values(words, s0, s1, s2, s3, COMPUTE: tl.constexpr, ASSEMBLY: tl.con
     For NVFP4 this is code * scale * `DECODED_SCALE`. s0 to s3 are the scales from `scale_pairs`.
     """
     if ASSEMBLY:
-        if COMPUTE == tl.float16:
-            v0, v1, v2, v3 = tl.inline_asm_elementwise(
-                _FLOAT16_CODES,
-                _FOUR_BY_FOUR,
-                [words, s0, s1, s2, s3],
-                dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-                is_pure=True,
-                pack=2,
-            )
-        else:
-            v0, v1, v2, v3 = tl.inline_asm_elementwise(
-                _BFLOAT16_CODES,
-                _FOUR_BY_FOUR,
-                [words, s0, s1, s2, s3],
-                dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-                is_pure=True,
-                pack=2,
-            )
+        v0, v1, v2, v3 = tl.inline_asm_elementwise(
+            _FLOAT16_CODES if COMPUTE == tl.float16 else _BFLOAT16_CODES,
+            _FOUR_BY_FOUR,
+            [words, s0, s1, s2, s3],
+            dtype=_FLOAT16 if COMPUTE == tl.float16 else _BFLOAT16,
+            is_pure=True,
+            pack=2,
+        )
     else:
         bits = words.to(tl.int32)
         v0 = _e2m1(bits) * s0
@@ -191,24 +169,14 @@ def scaled_values(words, s0, s1, s2, s3, COMPUTE: tl.constexpr, ASSEMBLY: tl.con
 def nf4_values(words, COMPUTE: tl.constexpr, ASSEMBLY: tl.constexpr):
     """Decodes words of NF4 codes to four tensors of table entries, rounded to COMPUTE and not scaled."""
     if ASSEMBLY:
-        if COMPUTE == tl.float16:
-            v0, v1, v2, v3 = tl.inline_asm_elementwise(
-                _FLOAT16_LOOKUP,
-                _FOUR_BY_ONE,
-                [words],
-                dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-                is_pure=True,
-                pack=2,
-            )
-        else:
-            v0, v1, v2, v3 = tl.inline_asm_elementwise(
-                _BFLOAT16_LOOKUP,
-                _FOUR_BY_ONE,
-                [words],
-                dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-                is_pure=True,
-                pack=2,
-            )
+        v0, v1, v2, v3 = tl.inline_asm_elementwise(
+            _FLOAT16_LOOKUP if COMPUTE == tl.float16 else _BFLOAT16_LOOKUP,
+            _FOUR_BY_ONE,
+            [words],
+            dtype=_FLOAT16 if COMPUTE == tl.float16 else _BFLOAT16,
+            is_pure=True,
+            pack=2,
+        )
     else:
         bits = words.to(tl.int32)
         v0 = _nf4(bits)

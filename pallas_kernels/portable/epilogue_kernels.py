@@ -183,15 +183,9 @@ def finish(
     there = row < M
     unit = _unit(squares, back, row, M, WIDTH, TILES, TILES_FILLED, EPS, BLOCK_M, HAS_UNIT, COMPUTE)
     part, n, real = _columns(tile, N, SIZE_0, SIZE_1, BLOCK_N, IS_SWIGLU)
+    operands = (index, partials, multiplier, bias, b, down, unit, row)
     y = _product(
-        index,
-        partials,
-        multiplier,
-        bias,
-        b,
-        down,
-        unit,
-        row,
+        *operands,
         n,
         real,
         part * RANK,
@@ -210,14 +204,7 @@ def finish(
     )
     if IS_SWIGLU:
         up = _product(
-            index,
-            partials,
-            multiplier,
-            bias,
-            b,
-            down,
-            unit,
-            row,
+            *operands,
             n + SIZE_0,
             real,
             RANK,
