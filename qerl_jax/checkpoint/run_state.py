@@ -18,8 +18,6 @@ from qerl_jax.system import files
 # The contents of a checkpoint besides its checksums: arrays as orbax writes them, and plain numbers.
 _STATE, _SUPPLY = "state", "supply.json"
 _OPTIONAL = ("entropy",)
-# An earlier version wrote the plain numbers here, and no checksums.
-_OLD_SUPPLY, _OLD_MARK = "supply/metadata", "_CHECKPOINT_METADATA"
 
 
 class StateFiles:
@@ -29,7 +27,7 @@ class StateFiles:
     have changed is skipped, and the one before it is used.
 
     Attributes:
-        notes: Lines about checkpoints that were skipped or could not be verified.
+        notes: Lines about checkpoints that were skipped.
     """
 
     def __init__(self, run_folder: str | pathlib.Path, keep: int | None):
@@ -148,19 +146,13 @@ class StateFiles:
         step = self.newest() if step is None else step
         if step is None:
             return None
-        path = self._path(step) / _SUPPLY
-        return files.read_json(path if path.is_file() else self._path(step) / _OLD_SUPPLY)
+        return files.read_json(self._path(step) / _SUPPLY)
 
     def _path(self, step: int) -> pathlib.Path:
         return self._folder / str(step)
 
     def _damage(self, step: int) -> str | None:
-        folder = self._path(step)
-        if not (folder / files.SEAL).exists() and (folder / _OLD_MARK).is_file():
-            note = f"warning: {folder} has no {files.SEAL} (an earlier version wrote it): it is not checked"
-            self.notes += [note] if note not in self.notes else []
-            return None
-        return files.damage(folder)
+        return files.damage(self._path(step))
 
     def _read(self, step: int, like: Any = None) -> Any:
         """Reads the arrays of a step, with the placement of `like`, or all on one device.
