@@ -73,7 +73,7 @@ def teach(
             completion_ids=tuple(np.array(ids, np.int32) for ids, _ in shown),
             behaviour_logps=tuple(np.zeros(len(ids), np.float32) for ids, _ in shown),
             stopped=(True,) * rows,
-            given=tuple(np.array(received) for _, received in shown),
+            observation_mask=tuple(np.array(received) for _, received in shown),
         )
         experience = rl.make_experience(rollout, np.ones((rows, 1)))
         key = jax.random.fold_in(jax.random.key(seed), step)

@@ -128,13 +128,13 @@ def named(name: str) -> Card:
         ConfigError: For an unknown name; the error lists the known ones.
     """
     plain = lambda text: "".join(text.lower().replace("nvidia", "").replace("rtx", "").split())
-    found = [card for card in CARDS if plain(card.name) == plain(name)]
+    matches = [card for card in CARDS if plain(card.name) == plain(name)]
     known = ", ".join(card.name for card in CARDS)
     # The names must be very similar: V100, for example, does not mean H100.
     hint = meant(name, [card.name for card in CARDS], 0.8)
     rule = f"must be one of {known}{hint or '; for another card give its --device-memory'}"
-    require(bool(found), "device", name, rule)
-    return found[0]
+    require(bool(matches), "device", name, rule)
+    return matches[0]
 
 
 def recipe(model: str) -> RunConfig:

@@ -79,14 +79,14 @@ class Item:
     least: int = 0
 
     @property
-    def kept(self) -> int:
+    def required(self) -> int:
         """The bytes that no setting saves."""
         return self.least if self.field else self.size
 
     @property
     def saved(self) -> int:
         """The bytes that `field` can save."""
-        return self.size - self.kept
+        return self.size - self.required
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,9 +142,9 @@ class Plan:
                 if item.shortage:
                     raise ConfigError(item.shortage)
             return
-        kept = lambda turn: sum(item.kept for item in self._within(turn))
-        fullest, tightest = max(_TURNS, key=self.size), max(_TURNS, key=kept)
-        if kept(tightest) > limit:
+        required = lambda turn: sum(item.required for item in self._within(turn))
+        fullest, tightest = max(_TURNS, key=self.size), max(_TURNS, key=required)
+        if required(tightest) > limit:
             advice = self._instead(self._within(tightest), limit)
         else:
             advice = f"change {self._changes(limit)}"
@@ -173,21 +173,21 @@ class Plan:
         fields: dict[str, list[str]] = {}
         for item in chosen:
             fields.setdefault(item.field, []).append(f"{item.name} {_gb(item.size)}")
-        return " and ".join(f"{field} ({'; '.join(held)})" for field, held in fields.items())
+        return " and ".join(f"{field} ({'; '.join(names)})" for field, names in fields.items())
 
     def _instead(self, items: Sequence[Item], limit: int) -> str:
         """Says what needs more than `limit` with any settings, and what would fit instead."""
-        kept = sum(item.kept for item in items)
-        by_rank = sum(item.kept for item in items if item.field == "lora.rank")
-        would = ["a lower lora.rank"] * (kept - by_rank < limit)
+        required = sum(item.required for item in items)
+        by_rank = sum(item.required for item in items if item.field == "lora.rank")
+        would = ["a lower lora.rank"] * (required - by_rank < limit)
         would += ["a smaller model", "a larger card"]
-        if kept - self.items[0].kept < limit:
+        if required - self.items[0].required < limit:
             several = "more" if self.cfg.mesh.group > 1 else "several"
             would.append(f"{several} cards that share the base (mesh.fsdp, mesh.tensor)")
-        large = [item for item in items if item.kept > limit // 100]
-        needed = "; ".join(f"{item.name} {_gb(item.kept)}" for item in large)
+        large = [item for item in items if item.required > limit // 100]
+        needed = "; ".join(f"{item.name} {_gb(item.required)}" for item in large)
         return (
-            f"no setting saves enough, because at least {_gb(kept)} are needed ({needed}). "
+            f"no setting saves enough, because at least {_gb(required)} are needed ({needed}). "
             f"What would help: {', '.join(would[:-1])}, or {would[-1]}"
         )
 
@@ -208,7 +208,7 @@ class Plan:
             return None
         return MemoryError(self.about_exhaustion(phase, size))
 
-    def about_exhaustion(self, phase: Phase, asked: int | None) -> str:
+    def about_exhaustion(self, phase: Phase, requested: int | None) -> str:
         """Returns a line for a device that ran out of memory although the plan fitted.
 
         It names the largest estimated item of the phase (sizes that follow from shapes are exact) and the setting
@@ -217,13 +217,13 @@ class Plan:
 
         Args:
             phase: The phase of the run; "always" while its weights were loaded.
-            asked: Bytes of the failed allocation, if known.
+            requested: Bytes of the failed allocation, if known.
         """
         lines = [item for item in self.items if item.phase == phase and item.field]
         wrong = max(lines, key=lambda item: (item.estimated, item.size))
         in_regions = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() in ("0", "false")
         doing = "preparation" if phase == "always" else phase
-        asked_for = "" if asked is None else f" when it asked for {_gb(asked)}"
+        asked_for = "" if requested is None else f" when it asked for {_gb(requested)}"
         why = "is an estimate, and was too low"
         if not wrong.estimated:
             why = "is the largest that a setting makes smaller"
@@ -253,13 +253,13 @@ class Plan:
             RuntimeError: If more memory is or was in use; it has both numbers.
         """
         base = self.items[0].size
-        for found, planned, when in (
+        for measured, planned, when in (
             (in_use, self.size("always"), "are in use after a step"),
             (peak, self.peak, "were in use at the peak"),
         ):
-            if base and found > planned + max(base // 2, 2**30):
+            if base and measured > planned + max(base // 2, 2**30):
                 raise RuntimeError(
-                    f"memory: {_gb(found)} {when}, where {_gb(planned)} are planned: another copy of "
+                    f"memory: {_gb(measured)} {when}, where {_gb(planned)} are planned: another copy of "
                     f"the base ({_gb(base)}), or a cache that was not released"
                 )
 
@@ -286,10 +286,10 @@ class Plan:
             rows += [
                 _line(
                     f"device {number}",
-                    f"data {place}{f', {how} {part}' * (group > 1)}, {count} rows of a rollout",
+                    f"data {shard}{f', {how} {part}' * (group > 1)}, {count} rows of a rollout",
                     self.peak,
                 )
-                for number, ((place, count), part) in enumerate(shown)
+                for number, ((shard, count), part) in enumerate(shown)
             ]
         return rows
 
@@ -324,7 +324,7 @@ def plan(
         chosen = _chosen(cfg, arch, limit, sum(item.size for item in always), trained)
         update = _update(chosen, arch, trained)
     devices = places(cfg.mesh, cfg.generation_batch_size)
-    ends = [cfg.generation_batch_size * place // devices for place in range(devices + 1)]
+    ends = [cfg.generation_batch_size * device // devices for device in range(devices + 1)]
     return Plan(
         chosen,
         arch,
@@ -447,16 +447,16 @@ def compiled_update(plan: Plan) -> Any:
     """
     cfg = plan.cfg
     model, params, frozen = abstract_policy(cfg, plan.arch)
-    made = max(update_shapes(cfg), key=lambda shape: (shape.tokens, shape.slots))
-    layout = microbatches.MicroBatch(made, microbatches.empty_rows(made.num_rows)).packing
+    largest = max(update_shapes(cfg), key=lambda shape: (shape.tokens, shape.slots))
+    layout = microbatches.MicroBatch(largest, microbatches.empty_rows(largest.num_rows)).packing
     shape = jax.ShapeDtypeStruct
-    number, logps = shape((), jnp.int32), shape((made.tokens,), jnp.float32)
+    number, logps = shape((), jnp.int32), shape((largest.tokens,), jnp.float32)
     batch = experience.PackedRows(
         jax.tree.map(lambda x: shape(x.shape, x.dtype), layout),
-        tokens=shape((made.tokens,), jnp.int32),
-        mask=shape((made.tokens,), jnp.bool_),
+        tokens=shape((largest.tokens,), jnp.int32),
+        mask=shape((largest.tokens,), jnp.bool_),
         behaviour_logps=logps,
-        advantages=shape((made.num_rows,), jnp.float32),
+        advantages=shape((largest.num_rows,), jnp.float32),
         fixed=dict.fromkeys(_fixed(cfg), logps),
     )
     objective = Objective(
@@ -537,9 +537,9 @@ def _always(cfg: RunConfig, arch: architecture.Architecture) -> tuple[list[Item]
     # What the optimizer needs also depends on the rank, but that is another adapter.
     smaller = _rank(cfg) if cfg.optim == eight_bit else 'optim.optimizer to "adamw_8bit"'
     stacked = _bytes([frozen.get(name, {}) for name in ("layers", "dense_overrides")])
-    held = abstract_base(model.clone(tensor=cfg.mesh.tensor)) if cfg.mesh.tensor > 1 else frozen
-    own = sharding.part(held, cfg.mesh.group)
-    linears, to_pack, packed = own - _bytes(frozen) + stacked, "", 0
+    base = abstract_base(model.clone(tensor=cfg.mesh.tensor)) if cfg.mesh.tensor > 1 else frozen
+    local = sharding.part(base, cfg.mesh.group)
+    linears, to_pack, packed = local - _bytes(frozen) + stacked, "", 0
     if cfg.model.weights in DENSE and cfg.model.trainable == "lora":
         to_pack = 'model.weights to "nvfp4"'
         packed = round(linears * _PACKED / jnp.dtype(cfg.model.weights).itemsize)
@@ -584,9 +584,9 @@ def _chosen(
 
 def _budgets(cfg: RunConfig, limit: int | None) -> list[int | None]:
     """Returns the micro-batch sizes in tokens that the plan may choose: repeated halves, down to the longest row."""
-    given = cfg.optim.max_tokens_per_microbatch
-    if given is not None or cfg.grpo.loss_type == "bnpo":
-        return [given]
+    budget = cfg.optim.max_tokens_per_microbatch
+    if budget is not None or cfg.grpo.loss_type == "bnpo":
+        return [budget]
     longest = cfg.data.max_prompt_length + cfg.rollout.max_completion_length
     budgets = [microbatches.token_budget(cfg.optim, **_update_sizes(cfg))]
     while limit is not None and budgets[-1] > longest:
@@ -630,15 +630,15 @@ def _sampling(
 
     slots = min(rows, demand.slots(cfg.rollout.max_concurrent, capacity))
     pages, shortage = demand.pages(slots), ""
-    if (held := capacity(slots)) is not None:
+    if (cache_tokens := capacity(slots)) is not None:
         # Rows wait while the cache is full, so it may be as small as one row.
-        least = held if tokens is not None else max(longest, held)
+        least = cache_tokens if tokens is not None else max(longest, cache_tokens)
         pages = min(pages, kv_capacity.pages_for(least, page))
-    if tokens is None and held is not None:
-        if kv_capacity.pages_for(held, page) < kv_capacity.pages_for(longest, page):
-            given = "memory:" if fraction is None else f"rollout.kv_cache_fraction: got {fraction};"
+    if tokens is None and cache_tokens is not None:
+        if kv_capacity.pages_for(cache_tokens, page) < kv_capacity.pages_for(longest, page):
+            cause = "memory:" if fraction is None else f"rollout.kv_cache_fraction: got {fraction};"
             shortage = (
-                f"{given} the KV cache would have space for {held} tokens; a row "
+                f"{cause} the KV cache would have space for {cache_tokens} tokens; a row "
                 f"of data.max_prompt_length + rollout.max_completion_length may need {longest}"
             )
     field = "rollout.kv_cache_tokens" if fraction is None else "rollout.kv_cache_fraction"
@@ -694,13 +694,13 @@ def _update(cfg: RunConfig, arch: architecture.Architecture, adapter: int) -> li
     elif tokens > row:
         fewer = f"optim.max_tokens_per_microbatch, which may go down to {row}, from {tokens}"
 
-    kept = {
+    activations = {
         "layer": 0,
         "mlp": inputs + arch.width,
         "products": inputs + arch.width + 2 * arch.ffn_width,
         "none": _KEPT_FFN * arch.ffn_width + _KEPT_WIDTH * arch.width + _KEPT_INPUTS * inputs,
     }[cfg.model.gradient_checkpointing]
-    kept *= tokens
+    activations *= tokens
     ffn = _FFN if cfg.model.gradient_checkpointing in ("layer", "mlp") else _FFN - 2
     mlp = tokens * ((ffn - 1) * arch.ffn_width + _WIDTH * arch.width + inputs)
     attention = slots * inputs
@@ -719,7 +719,12 @@ def _update(cfg: RunConfig, arch: architecture.Architecture, adapter: int) -> li
         Item(
             "inputs of the layers", arch.num_layers * tokens * arch.width * width, "update", fewer
         ),
-        Item("kept of the layers", arch.num_layers * kept * width, "update", less if kept else ""),
+        Item(
+            "kept of the layers",
+            arch.num_layers * activations * width,
+            "update",
+            less if activations else "",
+        ),
         Item("workspace of a layer, or of the head", workspace, "update", fewer, estimated=True),
         *_scores(cfg, arch, shapes, fewer),
     ]

@@ -42,8 +42,8 @@ def table(signed: bool) -> np.ndarray:
     of equal parts of [0.1, 1], times a power of ten. Signed tables have half as many positive numbers.
     """
     finest = 1 if signed else 2
-    edges = [np.linspace(0.1, 1, finest * 2**decade + 1) for decade in range(7)]
-    decades = [10.0 ** (i - 6) * (each[:-1] + each[1:]) / 2 for i, each in enumerate(edges)]
+    parts = [np.linspace(0.1, 1, finest * 2**decade + 1) for decade in range(7)]
+    decades = [10.0 ** (i - 6) * (edges[:-1] + edges[1:]) / 2 for i, edges in enumerate(parts)]
     numbers = np.concatenate(decades)
     values = [-numbers, numbers] if signed else [numbers]
     return np.sort(np.concatenate([*values, [0.0, 1.0]])).astype(np.float32)
@@ -110,12 +110,12 @@ def scale_by_adam_8bit(b1: float, b2: float, eps: float) -> optax.GradientTransf
             return moves.reshape(-1)[: grad.size].reshape(grad.shape), mu, nu
 
         leaves, tree = jax.tree.flatten(grads)
-        of_moments = (tree.flatten_up_to(each) for each in (state.mu, state.nu))
+        of_moments = (tree.flatten_up_to(moment) for moment in (state.mu, state.nu))
         done = [
             (large if grad.size >= SMALLEST else small)(grad, *moments)
             for grad, *moments in zip(leaves, *of_moments, strict=True)
         ]
-        moves, mu, nu = (tree.unflatten(each) for each in zip(*done, strict=True))
+        moves, mu, nu = (tree.unflatten(column) for column in zip(*done, strict=True))
         return moves, optax.ScaleByAdamState(optax.safe_increment(state.count), mu, nu)
 
     return optax.GradientTransformation(init, update)

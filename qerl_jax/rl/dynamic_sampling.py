@@ -45,7 +45,10 @@ class Supply:
             "rows": [
                 ({} if entropy is None else {"entropy": entropy})
                 | (
-                    {"given": rollout.given[i].tolist(), "talk": dataclasses.asdict(talks[i])}
+                    {
+                        "given": rollout.observation_mask[i].tolist(),
+                        "talk": dataclasses.asdict(talks[i]),
+                    }
                     if has_tools
                     else {}
                 )
@@ -53,9 +56,9 @@ class Supply:
                     "completion": ids.tolist(),
                     "logps": logps.tolist(),
                     "stopped": stopped,
-                    "per_function": _without_nan(each),
+                    "per_function": _without_nan(per_function),
                 }
-                for i, (ids, logps, stopped, entropy, each) in enumerate(
+                for i, (ids, logps, stopped, entropy, per_function) in enumerate(
                     zip(
                         rollout.completion_ids,
                         rollout.behaviour_logps,
@@ -84,13 +87,13 @@ class Supply:
         rows = table["rows"]
         problems = tuple(problem_at(position) for position in table["positions"])
         completions = tuple(np.array(row["completion"], np.int32) for row in rows)
-        given = talks = None
+        observation_mask = talks = None
         if "prompts" not in table:
             prompts = encode(problems, tokenizer)
             texts = tuple(map(tokenizer.decode, completions))
         else:
             prompts = tuple(np.array(ids, np.int32) for ids in table["prompts"])
-            given = tuple(np.array(row["given"], bool) for row in rows)
+            observation_mask = tuple(np.array(row["given"], bool) for row in rows)
             talks = tuple(
                 Conversation(**row["talk"] | {"messages": tuple(row["talk"]["messages"])})
                 for row in rows
@@ -104,7 +107,7 @@ class Supply:
             behaviour_logps=tuple(np.array(row["logps"], np.float32) for row in rows),
             stopped=tuple(row["stopped"] for row in rows),
             entropies=tuple(row["entropy"] for row in rows) if "entropy" in rows[0] else None,
-            given=given,
+            observation_mask=observation_mask,
             conversations=talks,
         )
         return cls(

@@ -163,8 +163,10 @@ def make_experience(
     judged = np.ones(len(rollout.texts), bool) if judged is None else np.reshape(judged, -1)
     counts = judged & np.array(rollout.stopped) if mask_truncated_completions else judged
     masks = [np.full(n, is_counted) for n, is_counted in zip(rollout.lengths, counts, strict=True)]
-    if rollout.given is not None:
-        masks = [mask & ~answer for mask, answer in zip(masks, rollout.given, strict=True)]
+    if rollout.observation_mask is not None:
+        masks = [
+            mask & ~observed for mask, observed in zip(masks, rollout.observation_mask, strict=True)
+        ]
     ends = [np.max(np.flatnonzero(mask) + 1, initial=0) for mask in masks]
     joined = lambda rows, dtype: np.concatenate(
         [row[:end] for row, end in zip(rows, ends, strict=True)], dtype=dtype

@@ -47,9 +47,9 @@ def combine_rewards(per_function: Array, weights: Array) -> Array:
         compared with the group's: 0 would be better than a wrong answer that scores -1. (TRL returned
         0 until its pull request 5902 of June 2026.)
     """
-    given = ~jnp.isnan(per_function)
-    rewards = masked.sum(per_function * weights[None, :], given, axis=1)
-    return jnp.where(jnp.any(given, axis=1), rewards, jnp.nan)
+    applies = ~jnp.isnan(per_function)
+    rewards = masked.sum(per_function * weights[None, :], applies, axis=1)
+    return jnp.where(jnp.any(applies, axis=1), rewards, jnp.nan)
 
 
 @jax.jit
@@ -63,9 +63,9 @@ def informative(rewards: Array) -> Array:
         bool [P]. DAPO's dynamic sampling (arXiv:2503.14476, section 3.2) keeps only these groups.
     """
     # The standard deviation is not used, because rounding can make it positive for equal rewards.
-    given = ~jnp.isnan(rewards)
-    highest = jnp.max(rewards, axis=1, initial=-jnp.inf, where=given)
-    return highest > jnp.min(rewards, axis=1, initial=jnp.inf, where=given)
+    judged = ~jnp.isnan(rewards)
+    highest = jnp.max(rewards, axis=1, initial=-jnp.inf, where=judged)
+    return highest > jnp.min(rewards, axis=1, initial=jnp.inf, where=judged)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "estimator"))
@@ -103,16 +103,16 @@ def group_advantages(
     require(estimator in ("grpo", "rloo"), "estimator", estimator, "must be 'grpo' or 'rloo'")
     known = scale in ("group", "batch", "none")
     require(known, "scale", scale, "must be 'group', 'batch' or 'none'")
-    given = ~jnp.isnan(rewards)
-    learned = given & informative(rewards)[:, None]
-    centered = rewards - jnp.mean(rewards, axis=1, keepdims=True, where=given)
+    judged = ~jnp.isnan(rewards)
+    learned = judged & informative(rewards)[:, None]
+    centered = rewards - jnp.mean(rewards, axis=1, keepdims=True, where=judged)
     if estimator == "rloo":
         # r - mean of the others = (r - mean of all) n / (n - 1)
-        count = jnp.sum(given, axis=1, keepdims=True)
+        count = jnp.sum(judged, axis=1, keepdims=True)
         centered = centered * (count / jnp.maximum(count - 1, 1))
     if scale != "none":
         axis = 1 if scale == "group" else None
-        spread = jnp.std(rewards, axis=axis, ddof=1, keepdims=True, where=given)
+        spread = jnp.std(rewards, axis=axis, ddof=1, keepdims=True, where=judged)
         centered = centered / (spread + _STD_EPSILON)
     return jnp.where(learned, centered, 0)
 
@@ -148,18 +148,18 @@ def decoupled_advantages(
         ValueError: for fewer than two completions per prompt, or an unknown scale or estimator.
     """
     by_function = [
-        group_advantages(each, scale=scale, estimator=estimator)
-        for each in jnp.moveaxis(per_function, -1, 0)
+        group_advantages(rewards, scale=scale, estimator=estimator)
+        for rewards in jnp.moveaxis(per_function, -1, 0)
     ]
-    given = ~jnp.all(jnp.isnan(per_function), axis=-1)
+    judged = ~jnp.all(jnp.isnan(per_function), axis=-1)
     # A function that abstained has advantage 0, and adds nothing to the sum.
     summed = jnp.tensordot(weights, jnp.stack(by_function), axes=1)
     # With fewer than two rewards the standard deviation is undefined.
-    differ = jnp.sum(given) > 1
-    mean, spread = jnp.mean(summed, where=given), jnp.std(summed, ddof=1, where=given)
+    differ = jnp.sum(judged) > 1
+    mean, spread = jnp.mean(summed, where=judged), jnp.std(summed, ddof=1, where=judged)
     normal = jnp.where(differ, (summed - mean) / (jnp.where(differ, spread, 0) + _STD_EPSILON), 0)
-    tells = jnp.any(jnp.stack([informative(each) for each in by_function]), axis=0)
-    return jnp.where(given & tells[:, None], normal, 0)
+    tells = jnp.any(jnp.stack([informative(advantages) for advantages in by_function]), axis=0)
+    return jnp.where(judged & tells[:, None], normal, 0)
 
 
 def token_kl(logps: Array, ref_logps: Array, kind: Literal["k1", "k2", "k3"] = "k3") -> Array:
@@ -335,8 +335,8 @@ def off_policy_mask(
     Source: DeepSeek-V3.2 (arXiv:2512.02556), "off-policy sequence masking"; as in TRL.
     """
     away = masked.mean(jnp.where(mask != 0, behaviour_logps - logps, 0), mask, axis=1)
-    kept = (advantages >= 0) | (away <= threshold)
-    return jax.lax.stop_gradient(kept[:, None].astype(logps.dtype))
+    stays = (advantages >= 0) | (away <= threshold)
+    return jax.lax.stop_gradient(stays[:, None].astype(logps.dtype))
 
 
 def sampling_weights(

@@ -74,9 +74,9 @@ def step(
         The parameters and the state of `tx` after the step.
     """
 
-    def made(grads, opt_state, params):
+    def moved(grads, opt_state, params):
         moves, opt_state = tx.update(grads, opt_state, params)
         return jax.tree.map(lambda p, move: p - rate * move, params, moves), opt_state
 
     skipped = lambda _, opt_state, params: (params, opt_state)
-    return jax.lax.cond(keep, made, skipped, grads, opt_state, params)
+    return jax.lax.cond(keep, moved, skipped, grads, opt_state, params)

@@ -36,7 +36,7 @@ class Rollout:
         stopped: False for each completion that was truncated at the limit.
         entropies: For each completion the sum of the sampler's entropies over its tokens, in nats; None if
             the sampler was not asked for them.
-        given: For each completion bool [tokens]: True for tokens of a tool's answer, which the policy did not
+        observation_mask: For each completion bool [tokens]: True for tokens of a tool's answer, which the policy did not
             sample; None if there are no tools.
         conversations: The turns and answers of each row; None if there are no tools.
     """
@@ -48,7 +48,7 @@ class Rollout:
     behaviour_logps: tuple[np.ndarray, ...]
     stopped: tuple[bool, ...]
     entropies: tuple[float, ...] | None = None
-    given: tuple[np.ndarray, ...] | None = None
+    observation_mask: tuple[np.ndarray, ...] | None = None
     conversations: tuple[Conversation, ...] | None = None
 
     @property
@@ -64,9 +64,9 @@ class Rollout:
     @property
     def sampled_lengths(self) -> np.ndarray:
         """The number of each completion's tokens that the policy sampled, int32 [B]."""
-        if self.given is None:
+        if self.observation_mask is None:
             return self.lengths
-        return np.array([np.count_nonzero(~given) for given in self.given], np.int32)
+        return np.array([np.count_nonzero(~mask) for mask in self.observation_mask], np.int32)
 
     @property
     def num_tokens(self) -> int:
@@ -166,7 +166,7 @@ def collect(
         behaviour_logps=tuple(row.behaviour_logps for row in rows),
         stopped=tuple(row.ended == "stop" for row in rows),
         entropies=_entropies(rows),
-        given=tuple(row.given for row in rows) if has_tools else None,
+        observation_mask=tuple(row.given for row in rows) if has_tools else None,
         conversations=tuple(completion.conversation for completion in done) if has_tools else None,
     )
 

@@ -119,8 +119,8 @@ def adapter_share(
     """
     base = np.asarray(without, np.float64)[mask]
     effect = np.asarray(with_adapter, np.float64)[mask] - base
-    kept = np.argsort(-np.abs(effect), kind="stable")[_OUTLIERS:]
-    effect, seen = effect[kept], (np.asarray(sampled, np.float64)[mask] - base)[kept]
+    chosen = np.argsort(-np.abs(effect), kind="stable")[_OUTLIERS:]
+    effect, seen = effect[chosen], (np.asarray(sampled, np.float64)[mask] - base)[chosen]
     power = np.sum(effect**2)
     if effect.size < 2 or power == 0:
         return AdapterShare(0.0, np.inf, np.inf)
@@ -188,15 +188,15 @@ def check_adapter(
         RuntimeError: If all groups were sampled without the adapter.
     """
     for group in groups:
-        found = _share_of(updater, params, frozen, noise, group)
-        if not found.known:
+        result = _share_of(updater, params, frozen, noise, group)
+        if not result.known:
             return {}
-        if found.share + 3 * found.error >= 0.5:
-            return {"sampling/adapter_share": found.share}
+        if result.share + 3 * result.error >= 0.5:
+            return {"sampling/adapter_share": result.share}
     raise RuntimeError(
         "rollouts are sampled without the adapter that is trained: of what it changes in the "
-        f"log-probabilities of sampled tokens the sampler shows {found.share:.2f} +- "
-        f"{found.error:.2f}, where 1 is expected. This is a fault of the library: please "
+        f"log-probabilities of sampled tokens the sampler shows {result.share:.2f} +- "
+        f"{result.error:.2f}, where 1 is expected. This is a fault of the library: please "
         "report it with the output of `qerl env`"
     )
 
@@ -212,7 +212,7 @@ def _share_of(
     parts = replicas.apart([part] * replicas.group, 0)
     scored = jax.device_get(_score_twice(updater.objective, *policy, parts))
     if replicas.group > 1:
-        scored = [each[0] for each in scored]
+        scored = [logps[0] for logps in scored]
     return adapter_share(*scored, part.behaviour_logps, part.mask)
 
 
@@ -243,8 +243,8 @@ def require_same(hosts: Hosts, params: Any, step: int) -> None:
     """
     if hosts.count == 1:
         return
-    found = hosts.gathered(int(_fingerprint(params)))
-    if len(set(found)) > 1:
+    fingerprints = hosts.gathered(int(_fingerprint(params)))
+    if len(set(fingerprints)) > 1:
         raise RuntimeError(
             f"the {hosts.count} processes of this run have different weights after step {step}: are their devices and "
             "drivers alike? Nothing of that step was saved; start all of them again, and they go on from the last "

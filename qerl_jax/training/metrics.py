@@ -73,9 +73,9 @@ def of_rollout(scored: rollouts.Scored, functions: Sequence[scoring.Named]) -> d
     if scored.rollout.entropies is not None:
         metrics["sampling/entropy"] = sum(scored.rollout.entropies) / max(1, int(lengths.sum()))
     for (name, _), column in zip(functions, scored.per_function.T, strict=True):
-        given = column[~np.isnan(column)]
-        metrics[f"rewards/{name}/mean"] = float(given.mean()) if given.size else 0.0
-        metrics[f"rewards/{name}/std"] = float(given.std(ddof=1)) if given.size > 1 else 0.0
+        values = column[~np.isnan(column)]
+        metrics[f"rewards/{name}/mean"] = float(values.mean()) if values.size else 0.0
+        metrics[f"rewards/{name}/std"] = float(values.std(ddof=1)) if values.size > 1 else 0.0
     return metrics
 
 
@@ -101,11 +101,11 @@ def of_turns(rollout: rollouts.Rollout) -> dict[str, float]:
         "turns/max": max(turns),
         "turns/limited": float(np.mean([talk.is_limited for talk in talks])),
     }
-    lengths = [_turn_lengths(given) for given in rollout.given]
+    lengths = [_turn_lengths(mask) for mask in rollout.observation_mask]
     for turn in range(min(max(map(len, lengths)), _MOST_TURNS)):
-        own = [each[turn] for each in lengths if len(each) > turn]
-        metrics[f"turns/{turn + 1}/share"] = len(own) / len(lengths)
-        metrics[f"turns/{turn + 1}/mean_length"] = float(np.mean(own))
+        of_turn = [row[turn] for row in lengths if len(row) > turn]
+        metrics[f"turns/{turn + 1}/share"] = len(of_turn) / len(lengths)
+        metrics[f"turns/{turn + 1}/mean_length"] = float(np.mean(of_turn))
     return metrics
 
 
@@ -113,10 +113,10 @@ def of_turns(rollout: rollouts.Rollout) -> dict[str, float]:
 _MOST_TURNS = 8
 
 
-def _turn_lengths(given: np.ndarray) -> list[int]:
+def _turn_lengths(observation_mask: np.ndarray) -> list[int]:
     """Returns the number of tokens of each turn of the policy."""
-    edges = np.flatnonzero(np.diff(given.astype(np.int8))) + 1
-    return [len(part) for part in np.split(given, edges) if len(part) and not part[0]]
+    edges = np.flatnonzero(np.diff(observation_mask.astype(np.int8))) + 1
+    return [len(part) for part in np.split(observation_mask, edges) if len(part) and not part[0]]
 
 
 def truncation(
@@ -129,12 +129,12 @@ def truncation(
         advantages: [P, G], the advantages of these groups.
         is_masked: Whether truncated completions are left out of the loss.
     """
-    lengths, cut = learned.rollout.sampled_lengths, ~np.array(learned.rollout.stopped)
-    weights = np.where(cut & is_masked, 0, np.abs(np.asarray(advantages)).reshape(-1))
+    lengths, truncated = learned.rollout.sampled_lengths, ~np.array(learned.rollout.stopped)
+    weights = np.where(truncated & is_masked, 0, np.abs(np.asarray(advantages)).reshape(-1))
     whole = weights.sum()
     return {
-        "completions/truncated_tokens": float(lengths[cut].sum() / max(1, lengths.sum())),
-        "completions/truncated_signal": float(weights[cut].sum() / whole)
+        "completions/truncated_tokens": float(lengths[truncated].sum() / max(1, lengths.sum())),
+        "completions/truncated_signal": float(weights[truncated].sum() / whole)
         if 0 < whole < np.inf
         else 0.0,
     }
@@ -160,7 +160,7 @@ def completion_rows(
         texts = [transcript(talk.messages) for talk in talks]
         columns = columns | {"turns": [list(talk.messages) for talk in talks]}
     known = dict(zip(learned.positions.tolist(), np.asarray(advantages).tolist(), strict=True))
-    own = zip(
+    rows = zip(
         [problem.prompt for problem in rollout.problems for _ in range(group)],
         texts,
         [None if np.isnan(reward) else float(reward) for reward in sampled.rewards.reshape(-1)],
@@ -170,4 +170,4 @@ def completion_rows(
         *columns.values(),
         strict=True,
     )
-    return [dict(zip((*scoring.COMPLETION_COLUMNS, *columns), row, strict=True)) for row in own]
+    return [dict(zip((*scoring.COMPLETION_COLUMNS, *columns), row, strict=True)) for row in rows]

@@ -43,8 +43,8 @@ def write(run_folder: str | pathlib.Path, failure: update.NonFinite) -> pathlib.
         "entropy_coef": np.float32(failure.entropy_coef),
     }
     fields = [field.name for field in dataclasses.fields(failure.experience)]
-    given = {name: getattr(failure.experience, name) for name in fields}
-    arrays |= {f"experience/{name}": x for name, x in given.items() if x is not None}
+    values = {name: getattr(failure.experience, name) for name in fields}
+    arrays |= {f"experience/{name}": x for name, x in values.items() if x is not None}
     arrays |= {f"fixed/{name}": value for name, value in failure.fixed.items()}
     for name in _TREES:
         leaves = jax.tree.leaves(getattr(failure, name))
@@ -95,18 +95,18 @@ def run(path: str | pathlib.Path) -> list[str]:
         float(arrays.get("entropy_coef", 0.0)),
     )
     norm = np.float32(optax.tree.norm(grads))
-    found = [
+    lines = [
         f"step {arrays['step']}: loss {np.float32(loss)}, grad_norm {norm}",
         *(f"gradient not finite: {name}" for name in _non_finite(grads)),
         *(f"weight not finite: {name}" for name in _non_finite(params)),
         *_bad_rows(rows, fixed),
     ]
     if np.isfinite(loss) and np.isfinite(norm):
-        found.append(
+        lines.append(
             "all is finite now: what was not came from the device (its memory, or a kernel that does not always "
             "compute the same), or from dropout"
         )
-    return found
+    return lines
 
 
 def _read(path: pathlib.Path) -> dict[str, np.ndarray]:
@@ -117,8 +117,8 @@ def _read(path: pathlib.Path) -> dict[str, np.ndarray]:
     except (ValueError, zipfile.BadZipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path}: is not a step that a run has skipped: {error}") from error
     fields = {field.name for field in dataclasses.fields(experience.Experience)}
-    given = _under("experience", arrays).keys()
-    if "step" not in arrays or not fields - {"judged", "noise"} <= given <= fields:
+    names = _under("experience", arrays).keys()
+    if "step" not in arrays or not fields - {"judged", "noise"} <= names <= fields:
         raise ValueError(f"{path}: is not a step that a run has skipped")
     return arrays
 

@@ -65,8 +65,8 @@ class Stop:
         if self.signal is not None:
             self._hosts.ask(self.signal)
             raise Stopped(self.signal)
-        if (asked := self._hosts.asked()) is not None:
-            raise Stopped(asked)
+        if (number := self._hosts.asked()) is not None:
+            raise Stopped(number)
 
     def poll_together(self) -> None:
         """Raises `Stopped` in all processes if a signal has arrived in any of them. All processes must call it.
@@ -74,9 +74,9 @@ class Stop:
         Raises:
             Stopped: If a signal has arrived.
         """
-        asked = [each for each in self._hosts.gathered(self.signal) if each is not None]
-        if asked:
-            raise Stopped(asked[0])
+        numbers = [n for n in self._hosts.gathered(self.signal) if n is not None]
+        if numbers:
+            raise Stopped(numbers[0])
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:

@@ -122,12 +122,12 @@ def make_task(
 
 def _require_held_out(cfg: config.RunConfig) -> None:
     """Raises a ConfigError if the evaluation would use the rows of a file that is trained on."""
-    place = cfg.data.path or cfg.data.dataset
+    source = cfg.data.path or cfg.data.dataset
     require(
-        cfg.eval is None or cfg.eval.dataset is not None or not datasets.is_file(place),
+        cfg.eval is None or cfg.eval.dataset is not None or not datasets.is_file(source),
         "eval.dataset",
         None,
-        f"must name held-out problems: {place} is a file, which has no other split, so the accuracy would be that of "
+        f"must name held-out problems: {source} is a file, which has no other split, so the accuracy would be that of "
         "rows that are trained on. Name a file or a data set, or switch the evaluation off: --eval None",
     )
 
@@ -154,17 +154,19 @@ def about_data(cfg: config.RunConfig, problems: Sequence[datasets.Problem]) -> l
     """Returns warnings about data that is probably a mistake, or that cannot be learned from."""
     if not problems:
         return []
-    count, asked, notes = len(problems), cfg.prompts_per_rollout, []
-    if count < asked:
+    count, drawn, notes = len(problems), cfg.prompts_per_rollout, []
+    if count < drawn:
         notes.append(
-            f"warning: there {'is 1 problem' if count == 1 else f'are {count} problems'}, and a rollout asks {asked}: "
+            f"warning: there {'is 1 problem' if count == 1 else f'are {count} problems'}, and a rollout asks {drawn}: "
             "some are asked more than once in every step. Give more of them in data"
         )
     first = problems[0]
     # Generated problems always have answers.
     if "answer" not in first.columns or cfg.data.dataset == "arithmetic":
         return notes
-    lacking = [row for row, each in enumerate(problems) if each.columns.get("answer") in (None, "")]
+    lacking = [
+        row for row, problem in enumerate(problems) if problem.columns.get("answer") in (None, "")
+    ]
     if lacking:
         named = ", ".join(map(str, lacking[:5])) + (", ..." if len(lacking) > 5 else "")
         notes.append(
@@ -199,13 +201,13 @@ def _about_epochs(cfg: config.RunConfig, total_steps: int) -> list[str]:
 
 
 def _rewards(
-    cfg: config.RunConfig, given: Sequence[stock.RewardFunction] | None
+    cfg: config.RunConfig, passed: Sequence[stock.RewardFunction] | None
 ) -> tuple[list[scoring.Named], list[float]]:
     """Returns the reward functions and their weights; the penalty for long completions comes last."""
     functions = scoring.resolve(
-        cfg.rewards.functions if given is None else given,
+        cfg.rewards.functions if passed is None else passed,
         cfg.rewards.options,
-        "rewards.functions" if given is None else "reward_funcs",
+        "rewards.functions" if passed is None else "reward_funcs",
     )
     weights = list(cfg.rewards.weights or [1.0] * len(functions))
     require(
@@ -231,11 +233,11 @@ def _add_own_rewards(
     silent = [box.environment_name or "tools" for box in boxes if not box.owns_reward]
     rule = f"must name at least one: {', '.join(silent)} has no get_reward"
     require(bool(functions) or not silent, "rewards.functions", (), rule)
-    own, names = boxes.own_rewards(), [name for name, _ in functions]
-    both = [name for name, _ in own if name in names]
+    of_environments, names = boxes.own_rewards(), [name for name, _ in functions]
+    both = [name for name, _ in of_environments if name in names]
     require(not both, "rewards.functions", both, "must differ in name from the environments")
-    functions += own
-    weights += [1.0] * len(own)
+    functions += of_environments
+    weights += [1.0] * len(of_environments)
 
 
 def informative_by(
@@ -257,18 +259,18 @@ def informative_by(
             judge only form or length.
     """
     names, sampling = [name for name, _ in functions], cfg.grpo.dynamic_sampling
-    given, field = cfg.rewards.shaping, "grpo.dynamic_sampling.metric"
+    shaping, field = cfg.rewards.shaping, "grpo.dynamic_sampling.metric"
     metric = sampling and sampling.metric
     known = ", ".join(names)
     require(
-        set(given or ()) <= {*names},
+        set(shaping or ()) <= {*names},
         "rewards.shaping",
-        given,
+        shaping,
         f"the rewards of this run are {known}",
     )
     rule = f'must be "reward", or one of the rewards of this run: {known}'
     require(metric in (None, "reward", *names), field, metric, rule)
-    shaping = stock.SHAPING if given is None else given
+    shaping = stock.SHAPING if shaping is None else shaping
     chosen = {i: w for i, w in enumerate(weights) if names[i] not in shaping and w}
     if metric == "reward" or sampling is None:
         return dynamic_sampling.by_reward

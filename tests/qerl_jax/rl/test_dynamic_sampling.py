@@ -171,7 +171,7 @@ def with_tools(rollout):
         rollout,
         prompt_ids=tuple(np.append(ids, 9).astype(np.int32) for ids in rollout.prompt_ids),
         texts=tuple(talk.messages[-1]["content"] for talk in talks),
-        given=tuple(np.arange(len(ids)) % 2 == 1 for ids in rollout.completion_ids),
+        observation_mask=tuple(np.arange(len(ids)) % 2 == 1 for ids in rollout.completion_ids),
         conversations=talks,
     )
 
@@ -199,7 +199,7 @@ def test_a_supply_survives_being_written_as_json_bit_for_bit(has_tools):
         assert getattr(ours, name).dtype == getattr(theirs, name).dtype
     for field in dataclasses.fields(Rollout):
         pair = [getattr(scored.rollout, field.name) for scored in (ours, theirs)]
-        if not has_tools and field.name in ("given", "conversations"):
+        if not has_tools and field.name in ("observation_mask", "conversations"):
             assert pair == [None, None]
             continue
         for a, b in zip(*pair, strict=True):

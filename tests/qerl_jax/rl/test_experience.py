@@ -55,7 +55,9 @@ def test_a_completion_that_nobody_judged_is_not_learned_from():
 
 def test_a_row_ends_with_the_last_token_that_the_policy_sampled():
     answers = arrays(bool, [True, False], [False, True, True])
-    made = make_experience(dataclasses.replace(rollout(), given=answers), np.zeros((1, 2)))
+    made = make_experience(
+        dataclasses.replace(rollout(), observation_mask=answers), np.zeros((1, 2))
+    )
     assert made.completions.tolist() == [1, 2, 3] and made.mask.tolist() == [False, True, True]
     assert made.offsets.tolist() == [0, 2, 3] and made.num_learned.tolist() == [1, 1]
 
