@@ -33,23 +33,22 @@ class Supply:
         if self.surplus is None:
             return {"drawn": self.drawn}
         rollout = self.surplus.rollout
-        talks = rollout.conversations
-        has_tools = talks is not None
+        talks, masks = rollout.conversations, rollout.observation_mask
         # An environment's first observation is not part of the data, so prompts with tools are stored.
         prompts = [ids.tolist() for ids in rollout.prompt_ids]
         return {
             "drawn": self.drawn,
-            **({"prompts": prompts} if has_tools else {}),
+            **({"prompts": prompts} if talks else {}),
             "positions": self.surplus.positions.tolist(),
             "rewards": _without_nan(self.surplus.rewards),
             "rows": [
                 ({} if entropy is None else {"entropy": entropy})
                 | (
                     {
-                        "given": rollout.observation_mask[i].tolist(),
+                        "given": masks[i].tolist(),
                         "talk": dataclasses.asdict(talks[i]),
                     }
-                    if has_tools
+                    if talks and masks
                     else {}
                 )
                 | {
@@ -90,7 +89,7 @@ class Supply:
         observation_mask = talks = None
         if "prompts" not in table:
             prompts = encode(problems, tokenizer)
-            texts = tuple(map(tokenizer.decode, completions))
+            texts = tuple(tokenizer.decode(row["completion"]) for row in rows)
         else:
             prompts = tuple(np.array(ids, np.int32) for ids in table["prompts"])
             observation_mask = tuple(np.array(row["given"], bool) for row in rows)
@@ -186,7 +185,7 @@ def gather(
     order = np.argsort(~good, kind="stable")
     left = order[wanted : good.sum()]
     filled = max(0, wanted - int(good.sum()))
-    metrics = {
+    metrics: dict[str, float] = {
         "dynamic_sampling/rounds": len(fresh),
         "dynamic_sampling/groups_discarded": int((~good).sum()) - filled,
         "dynamic_sampling/groups_filled": filled,
@@ -198,7 +197,9 @@ def gather(
 
 def _without_nan(values: np.ndarray) -> list[Any]:
     """Returns the values as lists, with None for NaN, which JSON does not have."""
-    return np.where(np.isnan(values), None, values.astype(object)).tolist()
+    objects = values.astype(object)
+    objects[np.isnan(values)] = None
+    return objects.tolist()
 
 
 def choose(scored: rollouts.Scored, groups: Sequence[int] | np.ndarray) -> rollouts.Scored:
@@ -220,9 +221,12 @@ def choose(scored: rollouts.Scored, groups: Sequence[int] | np.ndarray) -> rollo
 
 def join(parts: Sequence[rollouts.Scored]) -> rollouts.Scored:
     """Concatenates the groups of several rollouts, in order."""
-    columns = zip(*(vars(part.rollout).values() for part in parts), strict=True)
+    columns: dict[str, Any] = {
+        name: None if first is None else sum((getattr(part.rollout, name) for part in parts), ())
+        for name, first in vars(parts[0].rollout).items()
+    }
     return rollouts.Scored(
-        rollouts.Rollout(*(None if None in column else sum(column, ()) for column in columns)),
+        rollouts.Rollout(**columns),
         *(
             np.concatenate([getattr(part, name) for part in parts])
             for name in ("positions", "rewards", "per_function")

@@ -20,8 +20,8 @@ class EntropyControl:
             first step, which therefore has no bonus.
     """
 
-    coef: np.ndarray
-    last: np.ndarray
+    coef: np.floating | np.ndarray | jax.Array
+    last: np.floating | np.ndarray | jax.Array
 
     @classmethod
     def begin(cls, cfg: EntropyConfig) -> Self:
@@ -41,7 +41,7 @@ class EntropyControl:
             return self
         change = cfg.coef_delta * (1 if entropy <= cfg.target else -1)
         coef = np.clip(float(self.coef) + change, cfg.coef_min, cfg.coef_max)
-        return EntropyControl(np.float32(coef), np.float32(entropy))
+        return type(self)(np.float32(coef), np.float32(entropy))
 
 
 def high_entropy(entropies: np.ndarray, mask: np.ndarray, quantile: float) -> np.ndarray:

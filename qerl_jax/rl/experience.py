@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -95,7 +95,7 @@ class Experience:
         """Returns the rows with indices int [n, k], k rows of each of n prompts."""
         prompts, rows = rows[:, 0] // self.rows.shape[1], rows.reshape(-1)
         tokens = self.tokens_of(rows)
-        return Experience(
+        return type(self)(
             self.prompts[_ranges(self.prompt_offsets, prompts)],
             _offsets(np.diff(self.prompt_offsets)[prompts]),
             self.completions[tokens],
@@ -116,21 +116,26 @@ class Experience:
         """
         layout, numbers, prompts = batch.packing, batch.rows.numbers, batch.rows.prompts
         index = self.tokens_of(numbers)
-        flat = lambda x: np.pad(x[index], (0, batch.shape.tokens - len(index)))
+
+        def flat(x: np.ndarray) -> Any:
+            return np.pad(x[index], (0, batch.shape.tokens - len(index)))
+
         tokens = flat(self.completions)
         # The tokens of prompts follow, then padding, which belongs to no row.
         rows, positions = layout.rows[len(index) :], layout.positions[len(index) :]
         rows = rows[rows < len(numbers)]
         index_of_prompts = self.prompt_offsets[prompts[rows]] + positions[: len(rows)]
         tokens[len(index) :][: len(rows)] = self.prompts[index_of_prompts]
+        advantages: Any = np.where(numbers >= 0, self.advantages[numbers], 0)
+        noise: Any = None if self.noise is None else self.noise[prompts]
         return PackedRows(
             layout,
             tokens,
             flat(self.mask),
             flat(self.behaviour_logps),
-            np.where(numbers >= 0, self.advantages[numbers], 0),
+            advantages,
             {name: flat(x) for name, x in fixed.items()},
-            None if self.noise is None else self.noise[prompts],
+            noise,
         )
 
 
@@ -157,7 +162,7 @@ def make_experience(
         noise: int32 [P, G], numbers of the rows' noise if they have their own. Completions that share a
             prompt get the number of the first.
     """
-    prompts = rollout.prompt_ids
+    prompts: Sequence[np.ndarray] = rollout.prompt_ids
     if not share_prompts:
         prompts = [ids for ids in prompts for _ in range(rollout.num_generations)]
     judged = np.ones(len(rollout.texts), bool) if judged is None else np.reshape(judged, -1)
@@ -167,7 +172,7 @@ def make_experience(
         masks = [
             mask & ~observed for mask, observed in zip(masks, rollout.observation_mask, strict=True)
         ]
-    ends = [np.max(np.flatnonzero(mask) + 1, initial=0) for mask in masks]
+    ends = [int(np.max(np.flatnonzero(mask) + 1, initial=0)) for mask in masks]
     joined = lambda rows, dtype: np.concatenate(
         [row[:end] for row, end in zip(rows, ends, strict=True)], dtype=dtype
     )

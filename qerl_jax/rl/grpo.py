@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import ArrayLike
 
 from qerl_jax.config import LOSS_TYPES, CorrectionConfig, GrpoConfig, SapoConfig, VespoConfig
 from qerl_jax.rl import masked
@@ -450,8 +451,8 @@ def summarize(rows: RowMetrics) -> dict[str, Array]:
     counted = rows.ratios > 0
     per_row = jnp.maximum(rows.ratios, 1)
     total = jnp.maximum(jnp.sum(rows.ratios), 1)
-    metrics = {}
-    if rows.low_clipped is not None:
+    metrics: dict[str, Array] = {}
+    if rows.low_clipped is not None and rows.high_clipped is not None:
         low, high = jnp.sum(rows.low_clipped) / total, jnp.sum(rows.high_clipped) / total
         metrics |= {
             "clip_ratio/low_mean": low,
@@ -503,12 +504,12 @@ class BatchTotals:
         entropy_coef: Coefficient of the bonus; None means the config's.
     """
 
-    rows: Array | int | None = None
-    tokens: Array | int | None = None
-    max_completion_length: Array | int | None = None
+    rows: ArrayLike | None = None
+    tokens: ArrayLike | None = None
+    max_completion_length: ArrayLike | None = None
     num_micro_batches: int = dataclasses.field(default=1, metadata={"static": True})
-    entropy_tokens: Array | int | None = None
-    entropy_coef: Array | float | None = None
+    entropy_tokens: ArrayLike | None = None
+    entropy_coef: ArrayLike | None = None
 
 
 def policy_loss(
@@ -562,9 +563,6 @@ def policy_loss(
             `max_completion_length`.
     """
     _check_shapes(batch)
-    needs_ref = cfg.reference is not None
-    require(not needs_ref or batch.ref_logps is not None, "ref_logps", None, "a KL term needs them")
-
     mask, advantage = batch.mask, batch.advantages[:, None]
     ratio = jnp.exp(
         log_importance_ratio(batch.logps, batch.old_logps, mask, cfg.importance_sampling_level)
@@ -576,7 +574,7 @@ def policy_loss(
             policy_term = policy_term * factor
     token_loss = jnp.broadcast_to(-policy_term, batch.logps.shape)
     kl = _token_kls(cfg, batch, ratio)
-    if cfg.reference is not None:
+    if cfg.reference is not None and kl is not None:
         token_loss = token_loss + cfg.reference.beta * kl
 
     tokens = jnp.sum(mask != 0, axis=1).astype(batch.logps.dtype)
@@ -592,7 +590,7 @@ def policy_loss(
         capped=None if cfg.ratio_cap is None else count((ratio > cfg.ratio_cap) & (advantage < 0)),
         dropped=_dropped(batch),
         truncated=count((ratio > cfg.epsilon_high) & (advantage > 0))
-        if cfg.loss_type == "cispo"
+        if cfg.loss_type == "cispo" and cfg.epsilon_high is not None
         else None,
         phi=None if phi is None else phi[:, 0],
         entropy=_bonus_entropies(cfg, batch),
@@ -639,9 +637,11 @@ def _policy_terms(cfg: GrpoConfig, batch: LossInputs, ratio: Array, phi: Array |
     advantage = batch.advantages[:, None]
     match cfg.loss_type:
         case "cispo":
+            assert cfg.epsilon_high is not None
             bounded = jax.lax.stop_gradient(jnp.minimum(ratio, cfg.epsilon_high))
             return bounded * advantage * batch.logps
         case "vespo":
+            assert phi is not None
             return phi * advantage * batch.logps
         case "sapo":
             sapo = cfg.sapo or SapoConfig()
@@ -657,6 +657,7 @@ def _bonus_entropies(cfg: GrpoConfig, batch: LossInputs) -> Array | None:
     if cfg.entropy is None:
         return None
     require(batch.entropies is not None, "entropies", None, "an entropy bonus needs them")
+    assert batch.entropies is not None
     return masked.sum(batch.entropies, _bonus_tokens(batch), axis=1)
 
 
@@ -670,10 +671,12 @@ def _entropy_bonus(
     cfg: GrpoConfig, batch: LossInputs, entropies: Array, totals: BatchTotals
 ) -> Array:
     """Returns this micro-batch's part of the entropy bonus: coefficient times mean entropy."""
-    tokens = jnp.sum(_bonus_tokens(batch) != 0)
-    tokens = tokens if totals.entropy_tokens is None else totals.entropy_tokens
-    coef = cfg.entropy.coef if totals.entropy_coef is None else totals.entropy_coef
-    return coef * jnp.sum(entropies) / jnp.maximum(tokens, 1)
+    assert cfg.entropy is not None
+    tokens, coef = totals.entropy_tokens, totals.entropy_coef
+    if tokens is None:
+        tokens = jnp.sum(_bonus_tokens(batch) != 0)
+    coef = cfg.entropy.coef if coef is None else coef
+    return jnp.multiply(coef, jnp.sum(entropies)) / jnp.maximum(tokens, 1)
 
 
 def _dropped(batch: LossInputs) -> Array | None:
@@ -688,6 +691,8 @@ def _token_kls(cfg: GrpoConfig, batch: LossInputs, ratio: Array) -> Array | None
     """Returns estimates [B, T] of the KL divergence from the reference; None without a reference."""
     if cfg.reference is None:
         return None
+    require(batch.ref_logps is not None, "ref_logps", None, "a KL term needs them")
+    assert batch.ref_logps is not None
     # Masked before the exponential, so that gradients stay finite even if padding is not.
     logps, ref_logps = (jnp.where(batch.mask != 0, x, 0) for x in (batch.logps, batch.ref_logps))
     kl = token_kl(logps, ref_logps, cfg.reference.kl_estimator)
@@ -709,7 +714,8 @@ def _averaged(
         case "dr_grpo":
             longest = totals.max_completion_length
             require(longest is not None, "max_completion_length", longest, "dr_grpo needs it")
-            return masked.sum(token_loss, mask) / (rows * longest)
+            assert longest is not None
+            return masked.sum(token_loss, mask) / jnp.multiply(rows, longest)
         case "luspo":
             return masked.sum(token_loss, mask) / rows
         case "dapo" | "cispo" | "vespo":
@@ -723,7 +729,7 @@ def _averaged(
 
 def _check_shapes(batch: LossInputs) -> None:
     rows, length = batch.logps.shape
-    expected = {
+    expected: dict[str, list[tuple[int, ...]]] = {
         "old_logps": [(rows, length)],
         "advantages": [(rows,)],
         "mask": [(rows, length)],

@@ -92,9 +92,8 @@ class Rows:
     def in_slots(self, slots: np.ndarray) -> Self:
         """Returns the rows of a micro-batch by their indices int [n]; -1 gives an empty row, with number -1."""
         values = (self.numbers, self.lengths, self.prompts, self.prompt_lengths)
-        return Rows(
-            *(np.append(x, fill)[slots] for x, fill in zip(values, _EMPTY_ROW, strict=True))
-        )
+        padded = (np.append(x, fill) for x, fill in zip(values, _EMPTY_ROW, strict=True))
+        return type(self)(*(x[slots] for x in padded))
 
     @property
     def tokens(self) -> int:

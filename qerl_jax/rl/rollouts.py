@@ -1,7 +1,7 @@
 """Samples completions of problems, and computes their rewards."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,6 @@ from qerl_jax.distributed.hosts import Hosts
 from qerl_jax.distributed.mesh import Replicas
 from qerl_jax.generation.sampler import Sampler, row_keys
 from qerl_jax.generation.sampling_params import EngineLimits, from_section
-from qerl_jax.generation.scheduler import RowTokens
 from qerl_jax.model.transformer import Transformer
 from qerl_jax.rewards import scoring
 from qerl_jax.rl import grpo
@@ -153,11 +152,11 @@ def collect(
     Raises:
         ValueError: If a prompt is too long, or an environment cannot be reset.
     """
-    keys = row_keys(key, len(problems), sampler.params.n, first_row)
+    keys = [*row_keys(key, len(problems), sampler.params.n, first_row)]
     completions = sampler.ask(variables, problems, keys, groups=groups, on_text=on_text)
     done = sorted(completions, key=lambda completion: completion.row.row)
     rows, firsts = [completion.row for completion in done], done[:: sampler.params.n]
-    has_tools = sampler.tools is not None
+    entropies = _unless_none(row.entropies for row in rows)
     return Rollout(
         problems=tuple(first.problem for first in firsts),
         prompt_ids=tuple(first.prompt_ids for first in firsts),
@@ -165,17 +164,17 @@ def collect(
         completion_ids=tuple(row.tokens for row in rows),
         behaviour_logps=tuple(row.behaviour_logps for row in rows),
         stopped=tuple(row.ended == "stop" for row in rows),
-        entropies=_entropies(rows),
-        observation_mask=tuple(row.given for row in rows) if has_tools else None,
-        conversations=tuple(completion.conversation for completion in done) if has_tools else None,
+        entropies=None
+        if entropies is None
+        else tuple(float(np.sum(of_row, dtype=np.float64)) for of_row in entropies),
+        observation_mask=_unless_none(row.given for row in rows),
+        conversations=_unless_none(completion.conversation for completion in done),
     )
 
 
-def _entropies(rows: Sequence[RowTokens]) -> tuple[float, ...] | None:
-    """Returns the sum of each completion's entropies; None if they were not asked for."""
-    if rows[0].entropies is None:
-        return None
-    return tuple(float(np.sum(row.entropies, dtype=np.float64)) for row in rows)
+def _unless_none[Value](values: Iterable[Value | None]) -> tuple[Value, ...] | None:
+    """Returns the values of all rows; None if rows have none."""
+    return tuple(value for value in values if value is not None) or None
 
 
 def score(

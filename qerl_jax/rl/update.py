@@ -297,12 +297,13 @@ class Updater:
             learner = dataclasses.replace(self, poll=lambda: None)
             metrics, counts = jax.device_get((metrics, counts))
             records.append((metrics, *update_metrics.joined(counts, rows.size)))
-            if cfg.entropy is not None:
+            entropies = records[-1][1].entropy
+            if cfg.entropy is not None and entropies is not None:
                 tokens = _entropy_tokens(experience, per_token, rows)
-                mean = records[-1][1].entropy.sum(dtype=np.float64) / max(tokens, 1)
+                mean = entropies.sum(dtype=np.float64) / max(tokens, 1)
                 metrics["policy_loss"] = metrics["loss"] + coef * mean
                 if state.entropy is not None and tokens:
-                    control = state.entropy.after(cfg.entropy, mean)
+                    control = state.entropy.after(cfg.entropy, float(mean))
                     state = dataclasses.replace(state, entropy=jax.device_put(control))
                 # Read now, because the next step donates the state's buffers.
                 control = jax.device_get(state.entropy)
@@ -345,13 +346,15 @@ def make_updater(
         replicas: See `Updater`.
         poll: See `Updater`.
     """
+    remat = cfg.model.gradient_checkpointing
+    assert remat != "auto", "the plan chooses it"
     return Updater(
         Objective(
             model,
             cfg.grpo,
             temperature=cfg.rollout.temperature,
             num_tokens=num_tokens,
-            remat=cfg.model.gradient_checkpointing,
+            remat=remat,
         ),
         cfg.optim,
         total_steps,

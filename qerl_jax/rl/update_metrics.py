@@ -1,5 +1,6 @@
 """Metrics of an update: the difference between policy and sampler, and reductions over micro-batches and steps."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -102,7 +103,7 @@ def reduced(records: list[Any]) -> dict[str, Any]:
         | jax.device_get(_summarize(counts))
         for metrics, counts, drift, entropies in records
     ]
-    how = {
+    how: dict[str, Callable[..., Any]] = {
         "updates/empty": np.sum,
         "updates/non_finite": np.sum,
         "clip_ratio/low_min": np.min,
