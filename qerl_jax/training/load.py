@@ -5,17 +5,13 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from qerl_jax import config
 from qerl_jax.aqn import exploration
 from qerl_jax.checkpoint import peft, run_state
 from qerl_jax.checkpoint.policy import read_base
 from qerl_jax.data import datasets
 from qerl_jax.distributed.hosts import Hosts
-from qerl_jax.distributed.mesh import Replicas
-from qerl_jax.evaluation.evaluator import Evaluator
 from qerl_jax.generation.sampler import Sampler
 from qerl_jax.model import transformer
-from qerl_jax.planning import memory
 from qerl_jax.rl import dynamic_sampling, rollouts, update
 from qerl_jax.rl.entropy import EntropyControl
 from qerl_jax.tracking import terminal
@@ -23,47 +19,23 @@ from qerl_jax.training import replay
 from qerl_jax.training.check import CheckedRun
 from qerl_jax.training.position import Position, Progress
 from qerl_jax.training.random_streams import PARAMS, stream_key
-from qerl_jax.training.stopping import Stop
-from qerl_jax.training.task import Task
 
 
 @dataclasses.dataclass(frozen=True)
-class PreparedRun:
-    """The inputs of the training loop.
+class PreparedRun(CheckedRun):
+    """The inputs of the training loop: a checked run, and what was loaded for it.
 
     Attributes:
-        cfg: The config.
-        plan: The memory plan.
-        task: The problems, rewards and tools, and the policy without its weights.
-        replicas: The replicas of the policy, and their devices.
         frozen: The part of the policy that is not trained.
         start: The position from which the run begins or continues; the first update donates its buffers.
-        aqn: The noise of the sampling policy.
         sampler: Samples completions.
         updater: Updates the policy with a rollout.
-        evaluator: Measures held-out accuracy; None without evaluations.
-        files: The checkpoints.
-        stop: Tells whether a signal has asked the run to end.
-        notes: Lines that were shown, for the report.
-        began: Start of the preparation, in seconds of the monotonic clock.
-        earlier_peak: Peak device memory of this process before the run, in bytes.
     """
 
-    cfg: config.RunConfig
-    plan: memory.Plan
-    task: Task
-    replicas: Replicas
     frozen: Any
     start: Position
-    aqn: exploration.Exploration
     sampler: Sampler
     updater: update.Updater
-    evaluator: Evaluator | None
-    files: run_state.StateFiles
-    stop: Stop
-    notes: list[str]
-    began: float
-    earlier_peak: int
 
     @property
     def hosts(self) -> Hosts:
@@ -104,21 +76,11 @@ def load(
             raise exhausted from error
         raise
     return PreparedRun(
-        checked.cfg,
-        checked.plan,
-        checked.task,
-        checked.replicas,
-        frozen,
-        _start(checked, state),
-        checked.aqn,
+        **vars(checked) | {"notes": [*checked.notes, *lines]},
+        frozen=frozen,
+        start=_start(checked, state),
         sampler=_sampler(checked, row_lengths),
         updater=_updater(checked),
-        evaluator=checked.evaluator,
-        files=checked.files,
-        stop=checked.stop,
-        notes=[*checked.notes, *lines],
-        began=checked.began,
-        earlier_peak=checked.earlier_peak,
     )
 
 
