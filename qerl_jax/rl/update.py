@@ -22,6 +22,9 @@ from qerl_jax.rl.objective import Objective, compiler_options, gradient, score
 
 messages.sent(grpo.RowMetrics)
 
+# A policy: its trained parameters, the rest of them, and its noise (a tree or `RowNoise`) or None.
+type Policy = tuple[Any, Any, Any]
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -267,18 +270,14 @@ class Updater:
         fixed = anchors(self, state, frozen, experience, noise, steps, divided)
         learner = self
         for index in range(steps):
-            rows = batches[index % len(batches)]
-            per_token = fixed | _high_entropy(
-                learner, state.params, frozen, experience, noise, rows
-            )
+            rows, policy = batches[index % len(batches)], (state.params, frozen, noise)
+            per_token = fixed | _high_entropy(learner, policy, experience, rows)
             coef = _entropy_coef(cfg, state.entropy)
             sums, counts = summed_gradient(
                 learner,
-                state.params,
-                frozen,
+                policy,
                 experience,
                 per_token,
-                noise,
                 rows,
                 divided[index % len(batches)],
                 jax.random.fold_in(step_key, index),
@@ -386,22 +385,19 @@ def anchors(
     cfg, fixed, rows = updater.objective.grpo, {}, _rows_of(divided)
     # With a single step, the old policy is the learning policy: `loss` uses its log-probabilities without gradient.
     if cfg.old_logprobs == "recompute" and steps > 1:
-        fixed["old_logps"] = _scores(updater, state.params, frozen, experience, noise, rows)
+        fixed["old_logps"] = _scores(updater, (state.params, frozen, noise), experience, rows)
     if cfg.reference is not None:
         adapter = state.reference is not None
         params = state.reference if adapter else state.params
-        fixed["ref_logps"] = _scores(
-            updater, params, frozen, experience, None, rows, adapter=adapter
-        )
+        policy = (params, frozen, None)
+        fixed["ref_logps"] = _scores(updater, policy, experience, rows, adapter=adapter)
     return fixed
 
 
 def _scores(
     updater: Updater,
-    params: Any,
-    frozen: Any,
+    policy: Policy,
     experience: Experience,
-    noise: Any,
     rows: np.ndarray,
     *,
     adapter: bool = True,
@@ -409,7 +405,7 @@ def _scores(
 ) -> np.ndarray:
     """Computes `score` for rows int [k] of a rollout: float32 [N], by completion token; 0 for other rows."""
     values, objective = np.zeros(len(experience.completions), np.float32), updater.objective
-    policies = updater.replicas.each((params, frozen, noise))
+    policies = updater.replicas.each(policy)
     batches = divide_rows(updater, experience, rows)
 
     def scored(numbers, members, replica):
@@ -474,12 +470,7 @@ def _computed[Result](
 
 
 def _high_entropy(
-    updater: Updater,
-    params: Any,
-    frozen: Any,
-    experience: Experience,
-    noise: Any,
-    rows: np.ndarray,
+    updater: Updater, policy: Policy, experience: Experience, rows: np.ndarray
 ) -> dict[str, np.ndarray]:
     """Returns the mask float32 [N] of tokens of an optimizer batch [n, k] that the policy learns from.
 
@@ -490,7 +481,7 @@ def _high_entropy(
     if quantile == 1:
         return {}
     rows = _with_tokens(experience, rows.reshape(-1))
-    entropies = _scores(updater, params, frozen, experience, noise, rows, of="entropies")
+    entropies = _scores(updater, policy, experience, rows, of="entropies")
     mask = experience.mask & np.isin(experience.row_of_token, rows)
     return {"high_entropy": high_entropy(entropies, mask, quantile)}
 
@@ -541,11 +532,9 @@ def micro_batches(
 
 def summed_gradient(
     updater: Updater,
-    params: Any,
-    frozen: Any,
+    policy: Policy,
     experience: Experience,
     fixed: dict[str, np.ndarray],
-    noise: Any,
     rows: np.ndarray,
     batches: Sequence[microbatches.MicroBatch],
     key: jax.Array,
@@ -555,11 +544,9 @@ def summed_gradient(
 
     Args:
         updater: The updater that computes them.
-        params: The trained parameters.
-        frozen: The rest of the policy.
+        policy: The policy that learns.
         experience: The rollout.
         fixed: Its fixed log-probabilities, see `anchors`, and the mask of high-entropy tokens, if they are used.
-        noise: AQN's noise, or None.
         rows: int [n, k], indices of the batch's rows.
         batches: The micro-batches of these rows.
         key: Key of LoRA's dropout.
@@ -582,11 +569,11 @@ def summed_gradient(
         totals = dataclasses.replace(
             totals, entropy_tokens=np.int32(tokens), entropy_coef=np.float32(entropy_coef)
         )
-    policies = updater.replicas.each((params, frozen, noise))
+    policies = updater.replicas.each(policy)
     # Made before anything runs, so that transfers to a device do not wait for its work.
     apart, count = updater.replicas.apart, updater.replicas.group
     keys = [jax.random.fold_in(key, number) for number in range(len(batches))]
-    starts = enumerate(updater.replicas.each(zeros(params)))
+    starts = enumerate(updater.replicas.each(zeros(policy[0])))
     sums = [apart([start] * count, replica) for replica, start in starts]
 
     def accumulated(numbers, members, replica):
@@ -608,20 +595,16 @@ def summed_gradient(
 
 def replay_step(
     updater: Updater,
-    params: Any,
-    frozen: Any,
+    policy: Policy,
     experience: Experience,
     fixed: dict[str, np.ndarray],
-    noise: Any,
     key: jax.Array,
     entropy_coef: float = 0.0,
 ) -> tuple[jax.Array, Any]:
     """Computes loss and gradient of an optimizer step that a `NonFinite` describes; `key` is the dropout key."""
     rows = experience.rows
     batches = micro_batches(updater, experience, rows)
-    return summed_gradient(
-        updater, params, frozen, experience, fixed, noise, rows, batches, key, entropy_coef
-    )[0]
+    return summed_gradient(updater, policy, experience, fixed, rows, batches, key, entropy_coef)[0]
 
 
 def _learns(cfg: GrpoConfig, experience: Experience) -> np.ndarray:

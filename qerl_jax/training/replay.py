@@ -86,11 +86,9 @@ def run(path: str | pathlib.Path) -> list[str]:
     fixed = _under("fixed", arrays)
     loss, grads = update.replay_step(
         updater,
-        params,
-        frozen,
+        (params, frozen, noise),
         rows,
         fixed,
-        noise,
         jax.random.key(0),
         float(arrays.get("entropy_coef", 0.0)),
     )

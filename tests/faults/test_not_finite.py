@@ -49,8 +49,9 @@ def of_gradients(gradient, *arguments):
     return (loss, with_nan(grads)), counts
 
 
-def of_weights(gradient, updater, params, *arguments):
-    return gradient(updater, with_nan(params), *arguments)
+def of_weights(gradient, updater, policy, *arguments):
+    params, *rest = policy
+    return gradient(updater, (with_nan(params), *rest), *arguments)
 
 
 @pytest.fixture(scope="module")

@@ -815,7 +815,8 @@ def test_a_step_that_runs_again_keeps_the_order_of_its_rows():
     for seed in range(3):
         key, params = jax.random.key(seed), jax.tree.map(jnp.array, trained_params())
         _, metrics = updater(state_of(trained_params()), *arguments, key)
-        loss, _ = update.replay_step(updater, params, base(), sample_experience(), {}, None, key)
+        policy = (params, base(), None)
+        loss, _ = update.replay_step(updater, policy, sample_experience(), {}, key)
         shuffled.add(float(metrics["loss"]))
         again.add(float(loss))
     assert len(shuffled) > 1 and len(again) == 1
