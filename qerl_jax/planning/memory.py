@@ -28,8 +28,8 @@ from qerl_jax.generation.draft_control import Drafting
 from qerl_jax.model import architecture, fused_decode, kv_cache, layers
 from qerl_jax.model.division import Division
 from qerl_jax.model.transformer import DenseLinears, Transformer, abstract_base, trainable
-from qerl_jax.rl import experience, grpo, microbatches, optimizer
-from qerl_jax.rl.objective import Objective, compiler_options, gradient
+from qerl_jax.rl import experience, grpo, microbatches, optimizer, update
+from qerl_jax.rl.objective import compiler_options, gradient
 from qerl_jax.system.checked import require
 
 Phase = Literal["always", "rollout", "update", "evaluation"]
@@ -459,33 +459,16 @@ def compiled_update(plan: Plan) -> Any:
         advantages=shape((largest.num_rows,), jnp.float32),
         fixed=dict.fromkeys(_fixed(cfg), logps),
     )
-    objective = Objective(
-        model,
-        cfg.grpo,
-        temperature=cfg.rollout.temperature,
-        num_tokens=model.arch.vocab_size,
-        remat=cfg.model.gradient_checkpointing,
-    )
-    lowered = jax.jit(
-        functools.partial(gradient, objective),
-        compiler_options=compiler_options(objective),
-    ).lower(
-        params,
-        frozen,
-        None,
-        batch,
-        _totals(cfg, number),
-        jax.eval_shape(lambda: jax.random.key(0)),
-    )
-    return lowered.compile().memory_analysis()
-
-
-def _totals(cfg: RunConfig, number: Any) -> grpo.BatchTotals:
     totals = grpo.BatchTotals(number, number, number, cfg.optim.gradient_accumulation_steps)
-    if cfg.grpo.entropy is None:
-        return totals
-    coef = jax.ShapeDtypeStruct((), jnp.float32)
-    return dataclasses.replace(totals, entropy_tokens=number, entropy_coef=coef)
+    if cfg.grpo.entropy is not None:
+        coef = shape((), jnp.float32)
+        totals = dataclasses.replace(totals, entropy_tokens=number, entropy_coef=coef)
+    objective = update.make_updater(cfg, model, model.arch.vocab_size, total_steps=1).objective
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    program = jax.jit(
+        functools.partial(gradient, objective), compiler_options=compiler_options(objective)
+    )
+    return program.lower(params, frozen, None, batch, totals, key).compile().memory_analysis()
 
 
 def _fixed(cfg: RunConfig) -> list[str]:

@@ -34,40 +34,27 @@ class Supply:
             return {"drawn": self.drawn}
         rollout = self.surplus.rollout
         talks, masks = rollout.conversations, rollout.observation_mask
+        rows: list[dict[str, Any]] = []
+        for i, ids in enumerate(rollout.completion_ids):
+            rows.append(
+                {
+                    "completion": ids.tolist(),
+                    "logps": rollout.behaviour_logps[i].tolist(),
+                    "stopped": rollout.stopped[i],
+                    "per_function": _without_nan(self.surplus.per_function[i]),
+                }
+            )
+            if rollout.entropies:
+                rows[i]["entropy"] = rollout.entropies[i]
+            if talks and masks:
+                rows[i] |= {"given": masks[i].tolist(), "talk": dataclasses.asdict(talks[i])}
         # An environment's first observation is not part of the data, so prompts with tools are stored.
-        prompts = [ids.tolist() for ids in rollout.prompt_ids]
-        return {
+        prompts = {"prompts": [ids.tolist() for ids in rollout.prompt_ids]} if talks else {}
+        return prompts | {
             "drawn": self.drawn,
-            **({"prompts": prompts} if talks else {}),
             "positions": self.surplus.positions.tolist(),
             "rewards": _without_nan(self.surplus.rewards),
-            "rows": [
-                ({} if entropy is None else {"entropy": entropy})
-                | (
-                    {
-                        "given": masks[i].tolist(),
-                        "talk": dataclasses.asdict(talks[i]),
-                    }
-                    if talks and masks
-                    else {}
-                )
-                | {
-                    "completion": ids.tolist(),
-                    "logps": logps.tolist(),
-                    "stopped": stopped,
-                    "per_function": _without_nan(per_function),
-                }
-                for i, (ids, logps, stopped, entropy, per_function) in enumerate(
-                    zip(
-                        rollout.completion_ids,
-                        rollout.behaviour_logps,
-                        rollout.stopped,
-                        rollout.entropies or (None,) * len(rollout.texts),
-                        self.surplus.per_function,
-                        strict=True,
-                    )
-                )
-            ],
+            "rows": rows,
         }
 
     @classmethod

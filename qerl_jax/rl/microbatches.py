@@ -17,6 +17,8 @@ from qerl_jax.model.architecture import Architecture
 _SIZES = ((1, 1), (2, 1), (12, 2))
 # The same if all rows have one width, so that there are fewer other shapes.
 _SIZES_OF_ONE_WIDTH = ((1, 1), (2, 1), (4, 2), (16, 4))
+# Tokens of the largest micro-batch by default.
+_TOKENS = 8192
 # Tokens of the smallest micro-batch.
 _FEWEST = 128
 # Token slots of the attention rows, as multiples of a micro-batch's tokens: in the widest rows, the middle ones and
@@ -200,26 +202,6 @@ def shapes(
     return tuple(chosen)
 
 
-def default_budget(*, prompt_width: int, completion_width: int, rows: int, prompts: int) -> int:
-    """Returns the default size of a micro-batch in tokens: 8192, but at least the longest row, and at most all rows.
-
-    More tokens would not make matrix products faster, and the division would be coarser. If two of the longest rows
-    have a little more than 8192 tokens, the default is their size, so that one such row fills half a micro-batch.
-
-    Args:
-        prompt_width: The most tokens of a prompt.
-        completion_width: The most tokens of a completion.
-        rows: Rows of an optimizer step.
-        prompts: Prompts of these rows.
-    """
-    longest = prompt_width + completion_width
-    tokens = 2 * longest if _TOKENS < 2 * longest <= _TOKENS * 4 / 3 else max(_TOKENS, longest)
-    return min(tokens, prompts * prompt_width + rows * completion_width)
-
-
-_TOKENS = 8192
-
-
 def update_shapes(
     optim: OptimConfig,
     loss_type: str,
@@ -259,16 +241,18 @@ def update_shapes(
 def token_budget(
     optim: OptimConfig, *, group: int, prompt_width: int, completion_width: int
 ) -> int:
-    """Returns the most tokens of a micro-batch; arguments as for `update_shapes`."""
+    """Returns the most tokens of a micro-batch; arguments as for `update_shapes`.
+
+    By default it is 8192, but at least the longest row, and at most all rows of an optimizer step. More tokens would
+    not make matrix products faster, and the division would be coarser. If two of the longest rows have a little more
+    than 8192 tokens, the default is their size, so that one such row fills half a micro-batch.
+    """
     if optim.max_tokens_per_microbatch is not None:
         return optim.max_tokens_per_microbatch
     rows = optim.per_device_train_batch_size * optim.gradient_accumulation_steps
-    return default_budget(
-        prompt_width=prompt_width,
-        completion_width=completion_width,
-        rows=rows,
-        prompts=rows // math.gcd(rows, group),
-    )
+    longest, prompts = prompt_width + completion_width, rows // math.gcd(rows, group)
+    tokens = 2 * longest if _TOKENS < 2 * longest <= _TOKENS * 4 / 3 else max(_TOKENS, longest)
+    return min(tokens, prompts * prompt_width + rows * completion_width)
 
 
 def divide(rows: Rows, shapes: Sequence[Shape]) -> list[MicroBatch]:

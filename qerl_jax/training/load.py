@@ -75,12 +75,32 @@ def load(
         if exhausted := checked.plan.exhaustion(error, "always"):
             raise exhausted from error
         raise
+    cfg, task, replicas, poll = checked.cfg, checked.task, checked.replicas, checked.stop.poll
+    write_batch = functools.partial(replay.write, cfg.output_dir)
     return PreparedRun(
         **vars(checked) | {"notes": [*checked.notes, *lines]},
         frozen=frozen,
         start=_start(checked, state),
-        sampler=_sampler(checked, row_lengths),
-        updater=_updater(checked),
+        sampler=rollouts.make_sampler(
+            task.model,
+            task.tokenizer,
+            dataclasses.replace(cfg.rollout, drafts=cfg.drafts),
+            max_prompt_length=cfg.data.max_prompt_length,
+            entropies=True,
+            poll=poll,
+            tools=task.tools,
+            replicas=replicas,
+            row_lengths=row_lengths,
+        ),
+        updater=update.make_updater(
+            checked.plan.cfg,
+            task.model,
+            task.tokenizer.num_tokens,
+            task.total_steps,
+            on_non_finite=write_batch if replicas.hosts.leads else None,
+            replicas=replicas,
+            poll=poll,
+        ),
     )
 
 
@@ -127,33 +147,4 @@ def _start(checked: CheckedRun, state: update.TrainState) -> Position:
         stored.get("sigma", checked.aqn.first),
         Progress(**progress | {"sources": checked.sources}),
         int(state.step),
-    )
-
-
-def _sampler(checked: CheckedRun, row_lengths: Sequence[int] | None = None) -> Sampler:
-    cfg, task = checked.cfg, checked.task
-    return rollouts.make_sampler(
-        task.model,
-        task.tokenizer,
-        dataclasses.replace(cfg.rollout, drafts=cfg.drafts),
-        max_prompt_length=cfg.data.max_prompt_length,
-        entropies=True,
-        poll=checked.stop.poll,
-        tools=task.tools,
-        replicas=checked.replicas,
-        row_lengths=row_lengths,
-    )
-
-
-def _updater(checked: CheckedRun) -> update.Updater:
-    task, replicas = checked.task, checked.replicas
-    write_batch = functools.partial(replay.write, checked.cfg.output_dir)
-    return update.make_updater(
-        checked.plan.cfg,
-        task.model,
-        task.tokenizer.num_tokens,
-        task.total_steps,
-        on_non_finite=write_batch if replicas.hosts.leads else None,
-        replicas=replicas,
-        poll=checked.stop.poll,
     )

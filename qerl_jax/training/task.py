@@ -80,7 +80,8 @@ def make_task(
     if not has_rows:
         _require_held_out(cfg)
         problems = datasets.from_config(cfg.data, split=cfg.data.split, seed=cfg.seed)
-    model, tokenizer = _described(cfg)
+    model, tokenizer = base_model.describe_base(cfg.model, cfg.lora, cfg.mesh)
+    memory.require_context(cfg, model.arch)
     notes: list[str] = []
     talks = None
     if cfg.tools is not None:
@@ -130,13 +131,6 @@ def _require_held_out(cfg: config.RunConfig) -> None:
         f"must name held-out problems: {source} is a file, which has no other split, so the accuracy would be that of "
         "rows that are trained on. Name a file or a data set, or switch the evaluation off: --eval None",
     )
-
-
-def _described(cfg: config.RunConfig) -> tuple[transformer.Transformer, Tokenizer]:
-    """Returns the policy without weights, divided as in the mesh config, and its tokenizer."""
-    model, tokenizer = base_model.describe_base(cfg.model, cfg.lora, cfg.mesh)
-    memory.require_context(cfg, model.arch)
-    return model, tokenizer
 
 
 def _try(task: Task, hosts: Hosts, max_prompt_length: int) -> None:

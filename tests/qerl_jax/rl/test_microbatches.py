@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from qerl_jax.config import OptimConfig
 from qerl_jax.model.architecture import KNOWN, Architecture
 from qerl_jax.rl import microbatches
 
@@ -124,8 +125,9 @@ def test_micro_batches_by_rows_are_cut_as_they_come_and_no_larger_than_needed():
 )
 def test_the_budget_that_nothing_else_bounds(limit, rows, budget):
     """It is 8192 tokens or two rows, never less than a row may have, nor more than all rows."""
-    asked = {"prompt_width": 88, "completion_width": limit, "rows": rows, "prompts": rows // 4}
-    assert microbatches.default_budget(**asked) == budget
+    optim = OptimConfig(per_device_train_batch_size=rows, gradient_accumulation_steps=1)
+    sizes = {"prompt_width": 88, "completion_width": limit, "group": 4}
+    assert microbatches.token_budget(optim, **sizes) == budget
 
 
 def padding(shapes, *, rows, mean, sigma, limit, truncated=0.0, prompts=(60, 201), silent=0.0):
@@ -159,7 +161,12 @@ def test_less_than_a_tenth_is_padding_whatever_the_lengths(sigma, truncated, sil
     counts as padding the second time.
     """
     widths = {"prompt_width": 256, "completion_width": 4096}
-    budget = budget or microbatches.default_budget(**widths, rows=128, prompts=16)
+    optim = OptimConfig(
+        per_device_train_batch_size=128,
+        gradient_accumulation_steps=1,
+        max_tokens_per_microbatch=budget,
+    )
+    budget = microbatches.token_budget(optim, **widths, group=8)
     shapes = microbatches.shapes(budget, **widths, group=8, max_rows=128, overhead=SEVEN_B)
     lengths = {"mean": 250, "sigma": sigma, "truncated": truncated, "silent": silent}
     assert 0 < padding(shapes, rows=128, limit=4096, **lengths) < 0.1
