@@ -214,7 +214,7 @@ def test_a_library_that_writes_its_messages_itself_leaves_them_from_the_root_log
         ("train quickstart --lora.alpha=x", "--lora.alpha: got 'x'; must be a number"),
         (
             "train quickstart --rollout.drafts on --seed 1",
-            "--rollout.drafts: got 'on'; must be one of 'auto', 'off'",
+            "--rollout.drafts: got 'on'; must be one of 'auto', 'always', 'off'",
         ),
         (
             "train quickstart --deterministic yes",

@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import pathlib
 import re
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -38,6 +37,7 @@ from qerl_jax.config import rules as config_rules
 from qerl_jax.rewards import scoring
 from qerl_jax.system import checked
 from qerl_jax.training import load
+from qerl_jax.training.trainer import train
 
 CONFIGS = pathlib.Path(__file__).parents[3] / "configs"
 MINIMAL = {
@@ -862,13 +862,16 @@ def test_a_config_of_the_package_can_be_named_from_any_folder(tmp_path, monkeypa
     assert config.read_table("quickstart") == {"seed": 1}  # a file goes before
 
 
-def test_a_run_that_is_to_be_repeated_exactly_makes_no_drafts(monkeypatch):
-    told = []
-    monkeypatch.setattr(
-        load.rollouts, "make_sampler", lambda *of, **options: told.append(of[2].drafts)
-    )
-    for deterministic in (False, True):
-        run = build(deterministic=deterministic)
-        load._sampler(mock.Mock(cfg=run), None)
-        told.append(run.drafts)
-    assert told == ["auto", "auto", "off", "off"]
+def test_a_run_that_is_to_be_repeated_exactly_makes_no_drafts(monkeypatch, tmp_path):
+    class SamplerMade(Exception):
+        pass
+
+    def make_sampler(*of, **options):
+        raise SamplerMade(of[2].drafts)
+
+    monkeypatch.setattr(load.rollouts, "make_sampler", make_sampler)
+    for deterministic, drafts in ((False, "auto"), (True, "off")):
+        changes = {"output_dir": str(tmp_path / drafts), "deterministic": deterministic}
+        cfg = config.from_table(RunConfig, config.read_table("quickstart") | changes)
+        with pytest.raises(SamplerMade, match=drafts):
+            train(cfg, quiet=True)

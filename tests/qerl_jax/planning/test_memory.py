@@ -506,7 +506,7 @@ def test_what_settings_save_is_what_they_save():
     least = {item.name: item.size for item in memory.plan(best).items}
     for name in ("base: linears, norms, biases", "optimizer"):
         (item,) = (item for item in dense.items if item.name == name)
-        assert item.kept == pytest.approx(least[name], rel=0.001) and item.saved > item.size / 2
+        assert item.required == pytest.approx(least[name], rel=0.001) and item.saved > item.size / 2
 
 
 def test_a_base_that_trains_is_not_told_to_be_packed():

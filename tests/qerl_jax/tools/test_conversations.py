@@ -143,7 +143,9 @@ def test_what_was_said_is_messages_as_trl_has_them(rollout):
 
 def test_rows_of_another_host_come_with_its_conversations(rollout, tokens):
     """This host does not read their turns, but its rewards are told of them, after its own rows."""
-    rows = zip(rollout.completion_ids, rollout.behaviour_logps, rollout.given, strict=True)
+    rows = zip(
+        rollout.completion_ids, rollout.behaviour_logps, rollout.observation_mask, strict=True
+    )
     done = [RowTokens(n, *row[:2], "stop", given=row[2]) for n, row in enumerate(rows)]
     order = [dataclasses.replace(done[n], is_own=n != 2) for n in (3, 0, 1, 2)]
     talks = dict(enumerate(rollout.conversations))
@@ -235,9 +237,9 @@ def test_rows_of_several_environments_are_shown_their_own_tools(tokens):
 
 def test_nothing_is_learned_from_what_was_given(rollout):
     experience = make_experience(rollout, np.ones((1, 4)))
-    assert experience.mask.tolist() == (~np.concatenate(rollout.given)).tolist()
+    assert experience.mask.tolist() == (~np.concatenate(rollout.observation_mask)).tolist()
     assert experience.completions.tolist() == np.concatenate(rollout.completion_ids).tolist()
-    assert rollout.given[1].any() and not rollout.given[0].any()
+    assert rollout.observation_mask[1].any() and not rollout.observation_mask[0].any()
     # A row that is cut in the middle of an answer ends with what the policy said before.
     assert np.diff(experience.offsets).tolist() == [len(ids) for ids in rollout.completion_ids]
 
@@ -328,12 +330,12 @@ def test_rewards_see_messages_and_environments(rollout):
 
 def test_metrics_tell_turns_and_calls(rollout):
     found = metrics.of_turns(rollout)
-    lengths = [metrics._turn_lengths(given) for given in rollout.given]
+    lengths = [metrics._turn_lengths(given) for given in rollout.observation_mask]
     assert [len(each) for each in lengths] == [1, 3, 3, 2]
     expected = {
         "tools/call_frequency": 6 / 4,
         "tools/failure_frequency": 2 / 6,
-        "tools/tokens": np.mean([given.sum() for given in rollout.given]),
+        "tools/tokens": np.mean([given.sum() for given in rollout.observation_mask]),
         "turns/mean": 9 / 4,
         "turns/max": 3,
         "turns/limited": 1 / 4,
