@@ -17,7 +17,15 @@ BUDGET = {
     "tests": 32_000,
     "all": 83_000,
 }
-IS_ENFORCED = False  # becomes True, and goes away, when every tree is within its budget
+# The lines of the trees that are still above their budget; such a tree must not grow. Lower a number when there are fewer
+# lines, and delete it when the tree is within its budget.
+ABOVE = {
+    "qerl_jax": 33_316,
+    "pallas_kernels": 12_450,
+    "scripts and examples": 7_579,
+    "tests": 36_160,
+    "all": 89_505,
+}
 
 
 def lines():
@@ -30,10 +38,9 @@ def lines():
     return counts | {"all": sum(counts.values())}
 
 
-@pytest.mark.skipif(not IS_ENFORCED, reason="the trees are being made smaller")
 @pytest.mark.parametrize("tree", BUDGET)
-def test_a_tree_is_within_its_budget(tree):
-    assert lines()[tree] <= BUDGET[tree]
+def test_a_tree_is_within_its_budget_or_does_not_grow(tree):
+    assert lines()[tree] <= ABOVE.get(tree, BUDGET[tree])
 
 
 @pytest.mark.parametrize("tree", ["qerl_jax", "scripts", "examples"])
