@@ -1,7 +1,7 @@
 """Runs the notebooks from top to bottom on this machine: `python -m scripts.run_notebooks [NAME ...] [--write]`.
 
-Each notebook runs in an empty folder with its own kernel. Without names it runs all except those that are run by hand,
-because they need weights that are not in the package (`SMOLLM2=FOLDER python -m scripts.run_notebooks smollm2`). The
+Each notebook runs in an empty folder with its own kernel; all share compiled programs. Without names it runs all but those
+that need weights that are not in the package (`SMOLLM2=FOLDER python -m scripts.run_notebooks smollm2`). The
 exit status is 1 if a cell failed, or if all notebooks took more than ten minutes of processor time, which does not
 depend on other work on the machine. A cell may take twice that in wall time. `--write` saves the new outputs in the
 notebooks, with paths of this machine replaced by neutral ones.
@@ -10,6 +10,7 @@ notebooks, with paths of this machine replaced by neutral ones.
 from __future__ import annotations
 
 import argparse
+import os
 import pathlib
 import re
 import resource
@@ -24,18 +25,8 @@ NOTEBOOKS = pathlib.Path(__file__).parents[1] / "notebooks"
 BUDGET = 600  # seconds of processor time
 
 
-def by_hand(notebook: nbformat.NotebookNode) -> bool:
-    """Whether a notebook is run by hand, not by CI."""
-    return notebook.metadata["qerl"]["by_hand"]
-
-
 def run(notebook: nbformat.NotebookNode, folder: str, seconds: float) -> None:
-    """Runs all cells in a folder. The notebook then has their outputs.
-
-    Raises:
-        nbclient.exceptions.CellExecutionError: A cell failed.
-        TimeoutError: A cell took too long.
-    """
+    """Runs all cells in a folder. The notebook then has their outputs. A cell that fails or takes too long raises."""
     client = nbclient.NotebookClient(
         notebook,
         timeout=seconds,
@@ -73,21 +64,30 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--write", action="store_true", help="save the new outputs")
     options = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as programs:
+        # Most time is compilation, and the notebooks train the same small model.
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", programs)
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        run_all(options.names, write=options.write)
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    took = used.ru_utime + used.ru_stime
+    print(f"{took:.0f} s of processor time in total; at most {BUDGET} s are allowed")
+    return int(took > BUDGET and not options.names)
+
+
+def run_all(names: list[str], write: bool) -> None:
+    """Runs the notebooks of these names, or all that CI runs, and prints how long each took."""
     for path in sorted(NOTEBOOKS.glob("*.ipynb")):
         notebook = nbformat.read(path, as_version=4)
-        if path.stem not in options.names and (options.names or by_hand(notebook)):
+        if path.stem not in names and (names or notebook.metadata["qerl"]["by_hand"]):
             continue
         started = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             run(notebook, folder, 2 * BUDGET)
             neutral(notebook, folder)
         print(f"{path.name}: {time.monotonic() - started:.0f} s", flush=True)
-        if options.write:
+        if write:
             nbformat.write(notebook, path)
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    took = used.ru_utime + used.ru_stime
-    print(f"{took:.0f} s of processor time in total; at most {BUDGET} s are allowed")
-    return int(took > BUDGET and not options.names)
 
 
 if __name__ == "__main__":
