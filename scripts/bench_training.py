@@ -72,8 +72,9 @@ def filler(tokenizer: str, length: int) -> str:
 
 
 def known_name(model: str) -> str:
-    """The name of a shape in `architecture.KNOWN`: 7b is qwen2.5-7b. A folder stays what it is."""
-    return f"qwen2.5-{model}" if f"qwen2.5-{model}" in architecture.KNOWN else model
+    """The name of a shape: 7b and Qwen/Qwen2.5-7B-Instruct are qwen2.5-7b. Another name, as of a folder, stays."""
+    shape = pathlib.PurePath(model).name.lower().removesuffix("-instruct")
+    return next((name for name in (shape, f"qwen2.5-{shape}") if name in architecture.KNOWN), model)
 
 
 def configured(case: SimpleNamespace, folder: str, **options: Any) -> config.RunConfig:

@@ -98,6 +98,11 @@ def test_rewards_are_drawn_with_the_chance_of_the_problem():
         assert np.mean(rewards) == pytest.approx(float(chance), abs=0.03)
 
 
+@pytest.mark.parametrize("name", ["7b", "qwen2.5-7b", "Qwen/Qwen2.5-7B-Instruct"])
+def test_a_random_base_takes_the_shape_of_a_model_on_the_hub(name):
+    assert bench_training.known_name(name) == "qwen2.5-7b"
+
+
 def test_a_field_of_a_recipe_can_be_changed():
     case = {"config": "quickstart", "model": "", "smollm2": "", "completions": 0}
     changed = ["rollout.max_concurrent=3", "model.weights=nf4", "eval=null", "mesh.data=2"]
