@@ -283,15 +283,12 @@ class GrpoConfig(Checked, section="grpo.", renamed=RENAMED):
         by_row = correction is not None and correction.mode.startswith("sequence")
         rule = f"must exceed 1 + epsilon_high = {self.highest}, or be 0 for none"
         yield not self.delta or self.delta > self.highest, "delta", rule
-        rule = (
-            f'must be absent with grpo.loss_type = "{self.loss_type}", which does not clip a ratio'
-        )
+        rule = f'must be absent with grpo.loss_type = "{self.loss_type}", which clips no ratio'
         yield self.clips or not self.delta, "delta", rule
         rule = 'must be given with grpo.loss_type = "cispo", whose ratios it bounds: 5 is usual'
         yield self.loss_type != "cispo" or self.epsilon_high is not None, "epsilon_high", rule
         rule = (
-            'needs grpo.scale_rewards = "none" or "batch": over the deviation of its own group it is '
-            "grpo times a constant"
+            'needs grpo.scale_rewards = "none" or "batch": with "group" it is grpo times a constant'
         )
         holds = self.advantage_estimator == "grpo" or self.scale_rewards != "group"
         yield holds, "advantage_estimator", rule

@@ -39,15 +39,13 @@ RENAMED = {
         for field in fields
     },
 }
+NOT_FUNCTIONS = "functions themselves are given to qerl_jax.train as reward_funcs"
 # A larger rollout is most likely a typo.
 _MOST_ROWS = 2**20
 
 
 def across_sections(cfg: Any) -> Iterator[tuple[bool, str, str]]:
-    """Yields rules across sections: whether each holds, the field (or several, comma-separated), the rule.
-
-    Args:
-        cfg: A `config.RunConfig`.
+    """Yields rules across the sections of a `RunConfig`: whether each holds, the field (or several), the rule.
 
     Raises:
         ConfigError: For batch sizes that are no multiples of each other, or too large.
@@ -55,16 +53,11 @@ def across_sections(cfg: Any) -> Iterator[tuple[bool, str, str]]:
     used = {*cfg.rewards.functions, *([cfg.eval.reward] if cfg.eval else [])}
     lora, grpo = cfg.model.trainable == "lora", cfg.grpo
     policy = grpo.reference and grpo.reference.policy
-    penalty = cfg.rollout.repetition_penalty
     rule = "exactly one of the two must be set"
     holds = (cfg.max_steps is None) != (cfg.num_train_epochs is None)
     yield holds, "max_steps, num_train_epochs", rule
-    rule = (
-        "must name at least one function, each by a text; functions themselves are given to "
-        "qerl_jax.train as reward_funcs"
-    )
     holds = bool(cfg.rewards.functions) or (cfg.tools is not None and cfg.tools.has_environment)
-    yield holds, "rewards.functions", rule
+    yield holds, "rewards.functions", f"must name at least one function; {NOT_FUNCTIONS}"
     rule = f"must be of functions that are used: {', '.join(sorted(used))}"
     yield set(cfg.rewards.options or ()) <= used, "rewards.options", rule
     rule = (
@@ -72,12 +65,14 @@ def across_sections(cfg: Any) -> Iterator[tuple[bool, str, str]]:
         'wrong: set grpo.old_logprobs = "recompute", which does not correct for the penalty; '
         "or set the penalty to 1 and reward less repetition by get_repetition_penalty_reward"
     )
-    yield penalty == 1 or grpo.old_logprobs == "recompute", "rollout.repetition_penalty", rule
+    holds = cfg.rollout.repetition_penalty == 1 or grpo.old_logprobs == "recompute"
+    yield holds, "rollout.repetition_penalty", rule
     rule = (
         'must be false with noise.per = "sequence" and noise.scope = "both": under noise of its own '
         "each completion has another prompt before it"
     )
-    yield not _own_policies(cfg.noise) or not cfg.optim.share_prompts, "optim.share_prompts", rule
+    noise = cfg.noise and (cfg.noise.per, cfg.noise.scope)
+    yield noise != ("sequence", "both") or not cfg.optim.share_prompts, "optim.share_prompts", rule
     rule = "must be true with data.system_prompt: only a chat has a system message"
     holds = cfg.data.apply_chat_template or not cfg.data.system_prompt
     yield holds, "data.apply_chat_template", rule
@@ -115,20 +110,13 @@ def _is_plain(value):
     return isinstance(value, str | bool | int | float)
 
 
-def _own_policies(noise):
-    """Whether updates use separate noise for each sequence."""
-    return noise is not None and noise.per == "sequence" and noise.scope == "both"
-
-
 def _across_lengths(cfg):
     rollout, longest = cfg.rollout, cfg.rollout.max_completion_length
     row = cfg.data.max_prompt_length + longest
-    lengths = f"data.max_prompt_length + rollout.max_completion_length = {row}"
-    limit = cfg.optim.max_tokens_per_microbatch
-    rule = f"must hold a row of {lengths}"
+    rule = f"must hold a row of data.max_prompt_length + rollout.max_completion_length = {row}"
     holds = rollout.kv_cache_tokens is None or rollout.kv_cache_tokens >= row
     yield holds, "rollout.kv_cache_tokens", rule
-    rule = f"must hold one row, {lengths}"
+    limit = cfg.optim.max_tokens_per_microbatch
     yield limit is None or limit >= row, "optim.max_tokens_per_microbatch", rule
     rule = "must be false with rollout.ignore_eos = true, under which no completion ends: nothing would be learned"
     ends = rollout.stop is not None or not rollout.ignore_eos
@@ -147,13 +135,15 @@ def _across_batches(cfg):
         optimizer_rows = "rollout.generation_batch_size"
     elif cfg.rollout.steps_per_generation is not None:
         optimizer_rows = f"{per_device} * rollout.steps_per_generation"
-    require(
-        rows <= _MOST_ROWS, optimizer_rows, rows, f"must be at most {_MOST_ROWS} rows a rollout"
-    )
-    rule = f"must be a multiple of rollout.num_generations = {group}"
-    require(rows % group == 0, optimizer_rows, rows, rule)
-    rule = f"must be a multiple of the optimizer batch, {optimizer_batch} = {batch}"
-    require(rows % batch == 0, optimizer_rows, rows, rule)
+    for holds, rule in (
+        (rows <= _MOST_ROWS, f"must be at most {_MOST_ROWS} rows a rollout"),
+        (rows % group == 0, f"must be a multiple of rollout.num_generations = {group}"),
+        (
+            rows % batch == 0,
+            f"must be a multiple of the optimizer batch, {optimizer_batch} = {batch}",
+        ),
+    ):
+        require(holds, optimizer_rows, rows, rule)
     shared = "mesh.tensor" if cfg.mesh.tensor > 1 else "mesh.fsdp"
     yield (cfg.mesh.data or 1) <= rows, "mesh.data", f"must not exceed the {rows} rows of a rollout"
     rule = 'goes with an adapter: with model.trainable = "full" no weight is frozen'
@@ -161,9 +151,7 @@ def _across_batches(cfg):
     rule = f'with {shared} "none" would keep the weights that layers gather: take "auto"'
     holds = cfg.mesh.group == 1 or cfg.model.gradient_checkpointing != "none"
     yield holds, "model.gradient_checkpointing", rule
-    rule = (
-        'cannot be used with grpo.loss_type = "bnpo", whose value depends on the cut: take "dapo"'
-    )
+    rule = 'must be absent with grpo.loss_type = "bnpo", whose value depends on it: take "dapo"'
     holds = cfg.optim.max_tokens_per_microbatch is None or cfg.grpo.loss_type != "bnpo"
     yield holds, "optim.max_tokens_per_microbatch", rule
     rule = f"must be a multiple of the {updates} optimizer steps made from each rollout"
@@ -175,14 +163,7 @@ _NARROW_CLIP = 1e-2
 
 
 def advice(cfg: Any) -> list[str]:
-    """Returns warnings about choices that work but are unusual; each names the field, its value and the remedy.
-
-    Args:
-        cfg: A `config.RunConfig`.
-
-    Returns:
-        Lines for the log at the start of a run.
-    """
+    """Returns warnings about choices of a `RunConfig` that work but are unusual, with field, value and remedy."""
     grpo, noise, lines = cfg.grpo, cfg.noise, []
     got = f"warning: grpo.loss_type: got {grpo.loss_type!r}; "
     if grpo.importance_sampling_level != "sequence":

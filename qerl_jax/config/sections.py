@@ -10,7 +10,7 @@ import re
 from typing import Annotated, Any, Literal, get_args
 
 from qerl_jax.config.grpo import GrpoConfig
-from qerl_jax.config.rules import RENAMED, across_sections
+from qerl_jax.config.rules import NOT_FUNCTIONS, RENAMED, across_sections
 from qerl_jax.config.tiers import core, experimental, verified
 from qerl_jax.system.checked import (
     Checked,
@@ -39,15 +39,27 @@ BlockScales = Literal["auto", "search", "maximum"]
 Dtype = Literal["bfloat16", "float32"]
 # Which kernels multiply packed weights and decode: those of `pallas_kernels.runtime.KERNELS`.
 Kernels = Literal["auto", "hopper", "portable", "reference"]
-# What a backward pass recomputes, from nothing to a whole layer.
+# What a backward pass recomputes, from nothing to a whole layer; "auto" leaves the choice to the memory plan.
 Remat = Literal["none", "products", "mlp", "layer"]
-# Values that a config may have: "auto" leaves the choice to the memory plan.
-Checkpointing = Literal["auto", "none", "products", "mlp", "layer"]
+Checkpointing = Literal["auto", Remat]
 # Sampling options, the same in every section that has them.
 TopK = Annotated[int, Rule(lambda k: k >= 0, "must not be negative (0 is off)")]
 TopP = Annotated[float, Rule(lambda p: 0 < p <= 1, "must be in (0, 1]")]
 RepetitionPenalty = Annotated[float, Rule(lambda x: x > 0, "must be positive (1 is off)")]
 PromptTemplate = Annotated[str, Rule(lambda text: "{prompt}" in text, 'must contain "{prompt}"')]
+_STOP = Rule(lambda texts: texts and all(texts), "must be texts, none empty; leave it out for none")
+_NAMES = Rule(
+    lambda names: all(isinstance(name, str) for name in names),
+    f"must be a list of names; {NOT_FUNCTIONS}",
+)
+_COLUMNS = Rule(
+    lambda names: names.keys() <= {"prompt", "answer"},
+    'may say which column is "prompt" and which is "answer"',
+)
+_CALL = Rule(
+    lambda text: "argument" in re.compile(text).groupindex,
+    'must be a regular expression with a group "(?P<argument>...)"',
+)
 # Whether drafts are made.
 Drafts = Literal["auto", "always", "off"]
 # The linears of a layer, as Hugging Face names them.
@@ -57,6 +69,17 @@ _LINEARS = get_args(Linear)
 CallFormat = Literal["hermes", "llama3_json"]
 # The rows of a 72B model's narrow linears. A larger rank is most likely a typing error.
 _MOST_RANK = 8192
+_RANKS = f"must be at least 1 and at most {_MOST_RANK}"
+_is_rank = lambda n: isinstance(n, int) and 1 <= n <= _MOST_RANK
+_KEYS = Rule(lambda table: all(map(re.compile, table)), "must have regular expressions as keys")
+_Ranks = Annotated[
+    dict[str, int],
+    Rule(lambda table: all(map(_is_rank, table.values())), f"ranks {_RANKS}"),
+    _KEYS,
+]
+_Alphas = Annotated[
+    dict[str, float], Rule(lambda table: min(table.values()) > 0, "alphas must be positive"), _KEYS
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,16 +157,13 @@ class LoraConfig(Checked, section="lora."):
             the rank grows (arXiv 2312.03732).
     """
 
-    rank: Annotated[
-        int,
-        Rule(lambda n: 1 <= n <= _MOST_RANK, f"must be at least 1 and at most {_MOST_RANK}"),
-    ] = core(32)
+    rank: Annotated[int, Rule(_is_rank, _RANKS)] = core(32)
     alpha: Positive = core(32.0)
     dropout: HalfOpen01 = experimental(0.0)
     train_norms: bool = experimental(False)
     target_modules: tuple[Linear, ...] | None = experimental(None)
-    rank_pattern: dict[str, int] | None = experimental(None)
-    alpha_pattern: dict[str, float] | None = experimental(None)
+    rank_pattern: _Ranks | None = experimental(None)
+    alpha_pattern: _Alphas | None = experimental(None)
     use_rslora: bool = experimental(False)
 
     def __post_init__(self):
@@ -159,19 +179,8 @@ class LoraConfig(Checked, section="lora."):
         super().__post_init__()
 
     def _across(self):
-        ranks, alphas = self.rank_pattern or {}, self.alpha_pattern or {}
-        names = self.target_modules
-        rule = f"must name at least one of {', '.join(_LINEARS)}"
+        names, rule = self.target_modules, f"must name at least one of {', '.join(_LINEARS)}"
         yield names is None or (bool(names) and set(names) <= set(_LINEARS)), "target_modules", rule
-        rule = f"ranks must be at least 1 and at most {_MOST_RANK}"
-        holds = all(isinstance(n, int) and 1 <= n <= _MOST_RANK for n in ranks.values())
-        yield holds, "rank_pattern", rule
-        rule = "alphas must be positive"
-        holds = all(isinstance(x, int | float) and x > 0 for x in alphas.values())
-        yield holds, "alpha_pattern", rule
-        rule = "must have regular expressions as keys"
-        yield all(map(_is_pattern, ranks)), "rank_pattern", rule
-        yield all(map(_is_pattern, alphas)), "alpha_pattern", rule
 
     def factor(self, alpha: float, rank: int) -> float:
         """What a branch of that alpha and rank is multiplied by."""
@@ -192,14 +201,6 @@ class _Patterns(dict):
     def __eq__(self, other):
         # Order matters: the first pattern that matches a linear is used.
         return isinstance(other, dict) and list(self.items()) == list(other.items())
-
-
-def _is_pattern(text: str) -> bool:
-    try:
-        re.compile(text)
-    except re.error:
-        return False
-    return True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,16 +237,7 @@ class DataConfig(Checked, section="data."):
     path: str | None = verified(None)
     name: str | None = core(None)
     split: str = verified("train")
-    columns: (
-        Annotated[
-            dict[str, str],
-            Rule(
-                lambda names: names.keys() <= {"prompt", "answer"},
-                'may say which column is "prompt" and which is "answer"',
-            ),
-        ]
-        | None
-    ) = verified(None)
+    columns: Annotated[dict[str, str], _COLUMNS] | None = verified(None)
     system_prompt: str | None = core(None)
     prompt_template: PromptTemplate | None = experimental(None)
     apply_chat_template: bool = experimental(True)
@@ -277,14 +269,7 @@ class RewardConfig(Checked, section="rewards."):
             xmlcount_reward, repetition_penalty_reward and the punishment of long completions.
     """
 
-    functions: Annotated[
-        tuple[str, ...],
-        Rule(
-            lambda names: all(isinstance(name, str) for name in names),
-            "must be a list of names; functions themselves are given to "
-            "qerl_jax.train as reward_funcs",
-        ),
-    ] = core()
+    functions: Annotated[tuple[str, ...], _NAMES] = core()
     weights: tuple[float, ...] | None = experimental(None)
     options: dict[str, dict[str, Any]] | None = experimental(None)
     soft_punish_cache: Count | None = experimental(None)
@@ -292,9 +277,9 @@ class RewardConfig(Checked, section="rewards."):
     shaping: tuple[str, ...] | None = experimental(None)
 
     def _across(self):
-        count = len(self.functions)
-        holds = self.weights is None or len(self.weights) == count
-        yield holds, "weights", f"must have one entry per function ({count})"
+        rule = f"must have one entry per function ({len(self.functions)})"
+        holds = self.weights is None or len(self.weights) == len(self.functions)
+        yield holds, "weights", rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -336,39 +321,22 @@ class RolloutConfig(Checked, section="rollout."):
     """
 
     num_generations: Annotated[
-        int,
-        Rule(
-            lambda n: n >= 2,
-            "must be at least 2, because an advantage compares the completions of one prompt",
-        ),
+        int, Rule(lambda n: n >= 2, "must be at least 2: an advantage compares completions")
     ] = core(8)
     generation_batch_size: Count | None = core(None)
     max_concurrent: Count | None = core(None)
     kv_cache_tokens: int | None = verified(None)
     kv_cache_fraction: Open01 | None = verified(None)
     compact: bool = verified(True)
-    max_completion_length: Annotated[int, Rule(lambda n: n >= 1, "must be >= 1")] = core(512)
+    max_completion_length: Count = core(512)
     temperature: Annotated[
-        float,
-        Rule(
-            lambda x: x > 0,
-            "must be positive: greedy completions of one prompt are equal and teach nothing",
-        ),
+        float, Rule(lambda x: x > 0, "must be positive: equal (greedy) completions teach nothing")
     ] = core(1.0)
     top_k: TopK = experimental(0)
     top_p: TopP = experimental(1.0)
     min_p: Closed01 = experimental(0.0)
     repetition_penalty: RepetitionPenalty = experimental(1.0)
-    stop: (
-        Annotated[
-            tuple[str, ...],
-            Rule(
-                lambda texts: texts and all(texts),
-                "must be texts, none of them empty; leave it out for none",
-            ),
-        ]
-        | None
-    ) = experimental(None)
+    stop: Annotated[tuple[str, ...], _STOP] | None = experimental(None)
     ignore_eos: bool = verified(False)
     drafts: Drafts = core("auto", experimental=("always",))
     steps_per_generation: Count | None = experimental(None)
@@ -409,10 +377,7 @@ class OptimConfig(Checked, section="optim."):
 
     learning_rate: Annotated[
         float,
-        Rule(
-            lambda x: 0 < x <= 1,
-            "must be positive and at most 1: AdamW moves a weight by about that much in a step",
-        ),
+        Rule(lambda x: 0 < x <= 1, "must be positive and at most 1, AdamW's step of a weight"),
     ] = core(1e-5)
     lr_scheduler_type: Literal["cosine", "linear", "constant"] = core("cosine")
     warmup_ratio: HalfOpen01 = core(0.1)
@@ -493,9 +458,7 @@ class NoiseConfig(Checked, section="noise.", renamed=RENAMED):
         follows_kl = self.adaptive is not None and self.adaptive.metric == "kl"
         rule = f"must be in (0, sigma_start = {self.sigma_start}]"
         yield 0 < self.sigma_end <= self.sigma_start, "sigma_end", rule
-        rule = (
-            'needs noise.scope = "rollout": an update would have to hold the noise of every token'
-        )
+        rule = 'needs noise.scope = "rollout": an update cannot hold the noise of every token'
         yield self.per != "token" or self.scope == "rollout", "per", rule
         rule = 'needs noise.scope = "rollout": where both act under noise they do not differ'
         yield not follows_kl or self.scope == "rollout", "adaptive.metric", rule
@@ -581,16 +544,7 @@ class ToolsConfig(Checked, section="tools."):
     seconds: Positive = experimental(5.0)
     workers: Count | None = experimental(None)
     call_format: CallFormat | None = experimental(None)
-    call_pattern: (
-        Annotated[
-            str,
-            Rule(
-                lambda text: "argument" in re.compile(text).groupindex,
-                'must be a regular expression with a group "(?P<argument>...)"',
-            ),
-        ]
-        | None
-    ) = experimental(None)
+    call_pattern: Annotated[str, _CALL] | None = experimental(None)
 
     @property
     def has_environment(self) -> bool:
@@ -600,7 +554,7 @@ class ToolsConfig(Checked, section="tools."):
     @property
     def paths(self) -> list[str]:
         """The names or import paths of all tools and environments."""
-        one = [] if self.environment is None else [self.environment]
+        one = filter(None, [self.environment])
         return [*self.functions, *one, *(self.environments or {}).values()]
 
     def _across(self):
@@ -745,9 +699,7 @@ class RunConfig(Checked):
             return self.max_steps
         rollouts = max(1, round(self.num_train_epochs * num_problems / self.prompts_per_rollout))
         steps = rollouts * self.updates_per_rollout
-        rule = (
-            f"{num_problems} problems make {steps:.3g} steps of it; there must be fewer than 2**31"
-        )
+        rule = f"{num_problems} problems make {steps:.3g} steps of it; must be fewer than 2**31"
         require(steps < 2**31, "num_train_epochs", self.num_train_epochs, rule)
         return steps
 

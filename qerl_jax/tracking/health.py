@@ -1,6 +1,6 @@
 """Warns about problems in the metrics of a run: what is wrong, the likely cause, and what to change."""
 
-import dataclasses
+import math
 import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping
@@ -9,6 +9,7 @@ from typing import Any, Self
 from qerl_jax.config import RunConfig
 
 type Row = Mapping[str, Any]
+type Check = Callable[[Health], str | None]
 
 # Steps per mean, because single steps are noisier than most effects.
 _WINDOW = 10
@@ -16,21 +17,6 @@ _WINDOW = 10
 _EARLY = 3
 # There is a warning at the end of a run if a smaller share of its steps was learned from.
 _FEW = 0.1
-
-
-@dataclasses.dataclass(frozen=True)
-class Course:
-    """The change of a metric over a run.
-
-    Attributes:
-        first: Mean of its first ten values.
-        last: Mean of its last ten values.
-        is_known: Whether the two windows are complete and do not overlap.
-    """
-
-    first: float
-    last: float
-    is_known: bool
 
 
 class Health:
@@ -46,16 +32,15 @@ class Health:
     def __init__(self, usual_mismatch: float | None = None):
         """Creates a health without rows.
 
-        Args:
-            usual_mismatch: The largest mean difference of sampler and trainer that rounding explains, in nats; None
-                if they differ on purpose.
+        `usual_mismatch` is the largest mean difference of sampler and trainer that rounding explains, in nats; None if
+        they differ on purpose.
         """
         self.usual_mismatch = usual_mismatch
         self.steps = self.taught = 0
         self._step = 0
         self._are_equal = self._are_graded = False
         self._values: dict[str, list[float]] = {}
-        self._said: set[str] = set()
+        self._warned: set[Check] = set()
 
     @classmethod
     def of(cls, cfg: RunConfig, rows: Iterable[Row] = ()) -> Self:
@@ -89,16 +74,16 @@ class Health:
         """Adds a row of `metrics.jsonl`, and returns new warnings; usually none."""
         if "reward" not in row:  # an evaluation before the first step
             return []
-        for name in _LOOKED_AT:
-            if isinstance(value := row.get(name), int | float):
+        for name, value in row.items():
+            if isinstance(value, int | float):
                 values = self._values.setdefault(name, [])
                 values.append(float(value))
                 del values[_WINDOW:-_WINDOW]  # only the first and the last are needed
         self._count(row)
         warnings = []
-        for name, check in _CHECKS.items():
-            if name not in self._said and (line := check(self)):
-                self._said.add(name)
+        for check in _CHECKS:
+            if check not in self._warned and (line := check(self)):
+                self._warned.add(check)
                 warnings.append(f"warning: step {row.get('step', '?')}: {line}")
         return warnings
 
@@ -115,79 +100,85 @@ class Health:
         means = {name: row.get(f"{name}/mean") for name in spreads}
         self._are_graded = any(_are_graded(means[name], spreads[name]) for name in spreads)
 
-    def course(self, name: str) -> Course:
-        """Returns the change of a metric so far."""
+    def course(self, name: str) -> tuple[float, float]:
+        """Returns the means of the first and the last ten values of a metric; NaN if there are fewer than twenty."""
         values = self._values.get(name, [])
-        if not values:
-            return Course(0.0, 0.0, False)
-        first, last = values[:_WINDOW], values[-_WINDOW:]
-        return Course(statistics.fmean(first), statistics.fmean(last), len(values) == 2 * _WINDOW)
+        if len(values) < 2 * _WINDOW:
+            return math.nan, math.nan
+        return statistics.fmean(values[:_WINDOW]), statistics.fmean(values[_WINDOW:])
+
+    def recent(self, name: str) -> float:
+        """Returns the mean of the last ten values of a metric; NaN if there are fewer."""
+        values = self.last(name)
+        return statistics.fmean(values) if values else math.nan
 
     def latest(self, name: str) -> float | None:
         """Returns the last value of a metric; None if there is none yet."""
-        return (self.last(name, 1) or [None])[-1]
+        return (self.last(name, 1) or [None])[0]
 
-    def last(self, name: str, count: int = _WINDOW) -> list[float] | None:
-        """Returns the last `count` values of a metric; None if there are fewer."""
+    def last(self, name: str, count: int = _WINDOW) -> list[float]:
+        """Returns the last `count` values of a metric; none if there are fewer."""
         values = self._values.get(name, [])
-        return values[-count:] if len(values) >= count else None
+        return values[-count:] if len(values) >= count else []
+
+
+# Comparisons with NaN are false, so no check below warns of a metric that is not known yet.
 
 
 def _entropy(health: Health) -> str | None:
     # The sampler's entropy covers all completions; the trainer's covers only rows with a signal.
-    course = health.course("sampling/entropy")
-    if not course.is_known or course.last > 0.1 * course.first:
-        return None
-    return (
-        f"sampling/entropy has collapsed, from {course.first:.3g} to {course.last:.3g} nats a token: completions of a "
-        "prompt become equal, and nothing more is learned. Likely cause: a rate that is too high, or clipping "
-        "that lets no rare token grow. Lower optim.learning_rate, raise grpo.epsilon_high (DAPO: 0.28) or set "
-        "grpo.reference.beta > 0, and go on from an earlier checkpoint"
-    )
+    first, last = health.course("sampling/entropy")
+    if last <= 0.1 * first:
+        return (
+            f"sampling/entropy has collapsed, from {first:.3g} to {last:.3g} nats a token: completions of a "
+            "prompt become equal, and nothing more is learned. Likely cause: a rate that is too high, or clipping "
+            "that lets no rare token grow. Lower optim.learning_rate, raise grpo.epsilon_high (DAPO: 0.28) or set "
+            "grpo.reference.beta > 0, and go on from an earlier checkpoint"
+        )
+    return None
 
 
 def _length(health: Health) -> str | None:
     length, reward = health.course("completions/mean_length"), health.course("reward")
-    if not length.is_known or length.last < 2 * length.first or reward.last > reward.first:
-        return None
-    return (
-        f"completions/mean_length has gone from {length.first:.0f} to {length.last:.0f} tokens, and reward has "
-        f"not risen ({reward.first:.3g} to {reward.last:.3g}): the policy rambles. Likely cause: a loss in "
-        'which long completions weigh less a token (grpo.loss_type = "grpo"), or completions that are cut off '
-        'without a penalty. Take "dapo", or set rewards.soft_punish_cache'
-    )
+    if length[1] >= 2 * length[0] and reward[1] <= reward[0]:
+        return (
+            f"completions/mean_length has gone from {length[0]:.0f} to {length[1]:.0f} tokens, and reward has "
+            f"not risen ({reward[0]:.3g} to {reward[1]:.3g}): the policy rambles. Likely cause: a loss in "
+            'which long completions weigh less a token (grpo.loss_type = "grpo"), or completions that are cut off '
+            'without a penalty. Take "dapo", or set rewards.soft_punish_cache'
+        )
+    return None
 
 
 def _nothing(health: Health) -> str | None:
-    if health.taught or health.steps < _EARLY:
-        return None
-    return f"nothing was learned in the first {_EARLY} steps. {cause(health)}"
+    early = not health.taught and health.steps >= _EARLY
+    return f"nothing was learned in the first {_EARLY} steps. {cause(health)}" if early else None
 
 
 def _flat(health: Health) -> str | None:
     """Returns the warning about a reward that did not rise from the first steps to the last; None if it did."""
-    reward = health.course("reward")
-    if not reward.is_known or reward.last > reward.first:
-        return None
-    return (
-        f"warning: the reward has not risen: its mean is {reward.first:.3g} over the first {_WINDOW} steps, and "
-        f"{reward.last:.3g} over the last {_WINDOW}. Read some completions in completions/. Likely cause: "
-        "optim.learning_rate is too low or too high, the run is too short, the reward does not depend on what the "
-        "policy writes, or it was near its best from the start"
-    )
+    first, last = health.course("reward")
+    if last <= first:
+        return (
+            f"warning: the reward has not risen: its mean is {first:.3g} over the first {_WINDOW} steps, and "
+            f"{last:.3g} over the last {_WINDOW}. Read some completions in completions/. Likely cause: "
+            "optim.learning_rate is too low or too high, the run is too short, the reward does not depend on what the "
+            "policy writes, or it was near its best from the start"
+        )
+    return None
 
 
 def _reward(health: Health) -> str | None:
-    shares = health.last("frac_reward_zero_std")
-    if not health.taught or shares is None or min(shares) < 1:
-        return None
-    return f"frac_reward_zero_std has been 1 for {_WINDOW} steps: nothing more is learned. {cause(health)}"
+    if health.taught and health.recent("frac_reward_zero_std") >= 1:
+        return f"frac_reward_zero_std has been 1 for {_WINDOW} steps: nothing more is learned. {cause(health)}"
+    return None
 
 
 def cause(health: Health) -> str:
     """Returns why nothing was learned from the last steps, and what to change: the first cause that fits."""
-    latest = {name: health.latest(name) or 0.0 for name in _LOOKED_AT}
-    if latest["updates/non_finite"]:
+    latest = lambda name: health.latest(name) or 0.0
+    truncated, reward = latest("completions/clipped_ratio"), latest("reward")
+    if latest("updates/non_finite"):
         return (
             "Likely cause: losses or gradients that are not numbers, so that updates are skipped. `qerl replay` of a "
             "file in non_finite/ says what was not finite"
@@ -197,15 +188,15 @@ def cause(health: Health) -> str:
             "Likely cause: every reward function returned None for every completion. Print what they are given, "
             "and see whether the rows have the column that they read"
         )
-    if latest["frac_reward_zero_std"] < 1:
+    if latest("frac_reward_zero_std") < 1:
         return (
             "Likely cause: completions whose rewards differ are left out of the update, by grpo.mask_truncated_completions "
             "or by the masks of sampling ratios. Look at completions/clipped_ratio and sampling/masked_mean"
         )
     same = "In no group of completions did two rewards differ"
-    if latest["completions/clipped_ratio"] > 0.9:
+    if truncated > 0.9:
         return (
-            f"{same}. Likely cause: {latest['completions/clipped_ratio']:.0%} of the completions are cut off before "
+            f"{same}. Likely cause: {truncated:.0%} of the completions are cut off before "
             "their answer. Raise rollout.max_completion_length, or ask for shorter answers"
         )
     if (entropy := health.latest("sampling/entropy")) is not None and entropy < 0.01:
@@ -215,7 +206,7 @@ def cause(health: Health) -> str:
         )
     if health._are_equal:
         return (
-            f"{same}: all rewards are {latest['reward']:.3g}. Likely cause: a reward that cannot read the completions' "
+            f"{same}: all rewards are {reward:.3g}. Likely cause: a reward that cannot read the completions' "
             "form (texts, or chats of one message), or compares their text with an answer that is a number; rows without "
             "answers; or problems that are all too hard or too easy. Read some completions in "
             "completions/, and see what the reward makes of them; `qerl filter` finds problems that are solved sometimes"
@@ -227,7 +218,7 @@ def cause(health: Health) -> str:
             "tells them apart"
         )
     return (
-        f"{same} (mean reward {latest['reward']:.3g}). Likely cause: problems that are always or never solved. Ask `qerl "
+        f"{same} (mean reward {reward:.3g}). Likely cause: problems that are always or never solved. Ask `qerl "
         "filter` for problems that are solved sometimes, give more problems, or raise rollout.num_generations"
     )
 
@@ -241,102 +232,75 @@ def _are_graded(mean: Any, spread: Any) -> bool:
 
 
 def _truncation(health: Health) -> str | None:
-    shares = health.last("completions/clipped_ratio")
-    if shares is None or statistics.fmean(shares) <= 0.5:
-        return None
-    return (
-        f"completions/clipped_ratio has been {statistics.fmean(shares):.0%} over {_WINDOW} steps: more than "
-        "half of the completions are cut off before their answer, and are judged without it. Likely cause: "
-        "rollout.max_completion_length is too small, or the prompt does not lead to a stop token. Raise it, "
-        "or set rewards.soft_punish_cache; grpo.mask_truncated_completions leaves them out of the loss"
-    )
+    share = health.recent("completions/clipped_ratio")
+    if share > 0.5:
+        return (
+            f"completions/clipped_ratio has been {share:.0%} over {_WINDOW} steps: more than "
+            "half of the completions are cut off before their answer, and are judged without it. Likely cause: "
+            "rollout.max_completion_length is too small, or the prompt does not lead to a stop token. Raise it, "
+            "or set rewards.soft_punish_cache; grpo.mask_truncated_completions leaves them out of the loss"
+        )
+    return None
 
 
 def _cost_of_truncation(health: Health) -> str | None:
-    tokens = health.last("completions/truncated_tokens")
-    signal = health.last("completions/truncated_signal")
-    if tokens is None or signal is None:
-        return None
-    cost, gain = statistics.fmean(tokens), statistics.fmean(signal)
-    if cost < 0.25 or gain > cost / 4:
-        return None
-    return (
-        f"completions/truncated_tokens has been {cost:.0%} over {_WINDOW} steps, and "
-        f"completions/truncated_signal {gain:.0%}: completions that are cut off cost more than they teach. "
-        "Likely cause: rollout.max_completion_length is far above what answers need, and some never end. "
-        f"Lower it towards completions/max_terminated_length ({health.course('completions/max_terminated_length').last:.0f} "
-        "of late), or set rewards.soft_punish_cache"
-    )
+    names = ("truncated_tokens", "truncated_signal", "max_terminated_length")
+    cost, gain, length = (health.recent(f"completions/{name}") for name in names)
+    if cost >= 0.25 and gain <= cost / 4:
+        return (
+            f"completions/truncated_tokens has been {cost:.0%} over {_WINDOW} steps, and "
+            f"completions/truncated_signal {gain:.0%}: completions that are cut off cost more than they teach. "
+            "Likely cause: rollout.max_completion_length is far above what answers need, and some never end. "
+            f"Lower it towards completions/max_terminated_length ({length:.0f} "
+            "of late), or set rewards.soft_punish_cache"
+        )
+    return None
 
 
 def _mismatch(health: Health) -> str | None:
     name = "sampling/sampling_logp_difference/mean"
-    course, bound, latest = health.course(name), health.usual_mismatch, health.latest(name)
+    (first, last), bound, latest = health.course(name), health.usual_mismatch, health.latest(name)
     if bound is not None and latest is not None and latest > bound:
         return (
             f"{name} is {latest:.3g} nats, where {bound} is usual at most: sampler and trainer disagree. Likely "
             "cause: a kernel that computes wrongly on this card (python -m scripts.check_device finds it). "
             "[grpo.mismatch.correction] limits the harm"
         )
-    # A rise that stays below 0.02 does not matter.
-    if not course.is_known or course.last < max(3 * course.first, 0.02):
-        return None
-    return (
-        "sampling/sampling_logp_difference/mean has grown from "
-        f"{course.first:.2g} to {course.last:.2g} nats: sampler and trainer see tokens more and more apart. "
-        "Likely cause: weights that have grown to where 16 bits round them coarsely (a rate that is too high), "
-        "or noise that grows against the norms. Lower optim.learning_rate or noise.sigma_start, or bound the "
-        "harm with [grpo.mismatch.mask]"
-    )
+    if last >= max(3 * first, 0.02):  # a rise that stays below 0.02 does not matter
+        return (
+            f"{name} has grown from {first:.2g} to {last:.2g} nats: sampler and trainer see tokens more and more apart. "
+            "Likely cause: weights that have grown to where 16 bits round them coarsely (a rate that is too high), "
+            "or noise that grows against the norms. Lower optim.learning_rate or noise.sigma_start, or bound the "
+            "harm with [grpo.mismatch.mask]"
+        )
+    return None
 
 
 def _evaluation(health: Health) -> str | None:
-    accuracy, reward = health.last("eval/accuracy", 2), health.course("reward")
-    if accuracy is None or any(accuracy) or not reward.is_known or reward.last <= reward.first:
-        return None
-    return (
-        "eval/accuracy was 0 in the last two evaluations, though the reward has risen "
-        f"({reward.first:.3g} to {reward.last:.3g}). Likely cause: eval.reward reads answers of another form than "
-        'your rewards teach. Name your own function, such as eval.reward = "my_rewards.py:right", and look at '
-        "completions/"
-    )
+    accuracy, (first, last) = health.last("eval/accuracy", 2), health.course("reward")
+    if accuracy and not any(accuracy) and last > first:
+        return (
+            "eval/accuracy was 0 in the last two evaluations, though the reward has risen "
+            f"({first:.3g} to {last:.3g}). Likely cause: eval.reward reads answers of another form than "
+            'your rewards teach. Name your own function, such as eval.reward = "my_rewards.py:right", and look at '
+            "completions/"
+        )
+    return None
 
 
 def _non_finite(health: Health) -> str | None:
-    skipped = health.last("updates/non_finite")
-    if skipped is None or sum(count > 0 for count in skipped) <= _WINDOW // 2:
-        return None
-    return (
-        f"updates/non_finite has been above 0 in more than half of {_WINDOW} steps: updates whose loss or gradient "
-        "is not a number are skipped, and little is learned. Likely cause: log-probabilities that overflow (a rate "
-        "that is too high, or noise that is too large), or a fault of a kernel. `qerl replay` of a file in "
-        "non_finite/ says what was not finite; lower optim.learning_rate or noise.sigma_start"
-    )
+    if sum(count > 0 for count in health.last("updates/non_finite")) > _WINDOW // 2:
+        return (
+            f"updates/non_finite has been above 0 in more than half of {_WINDOW} steps: updates whose loss or gradient "
+            "is not a number are skipped, and little is learned. Likely cause: log-probabilities that overflow (a rate "
+            "that is too high, or noise that is too large), or a fault of a kernel. `qerl replay` of a file in "
+            "non_finite/ says what was not finite; lower optim.learning_rate or noise.sigma_start"
+        )
+    return None
 
 
-_CHECKS: dict[str, Callable[[Health], str | None]] = {
-    "entropy": _entropy,
-    "length": _length,
-    "nothing": _nothing,
-    "reward": _reward,
-    "truncation": _truncation,
-    "cost of truncation": _cost_of_truncation,
-    "mismatch": _mismatch,
-    "evaluation": _evaluation,
-    "not finite": _non_finite,
-}
-_SPREAD = re.compile(r"(rewards/.+)/std")
-_LOOKED_AT = (
-    "completions/judged_ratio",
-    "sampling/entropy",
-    "completions/mean_length",
-    "completions/clipped_ratio",
-    "completions/max_terminated_length",
-    "completions/truncated_signal",
-    "completions/truncated_tokens",
-    "reward",
-    "frac_reward_zero_std",
-    "updates/non_finite",
-    "eval/accuracy",
-    "sampling/sampling_logp_difference/mean",
+_CHECKS: tuple[Check, ...] = (
+    *(_entropy, _length, _nothing, _reward, _truncation, _cost_of_truncation, _mismatch),
+    *(_evaluation, _non_finite),
 )
+_SPREAD = re.compile(r"(rewards/.+)/std")

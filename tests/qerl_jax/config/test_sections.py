@@ -284,7 +284,7 @@ REFUSED = [
         "optim.per_device_train_batch_size * optim.gradient_accumulation_steps = 16",
         dict(optim__gradient_accumulation_steps=2),
     ),
-    ("rollout.max_completion_length", 0, "must be >= 1"),
+    ("rollout.max_completion_length", 0, "at least 1"),
     (
         "grpo.mask_truncated_completions",
         True,
@@ -507,7 +507,7 @@ BAD = [
         "8",
         "must be a multiple of rollout.num_generations = 3",
     ),
-    ("rollout.stop", {"rollout__stop": ["a", ""]}, "('a', '')", "none of them empty"),
+    ("rollout.stop", {"rollout__stop": ["a", ""]}, "('a', '')", "none empty"),
     ("rollout.temperature", {"rollout__temperature": float("nan")}, "nan", "must be finite"),
     ("tools.functions", {"tools": {}}, "()", "must name at least one tool"),
     *(
