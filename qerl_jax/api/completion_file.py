@@ -49,44 +49,45 @@ def write(
         mesh: The devices.
 
     Raises:
+        Busy: If another process writes this file.
         ValueError: If a partial file of other settings exists; also see `Policy.generate`.
     """
     partial = path.with_name(path.name + ".partial")
-    progress = Progress(partial, _identity(source, rows, prompts, params, tools))
-    first, wanted = len(progress.values), params.n * len(rows)
-    if first:
-        log(f"{first}/{wanted} completions are in {progress.path}")
-    try:
-        if first < wanted:
-            policy = of_source(source, limits, mesh=mesh, rows=wanted - first)
-            if slow := policy.slow_because:
-                log(slow)
-            if tools is not None:
-                policy = policy.with_tools(tools, log=log)
-            columns = None if tools is None else columns_of(rows)
-            completions = policy.completions(prompts, params, columns=columns, first=first)
-            reported = time.monotonic()
-            for index, done in enumerate(completions, first):
-                values = (
-                    done.text,
-                    done.finish_reason,
-                    len(done.token_ids),
-                    float(done.logprobs.sum()),
-                )
-                written = dict(zip(WRITTEN, values, strict=False))
-                if done.messages is not None:
-                    written["turns"] = done.messages
-                progress.add([rows[index // params.n] | written])
-                if time.monotonic() > reported + _SECONDS_BETWEEN_LINES:
-                    log(f"{index + 1}/{wanted} completions")
-                    reported = time.monotonic()
-    except BaseException:
-        if not progress.values:
-            progress.path.unlink()
-        raise
-    write_whole(path, "".join(map(to_line, progress.values)))
-    progress.path.unlink()
-    log(f"{wanted} completions in {path}")
+    with Progress(partial, _identity(source, rows, prompts, params, tools)) as progress:
+        first, wanted = len(progress.values), params.n * len(rows)
+        if first:
+            log(f"{first}/{wanted} completions are in {progress.path}")
+        try:
+            if first < wanted:
+                policy = of_source(source, limits, mesh=mesh, rows=wanted - first)
+                if slow := policy.slow_because:
+                    log(slow)
+                if tools is not None:
+                    policy = policy.with_tools(tools, log=log)
+                columns = None if tools is None else columns_of(rows)
+                completions = policy.completions(prompts, params, columns=columns, first=first)
+                reported = time.monotonic()
+                for index, done in enumerate(completions, first):
+                    values = (
+                        done.text,
+                        done.finish_reason,
+                        len(done.token_ids),
+                        float(done.logprobs.sum()),
+                    )
+                    written = dict(zip(WRITTEN, values, strict=False))
+                    if done.messages is not None:
+                        written["turns"] = done.messages
+                    progress.add([rows[index // params.n] | written])
+                    if time.monotonic() > reported + _SECONDS_BETWEEN_LINES:
+                        log(f"{index + 1}/{wanted} completions")
+                        reported = time.monotonic()
+        except BaseException:
+            if not progress.values:
+                progress.path.unlink()
+            raise
+        write_whole(path, "".join(map(to_line, progress.values)))
+        progress.path.unlink()
+        log(f"{wanted} completions in {path}")
 
 
 def columns_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -440,8 +440,7 @@ def as_folder(path: str | pathlib.Path) -> pathlib.Path:
     except GGUFError as error:
         text = str(error)
         raise GGUFError(text if text.startswith(str(path)) else f"{path}: {text}") from None
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with whole_folder(folder, "config.json", "model") as partial:
+    with whole_folder(folder, "config.json", "model", first_wins=True) as partial:
         (partial / FILE).symlink_to(path)
         write_tokenizer(partial, fields)
         generation = {name: config[name] for name in config if name.endswith("_token_id")}

@@ -1,5 +1,6 @@
 """Evaluates a policy on sets of problems; an interrupted evaluation can be continued."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -148,6 +149,7 @@ def run(
         The content of `summary.json` of each set, by the set's name.
 
     Raises:
+        Busy: If another process writes its results there.
         ValueError: If problems or rewards cannot be used, two sets have the same name, the seed is not in [0, 2**32),
             or the folder holds results with other settings.
     """
@@ -172,43 +174,46 @@ def run(
                 f'{name}: asked without the tools of the run; to use them, choose the protocol "run"'
             )
     judged = [_judged(source.run, data, protocol, seed, toolboxes) for data, protocol in sets]
-    opened = [
-        _Set(
-            name,
-            protocol,
-            problems,
-            reward,
-            Progress(
-                pathlib.Path(folder) / name / "problems.jsonl",
-                _identity(source, data, protocol, seed),
-                settings=pathlib.Path(folder) / name / "settings.json",
-                refusal="{folder} holds an evaluation with other settings ({changed}): choose another "
-                "folder (--output-dir), or remove that one",
-            ),
-            boxes,
-        )
-        for name, (data, protocol), (problems, reward, boxes) in zip(
-            names, sets, judged, strict=True
-        )
-    ]
-    most = max(len(job.problems) * job.protocol.sampling.n for job in opened)
+    summaries: dict[str, Any] = {}
+    with contextlib.ExitStack() as stack:
+        opened = [
+            _Set(
+                name,
+                protocol,
+                problems,
+                reward,
+                stack.enter_context(
+                    Progress(
+                        pathlib.Path(folder) / name / "problems.jsonl",
+                        _identity(source, data, protocol, seed),
+                        settings=pathlib.Path(folder) / name / "settings.json",
+                        refusal="{folder} holds an evaluation with other settings ({changed}): choose another "
+                        "folder (--output-dir), or remove that one",
+                    )
+                ),
+                boxes,
+            )
+            for name, (data, protocol), (problems, reward, boxes) in zip(
+                names, sets, judged, strict=True
+            )
+        ]
+        most = max(len(job.problems) * job.protocol.sampling.n for job in opened)
 
-    @functools.cache
-    def on_device() -> LoadedPolicy:
-        loaded = policy or load_policy(source, seed, mesh=mesh, rows=most, quiet=quiet)
-        rows = max_concurrent or fused_decode.MAX_ROWS
-        if slow := fused_decode.slow_because(loaded.model.own_part, rows):
-            log(slow)
-        return loaded
+        @functools.cache
+        def on_device() -> LoadedPolicy:
+            loaded = policy or load_policy(source, seed, mesh=mesh, rows=most, quiet=quiet)
+            rows = max_concurrent or fused_decode.MAX_ROWS
+            if slow := fused_decode.slow_because(loaded.model.own_part, rows):
+                log(slow)
+            return loaded
 
-    summaries = {}
-    for job in opened:
-        if len(job.progress.values) < len(job.problems):
-            _measure(on_device(), job, seed, max_concurrent, log)
-        what = {"name": job.name, "protocol": job.protocol.table()}
-        summaries[job.name] = what | summarize(job.progress.values)
-        text = json.dumps(summaries[job.name], indent=2) + "\n"
-        write_whole(job.progress.path.with_name("summary.json"), text)
+        for job in opened:
+            if len(job.progress.values) < len(job.problems):
+                _measure(on_device(), job, seed, max_concurrent, log)
+            what = {"name": job.name, "protocol": job.protocol.table()}
+            summaries[job.name] = what | summarize(job.progress.values)
+            text = json.dumps(summaries[job.name], indent=2) + "\n"
+            write_whole(job.progress.path.with_name("summary.json"), text)
     return summaries
 
 

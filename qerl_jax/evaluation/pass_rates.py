@@ -83,28 +83,29 @@ def select(
         rule = "this run has trained the whole base: name its model in model.model_name_or_path"
         require(named.adapter is not None, "adapter", os.fspath(adapter), rule)
         source = dataclasses.replace(named, model=source.model)
-    measured = Progress(
-        out.with_name(out.name + ".measured"), _identity(cfg, samples, reward, source.adapter)
-    )
-    memory.require_context(cfg)
-    problems = datasets.from_config(cfg.data, split=cfg.data.split, seed=cfg.seed)
-    try_reward(function, problems, toolboxes, before="measuring")
-    rows = batch_size * samples
-    policy = load_policy(source, cfg.seed, mesh=cfg.mesh, rows=rows, quiet=False)
-    memory.require_context(cfg, policy.model.arch)
-    tools = None
-    if toolboxes is not None:
-        tools = Tools.of(cfg.tools, policy.tokenizer, toolboxes, log)
-    limits = {"max_prompt_length": cfg.data.max_prompt_length, "tools": tools}
-    problems = admit(problems, policy.tokenizer, overlong=cfg.data.overlong_prompts, **limits)
-    sampler = rollouts.make_sampler(
-        policy.model, policy.tokenizer, cfg.rollout, replicas=policy.replicas, **limits
-    )
-    sampler = dataclasses.replace(sampler, params=dataclasses.replace(sampler.params, n=samples))
-    evaluator = Evaluator(sampler, problems, function, batch_size, jax.random.key(cfg.seed))
-    for records in evaluator.records(policy.variables, len(measured.values), voting=False):
-        measured.add(map(pass_rate, records))
-        log(f"{len(measured.values)}/{len(problems)} problems measured")
+    path = out.with_name(out.name + ".measured")
+    with Progress(path, _identity(cfg, samples, reward, source.adapter)) as measured:
+        memory.require_context(cfg)
+        problems = datasets.from_config(cfg.data, split=cfg.data.split, seed=cfg.seed)
+        try_reward(function, problems, toolboxes, before="measuring")
+        rows = batch_size * samples
+        policy = load_policy(source, cfg.seed, mesh=cfg.mesh, rows=rows, quiet=False)
+        memory.require_context(cfg, policy.model.arch)
+        tools = None
+        if toolboxes is not None:
+            tools = Tools.of(cfg.tools, policy.tokenizer, toolboxes, log)
+        limits = {"max_prompt_length": cfg.data.max_prompt_length, "tools": tools}
+        problems = admit(problems, policy.tokenizer, overlong=cfg.data.overlong_prompts, **limits)
+        sampler = rollouts.make_sampler(
+            policy.model, policy.tokenizer, cfg.rollout, replicas=policy.replicas, **limits
+        )
+        sampler = dataclasses.replace(
+            sampler, params=dataclasses.replace(sampler.params, n=samples)
+        )
+        evaluator = Evaluator(sampler, problems, function, batch_size, jax.random.key(cfg.seed))
+        for records in evaluator.records(policy.variables, len(measured.values), voting=False):
+            measured.add(map(pass_rate, records))
+            log(f"{len(measured.values)}/{len(problems)} problems measured")
     selected = [
         problem.columns | {"prompt": problem.row_prompt or problem.prompt, "pass_rate": rate}
         for problem, rate in zip(problems, measured.values, strict=True)

@@ -179,10 +179,26 @@ def quantize(
     Raises:
         FileNotFoundError: If the source cannot be found.
         FileExistsError: If the target holds other files, or an unfinished job with other settings.
+        Busy: If another process quantizes into the target.
         ValueError: If the source is already quantized, cannot be packed, or will not fit on the disk.
     """
     job = _open(hf_folder.local_folder(source), pathlib.Path(target).resolve(), recipe)
+    with job.progress:
+        return _quantize(job, recipe, log, move, with_sensitivity=with_sensitivity)
+
+
+def _quantize(
+    job: _Job,
+    recipe: Recipe,
+    log: Callable[[str], None],
+    move: Callable[[float], None],
+    *,
+    with_sensitivity: bool,
+) -> dict[str, Any]:
     arch, done = job.arch, job.progress.values
+    size, free = expected_size(arch, job.form, job.in_16_bits), shutil.disk_usage(job.folder).free
+    rule = f"needs {size / 1e9:.1f} GB; the disk has {free / 1e9:.1f} GB"
+    require(free + job.nbytes >= size, "target", str(job.target), rule)
     written, earlier = max(0, len(done) - 1), done[-1]["seconds"] if done else 0.0
     if written:
         log(f"going on after {written} of {arch.num_layers} layers: {job.folder}")
@@ -256,11 +272,7 @@ def _open(source: pathlib.Path, target: pathlib.Path, recipe: Recipe) -> _Job:
         progress = Progress(path, settings, refusal=refusal)
     except ValueError as error:
         raise FileExistsError(str(error)) from error
-    job = _Job(source, target, arch, form, in_16_bits, progress)
-    size, free = expected_size(arch, form, in_16_bits), shutil.disk_usage(folder).free
-    rule = f"needs {size / 1e9:.1f} GB; the disk has {free / 1e9:.1f} GB"
-    require(free + job.nbytes >= size, "target", str(target), rule)
-    return job
+    return _Job(source, target, arch, form, in_16_bits, progress)
 
 
 @jax.jit

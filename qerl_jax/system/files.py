@@ -3,13 +3,16 @@
 import concurrent.futures
 import contextlib
 import errno
+import fcntl
+import glob
 import hashlib
 import json
 import os
 import pathlib
+import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import IO, Any
 
 # Suffixes of the files in a model or adapter folder.
 _MADE_OF = (".safetensors", ".gguf", ".json", ".jinja", ".txt", ".model")
@@ -71,53 +74,127 @@ def writing(path: str | os.PathLike) -> Iterator[None]:
 def write_whole(path: pathlib.Path, text: str) -> None:
     """Writes a text file atomically: readers find either the old file or the complete new one.
 
+    If several processes write it at once, one of their texts is there in the end.
+
     Raises:
         DiskError: If it cannot be written.
     """
-    partial = path.with_name(f".{path.name}.partial")
+    partial = _partial(path)
     with writing(path):
         try:
             partial.write_bytes(text.encode())
             os.replace(partial, path)
-        except OSError:
+        except BaseException:
             with contextlib.suppress(OSError):
                 partial.unlink(missing_ok=True)
             raise
 
 
+def _partial(path: pathlib.Path) -> pathlib.Path:
+    """Returns a new path beside another, which no other process uses."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(6)}.partial")
+
+
+# Error numbers of file systems without locks; NFS gives EBADF for folders.
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)
+
+
+class Busy(OSError):
+    """Raised if another process uses a folder or a file; the message names it and the remedy."""
+
+
+def lock(file: IO | int, *, wait: bool = False) -> bool:
+    """Locks an open file or folder (`flock`) until it is closed or the process ends, however it ends.
+
+    Args:
+        file: The file, or a descriptor.
+        wait: Whether to wait while another process, or another call in this one, has the lock.
+
+    Returns:
+        Whether it is locked now; False if its file system has no locks.
+
+    Raises:
+        BlockingIOError: If another has the lock.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return False
+    return True
+
+
 @contextlib.contextmanager
-def whole_folder(folder: str | pathlib.Path, marker: str, kind: str) -> Iterator[pathlib.Path]:
+def _opened(folder: pathlib.Path) -> Iterator[int]:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def whole_folder(
+    folder: str | pathlib.Path, marker: str, kind: str, *, first_wins: bool = False
+) -> Iterator[pathlib.Path]:
     """Yields a temporary folder to fill, which replaces `folder` when the block ends without an error.
+
+    Several processes may make the same folder at once: each fills a temporary folder of its own. Those that killed
+    processes have left are removed.
 
     Args:
         folder: The final folder; it may exist only if it is empty or contains `marker`.
         marker: Name of a file that every folder of this kind contains.
         kind: The kind of folder, for the error.
+        first_wins: Whether a folder that another process has finished in the meantime stays, as in a cache, where
+            others may read it already.
 
     Raises:
         FileExistsError: If the folder has other files.
     """
     folder = pathlib.Path(folder).resolve()
-    partial, previous = (
-        folder.with_name(f".{folder.name}.{suffix}") for suffix in ("partial", "previous")
-    )
-    if previous.exists() and not folder.exists():
-        # The process was killed between the two renames below.
-        os.replace(previous, folder)
-    if folder.exists() and not (folder / marker).is_file() and any(folder.iterdir()):
-        rule = f"holds files, but no {kind}; they would be deleted: choose another folder"
-        raise FileExistsError(f"{folder}: {rule}")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
+    partial, previous = _partial(folder), folder.with_name(f".{folder.name}.previous")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        with _locked(folder.parent):
+            if previous.exists() and not folder.exists():
+                # The process was killed between the two renames below.
+                os.replace(previous, folder)
+            if folder.exists() and not (folder / marker).is_file() and any(folder.iterdir()):
+                rule = f"holds files, but no {kind}; they would be deleted: choose another folder"
+                raise FileExistsError(f"{folder}: {rule}")
+            _remove_abandoned(folder)
+            partial.mkdir()
+            stack.callback(shutil.rmtree, partial, ignore_errors=True)
+            lock(stack.enter_context(_opened(partial)))
         yield partial
-        shutil.rmtree(previous, ignore_errors=True)
-        if folder.exists():
-            os.replace(folder, previous)
-        os.replace(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    shutil.rmtree(previous, ignore_errors=True)
+        with _locked(folder.parent):
+            if folder.exists() and not first_wins:
+                shutil.rmtree(previous, ignore_errors=True)
+                os.replace(folder, previous)
+            try:
+                os.replace(partial, folder)
+            except OSError:  # a folder that is not empty is never replaced
+                if not (first_wins and (folder / marker).is_file()):
+                    raise
+            shutil.rmtree(previous, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: pathlib.Path) -> Iterator[None]:
+    """Locks a folder for the block, and waits for the lock; without locks, nothing is done."""
+    with _opened(folder) as descriptor:
+        lock(descriptor, wait=True)
+        yield
+
+
+def _remove_abandoned(folder: pathlib.Path) -> None:
+    """Removes the temporary folders of killed processes: nobody has locked them. The parent must be locked."""
+    for path in folder.parent.glob(f".{glob.escape(folder.name)}.*partial"):
+        with contextlib.suppress(OSError), _opened(path) as descriptor:
+            if lock(descriptor):
+                shutil.rmtree(path)
 
 
 # The file in a sealed folder with sizes and hashes of the others.
@@ -274,10 +351,11 @@ _OTHER_SETTINGS = (
 )
 
 
-class Progress:
+class Progress(contextlib.ExitStack):
     """The results of a resumable job, one per line of a .jsonl file, and the settings that they depend on.
 
-    A later call of the same job reads `values` and continues after the last of them.
+    A later call of the same job reads `values` and continues after the last of them. Use it as a context manager: the
+    file is locked until it is closed, because two processes would mix their results.
 
     Args:
         path: The file; it is created if it does not exist.
@@ -290,6 +368,7 @@ class Progress:
         identity: The identity as it is read from the file.
 
     Raises:
+        Busy: If another process works on the job.
         ValueError: If the file is not of such a job, or has results of other settings.
     """
 
@@ -301,8 +380,24 @@ class Progress:
         settings: pathlib.Path | None = None,
         refusal: str = _OTHER_SETTINGS,
     ):
+        super().__init__()
         self.path, self.identity = path, json.loads(to_line(identity))
-        lines = whole_lines(path)
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.enter_context(path.open("ab"))
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.close)
+            try:
+                lock(self._file)
+            except BlockingIOError as error:
+                rule = "wait for it or stop it, or choose another name"
+                raise Busy(f"{path}: another process writes its results there: {rule}") from error
+            self._begin(settings, refusal)
+            stack.pop_all()
+
+    def _begin(self, settings: pathlib.Path | None, refusal: str) -> None:
+        """Reads what an earlier call has written, and writes the identity and whole lines."""
+        path, lines = self.path, whole_lines(self.path)
         if settings is None:
             before, *self.values = lines or [self.identity]
         else:
@@ -313,17 +408,28 @@ class Progress:
         # Other settings are accepted while there is no result: the first call may have been a mistake.
         if (changed := ", ".join(changes(before, self.identity))) and self.values:
             raise ValueError(refusal.format(path=path, folder=path.parent, changed=changed))
-        path.parent.mkdir(parents=True, exist_ok=True)
         if settings is not None:
             write_whole(settings, json.dumps(self.identity, indent=2, ensure_ascii=False) + "\n")
-        head = [] if settings is not None else [self.identity]
-        write_whole(path, "".join(map(to_line, (*head, *self.values))))
+        with writing(path):
+            # The file stays the same one, since it is locked: only what a killed process left at its end goes.
+            whole = path.read_bytes().rfind(b"\n") + 1
+            self._file.truncate(whole if self.values else 0)
+            if not self.values and settings is None:
+                self._write(to_line(self.identity))
+
+    def _write(self, text: str) -> None:
+        self._file.write(text.encode())
+        self._file.flush()
 
     def add(self, values: Iterable[Any]) -> None:
-        """Appends results."""
+        """Appends results.
+
+        Raises:
+            DiskError: If they cannot be written.
+        """
         lines = [to_line(value) for value in values]
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write("".join(lines))
+        with writing(self.path):
+            self._write("".join(lines))
         self.values += map(json.loads, lines)
 
 

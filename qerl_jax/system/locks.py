@@ -1,8 +1,6 @@
 """Locks a folder for one process; the lock is released when the process ends, however it ends."""
 
 import contextlib
-import errno
-import fcntl
 import os
 import pathlib
 import socket
@@ -10,16 +8,10 @@ import time
 from collections.abc import Iterator
 from typing import IO
 
-from qerl_jax.system.files import writing
+from qerl_jax.system.files import Busy, lock, writing
 
 # The lock file stays in the folder; the lock itself ends with its process.
 NAME = ".lock"
-# Error numbers of file systems without locks.
-_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-
-
-class Busy(OSError):
-    """Raised if another process uses the folder; the message names both and the remedy."""
 
 
 @contextlib.contextmanager
@@ -43,27 +35,20 @@ def held(folder: str | pathlib.Path) -> Iterator[str | None]:
     with writing(path):
         file = path.open("a+")
     with file:
-        warning = None
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_locked = lock(file)
         except BlockingIOError as error:
             raise Busy(
                 f"{folder}: another run works in this folder ({_read(file)}): wait for it or stop it, or "
                 "choose another output_dir"
             ) from error
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            warning = (
-                f"warning: the file system of {folder} has no locks: make sure that no other run works "
-                "in this folder"
-            )
+        warning = f"warning: the file system of {folder} has no locks: make sure that no other run works in this folder"
         with writing(path):
             file.truncate(0)
             since = time.strftime("%Y-%m-%d %H:%M:%S")
             file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
             file.flush()
-        yield warning
+        yield None if is_locked else warning
 
 
 def _read(file: IO[str]) -> str:

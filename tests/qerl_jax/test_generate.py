@@ -226,7 +226,8 @@ def test_other_columns_beside_the_same_prompts_are_another_file(tmp_path):
         completion_file._identity(source, [{"prompt": "a", "answer": n}], [], params, None)
         for n in range(2)
     ]
-    Progress(tmp_path / "out.jsonl.partial", identities[0]).add(["a row"])
+    with Progress(tmp_path / "out.jsonl.partial", identities[0]) as progress:
+        progress.add(["a row"])
     with pytest.raises(ValueError, match="settings .prompts.sha256.: choose another file"):
         Progress(tmp_path / "out.jsonl.partial", identities[1])
 

@@ -3,6 +3,8 @@
 import json
 import os
 import pathlib
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -64,6 +66,56 @@ def test_a_folder_is_put_back_after_a_kill_while_it_was_replaced(tmp_path, monke
     assert names(tmp_path) == ["made"] and (folder / "marker").read_text() == "old"
 
 
+MAKE = """
+import sys, time
+from qerl_jax.system import files
+folder, first_wins, number = sys.argv[1], sys.argv[2] == "True", sys.argv[3]
+sys.stdin.readline()
+for _ in range(20):
+    with files.whole_folder(folder, "marker", "cake", first_wins=first_wins) as partial:
+        for name in ("a", "b", "marker"):
+            (partial / name).write_text(number)
+    if first_wins:
+        print(open(folder + "/a").read())
+"""
+
+
+@pytest.mark.parametrize("first_wins", [True, False])
+def test_four_processes_make_one_folder_at_once(first_wins, tmp_path):
+    folder = tmp_path / "made"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", MAKE, str(folder), str(first_wins), str(number)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(4)
+    ]
+    for process in processes:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    outcomes = [process.communicate() for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4, outcomes
+    winners = {(folder / name).read_text() for name in ("a", "b", "marker")}
+    assert (
+        len(winners) == 1 and names(tmp_path) == ["made"] and names(folder) == ["a", "b", "marker"]
+    )
+    if first_wins:  # nobody saw another one
+        assert {line for out, _ in outcomes for line in out.split()} == winners
+
+
+def test_what_a_killed_process_left_beside_a_folder_is_removed(tmp_path):
+    for name in (".made.partial", ".made.0123abcd.partial", ".made2.partial"):
+        (tmp_path / name).mkdir()
+    with (
+        files.whole_folder(tmp_path / "made", "marker", "cake") as first,
+        files.whole_folder(tmp_path / "made", "marker", "cake") as second,
+    ):
+        assert names(tmp_path) == sorted([".made2.partial", first.name, second.name])
+
+
 def test_a_folder_of_something_else_is_not_replaced(tmp_path):
     (tmp_path / "mine").write_text("only copy")
     refused = pytest.raises(FileExistsError, match="but no cake; they would be deleted")
@@ -117,24 +169,36 @@ JOB = {"model": "tiny", "seed": 0}
 
 def test_a_job_goes_on_after_its_last_whole_line(tmp_path):
     path = tmp_path / "out.partial"
-    progress = files.Progress(path, JOB)
-    progress.add([{"text": "ü"}, 2])
-    progress.add(iter([None]))
-    assert progress.values == [{"text": "ü"}, 2, None]
+    with files.Progress(path, JOB) as progress:
+        progress.add([{"text": "ü"}, 2])
+        progress.add(iter([None]))
+        assert progress.values == [{"text": "ü"}, 2, None]
     with path.open("ab") as file:
         file.write('{"text": "ü'.encode()[:-1])  # a kill within a character
-    again = files.Progress(path, JOB)
-    assert again.values == progress.values
+    with files.Progress(path, JOB) as again:
+        assert again.values == progress.values
     assert files.whole_lines(path) == [JOB, *progress.values]
 
 
 def test_values_of_other_settings_are_not_mixed_in(tmp_path):
     path, other = tmp_path / "out.partial", JOB | {"seed": 1}
-    files.Progress(path, JOB)
-    files.Progress(path, other).add([1])  # nothing was found yet: the first call was a mistake
+    files.Progress(path, JOB).close()
+    with files.Progress(path, other) as progress:
+        progress.add([1])  # nothing was found yet: the first call was a mistake
     with pytest.raises(ValueError, match="a call with other settings .seed."):
         files.Progress(path, JOB)
-    assert files.Progress(path, other).values == [1]
+    with files.Progress(path, other) as progress:
+        assert progress.values == [1]
+
+
+def test_a_second_process_is_refused_while_the_first_works_on_a_job(tmp_path):
+    path = tmp_path / "out.partial"
+    with files.Progress(path, JOB) as progress:
+        progress.add([1])
+        with pytest.raises(files.Busy, match=f"{path}: another process writes its results there"):
+            files.Progress(path, JOB)
+    with files.Progress(path, JOB) as progress:
+        assert progress.values == [1]
 
 
 @pytest.mark.parametrize(
@@ -164,10 +228,10 @@ def test_results_are_read_back_with_the_settings_they_depend_on(settings, tmp_pa
         settings=settings,
         refusal="{folder} differs in {changed}",
     )
-    progress = open_again(IDENTITY)
-    progress.add([{"right": (1, None)}, 0.5])
     read = [{"right": [1, None]}, 0.5]
-    assert progress.values == open_again(IDENTITY).values == read
+    with open_again(IDENTITY) as progress:
+        progress.add([{"right": (1, None)}, 0.5])
+        assert progress.values == read
     identity = {"model": "a/b", "stop": ["x"], "seed": 0}
     assert progress.identity == identity
     lines = [json.loads(line) for line in progress.path.read_text().splitlines()]
@@ -176,7 +240,8 @@ def test_results_are_read_back_with_the_settings_they_depend_on(settings, tmp_pa
         assert json.loads(settings.read_text()) == identity
     with pytest.raises(ValueError, match=rf"^{tmp_path / 'job'} differs in seed, stop$"):
         open_again(IDENTITY | {"seed": 1, "stop": None})
-    assert open_again(IDENTITY).values == read
+    with open_again(IDENTITY) as again:
+        assert again.values == read
 
 
 def test_hashes_are_of_what_is_there_and_none_of_what_is_not(tmp_path):
