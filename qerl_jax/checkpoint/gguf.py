@@ -11,6 +11,7 @@ bfloat16, as in a 16-bit checkpoint.
 
 import dataclasses
 import hashlib
+import importlib.metadata
 import json
 import math
 import os
@@ -37,7 +38,7 @@ _MOST_AXES = 4
 # Types of tokens: control tokens, which are not text; text that is never split; and unused rows of the embedding.
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
 # Part of the names of cached folders: a version of this program that changes it makes them anew.
-_FOLDER_FORM = 2
+_FOLDER_FORM = 3
 
 _OUTSIDE = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -375,6 +376,8 @@ def model_config(header: Header) -> dict[str, Any]:
         "vocab_size": header.entries["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in header.entries,
         "torch_dtype": "bfloat16",
+        # Without a version, transformers takes a large tokenizer for a faulty one of Mistral's, and warns.
+        "transformers_version": importlib.metadata.version("transformers"),
     }
     ids = {name: _token_id(fields, name) for name in ("bos", "eos", "pad")}
     return config | {f"{name}_token_id": id_ for name, id_ in ids.items() if id_ is not None}

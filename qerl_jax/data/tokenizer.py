@@ -108,8 +108,11 @@ def load(
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 
+    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    # If config.json states no version, transformers warns that any large tokenizer has a fault of Mistral's.
+    quiet = {} if config.get("model_type") == "mistral" else {"fix_mistral_regex": False}
     try:
-        hf = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        hf = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, **quiet)
     except Exception as error:  # transformers raises errors of many types for a broken file
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(

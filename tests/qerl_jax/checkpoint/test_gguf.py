@@ -1,8 +1,12 @@
 """Tests GGUF files as a source of models, and the errors for broken ones."""
 
+import contextlib
 import importlib.util
 import json
+import shutil
 import struct
+import subprocess
+import sys
 
 import ml_dtypes
 import numpy as np
@@ -178,6 +182,7 @@ def test_sensitivities_of_a_tied_file_are_measured_with_its_embedding(tmp_path):
     del tensors["output.weight"]
     file = write(tmp_path / "model.gguf", fields, tensors)
     job = quantizer._open(hf_folder.local_folder(str(file)), tmp_path / "out", Recipe())
+    job.progress.close()
     norm, head = quantizer._ends(job)
     stored = golden_files.load(folder / "model.safetensors")
     for found, name in ((norm, "norm"), (head, "embed_tokens")):
@@ -223,6 +228,60 @@ def test_a_completion_ends_where_llama_cpp_ends_it(tmp_path):
     found = hf_folder.local_folder(str(write(tmp_path / "model.gguf", fields, tensors)))
     stated = json.loads((found / "generation_config.json").read_text())
     assert stated["eos_token_id"] == [5, 7]
+
+
+def program(text, *args):
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen([sys.executable, "-c", text, *map(str, args)], text=True, **pipes)
+
+
+OPEN = """
+import os, sys
+from qerl_jax.checkpoint import gguf
+for line in sys.stdin:
+    os.environ["XDG_CACHE_HOME"] = line.strip()
+    folder = gguf.as_folder(sys.argv[1])
+    print(*sorted(os.listdir(folder)), len(gguf.Tensors(folder / gguf.FILE)), flush=True)
+"""
+
+
+def test_four_processes_open_one_file_at_once(tmp_path):
+    """20 times, each with an empty cache."""
+    _, fields, tensors = contents("qwen2_untied")
+    fields |= tokenizer_fields(["a", "b", "ab", "<|end|>"], [1, 1, 1, 3], ["a b"], eos_token_id=3)
+    file = write(tmp_path / "model.gguf", fields, tensors)
+    names = "config.json generation_config.json model.gguf tokenizer.json tokenizer_config.json"
+    with contextlib.ExitStack() as stack:
+        processes = [stack.enter_context(program(OPEN, file)) for _ in range(4)]
+        for cache in (tmp_path / f"{number}" for number in range(20)):
+            for process in processes:
+                print(cache, file=process.stdin, flush=True)
+            answers = [process.stdout.readline() for process in processes]
+            assert answers == [f"{names} {len(tensors)}\n"] * 4
+            assert len(list((cache / "qerl_jax" / "gguf").iterdir())) == 1
+        assert [process.communicate() for process in processes] == [("", "")] * 4
+
+
+LOAD = """
+import sys
+from qerl_jax.data import tokenizer
+for folder in sys.argv[1:]:
+    print(tokenizer.load(folder).encode(["ab"])[0])
+"""
+
+
+def test_a_large_tokenizer_is_loaded_without_a_warning(tmp_path):
+    """transformers warns of a fault in tokenizers of more than 100,000 tokens if it takes them for Mistral's."""
+    _, fields, tensors = contents("qwen2_untied")
+    tokens, types = ["a", "b", "ab", *map(str, range(100_000)), "<|end|>"], [1] * 100_003 + [3]
+    fields |= tokenizer_fields(tokens, types, ["a b"], eos_token_id=100_003)
+    folder = gguf.as_folder(write(tmp_path / "model.gguf", fields, tensors))
+    other = shutil.copytree(folder, tmp_path / "other", symlinks=True)  # as of another program
+    table = json.loads((folder / "config.json").read_text())
+    assert table.pop("transformers_version")
+    (other / "config.json").write_text(json.dumps(table))
+    with program(LOAD, folder, other) as process:
+        assert process.communicate() == ("[2]\n[2]\n", "")
 
 
 def broken(tmp_path, change):
