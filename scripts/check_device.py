@@ -64,15 +64,9 @@ def missing_packages() -> list[str]:
     """Packages that the project needs and that are not installed, except the hub's `datasets`, which no case uses."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names = [re.match(r"[\w-]+", line)[0] for line in project["dependencies"]]
-    return [name for name in names if name != "datasets" and not _is_installed(name)]
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        importlib.metadata.distribution(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+    form = lambda name: name.lower().replace("_", "-")
+    installed = {"datasets", *(form(item.name) for item in importlib.metadata.distributions())}
+    return [name for name in names if form(name) not in installed]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -113,21 +107,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--cards: must be at least 1, and 1 with --devices")
     if args.meshes and not args.devices:
         parser.error("--meshes: give the numbers of devices too, as in --devices 2 4")
-    meshes = [{"data": count} for count in args.devices or ()]
-    if args.meshes:
-        meshes = [mesh for count in args.devices for mesh in cases.meshes(count)]
-    if meshes:
-        listed = [
-            case | {"mesh": mesh} for mesh in meshes for case in listed if cases.fits(case, mesh)
-        ]
+    if args.devices:
+        every = [cases.meshes(count)[: None if args.meshes else 1] for count in args.devices]
+        meshes = [mesh for of_count in every for mesh in of_count]
+        listed = [c | {"mesh": mesh} for mesh in meshes for c in listed if cases.fits(c, mesh)]
     chosen = select_cases(listed, args.only)
     if args.list or not chosen:
         print(*map(cases.name, chosen), sep="\n")
         return 0 if chosen else 2
     if missing := missing_packages():
-        print(
-            f"not installed: {', '.join(missing)}; without these every case would fail", flush=True
-        )
+        print(f"not installed: {', '.join(missing)}; without these every case would fail")
         return 2
     with tempfile.TemporaryDirectory(prefix="check_device_") as temporary:
         folder = args.keep or pathlib.Path(temporary)
@@ -154,10 +143,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def select_cases(listed: Sequence[Case], parts: Sequence[str]) -> list[Case]:
     """Selects the cases whose full name has all of these parts, the most expensive first."""
-    names = [f"{cases.name(case, full=True)} " for case in listed]
-    chosen = [
-        case for case, name in zip(listed, names, strict=True) if all(p in name for p in parts)
-    ]
+    has = lambda case, part: part in f"{cases.name(case, full=True)} "
+    chosen = [case for case in listed if all(has(case, part) for part in parts)]
     return sorted(chosen, key=cases.cost, reverse=True)
 
 
@@ -269,14 +256,13 @@ def run(
             with lock:
                 on_row({"number": case["number"], "name": cases.name(case)} | row | {"case": case})
 
-    threads = [
-        threading.Thread(target=serve, args=(number,), daemon=True) for number in range(jobs)
-    ]
+    thread = lambda number: threading.Thread(target=serve, args=(number,), daemon=True)
+    threads = list(map(thread, range(jobs)))
     try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join()
     finally:  # also on a keyboard interrupt
         for worker in workers:
             worker.kill()
@@ -303,10 +289,8 @@ class Worker:
         self, command: Sequence[str], env: Mapping[str, str], log: pathlib.Path | None = None
     ):
         with log.open("a") if log else contextlib.nullcontext() as file:
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": file}
-            self._process = subprocess.Popen(
-                command, cwd=ROOT, env=env, start_new_session=True, **pipes
-            )
+            how = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": file, "env": env}
+            self._process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **how)
         self._log, self._heard = log, b""
         self.at: Row = {}
 
@@ -448,14 +432,12 @@ class Table:
 def about(environment_: str) -> Row:
     """The first device, the version of JAX, the driver and the kernels, from what `qerl env` says."""
     patterns = {
-        "device": r"^device 0: (.+?) \(",
-        "jax": r"^jax (\S+)$",
-        "driver": r"^NVIDIA driver (\S+)$",
-        "kernels": r"^kernels: (.+)$",
+        "device": r"(?m)^device 0: (.+?) \(",
+        "jax": r"(?m)^jax (\S+)$",
+        "driver": r"(?m)^NVIDIA driver (\S+)$",
+        "kernels": r"(?m)^kernels: (.+)$",
     }
-    results = {
-        name: re.search(pattern, environment_, re.MULTILINE) for name, pattern in patterns.items()
-    }
+    results = {name: re.search(pattern, environment_) for name, pattern in patterns.items()}
     return {name: match[1] for name, match in results.items() if match}
 
 

@@ -169,11 +169,8 @@ def are_paired(one: str, other: str) -> bool:
 def pairs(case: Case) -> Iterator[Pair]:
     """The pairs of values in a case that are covered. Factors are in their order."""
     values = [(name, case[name]) for name in FACTORS if name in case]
-    return (
-        (one, other)
-        for one, other in itertools.combinations(values, 2)
-        if are_paired(one[0], other[0])
-    )
+    both = itertools.combinations(values, 2)
+    return ((one, other) for one, other in both if are_paired(one[0], other[0]))
 
 
 def feasible_pairs() -> set[Pair]:
@@ -205,10 +202,8 @@ def cover(tries: int = 12) -> list[Case]:
         ]
         best = max(candidates, key=lambda case: len(left.intersection(pairs(case))))
         gained = left.intersection(pairs(best))
-        if not best or not (gained or first):
-            raise AssertionError(
-                f"no case contains {first or starts[0]}: `impossible` must say why"
-            )
+        what = f"no case contains {first or starts[0]}: `impossible` must say why"
+        assert best and (gained or first), what
         left -= gained
         wanted = [part for part in wanted if not part.items() <= best.items()]
         cases.append({"number": len(cases) + 1} | {name: best[name] for name in FACTORS})
@@ -242,10 +237,8 @@ def is_fused(case: Case) -> bool:
 
 
 def _filled(case: Case, left: set[Pair], rng: random.Random) -> Case:
-    names = [name for name in FACTORS if name not in case]
-    names.sort(
-        key=lambda _: rng.random()
-    )  # only random() is promised to give the same numbers in later Python versions
+    # Only random() is promised to give the same numbers in later Python versions.
+    names = sorted((name for name in FACTORS if name not in case), key=lambda _: rng.random())
     order = list(FACTORS)
     for name in names:
 
@@ -320,29 +313,13 @@ def cost(case: Case) -> float:
 
 def smoke(listed: Sequence[Case], count: int = 12) -> list[Case]:
     """Chooses a few cheap cases. Each adds as many new values as possible on which kernels and files depend."""
-    names = (
-        "weights",
-        "dtype",
-        "family",
-        "group",
-        "head",
-        "trains",
-        "source",
-        "noise",
-        "reference",
-    )
+    names = "weights dtype family group head trains source noise reference".split()
     chosen: list[Case] = []
     for _ in range(min(count, len(listed))):
         values = {(name, case[name]) for case in chosen for name in names}
-        chosen.append(
-            min(
-                (case for case in listed if case not in chosen),
-                key=lambda case: (
-                    -sum((name, case[name]) not in values for name in names),
-                    cost(case),
-                ),
-            )
-        )
+        known = lambda case, values=values: sum((name, case[name]) in values for name in names)
+        others = (case for case in listed if case not in chosen)
+        chosen.append(min(others, key=lambda case, known=known: (known(case), cost(case))))
     return chosen
 
 
@@ -351,11 +328,8 @@ def architecture(case: Case) -> dict[str, Any]:
     family, group, head = case["family"], case["group"], case["head"]
     width, ffn_width = _BASE_WIDTHS[family]
     # The fewest key heads that give 8 query heads or more and whole blocks of 64, as NVFP4 tiles need.
-    kv_heads = next(
-        count
-        for count in itertools.count(1)
-        if count * group >= 8 and count * group * head % 64 == 0
-    )
+    is_enough = lambda count: count * group >= 8 and count * group * head % 64 == 0
+    kv_heads = next(filter(is_enough, itertools.count(1)))
     heads = 9 if family == "smollm2" else kv_heads * group
     if case["source"] in ("awq", "gptq"):
         # Calibration reads the folder's tokenizer, and transformers then also reads config.json: there the width must
@@ -379,11 +353,8 @@ def architecture(case: Case) -> dict[str, Any]:
     }
     if family == "llama":
         table["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
+            **{"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64},
+            **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
         }
     return table
 
@@ -417,15 +388,7 @@ def generation_batch(case: Case) -> int:
 
 
 def run_config(case: Case, base: str, output_dir: str, *, reports_memory: bool) -> dict[str, Any]:
-    """The TOML table of a case's training.
-
-    Args:
-        case: A case of the list.
-        base: The model folder.
-        output_dir: The run folder.
-        reports_memory: Whether the device reports its memory. If not, a fraction of it is replaced by a number of
-            tokens.
-    """
+    """The TOML table of a case's training. On a device that does not report its memory tokens replace a fraction of it."""
     rows, updates = case["rows"], updates_per_rollout(case)
     batch, cuts = generation_batch(case), 2 if case["updates"] in ("batches", "both") else 1
     table: dict[str, Any] = {
@@ -476,7 +439,8 @@ def run_config(case: Case, base: str, output_dir: str, *, reports_memory: bool) 
     if case["trains"] != "full":
         rank, norms = case["rank"], case["trains"] == "adapter+norms"
         # The change after a few steps of Adam grows with alpha, whatever the rank.
-        table["lora"] = {"rank": rank, "alpha": 32.0, "train_norms": norms} | branches(case)
+        table["lora"] = {"rank": rank, "alpha": 32.0, "train_norms": norms}
+        table["lora"] |= _BRANCHES[case["branches"]]
     if case["noise"] != "off":
         # Large compared to bfloat16 rounding, so that a check can see it.
         scope, _, last = case["noise"].partition("+")
@@ -488,7 +452,9 @@ def run_config(case: Case, base: str, output_dir: str, *, reports_memory: bool) 
         objective["reference"] = {"beta": 0.02}
     if case["reference"] == "copy":
         objective["reference"] |= {"policy": "synced", "sync_steps": 1, "mixup_alpha": 0.5}
-    objective |= _LOSSES.get(case["loss"], {}) | _ENTROPIES[case["entropy"]]
+    objective |= _ENTROPIES[case["entropy"]]
+    if case["loss"] == "cispo":  # an upper bound that ratios seldom meet
+        objective["epsilon_high"] = 5.0
     if case["rewards"] == "each":
         objective["multi_objective_aggregation"] = "normalize_then_sum"
     if case["old"] != "behaviour":
@@ -531,29 +497,22 @@ def cache_of(case: Case, reports_memory: bool) -> dict[str, Any]:
     return {"kv_cache_tokens": row * max(1, case["rows"] * 3 // 4)}
 
 
-# An upper bound that ratios seldom meet.
-_LOSSES: dict[str, dict[str, Any]] = {"cispo": {"epsilon_high": 5.0}}
 _ENTROPIES: dict[str, dict[str, Any]] = {
     "off": {},
     "bonus": {"entropy": {"coef": 1e-3}},
     "adaptive": {"entropy": {"adaptive": True, "target": 10.0}},
     "quantile": {"top_entropy_quantile": 0.5},
 }
-
-
-def branches(case: Case) -> dict[str, Any]:
-    """The fields of [lora] that select linears, beside the rank."""
-    return {
-        "all": {},
-        "some": {"target_modules": ["q_proj", "v_proj", "down_proj"]},
-        "patterns": {
-            "rank_pattern": {"down_proj": 4, "layers.0.self_attn.o_proj": 16},
-            "alpha_pattern": {"v_proj": 16.0},
-            "use_rslora": True,
-        },
-    }[case["branches"]]
-
-
+# The fields of [lora] that select linears, beside the rank.
+_BRANCHES: dict[str, dict[str, Any]] = {
+    "all": {},
+    "some": {"target_modules": ["q_proj", "v_proj", "down_proj"]},
+    "patterns": {
+        "rank_pattern": {"down_proj": 4, "layers.0.self_attn.o_proj": 16},
+        "alpha_pattern": {"v_proj": 16.0},
+        "use_rslora": True,
+    },
+}
 _BOUNDS: dict[str, dict[str, Any]] = {
     "usual": {},
     "off": {"delta": 0.0},
@@ -591,15 +550,9 @@ def _rewards(case: Case) -> dict[str, Any]:
 
 def draws(case: Case) -> dict[str, Any]:
     """The sampling options of a case, by their names in `[rollout]`."""
-    options = {
-        "top_k": {"top_k": 20},
-        "top_p": {"top_p": 0.8},
-        "min_p": {"min_p": 0.05},
-        "penalty": {"repetition_penalty": 1.2},
-    }
-    if case["draw"] == "all":
-        return {name: value for option in options.values() for name, value in option.items()}
-    return options.get(case["draw"], {})
+    options = {"top_k": 20, "top_p": 0.8, "min_p": 0.05, "repetition_penalty": 1.2}
+    drawn = {"penalty": "repetition_penalty"}.get(case["draw"], case["draw"])
+    return {name: value for name, value in options.items() if drawn in (name, "all")}
 
 
 # Rewards and tools, by import path. A child process at this step waits to be killed.

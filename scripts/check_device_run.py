@@ -36,7 +36,7 @@ from safetensors.numpy import save_file
 from pallas_kernels import runtime
 from qerl_jax.checkpoint.policy import find_policy, load_policy
 from qerl_jax.cli import main as cli
-from qerl_jax.model import logprobs
+from qerl_jax.model import architecture, logprobs
 from qerl_jax.model.transformer import head
 from qerl_jax.tracking.logger import read_metrics
 from scripts import check_device_cases as cases
@@ -51,19 +51,7 @@ _DIFFERENCE = "sampling/sampling_logp_difference/mean"
 _CHILD_SECONDS = 180
 _PROMPTS = ("What is 12+30?", "Tom has 55 apples and sells 3. How many are left?", "7*8=")
 
-
 type Row = dict[str, Any]
-
-
-class Failed(AssertionError):
-    """An error that a case found."""
-
-
-def require(condition: bool, what: str) -> None:
-    """Fails the case unless a condition holds."""
-    if not condition:
-        raise Failed(what)
-
 
 # Stages -------------------------------------------------------------------------------------------
 
@@ -95,8 +83,8 @@ class Stages:
         """A context manager for one stage. The stage is recorded even if it raises."""
         if self._on_begin is not None:
             self._on_begin(self.rows(), name)
-        row = {"name": name, "seconds": 0.0, "cpu": 0.0, "programs": 0, "cached": 0}
-        row |= {"lower": 0.0, "compile": 0.0}
+        zeros = dict.fromkeys(("seconds", "cpu", "lower", "compile"), 0.0)
+        row = {"name": name, "programs": 0, "cached": 0, **zeros}
         self._rows.append(row)
         _current[:] = [row]
         started, cpu = time.monotonic(), _cpu_seconds()
@@ -153,7 +141,7 @@ def qerl(*argv: Any, may_end_with: int = 0) -> str:
     """Runs a command in this process and returns its output.
 
     Raises:
-        Failed: Its status is neither 0 nor `may_end_with`. The message is its last line.
+        AssertionError: Its status is neither 0 nor `may_end_with`. The message is its last line.
     """
     shown = io.StringIO()
     arguments = [str(arg) for arg in argv]
@@ -165,8 +153,8 @@ def qerl(*argv: Any, may_end_with: int = 0) -> str:
         finally:
             sys.__stderr__.write(f"$ qerl {' '.join(arguments)}\n{shown.getvalue()}\n")
     lines = shown.getvalue().strip().splitlines() or [""]
-    require(
-        status in (0, None, may_end_with), f"qerl {argv[0]} ended with status {status}: {lines[-1]}"
+    assert status in (0, None, may_end_with), (
+        f"qerl {argv[0]} ended with status {status}: {lines[-1]}"
     )
     return shown.getvalue()
 
@@ -183,7 +171,9 @@ def log_probabilities(run: pathlib.Path) -> tuple[Any, Any]:
     def score(variables):
         return np.asarray(_scorer()(policy.model, policy.tokenizer.num_tokens, variables, ids))
 
-    if "params" in policy.variables:
+    if "params" not in policy.variables:
+        untrained = load_policy(find_policy(None, run, base=True)).variables
+    else:
         frozen, params = policy.variables["frozen"], policy.variables["params"]
 
         def before(path, leaf):
@@ -196,8 +186,6 @@ def log_probabilities(run: pathlib.Path) -> tuple[Any, Any]:
             return np.asarray(node).astype(leaf.dtype)
 
         untrained = {"params": jax.tree_util.tree_map_with_path(before, params), "frozen": frozen}
-    else:
-        untrained = load_policy(find_policy(None, run, base=True)).variables
     return score(policy.variables), score(untrained)
 
 
@@ -216,36 +204,19 @@ def _scorer():
     return score
 
 
-def has_hopper_kernels() -> bool:
-    """Whether Hopper's kernels run on the device; only with them drafts are made."""
-    return runtime.unless_hopper() is None
-
-
 def _require_chosen_kernels() -> None:
     """Fails where PALLAS_KERNELS names kernels that cannot run here: others would be checked under their name."""
     unless = {"hopper": runtime.unless_hopper, "portable": runtime.unless_portable}
     if (chosen := runtime.chosen_kernels()) in unless:
         reason = unless[chosen]()
-        require(reason is None, f"PALLAS_KERNELS={chosen}: {reason}")
+        assert reason is None, f"PALLAS_KERNELS={chosen}: {reason}"
 
 
 # A case ---------------------------------------------------------------------------------------------
 
 
 def run(case: Case, folder: pathlib.Path, stages: Stages) -> dict[str, Any]:
-    """Runs a case in an empty folder.
-
-    Args:
-        case: A case of the list.
-        folder: An empty folder.
-        stages: Measures the stages of the case.
-
-    Returns:
-        Measured numbers by name.
-
-    Raises:
-        Exception: Whatever error occurred.
-    """
+    """Runs a case in an empty folder, with its stages measured. Returns the numbers that it found by name."""
     base = original = folder / "base"
     _require_chosen_kernels()
     with stages("base"):
@@ -279,14 +250,15 @@ def _is_fused(case: Case, message: str) -> bool:
     """Whether a run was sampled by the fused layers, from what it printed.
 
     Raises:
-        Failed: Hopper's kernels should have done it and did not, or the other way round.
+        AssertionError: Hopper's kernels should have done it and did not, or the other way round.
     """
     is_slow = "without the fused layers" in " ".join(message.split())
-    has_kernels = has_hopper_kernels() or runtime.unless_portable() is None
+    is_hopper = runtime.unless_hopper() is None
+    has_kernels = is_hopper or runtime.unless_portable() is None
     is_fused = has_kernels and case["rows"] <= 128 and case["trains"] != "full" and not is_slow
-    if has_hopper_kernels():
+    if is_hopper:
         expected = cases.is_fused(case)
-        require(is_fused == expected, f"fused layers: got {is_fused}, expected {expected}")
+        assert is_fused == expected, f"fused layers: got {is_fused}, expected {expected}"
     return is_fused
 
 
@@ -309,35 +281,23 @@ def write_base(case: Case, folder: pathlib.Path) -> None:
     def normal(*shape, mean=0.0, std):
         return (mean + std * rng.standard_normal(shape)).astype(dtype)
 
-    width, ffn_width, head = table["hidden_size"], table["intermediate_size"], table["head_dim"]
-    queries, keys = (table[name] * head for name in ("num_attention_heads", "num_key_value_heads"))
-    embedding = (table["vocab_size"], width)
+    arch = architecture.from_hf(table)
+    embedding = (arch.vocab_size, arch.width)
     tensors = {
-        "model.embed_tokens.weight": normal(*embedding, std=0.6 * width**-0.5),
-        "model.norm.weight": normal(width, mean=1, std=0.1),
+        "model.embed_tokens.weight": normal(*embedding, std=0.6 * arch.width**-0.5),
+        "model.norm.weight": normal(arch.width, mean=1, std=0.1),
     }
-    if not table["tie_word_embeddings"]:
-        tensors["lm_head.weight"] = normal(*embedding, std=0.6 * width**-0.5)
-    linears = {
-        "self_attn.q_proj": (queries, width),
-        "self_attn.k_proj": (keys, width),
-        "self_attn.v_proj": (keys, width),
-        "self_attn.o_proj": (width, queries),
-        "mlp.gate_proj": (ffn_width, width),
-        "mlp.up_proj": (ffn_width, width),
-        "mlp.down_proj": (width, ffn_width),
-    }
-    for index in range(table["num_hidden_layers"]):
-        prefix = f"model.layers.{index}."
-        for name, (n, k) in linears.items():
-            tensors[f"{prefix}{name}.weight"] = normal(n, k, std=0.5 * k**-0.5)
-            if table["model_type"] == "qwen2" and name[-6:] in ("q_proj", "k_proj", "v_proj"):
-                tensors[f"{prefix}{name}.bias"] = normal(n, std=0.1)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{prefix}{name}.weight"] = normal(width, mean=1, std=0.1)
-        if table["model_type"] == "qwen3":
-            for name in ("q_norm", "k_norm"):
-                tensors[f"{prefix}self_attn.{name}.weight"] = normal(head, mean=1, std=0.1)
+    if not arch.tie_word_embeddings:
+        tensors["lm_head.weight"] = normal(*embedding, std=0.6 * arch.width**-0.5)
+    for index in range(arch.num_layers):
+        for linear, parts in arch.linears().items():
+            k = arch.input_width(linear)
+            for name, (_, n) in zip(arch.linear_names(linear, index), parts, strict=True):
+                tensors[f"{name}.weight"] = normal(n, k, std=0.5 * k**-0.5)
+                if linear == "qkv" and arch.qkv_bias:
+                    tensors[f"{name}.bias"] = normal(n, std=0.1)
+        for name, size in arch.norms().values():
+            tensors[f"model.layers.{index}.{name}.weight"] = normal(size, mean=1, std=0.1)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -352,21 +312,22 @@ def check_metrics(case: Case, rows: list[dict[str, Any]]) -> dict[str, Any]:
         The largest mean difference, and the KL at the end if there is a reference.
 
     Raises:
-        Failed: The message names the metric.
+        AssertionError: The message names the metric.
     """
     learned = [row for row in rows if "loss" in row]
     updates = cases.updates_per_rollout(case)
     steps = [updates * (index + 1) for index in range(cases.num_rollouts(case))]
-    require([row["step"] for row in learned] == steps, f"steps: got {[r['step'] for r in learned]}")
+    assert [row["step"] for row in learned] == steps, f"steps: got {[r['step'] for r in learned]}"
     for row in rows:
         for name, value in row.items():
-            require(math.isfinite(value), f"{name} at step {row['step']}: got {value}")
-    skipped = sum(row["updates/non_finite"] for row in learned)
-    require(skipped == 0, f"updates/non_finite: {skipped} steps were skipped")
+            assert math.isfinite(value), f"{name} at step {row['step']}: got {value}"
+    of_all = lambda choose, name: choose(row[name] for row in learned)
+    skipped = of_all(sum, "updates/non_finite")
+    assert skipped == 0, f"updates/non_finite: {skipped} steps were skipped"
 
     if case["noise"] != "off":
         sigmas = [row["aqn/sigma"] for row in learned]
-        require(sigmas[0] == 0 and min(sigmas[1:]) > 0, f"aqn/sigma: got {sigmas}")
+        assert sigmas[0] == 0 and min(sigmas[1:]) > 0, f"aqn/sigma: got {sigmas}"
 
     apart = case["noise"].startswith("rollout")
     alike = [
@@ -377,48 +338,40 @@ def check_metrics(case: Case, rows: list[dict[str, Any]]) -> dict[str, Any]:
     noisy = [row[_DIFFERENCE] for row in learned if apart and row["aqn/sigma"] > 0]
     results = {"difference": max(alike)}
     limit = LIMITS[case["dtype"]]
-    require(max(alike) <= limit, f"{_DIFFERENCE}: got {max(alike):.2g}; the limit is {limit}")
+    assert max(alike) <= limit, f"{_DIFFERENCE}: got {max(alike):.2g}; the limit is {limit}"
     if apart:
         results["noisy_difference"] = min(noisy)
-        require(
-            min(noisy) > max(alike),
-            f"noise has no effect: {min(noisy)} with it, {max(alike)} without",
-        )
+        numbers = f"{min(noisy)} with it, {max(alike)} without"
+        assert min(noisy) > max(alike), f"noise has no effect: {numbers}"
     if case["reference"] != "none":
-        results["kl"] = learned[-1]["kl"]
-        require(
-            results["kl"] > 0,
-            f"kl: got {results['kl']}; must be above 0 for an adapter that has learned",
-        )
+        results["kl"] = kl = learned[-1]["kl"]
+        assert kl > 0, f"kl: got {kl}; must be above 0 for an adapter that has learned"
     is_drafted = case["drafts"] == "always" and case["rows"] <= 32 and case["then"] != "resume"
-    if is_drafted and has_hopper_kernels():
+    if is_drafted and runtime.unless_hopper() is None:  # only Hopper's kernels make drafts
         accepted = [row.get("drafts/accepted_per_call", 0) for row in learned]
-        require(
-            min(accepted) >= 1, f"drafts/accepted_per_call: got {accepted}; each rollout has drafts"
-        )
+        assert min(accepted) >= 1, f"drafts/accepted_per_call: got {accepted}; all have drafts"
         results["accepted"] = max(accepted)
     if case["ending"] == "ignore_eos":
-        shortest = min(row["completions/min_length"] for row in learned)
-        require(shortest == case["tokens"], f"ignore_eos: a completion has {shortest} tokens")
+        shortest = of_all(min, "completions/min_length")
+        assert shortest == case["tokens"], f"ignore_eos: a completion has {shortest} tokens"
     if case["ending"] == "stop":
-        clipped = min(row["completions/clipped_ratio"] for row in learned)
-        require(clipped < 1, "stop: no completion ended with one of the texts")
+        clipped = of_all(min, "completions/clipped_ratio")
+        assert clipped < 1, "stop: no completion ended with one of the texts"
     if case["tools"] != "none":
-        calls = max(row["tools/call_frequency"] for row in learned)
-        require(calls > 0, "tools/call_frequency: no completion has a call")
-        require(max(row["turns/max"] for row in learned) > 1, "turns/max: no call was answered")
-        failed = max(row["tools/failure_frequency"] for row in learned)
-        require(failed == 0, f"tools/failure_frequency: got {failed}")
-        results["calls"] = calls
+        results["calls"] = of_all(max, "tools/call_frequency")
+        assert results["calls"] > 0, "tools/call_frequency: no completion has a call"
+        assert of_all(max, "turns/max") > 1, "turns/max: no call was answered"
+        failed = of_all(max, "tools/failure_frequency")
+        assert failed == 0, f"tools/failure_frequency: got {failed}"
     if case["tools"] == "environment":
-        rewards = max(row["rewards/Counting/mean"] for row in learned)
-        require(rewards > 0, "rewards/Counting/mean: is 0 though there were calls")
+        rewards = of_all(max, "rewards/Counting/mean")
+        assert rewards > 0, "rewards/Counting/mean: is 0 though there were calls"
     if case["dynamic"]:
-        require("dynamic_sampling/rounds" in learned[0], "dynamic_sampling/rounds: is not logged")
+        assert "dynamic_sampling/rounds" in learned[0], "dynamic_sampling/rounds: is not logged"
     if case["then"].startswith("eval_"):
         at = [row["step"] for row in rows if "eval/accuracy" in row]
         expected = [0, *steps] if case["then"] == "eval_scheduled" else [0, steps[-1]]
-        require(at == expected, f"eval/accuracy: at steps {at}, not {expected}")
+        assert at == expected, f"eval/accuracy: at steps {at}, not {expected}"
     return results
 
 
@@ -429,12 +382,12 @@ def _check_run(case: Case, run_: pathlib.Path, base: pathlib.Path) -> dict[str, 
     else:
         _check_adapter(case, _tensors(run_ / "adapter"), _tensors(base))
     if case["then"] == "eval_scheduled":
-        require((run_ / "best.json").is_file(), "best.json: is missing")
+        assert (run_ / "best.json").is_file(), "best.json: is missing"
     after, before = log_probabilities(run_)
     effect = after - before
-    require(bool(np.isfinite(effect).all()), "log-probabilities of the trained policy: not finite")
+    assert np.isfinite(effect).all(), "log-probabilities of the trained policy: not finite"
     mean = float(np.abs(effect).mean())
-    require(mean > 1e-4, f"log-probabilities before and after training: differ by only {mean}")
+    assert mean > 1e-4, f"log-probabilities before and after training: differ by only {mean}"
     return {"effect": mean}
 
 
@@ -450,23 +403,23 @@ def _tensors(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def _require_finite(tensors: dict[str, Any]) -> None:
-    require(bool(tensors), "nothing was written")
+    assert tensors, "nothing was written"
     for name, tensor in tensors.items():
-        require(bool(np.isfinite(tensor).all()), f"{name}: not finite")
+        assert np.isfinite(tensor).all(), f"{name}: not finite"
 
 
 def _check_adapter(case: Case, adapter: dict[str, Any], base: dict[str, Any]) -> None:
     _require_finite(adapter)
     lefts = [name for name in adapter if ".lora_B." in name]
     linears = 2 * (3 if case["branches"] == "some" else 7)
-    require(len(lefts) == linears, f"the adapter is on {len(lefts)} linears, not {linears}")
+    assert len(lefts) == linears, f"the adapter is on {len(lefts)} linears, not {linears}"
     for name in lefts:
-        require(bool(adapter[name].any()), f"{name}: is still zero")
+        assert adapter[name].any(), f"{name}: is still zero"
     norms = [name for name in adapter if "layernorm" in name]
-    require(bool(norms) == (case["trains"] == "adapter+norms"), f"the adapter has {norms}")
+    assert bool(norms) == (case["trains"] == "adapter+norms"), f"the adapter has {norms}"
     for name in norms:
         before = base.get(name.removeprefix("base_model.model."), 1.0)
-        require(bool((adapter[name] != before).any()), f"{name}: did not change")
+        assert (adapter[name] != before).any(), f"{name}: did not change"
 
 
 def _check_moved(model: dict[str, Any], base: dict[str, Any]) -> None:
@@ -474,34 +427,28 @@ def _check_moved(model: dict[str, Any], base: dict[str, Any]) -> None:
     _require_finite(model)
     for name in model.keys() & base.keys():
         moved = bool((model[name] != base[name]).any())
+        what = f"{name}: {'changed' if moved else 'did not change'}"
         # The softmax does not depend on a value that is added to all keys of a head.
-        if not name.endswith("k_proj.bias"):
-            require(
-                moved == name.startswith("model.layers."),
-                f"{name}: {'changed' if moved else 'did not change'}",
-            )
-    require(bool(np.any(model["model.norm.weight"])), "model.norm.weight: is zero")
+        assert name.endswith("k_proj.bias") or moved == name.startswith("model.layers."), what
+    assert np.any(model["model.norm.weight"]), "model.norm.weight: is zero"
 
 
 def _export(case: Case, table: dict[str, Any], folder: pathlib.Path) -> dict[str, Any]:
     """Exports the run, and checks that the export reads back as the same policy."""
     kind, _, start = case["then"].partition("_")
     out = folder / "exported"
-    has_choice = kind != "peft"
-    qerl("export", folder / "run", out, "--to", kind, *(("--from", start) if has_choice else ()))
+    source = ("--from", start) if start else ()
+    qerl("export", folder / "run", out, "--to", kind, *source)
     report = json.loads((out / "export.json").read_text())
     effect, off = report["mean_effect_of_training"], report["mean_difference"]
     if case["trains"] != "full":
-        require(effect > 0, "export.json: mean_effect_of_training is 0")
+        assert effect > 0, "export.json: mean_effect_of_training is 0"
     if kind == "peft":
         _check_adapter(case, _tensors(out), {})
         pair = folder / "pair"
         qerl("export", folder / "run", pair, "--to", "pair")
         beside = _tensors(pair / "adapter")
-        require(
-            beside.keys() <= _tensors(out).keys(),
-            "export --to pair: wrote an adapter with other tensors",
-        )
+        assert beside.keys() <= _tensors(out).keys(), "export --to pair: has other tensors"
         _require_finite(beside | _tensors(pair / "base"))
     else:
         _require_finite(_tensors(out))
@@ -530,10 +477,10 @@ def _generate(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
     many = ["--input", prompts, "--output", out, "--n", 3, "--max-concurrent", case["rows"]]
     qerl("generate", *many, *policy, *options)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    require(len(rows) == 3 * len(_PROMPTS), f"generate: wrote {len(rows)} rows")
+    assert len(rows) == 3 * len(_PROMPTS), f"generate: wrote {len(rows)} rows"
     for row in rows:
-        require(math.isfinite(row["cumulative_logprob"]), f"generate: got {row}")
-        require(("turns" in row) == (case["tools"] != "none"), f"generate: got {row}")
+        assert math.isfinite(row["cumulative_logprob"]), f"generate: got {row}"
+        assert ("turns" in row) == (case["tools"] != "none"), f"generate: got {row}"
     qerl("generate", _PROMPTS[0], *policy, *options)
 
 
@@ -545,7 +492,7 @@ def _filter(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
     how = ["--low", 0.0, "--high", 1.0, "--samples", 3, "--batch-size", 4]
     qerl("filter", path, out, *how, "--reward", cases.EVEN_FIRST, *adapter)
     rates = [json.loads(line)["pass_rate"] for line in out.read_text().splitlines()]
-    require(len(rates) == 6 and all(0 <= rate <= 1 for rate in rates), f"filter: got {rates}")
+    assert len(rates) == 6 and all(0 <= rate <= 1 for rate in rates), f"filter: got {rates}"
 
 
 def _eval(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
@@ -556,10 +503,10 @@ def _eval(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
     after, before = folder / "after", folder / "before"
     qerl("eval", "arithmetic", *policy, *how, "--output-dir", after)
     qerl("eval", "arithmetic", *policy, "--base", *how, "--output-dir", before)
-    require("arithmetic" in qerl("compare", after, before), "compare: does not name the problems")
+    assert "arithmetic" in qerl("compare", after, before), "compare: does not name the problems"
     qerl("report", folder / "run", "--output-dir", folder / "page")
-    require(any((folder / "page").glob("*.html")), "report: wrote no page")
-    require("in all" in qerl("plan", folder / "run.toml"), "plan: shows no sums")
+    assert any((folder / "page").glob("*.html")), "report: wrote no page"
+    assert "in all" in qerl("plan", folder / "run.toml"), "plan: shows no sums"
 
 
 def _replay(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
@@ -573,9 +520,9 @@ def _replay(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
     broken["rewards"] = {"functions": [cases.ALTERNATING], "weights": [3e38]}
     qerl("train", _write_config(folder / "diverged.toml", broken), may_end_with=3)
     batches = sorted((folder / "diverged" / "non_finite").glob("step_*.npz"))
-    require(bool(batches), "non_finite/: is empty after rewards of 3e38")
+    assert batches, "non_finite/: is empty after rewards of 3e38"
     message = qerl("replay", batches[0])
-    require(re.search(r"not finite|nan|inf", message) is not None, f"replay: printed {message!r}")
+    assert re.search(r"not finite|nan|inf", message) is not None, f"replay: printed {message!r}"
 
 
 def _continue(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
@@ -590,13 +537,9 @@ def _continue(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
     row = read_metrics(folder / "continued")[0]
     limit = LIMITS[case["dtype"]]
     # The first stage of noise has sigma 0.
-    require(
-        row[_DIFFERENCE] <= limit, f"{_DIFFERENCE} after continuing: got {row[_DIFFERENCE]:.2g}"
-    )
+    assert row[_DIFFERENCE] <= limit, f"{_DIFFERENCE} after continuing: got {row[_DIFFERENCE]:.2g}"
     for name in before:
-        require(
-            bool((before[name] != after[name]).any()), f"{name}: did not change after continuing"
-        )
+        assert (before[name] != after[name]).any(), f"{name}: did not change after continuing"
 
 
 _THEN = {
@@ -617,32 +560,25 @@ def _killed_and_resumed(path: pathlib.Path, run_: pathlib.Path, step: int) -> st
             [sys.executable, "-m", "qerl_jax", "train", str(path)],
             cwd=ROOT,
             env=os.environ | {cases.HOLD: str(step)},
-            stdout=file,
-            stderr=subprocess.STDOUT,
+            **{"stdout": file, "stderr": subprocess.STDOUT},
         )
         deadline = time.monotonic() + _CHILD_SECONDS
         try:
             while not _has_saved(run_, step):
                 tail = log.read_text()[-500:]
-                require(child.poll() is None, f"the child ended too early: {tail}")
-                require(
-                    time.monotonic() < deadline,
-                    f"the child did not save step {step} in time: {tail}",
+                assert child.poll() is None, f"the child ended too early: {tail}"
+                assert time.monotonic() < deadline, (
+                    f"the child did not save step {step} in time: {tail}"
                 )
                 time.sleep(0.05)
         finally:
             child.send_signal(signal.SIGKILL)
             child.wait()
-    before = (run_ / "metrics.jsonl").read_text()
-    require(
-        not (run_ / "adapter").exists() and not (run_ / "model").exists(),
-        "the child finished before it was killed",
-    )
+    before, results = read_metrics(run_), (run_ / "adapter", run_ / "model")
+    assert not any(map(pathlib.Path.exists, results)), "the child finished before it was killed"
     message = qerl("train", path)
-    require(
-        (run_ / "metrics.jsonl").read_text().startswith(before),
-        "the resumed run did not keep the logged steps",
-    )
+    resumed = read_metrics(run_)[: len(before)]
+    assert resumed == before, "the resumed run did not keep the logged steps"
     return message
 
 
@@ -687,12 +623,8 @@ def run_case(
         sys.stderr.write(traceback.format_exc())
         if isinstance(error, KeyboardInterrupt):
             raise
-        told = str(error).strip().split("\n")[0][:300]
-        row = {
-            "ok": False,
-            "error": f"{type(error).__name__}: {told}",
-            "traceback": traceback.format_exc()[-4000:],
-        }
+        told = f"{type(error).__name__}: {str(error).strip().split('\n')[0][:300]}"
+        row = {"ok": False, "error": told, "traceback": traceback.format_exc()[-4000:]}
     gc.collect()  # so that memory in use during the next case is its own
     return {"seconds": round(time.monotonic() - started, 1), **row, "stages": stages.rows()}
 
