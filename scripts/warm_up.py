@@ -22,6 +22,8 @@ import hashlib
 import json
 import pathlib
 import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +37,7 @@ from qerl_jax.checkpoint.policy import load_base
 from qerl_jax.config import ModelConfig
 from qerl_jax.data import answers, arithmetic, tokenizer
 from qerl_jax.model import logprobs
-from qerl_jax.model.transformer import head, trainable
+from qerl_jax.model.transformer import Transformer, head, trainable
 
 SYSTEM_PROMPT = "Work it out."  # as in configs/study.toml
 MAX_TOKENS = 48  # of an answer, as in configs/study.toml
@@ -63,12 +65,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=BATCH, help="rows per step")
     parser.add_argument("--rate", type=float, default=RATE, help="highest learning rate")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--problems",
-        type=int,
-        default=512,
-        help="number of held-out problems; 0 to measure no accuracy",
-    )
+    text = "number of held-out problems; 0 to measure no accuracy"
+    parser.add_argument("--problems", type=int, default=512, help=text)
     args = parser.parse_args()
     began = time.monotonic()
     warm_up(args.source, args.target, args.steps, args.batch, args.rate, args.seed)
@@ -103,25 +101,20 @@ def examples(tokens: tokenizer.Tokenizer, seed: int, count: int) -> Rows:
     problems = [arithmetic.mixed("train", seed, index) for index in range(count)]
     texts = [arithmetic.plain_answer(problem) for problem in problems]
     ends = [[*ids, tokens.stop_tokens[0]] for ids in tokens.encode(texts)]
-    return joined(
-        tokens.encode([asked(item.question) for item in problems]), ends, tokens.pad_token
-    )
+    prompts = tokens.encode([chat(item.question) for item in problems])
+    return joined(prompts, ends, tokens.pad_token)
 
 
-def asked(question: str) -> list[tokenizer.Message]:
+def chat(question: str) -> list[tokenizer.Message]:
     """The chat with the study's question."""
     system = {"role": "system", "content": SYSTEM_PROMPT}
     return [system, {"role": "user", "content": question}]
 
 
 def joined(prompts, completions, pad: int, length: int | None = None) -> Rows:
-    """Right-padded rows of prompts with completions. The same data gives the same width.
+    """Right-padded rows of prompts with completions, whose tokens count; of at most `length` tokens unless it is None.
 
-    Args:
-        prompts: Ids of each prompt.
-        completions: Ids of each completion. These tokens count.
-        pad: Id of the padding token.
-        length: Most tokens of a row; None means no limit.
+    The same data gives the same width.
     """
     pairs = zip(prompts, completions, strict=True)
     rows = [[*prompt, *completion][:length] for prompt, completion in pairs]
@@ -148,33 +141,57 @@ def fit(
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
     remat = "none" if rows.ids.shape[1] <= _SHORT else "layer"
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state, frozen, ids, live):
-        def loss(params):
-            hidden, _ = model.apply({"params": params, "frozen": frozen}, ids, remat=remat)
-            logps, _ = logprobs.of_targets(
-                hidden[:, :-1].reshape(-1, hidden.shape[-1]),
-                head(frozen),
-                ids[:, 1:].reshape(-1),
-                temperature=1.0,
-                num_tokens=tokens.num_tokens,
-            )
-            counted = live[:, 1:].reshape(-1)
-            return -jnp.sum(jnp.where(counted, logps, 0)) / jnp.sum(counted)
+    def loss(params, frozen, ids, live):
+        variables = {"params": params, "frozen": frozen}
+        total = log_likelihood(model, variables, ids, live, tokens.num_tokens, remat=remat)
+        return -total / jnp.sum(live[:, 1:].reshape(-1))
 
-        value, slopes = jax.value_and_grad(loss)(params)
+    order = np.random.default_rng(1).permutation(len(rows.ids))
+    indices = [
+        np.take(order, np.arange(batch) + number * batch, mode="wrap") for number in range(steps)
+    ]
+    params = descend(loss, params, optimizer, rows, indices, frozen)
+    hf_folder.export_model(target, model, frozen | params, hf_folder.local_folder(str(source)))
+
+
+def log_likelihood(
+    model: Transformer, variables: Any, ids: jax.Array, live: jax.Array, num_tokens: int, **how: Any
+) -> jax.Array:
+    """The sum of the log-probabilities of the tokens of rows [S, T] that count, except of a first one."""
+    hidden, _ = model.apply(variables, ids, **how)
+    logps, _ = logprobs.of_targets(
+        hidden[:, :-1].reshape(-1, hidden.shape[-1]),
+        head(variables["frozen"]),
+        ids[:, 1:].reshape(-1),
+        temperature=1.0,
+        num_tokens=num_tokens,
+    )
+    return jnp.sum(jnp.where(live[:, 1:].reshape(-1), logps, 0))
+
+
+def descend(
+    loss: Callable[..., jax.Array],
+    params: Any,
+    optimizer: optax.GradientTransformation,
+    rows: Rows,
+    indices: Sequence[np.ndarray],
+    *frozen: Any,
+) -> Any:
+    """Takes a step of `loss(params, *frozen, ids, live)` with the rows of each array of indices; returns the parameters."""
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, *rest):
+        value, slopes = jax.value_and_grad(loss)(params, *rest)
         updates, state = optimizer.update(slopes, state, params)
         return optax.apply_updates(params, updates), state, value
 
     state, start = jax.jit(optimizer.init)(params), time.monotonic()
-    order = np.random.default_rng(1).permutation(len(rows.ids))
-    for number in range(steps):
-        at = np.take(order, np.arange(batch) + number * batch, mode="wrap")
-        params, state, value = step(params, state, frozen, rows.ids[at], rows.live[at])
-        if number % max(1, steps // 10) == 0 or number == steps - 1:
+    for number, at in enumerate(indices):
+        params, state, value = step(params, state, *frozen, rows.ids[at], rows.live[at])
+        if number % max(1, len(indices) // 10) == 0 or number == len(indices) - 1:
             seconds = time.monotonic() - start
             print(f"training: step {number} loss {float(value):.4f} {seconds:.0f} s", flush=True)
-    hf_folder.export_model(target, model, frozen | params, hf_folder.local_folder(str(source)))
+    return params
 
 
 def about(source: str, target: pathlib.Path) -> dict[str, object]:
@@ -194,12 +211,9 @@ def about(source: str, target: pathlib.Path) -> dict[str, object]:
         "relative change of the linears": float(f"{(moved / size) ** 0.5:.3g}"),
         "share of their weights that changed": round(changed / count, 4),
         "rounding error": {
-            name: rounding_errors(weight)
-            for name, weight in (
-                ("before", np.asarray(before[_LINEAR], np.float32)),
-                ("after", np.asarray(after[_LINEAR], np.float32)),
-                ("normal", np.random.default_rng(0).normal(size=(512, 512)).astype(np.float32)),
-            )
+            "before": rounding_errors(before[_LINEAR]),
+            "after": rounding_errors(after[_LINEAR]),
+            "normal": rounding_errors(np.random.default_rng(0).normal(size=(512, 512))),
         },
     }
 
@@ -210,7 +224,7 @@ _LINEAR = "model.layers.1.mlp.down_proj.weight"
 
 def rounding_errors(weight: np.ndarray) -> dict[str, float]:
     """Relative error of a matrix rounded to nearest, by format, which shows whether the matrix's grid favours one."""
-    errors = {}
+    errors, weight = {}, np.asarray(weight, np.float32)
     for name, form in FORMATS.items():
         rounded = np.asarray(form.unpack(form.pack([jnp.asarray(weight)])[0]))
         errors[name] = float(f"{np.linalg.norm(rounded - weight) / np.linalg.norm(weight):.4f}")
@@ -231,7 +245,7 @@ def accuracies(folder: str, count: int) -> dict[str, float]:
     policy = qerl_jax.load(folder, weights="bfloat16", dtype=dtype, max_concurrent=512, quiet=True)
     problems = [arithmetic.mixed("test", 0, index) for index in range(count)]
     how = {"temperature": 1.0, "max_tokens": MAX_TOKENS, "seed": 0}
-    outputs = policy.generate([asked(problem.question) for problem in problems], **how)
+    outputs = policy.generate([chat(problem.question) for problem in problems], **how)
     right: dict[str, list[float]] = {}
     for problem, output in zip(problems, outputs, strict=True):
         is_right = answers.same(answers.last_number(output.text), str(problem.answer))
