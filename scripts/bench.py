@@ -111,7 +111,7 @@ def cases(benchmark: Benchmark, options: Mapping[str, Any], *, tiny: bool = Fals
 
     Args:
         benchmark: The benchmark.
-        options: Values that were given, by option; those of axes are lists.
+        options: Values by option, instead of its own; those of axes are lists.
         tiny: Whether the others are small enough for a CPU.
     """
     changed = {**(benchmark.tiny if tiny else {}), **options}
@@ -123,15 +123,8 @@ def cases(benchmark: Benchmark, options: Mapping[str, Any], *, tiny: bool = Fals
     ]
 
 
-class Child:
-    """A process that measures a case.
-
-    Args:
-        name: The benchmark.
-        case: The case.
-        variables: Environment variables.
-        timeout: Seconds for compiling and for each round; the process is killed after that.
-    """
+class Child(Worker):
+    """A process with environment variables that measures a case; it is killed if compiling or a round takes too long."""
 
     def __init__(self, name: str, case: Case, variables: Mapping[str, str], timeout: float):
         self.case, self._timeout = case, timeout
@@ -139,32 +132,24 @@ class Child:
         paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(paths)
         command = [sys.executable, "-m", "scripts.bench", name, "--child", json.dumps(case)]
-        self._worker = Worker(command, environment)
+        super().__init__(command, environment)
         self._deadline = time.monotonic() + timeout
 
     def wait_until_ready(self) -> bool:
         """Waits until the process has compiled all. False if it has ended."""
-        return self._heard(lambda: self._worker.listen(self._deadline - time.monotonic()))
+        return self._answers(lambda: self.listen(self._deadline - time.monotonic()))
 
     def measure(self) -> dict[str, Any] | None:
         """Lets the process measure a round. Returns its last row; None if there is none."""
-        self._heard(lambda: self._worker.ask("", self._timeout))
-        return self._worker.at.get("row")
+        self._answers(lambda: self.ask("", self._timeout))
+        return self.at.get("row")
 
-    def ended(self) -> bool:
-        """Whether the process has ended, which it should only do when it is killed."""
-        return self._worker.has_ended()
-
-    def close(self) -> None:
-        """Ends the process, if it has not ended."""
-        self._worker.kill()
-
-    def _heard(self, answer: Callable[[], Any]) -> bool:
+    def _answers(self, answer: Callable[[], Any]) -> bool:
         try:
             answer()
         except Lost as error:
             print(error, flush=True)
-            self._worker.kill()
+            self.kill()
             return False
         return True
 
@@ -189,11 +174,11 @@ def measured(
         for number in range(1, rounds + 1):
             for child in list(alive):
                 yield child.case, number, child.measure()
-                if child.ended():
+                if child.has_ended():
                     alive.remove(child)
     finally:
         for child in children:
-            child.close()
+            child.kill()
 
 
 def run_child(name: str, case: Case) -> None:
@@ -261,23 +246,17 @@ def shown(value: Any) -> str:
 
 def add_options(parser: argparse.ArgumentParser, known: Sequence[Benchmark]) -> None:
     """Adds the options of some benchmarks; those that are not given are absent from the result."""
-    axes = {"env": [""]}
-    settings: dict[str, Any] = {}
+    options: dict[str, Any] = {"env": [""]}
     for benchmark in known:
-        axes |= {name: values for name, values in benchmark.axes.items()}
-        settings |= benchmark.settings
-    for name, value in {**axes, **settings}.items():
-        kind = type(value[0]) if isinstance(value, list | tuple) and value else type(value)
-        kind = str if kind in (list, tuple) else kind
-        more = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
-        if isinstance(value, list | tuple):
-            more["nargs"] = "*"
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            default=argparse.SUPPRESS,
-            help=f"default: {value}",
-            **more,
-        )
+        options |= {**benchmark.axes, **benchmark.settings}
+    for name, value in options.items():
+        more: dict[str, Any] = {"type": type(value)}
+        if isinstance(value, list):
+            more = {"type": type(value[0]) if value else str, "nargs": "*"}
+        elif isinstance(value, bool):
+            more = {"action": argparse.BooleanOptionalAction}
+        more |= {"default": argparse.SUPPRESS, "help": f"default: {value}"}
+        parser.add_argument(f"--{name.replace('_', '-')}", **more)
 
 
 def listing(known: Mapping[str, Benchmark]) -> str:
@@ -286,7 +265,7 @@ def listing(known: Mapping[str, Benchmark]) -> str:
     for name, benchmark in known.items():
         lines.append(f"{name}: {benchmark.prepare.__doc__.strip().splitlines()[0]}")
         for option, value in {**benchmark.axes, **benchmark.settings}.items():
-            words = " ".join(map(str, value)) if isinstance(value, list | tuple) else value
+            words = " ".join(map(str, value)) if isinstance(value, list) else value
             lines.append(f"    --{option.replace('_', '-')} {words}".rstrip())
     return "\n".join(lines)
 

@@ -32,13 +32,7 @@ from qerl_jax.generation.engine import Engine, EngineSpec
 from qerl_jax.generation.fleet import engine_of
 from qerl_jax.generation.scheduler import QueuedPrompt
 from qerl_jax.model import architecture, fused_decode, kv_cache, logprobs
-from qerl_jax.model.transformer import (
-    Transformer,
-    abstract_base,
-    head,
-    init_params,
-    random_base,
-)
+from qerl_jax.model.transformer import Transformer, abstract_base, head, init_params, random_base
 from scripts import bench
 from scripts.bench import ROOT, Benchmark, Case, Tell
 
@@ -50,12 +44,15 @@ SHORT = 32
 BYTES = {"nvfp4": 0.5625, "mxfp4": 0.53125, "nf4": 0.516}
 
 
+def known_name(model: str) -> str:
+    """The name of a shape: 7b and Qwen/Qwen2.5-7B-Instruct are qwen2.5-7b. Another name, as of a folder, stays."""
+    shape = pathlib.PurePath(model).name.lower().removesuffix("-instruct")
+    return next((name for name in (shape, f"qwen2.5-{shape}") if name in architecture.KNOWN), model)
+
+
 def shape_of(model: str) -> architecture.Architecture:
-    """The shape of a model: 7b for qwen2.5-7b, a name of `architecture.KNOWN`, or a folder."""
-    for name in (model, f"qwen2.5-{model}"):
-        if name in architecture.KNOWN:
-            return architecture.KNOWN[name]
-    return architecture.load(model)
+    """The shape of a model: one with a known name, or of a folder."""
+    return architecture.KNOWN.get(known_name(model)) or architecture.load(model)
 
 
 def devices_of(case: Case) -> dict[str, str]:
@@ -89,9 +86,8 @@ class Policy:
         self.replicas = Replicas.of(mesh, rows=1 << 20)
         if self.replicas.devices:
             runtime.use_several_devices()
-        shardings = None
-        if self.replicas.group > 1:
-            shardings = self.replicas.places_of(abstract_base(self.model))
+        is_shared = self.replicas.group > 1
+        shardings = self.replicas.places_of(abstract_base(self.model)) if is_shared else None
         variables = {"frozen": random_base(self.model, jax.random.key(0), shardings)}
         if lora:
             params = init_params(self.model, variables["frozen"], jax.random.key(1))
@@ -115,21 +111,16 @@ class Policy:
     def seconds(
         self, prompts: Sequence[QueuedPrompt], slots: int, longest: int, space: int | None = None
     ) -> float:
-        """Seconds of sampling all rows.
+        """Seconds of sampling all rows, of prompts of one length.
 
-        Args:
-            prompts: Prompts of one length.
-            slots: Rows that are sampled at a time.
-            longest: New tokens for which programs are compiled.
-            space: New tokens for which the cache has space, on average over the slots; None means `longest`.
+        Programs are compiled for `longest` new tokens. The cache has space for `space`, on average over the slots; None
+        means `longest`.
         """
         width = len(prompts[0].tokens)
         tokens = slots * (width + (space or longest))
         engine = Engine(self.model, EngineSpec(self.num_tokens), kv_cache_tokens=tokens)
-        limits = {
-            "max_prompt_length": width + longest - max(prompt.limit for prompt in prompts),
-            "max_concurrent": slots,
-        }
+        most = width + longest - max(prompt.limit for prompt in prompts)
+        limits = {"max_prompt_length": most, "max_concurrent": slots}
         started = time.perf_counter()
         chunks = engine_of(engine, self.replicas).stream(self.variables, prompts, 1.0, **limits)
         collections.deque(chunks, maxlen=0)
@@ -169,7 +160,6 @@ def decode(case: SimpleNamespace) -> Callable[[Tell], None]:
     def measure(tell: Tell) -> None:
         short, long = of_length(SHORT), of_length(case.tokens)
         step, least = (long - short) / (case.tokens - SHORT), least_seconds(policy, case)
-        stats = [device.memory_stats() or {} for device in jax.local_devices()]
         reduces = 0.0
         if case.mesh == "tensor" and case.devices > 1:
             one = reduce_seconds(policy.replicas, case.rows, policy.arch.width)
@@ -183,11 +173,27 @@ def decode(case: SimpleNamespace) -> Callable[[Tell], None]:
                 "prefill_s": short - SHORT * step,
                 "reduces_ms": 1e3 * reduces,
                 "fused": fused_decode.fit(policy.model.own_part, case.rows) or "no",
-                "peak_gb": max(stat.get("peak_bytes_in_use", 0) for stat in stats) / 1e9,
+                "peak_gb": peak_gb(),
             }
         )
 
     return measure
+
+
+def peak_gb() -> float:
+    """The largest memory of a device so far, in GB; 0 if the devices do not report it."""
+    stats = (device.memory_stats() or {} for device in jax.local_devices())
+    return max(stat.get("peak_bytes_in_use", 0) for stat in stats) / 1e9
+
+
+def seconds_of(call: Callable[[], Any], times: int) -> list[float]:
+    """The seconds of some calls, after one that may compile."""
+    spent = []
+    for _ in range(times + 1):
+        started = time.perf_counter()
+        jax.block_until_ready(call())
+        spent.append(time.perf_counter() - started)
+    return spent[1:]
 
 
 def reduce_seconds(replicas: Replicas, rows: int, width: int, times: int = 128) -> float:
@@ -198,12 +204,8 @@ def reduce_seconds(replicas: Replicas, rows: int, width: int, times: int = 128) 
         return jax.lax.fori_loop(0, times, mean, x)
 
     run = jax.jit(sharding.in_group(replicas.group, reduced))
-    (x,), spent = replicas.each(replicas.hold(jnp.ones((rows, width), jnp.bfloat16))), []
-    for _ in range(6):
-        started = time.perf_counter()
-        jax.block_until_ready(run(x))
-        spent.append(time.perf_counter() - started)
-    return min(spent[1:]) / times
+    (x,) = replicas.each(replicas.hold(jnp.ones((rows, width), jnp.bfloat16)))
+    return min(seconds_of(lambda: run(x), 5)) / times
 
 
 def mixed(case: SimpleNamespace) -> Callable[[Tell], None]:
@@ -317,12 +319,8 @@ def drafts(case: SimpleNamespace) -> Callable[[Tell], None]:
         questions = [problem.prompt for problem in problems]
     ids = tokenizer.encode(questions)
     draw = np.random.default_rng(0)
-    queue = [
-        QueuedPrompt(
-            np.array(row, np.int32), draw.integers(0, 2**32, (8, 2), np.uint32), case.limit
-        )
-        for row in ids
-    ]
+    seeds = lambda: draw.integers(0, 2**32, (8, 2), np.uint32)
+    queue = [QueuedPrompt(np.array(row, np.int32), seeds(), case.limit) for row in ids]
     limits = {"max_prompt_length": max(map(len, ids)), "max_concurrent": case.rows}
 
     def sampled(mode: str) -> tuple[float, dict[int, Any], Any]:
@@ -330,17 +328,11 @@ def drafts(case: SimpleNamespace) -> Callable[[Tell], None]:
         if mode != "off":
             control = functools.partial(Always, int(mode)) if mode.isdigit() else Auto
             drafting = Drafting(control, least_limit=1)
-        engine = Engine(
-            policy.model,
-            EngineSpec(tokenizer.num_tokens),
-            stop_tokens=tokenizer.stop_tokens,
-            drafts=drafting,
-        )
+        options = {"stop_tokens": tokenizer.stop_tokens, "drafts": drafting}
+        engine = Engine(policy.model, EngineSpec(tokenizer.num_tokens), **options)
         started = time.perf_counter()
-        rows = {
-            row.row: row.tokens
-            for row in engine.completions(policy.variables, queue, case.temperature, **limits)
-        }
+        sample = engine.completions(policy.variables, queue, case.temperature, **limits)
+        rows = {row.row: row.tokens for row in sample}
         return time.perf_counter() - started, rows, engine.drafted
 
     _, expected, _ = sampled("off")
@@ -355,9 +347,7 @@ def drafts(case: SimpleNamespace) -> Callable[[Tell], None]:
                 "tokens_per_s": tokens / seconds,
                 "tokens_per_call": per_call,
                 "step_ms": 1e3 * seconds * per_call * min(case.rows, len(rows)) / tokens,
-                "rows_that_differ": sum(
-                    not np.array_equal(rows[number], expected[number]) for number in rows
-                ),
+                "rows_that_differ": sum((rows[n].tolist() != expected[n].tolist()) for n in rows),
             }
         )
 
@@ -379,14 +369,11 @@ def logps(case: SimpleNamespace) -> Callable[[Tell], None]:
     policy = Policy(case)
     queue = policy.prompts(case.rows, 1, case.prompt, case.tokens)
     engine = Engine(policy.model, EngineSpec(policy.num_tokens))
-    rows = sorted(
-        engine.completions(policy.variables, queue, 1.0, max_prompt_length=case.prompt),
-        key=lambda row: row.row,
-    )
+    sample = engine.completions(policy.variables, queue, 1.0, max_prompt_length=case.prompt)
+    rows = sorted(sample, key=lambda row: row.row)
     sampler = np.stack([row.behaviour_logps for row in rows])
-    tokens = np.stack(
-        [np.concatenate([q.tokens, row.tokens]) for q, row in zip(queue, rows, strict=True)]
-    )
+    prompts, completions = ([item.tokens for item in items] for items in (queue, rows))
+    tokens = np.concatenate([np.stack(prompts), np.stack(completions)], axis=1)
 
     def score(device: runtime.Device, kernels: str | None = None) -> np.ndarray:
         """Log-probabilities [B, C] of the sampled tokens from one forward pass, with the kernels of a device."""
@@ -428,10 +415,7 @@ _TINY = {"model": [TINY], "base": ["nvfp4"], "rank": [4], "rows": [2], "prompt":
 BENCHMARKS = {
     "decode": Benchmark(
         decode,
-        axes={
-            **{**_POLICY, "rows": [8, 64, 128], "siblings": [1]},
-            **{"mesh": ["data"], "devices": [1]},
-        },
+        axes=_POLICY | {"rows": [8, 64, 128], "siblings": [1], "mesh": ["data"], "devices": [1]},
         settings={"kernels": "auto", "prompt": 256, "tokens": 512},
         tiny=_TINY,
         shows=("tokens_per_s", "step_ms", "of_bound", "prefill_s", "fused", "peak_gb"),

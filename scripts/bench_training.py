@@ -30,7 +30,6 @@ from qerl_jax import config
 from qerl_jax.data import tokenizer as tokenizers
 from qerl_jax.data.datasets import Problem
 from qerl_jax.distributed.mesh import Replicas
-from qerl_jax.model import architecture
 from qerl_jax.model.transformer import Transformer, init_params, random_base
 from qerl_jax.planning import memory
 from qerl_jax.rl import update as updates
@@ -39,7 +38,17 @@ from qerl_jax.rl.rollouts import Rollout
 from qerl_jax.tracking.logger import read_metrics
 from qerl_jax.training import trainer
 from scripts.bench import BF16_RATE, ROOT, Benchmark, Case, Tell
-from scripts.bench_sampling import TINY, by_kernel, devices_of, print_kernels, shape_of
+from scripts.bench_sampling import (
+    KNOWN_IDS,
+    TINY,
+    by_kernel,
+    devices_of,
+    known_name,
+    peak_gb,
+    print_kernels,
+    seconds_of,
+    shape_of,
+)
 from scripts.check_device_run import Stages
 
 LENGTHS = ROOT / "scripts" / "bench_recipe_lengths.json"
@@ -69,12 +78,6 @@ def filler(tokenizer: str, length: int) -> str:
     sentence, encode = "Take your time. ", tokenizers.load(tokenizer).hf.encode
     tokens = (len(encode(sentence * 9)) - len(encode(sentence))) / 8
     return sentence * max(0, int((length - 32) / tokens))
-
-
-def known_name(model: str) -> str:
-    """The name of a shape: 7b and Qwen/Qwen2.5-7B-Instruct are qwen2.5-7b. Another name, as of a folder, stays."""
-    shape = pathlib.PurePath(model).name.lower().removesuffix("-instruct")
-    return next((name for name in (shape, f"qwen2.5-{shape}") if name in architecture.KNOWN), model)
 
 
 def configured(case: SimpleNamespace, folder: str, **options: Any) -> config.RunConfig:
@@ -117,12 +120,6 @@ def configured(case: SimpleNamespace, folder: str, **options: Any) -> config.Run
     )
 
 
-def peak_gb() -> float:
-    """The largest memory of a device so far, in GB; 0 if the devices do not report it."""
-    stats = (device.memory_stats() or {} for device in jax.local_devices())
-    return max(stat.get("peak_bytes_in_use", 0) for stat in stats) / 1e9
-
-
 def random_experience(
     vocabulary: int, prompts: Sequence[int], lengths: Sequence[int], share_prompts: bool
 ) -> Any:
@@ -142,26 +139,6 @@ def random_experience(
     return make_experience(rollout, signs.reshape(len(prompts), -1), share_prompts=share_prompts)
 
 
-def updater(cfg: config.RunConfig, steps: int) -> tuple[Callable[[Any, int], dict], memory.Plan]:
-    """Makes a function of rows and a number that does an update, and the plan of its memory."""
-    arch = shape_of(cfg.model.model_name_or_path)
-    lora = config.LoraConfig(cfg.lora.rank, cfg.lora.alpha)
-    model = Transformer(arch, cfg.model.weights, lora, jnp.dtype(cfg.model.dtype))
-    frozen = random_base(model, jax.random.key(0))
-    state = updates.init_state(init_params(model, frozen, jax.random.key(1)), cfg.optim)
-    plan = memory.plan(cfg, limit=memory.device_memory())
-    improve = updates.make_updater(plan.cfg, model, min(151_665, arch.vocab_size), steps)
-
-    def step(experience: Any, number: int) -> dict[str, Any]:
-        nonlocal state
-        state, metrics = improve(state, frozen, experience, None, jax.random.key(number))
-        jax.block_until_ready(state)
-        assert math.isfinite(metrics["grad_norm"]) and metrics["grad_norm"] > 0, metrics
-        return metrics
-
-    return step, plan
-
-
 def update(case: SimpleNamespace) -> Callable[[Tell], None]:
     """An optimizer step on random rows of one length, without sampling.
 
@@ -171,18 +148,29 @@ def update(case: SimpleNamespace) -> Callable[[Tell], None]:
     runtime.use_compilation_cache()
     runtime.use_kernels(case.kernels)
     cfg, arch = configured(case, "unused"), shape_of(case.model)
-    step, plan = updater(cfg, 100)
+    model = Transformer(arch, case.base, cfg.lora, jnp.dtype(cfg.model.dtype))
+    frozen = random_base(model, jax.random.key(0))
+    state = updates.init_state(init_params(model, frozen, jax.random.key(1)), cfg.optim)
+    plan = memory.plan(cfg, limit=memory.device_memory())
+    improve = updates.make_updater(plan.cfg, model, min(KNOWN_IDS, arch.vocab_size), 100)
     rows = case.prompts * case.group
     shared = case.prompts if case.share_prompts else rows
     sizes = [case.prompt] * case.prompts, [case.completion] * rows
     experience = random_experience(min(151_643, arch.vocab_size), *sizes, case.share_prompts)
-    step(experience, 0)
+
+    def step(number: int) -> None:
+        nonlocal state
+        state, metrics = improve(state, frozen, experience, None, jax.random.key(number))
+        jax.block_until_ready(state)
+        assert math.isfinite(metrics["grad_norm"]) and metrics["grad_norm"] > 0, metrics
+
+    step(0)
     tokens = shared * case.prompt + rows * case.completion
     flops = 4 * tokens * arch.num_layers * sum(map(arch.linear_size, arch.linears()))
 
     def measure(tell: Tell) -> None:
         started = time.perf_counter()
-        step(experience, 1)
+        step(1)
         seconds, peak = time.perf_counter() - started, peak_gb()
         row = {"update_s": seconds, "mfu": flops / seconds / BF16_RATE, "peak_gb": peak}
         tell(row | {"planned_gb": plan.peak / 1e9, "tokens": tokens})
@@ -253,13 +241,7 @@ def problems() -> list[Problem]:
 
 
 def recipe_config(case: SimpleNamespace, devices: int = 1, factor: int = 1) -> config.RunConfig:
-    """The config of a shipped recipe, on a random base unless the config is SmolLM2's.
-
-    Args:
-        case: A config; its model; completions of a rollout (0 for the config's number); changed fields.
-        devices: Number of devices.
-        factor: How many times as many completions.
-    """
+    """The config of a shipped recipe, on a random base unless the config is SmolLM2's, with `factor` times as many rows."""
     path = ROOT / "configs" / f"{case.config}.toml"
     cfg, table = config.load(path), config.read_table(path)
     name = case.smollm2 or known_name(case.model or cfg.model.model_name_or_path)
@@ -323,6 +305,7 @@ def rollouts_of(
             median = lambda name: statistics.median(row[name] for row in rows)
             phases = {f"{phase}_s": median(f"perf/{phase}_time") for phase in PHASES}
             whole, compiled = statistics.median(gaps[UNTIMED:]), stages.rows()[0]
+            mean_length = median("completions/mean_length")
             tell(
                 {
                     "rollouts": len(gaps) - UNTIMED,
@@ -332,11 +315,9 @@ def rollouts_of(
                     "first_s": gaps[0],
                     "programs": compiled["programs"] + compiled["cached"],
                     "compile_s": compiled["compile"],
-                    "tokens_per_s": median("completions/mean_length")
-                    * cfg.generation_batch_size
-                    / whole,
+                    "tokens_per_s": cfg.generation_batch_size * mean_length / whole,
                     "padding": row.get("update/padding"),
-                    "mean_length": median("completions/mean_length"),
+                    "mean_length": mean_length,
                     "truncated": median("completions/clipped_ratio"),
                     "peak_gb": peak_gb(),
                 }
@@ -366,17 +347,13 @@ def scaling(case: SimpleNamespace) -> Callable[[Tell], None]:
     def measure(tell: Tell) -> None:
         cfg = recipe_config(case, case.devices, case.devices if case.how == "weak" else 1)
         rows: list[dict[str, Any]] = []
-        state, steps = rollouts_of(case, cfg, rows.append)
+        state, (first, *_) = rollouts_of(case, cfg, rows.append)
         replicas = Replicas.of(cfg.mesh, cfg.generation_batch_size)
-        parts, spent = replicas.each(state.params), []
-        for _ in range(11):
-            started = time.perf_counter()
-            jax.block_until_ready(replicas.total(parts))
-            spent.append(time.perf_counter() - started)
-        more = {"all_reduce_ms": 1e3 * statistics.median(spent[1:])}
-        more |= {"sampled": steps[0]["num_tokens"]}
-        more |= {"mismatch": steps[0]["sampling/sampling_logp_difference/mean"]}
-        tell(rows[-1] | more)
+        parts = replicas.each(state.params)
+        spent = statistics.median(seconds_of(lambda: replicas.total(parts), 10))
+        mismatch = first["sampling/sampling_logp_difference/mean"]
+        more = {"sampled": first["num_tokens"], "mismatch": mismatch}
+        tell(rows[-1] | more | {"all_reduce_ms": 1e3 * spent})
 
     return measure
 
@@ -438,26 +415,18 @@ def training_layer(case: SimpleNamespace) -> Callable[[Tell], None]:
 
 
 _AXES = {"model": ["7b"], "base": ["nvfp4"], "rank": [32], "remat": ["layer"]}
-_RUN = {
-    **{"group": 1, "prompt": 8, "completion": 1016, "microbatch": 8192, "pool_gib": 0.0},
-    **{"kernels": "auto", "steps": 1, "tokenizer": TINY},
-    **{"optimizer": "adamw", "share_prompts": True},
-}
+_RUN = {"group": 1, "prompt": 8, "completion": 1016, "microbatch": 8192, "pool_gib": 0.0}
+_RUN |= {"kernels": "auto", "steps": 1, "tokenizer": TINY}
+_RUN |= {"optimizer": "adamw", "share_prompts": True}
 _STEP = {"group": 8, "prompt": 256, "completion": 512, "steps": 4, "microbatch": 8704}
 _TINY = {"model": [TINY], "base": ["nvfp4"], "rank": [4]}
-_TINY_RUN = {
-    **{**_TINY, "prompts": [2], "group": 2, "prompt": 40, "completion": 8},
-    **{"microbatch": 0, "steps": 2},
-}
+_TINY_RUN = {"prompts": [2], "group": 2, "prompt": 40, "completion": 8}
+_TINY_RUN |= _TINY | {"microbatch": 0, "steps": 2}
 _RECIPE_AXES = {"config": ["gsm8k_qwen2.5_7b"], "model": [""]}
-_RECIPE = {
-    **{"smollm2": "", "completions": 0, "set": [], "sigma": 0.5},
-    **{"truncated": 0.01, "rollouts": 1},
-}
-_TINY_RECIPE = {
-    **{"config": ["quickstart"], "model": [TINY], "completions": 16},
-    "set": ["rollout.max_completion_length=24", "data.max_prompt_length=232"],
-}
+_RECIPE = {"smollm2": "", "completions": 0, "set": [], "sigma": 0.5}
+_RECIPE |= {"truncated": 0.01, "rollouts": 1}
+_TINY_RECIPE = {"config": ["quickstart"], "model": [TINY], "completions": 16}
+_TINY_RECIPE |= {"set": ["rollout.max_completion_length=24", "data.max_prompt_length=232"]}
 _STEP_TIMES = ("step_s", "rollout_s", "reward_s", "update_s")
 BENCHMARKS = {
     "update": Benchmark(

@@ -17,6 +17,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+from itertools import pairwise
 
 ROOT = pathlib.Path(__file__).parents[1]
 # The quickstart has 50 steps of 256 completions. Most of the time is compiling.
@@ -36,12 +37,9 @@ def build(folder: pathlib.Path) -> pathlib.Path:
 
 
 def install(wheel: pathlib.Path, folder: pathlib.Path, *, fresh: bool) -> pathlib.Path:
-    """Makes an environment with the wheel and returns the folder of its commands.
+    """Makes an environment with the wheel in a folder and returns the folder of its commands.
 
-    Args:
-        wheel: The wheel to install.
-        folder: Folder of the new environment.
-        fresh: Install dependencies there; otherwise it uses those of this environment.
+    Dependencies are installed there if it is `fresh`; otherwise it uses those of this environment.
     """
     run([sys.executable, "-m", "venv", "--without-pip", str(folder)])
     python = ("--python", str(folder / "bin" / "python"))
@@ -74,12 +72,11 @@ def run(command: list, folder: pathlib.Path = ROOT) -> str:
     hidden = ("PYTHONPATH", "VIRTUAL_ENV")
     env = {name: value for name, value in os.environ.items() if name not in hidden}
     env |= {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        list(map(str, command)), cwd=folder, env=env, text=True, capture_output=True
-    )
+    words = list(map(str, command))
+    done = subprocess.run(words, cwd=folder, env=env, text=True, capture_output=True)
     if done.returncode:
-        named = " ".join(map(str, command))
-        sys.exit(f"{named} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+        what = f"{' '.join(words)} ended with {done.returncode}"
+        sys.exit(f"{what}:\n{done.stdout}{done.stderr}")
     return done.stdout
 
 
@@ -93,21 +90,19 @@ def main() -> None:
     parser.add_argument("--fresh", action="store_true", help="install the dependencies too")
     parser.add_argument("--keep", type=pathlib.Path, help="copy the wheel to this folder")
     options = parser.parse_args()
-    began = time.monotonic()
+    times = [time.monotonic()]
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         wheel = build(folder / "dist")
         bin = install(wheel, folder / "venv", fresh=options.fresh)
-        installed = time.monotonic()
+        times.append(time.monotonic())
         (elsewhere := folder / "elsewhere").mkdir()
         check(bin, elsewhere)
         if options.keep:
             options.keep.mkdir(parents=True, exist_ok=True)
             print(f"wheel in {shutil.copy(wheel, options.keep)}")
-    ended = time.monotonic()
-    print(
-        f"{wheel.name}: built and installed in {installed - began:.0f} s, ran in {ended - installed:.0f} s"
-    )
+    installing, running = (end - start for start, end in pairwise([*times, time.monotonic()]))
+    print(f"{wheel.name}: built and installed in {installing:.0f} s, ran in {running:.0f} s")
 
 
 if __name__ == "__main__":

@@ -54,14 +54,9 @@ def card(name: str) -> Any:
 def properties(device: Any) -> str:
     """The text that describes a card to XLA."""
     major, minor = device.compute_capability.split(".")
-    return _PROPERTIES.format(
-        per_core=device.shared_bytes + 1024,
-        per_block=device.shared_bytes,
-        processors=device.processors,
-        major=major,
-        minor=minor,
-        name=device.name,
-    )
+    shared = {"per_core": device.shared_bytes + 1024, "per_block": device.shared_bytes}
+    named = {"processors": device.processors, "name": device.name}
+    return _PROPERTIES.format(major=major, minor=minor, **shared, **named)
 
 
 @contextlib.contextmanager
@@ -161,17 +156,11 @@ def report(program: Any, shapes: list, traits: dict) -> str:
     times.append(time.perf_counter())
     compiled = lowered.compile()
     times.append(time.perf_counter())
-    products = compiled.as_text().count("__triton_nested_gemm_fusion")
-    spent = [f"{end - start:.1f}" for start, end in zip(times, times[1:], strict=False)]
-    layers = traits["model"].arch.num_layers
-    return " | ".join(
-        [
-            *spent,
-            str(products),
-            str(launches(compiled.as_text(), layers)),
-            f"{compiled.memory_analysis().temp_size_in_bytes / 1e9:.2f}",
-        ]
-    )
+    spent = [f"{end - start:.1f}" for start, end in itertools.pairwise(times)]
+    text, layers = compiled.as_text(), traits["model"].arch.num_layers
+    counts = text.count("__triton_nested_gemm_fusion"), launches(text, layers)
+    temporaries = compiled.memory_analysis().temp_size_in_bytes / 1e9
+    return " | ".join([*spent, *map(str, counts), f"{temporaries:.2f}"])
 
 
 def launches(program: str, layers: int) -> int | None:
@@ -179,9 +168,9 @@ def launches(program: str, layers: int) -> int | None:
 
     A fusion, a library call and a copy each count as one kernel.
     """
-    loop = re.search(
-        rf'body=%([\w.-]+),[^\n]*"known_trip_count":{{"n":"{layers}"}}', program
-    ) or re.search(rf'"known_trip_count":{{"n":"{layers}"}}[^\n]*body=%([\w.-]+)', program)
+    times, body = rf'"known_trip_count":{{"n":"{layers}"}}', r"body=%([\w.-]+)"
+    loop = re.search(rf"{body},[^\n]*{times}", program)
+    loop = loop or re.search(rf"{times}[^\n]*{body}", program)
     if loop is None:
         return None
     body = re.search(rf"^%{re.escape(loop[1])} \(.*?^}}", program, re.MULTILINE | re.DOTALL)
@@ -191,25 +180,14 @@ def launches(program: str, layers: int) -> int | None:
 def main() -> None:
     """Compiles the programs that the arguments name."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--model", default="qwen2.5-7b", help="a name of architecture.KNOWN, or a model folder"
-    )
+    bases = {"choices": ["nvfp4", "mxfp4", "nf4", "bfloat16"], "default": ["nvfp4", "bfloat16"]}
+    drafts = "tokens of a step with drafts; 0 for drafts that are only compared"
+    parser.add_argument("--model", default="qwen2.5-7b", help="a published model, or a folder")
     parser.add_argument("--rows", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--rank", type=int, default=32)
-    parser.add_argument(
-        "--bases",
-        nargs="+",
-        default=["nvfp4", "bfloat16"],
-        choices=["nvfp4", "mxfp4", "nf4", "bfloat16"],
-    )
-    parser.add_argument(
-        "--tensor", type=int, default=1, help="number of devices that decode rows together"
-    )
-    parser.add_argument(
-        "--drafts",
-        type=int,
-        help="tokens of a step with drafts; 0 for drafts that are only compared",
-    )
+    parser.add_argument("--bases", nargs="+", **bases)
+    parser.add_argument("--tensor", type=int, default=1, help="devices that decode rows together")
+    parser.add_argument("--drafts", type=int, help=drafts)
     parser.add_argument("--device", default="H200", help="a name that `qerl plan --device` knows")
     parser.add_argument("--kernels", default="auto", choices=["auto", "portable", "reference"])
     args = parser.parse_args()
@@ -231,18 +209,15 @@ def main() -> None:
     if args.tensor > 1:
         mesh = jax.sharding.Mesh(np.array(topology.devices), (sharding.GROUP,))
         device = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    print(
-        "| base | rows | program | trace s | lower s | compile s | by Triton | kernels a layer | temporaries GB |"
-    )
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    head = "base | rows | program | trace s | lower s | compile s | by Triton | kernels a layer"
+    print(f"| {head} | temporaries GB |\n|{' --- |' * 9}")
     from pallas_kernels import runtime
 
     with as_on(args.device):
         runtime.use_kernels(args.kernels)
         for base, rows in itertools.product(args.bases, args.rows):
-            shapes, traits = arguments(
-                args.model, base, rows, args.rank, device, args.tensor, args.drafts
-            )
+            others = args.rank, device, args.tensor, args.drafts
+            shapes, traits = arguments(args.model, base, rows, *others)
             for name in ("packed", "dense") if base == "bfloat16" else ("packed",):
                 cells = report(getattr(engine.decode, name), shapes, traits)
                 print(f"| {base} | {rows} | {name} | {cells} |", flush=True)

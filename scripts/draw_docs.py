@@ -65,28 +65,20 @@ def readme() -> Figure:
     figure = Figure(figsize=(8.6, 2.9), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.25))
     left.plot(*course("healthy", "reward"), color=BLUE, lw=2)
-    left.set(
-        ylim=(0, 1),
-        xlabel="step",
-        ylabel="mean reward",
-        title="The quickstart, on two cores of a CPU",
-    )
+    left.set(ylim=(0, 1), xlabel="step", ylabel="mean reward")
+    left.set_title("The quickstart, on two cores of a CPU")
     lines = map(json.loads, (DOCS / "measured/benchmarks.jsonl").read_text().splitlines())
     sizes = [f"{size}B, {rows} rows" for size in (7, 14, 32) for rows in (8, 64)]
-    results = {
-        line["name"]: line
-        for line in lines
-        if line["table"] == "decoding" and line["device"] == "NVIDIA H200"
-    }
+    is_shown = lambda line: (line["table"], line["device"]) == ("decoding", "NVIDIA H200")
+    results = {line["name"]: line for line in filter(is_shown, lines)}
     places = np.arange(len(sizes))
     ours = [results[size]["value"] for size in sizes]
     theirs = [results[size]["baseline_value"] for size in sizes]
     right.bar(places - 0.2, ours, 0.38, color=BLUE, label="QeRL-JAX, with LoRA")
     right.bar(places + 0.2, theirs, 0.38, color=GREY, label="vLLM 0.26, with LoRA only at 7B")
+    style = {"ha": "center", "va": "bottom", "size": 8}
     for position, mine, other in zip(places, ours, theirs, strict=True):
-        right.annotate(
-            f"{mine / other:.1f}x", (position - 0.2, mine), ha="center", va="bottom", size=8
-        )
+        right.annotate(f"{mine / other:.1f}x", (position - 0.2, mine), **style)
     right.set_xticks(places, [size.replace(", ", "\n") for size in sizes])
     right.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     right.set(ylabel="tokens per second", ylim=(0, 1.08 * max(ours)))
@@ -108,9 +100,8 @@ def schedules() -> Figure:
         sigma = aqn.sigma_schedule(kind, **ends)
         axes.plot(steps, [float(sigma(step)) for step in steps], color=colour, lw=1.6, label=kind)
     axes.set(xlabel="step", ylabel="sigma of the noise")
-    axes.set_title(
-        "noise.sigma_start = 1e-2, noise.sigma_end = 1e-4, noise.num_stages = 10", fontsize=10
-    )
+    title = "noise.sigma_start = 1e-2, noise.sigma_end = 1e-4, noise.num_stages = 10"
+    axes.set_title(title, fontsize=10)
     axes.legend(frameon=False)
     return figure
 

@@ -68,9 +68,8 @@ def read(path: pathlib.Path) -> list[dict]:
     for number, text in enumerate(path.read_text().splitlines(), 1):
         line = json.loads(text, parse_float=str)
         if wrong := set(FIELDS) ^ set(line):
-            raise ValueError(
-                f"{path.name}, line {number}: fields missing or unknown: {sorted(wrong)}"
-            )
+            what = f"fields missing or unknown: {sorted(wrong)}"
+            raise ValueError(f"{path.name}, line {number}: {what}")
         lines.append(line)
     return lines
 
@@ -188,9 +187,8 @@ def checked_page(files: list[list[dict]]) -> str:
         dates = sorted({row["date"] for row in rows})
         about = f"jax {first['jax']}, driver {first['driver']}, kernels: {first['kernels']}, {' and '.join(dates)}"
         title = first["device"]
-        if (
-            first["kernels"] != "hopper"
-        ):  # cards have a table of their own kernels, and perhaps one of others
+        # Cards have a table of their own kernels, and perhaps one of others.
+        if first["kernels"] != "hopper":
             title += f", {first['kernels']} kernels"
         parts.append(f"## {title}\n\n{about}: {passed} of {len(rows)} passed.\n")
         parts.append("| case | result | date | fused | difference | effect | seconds |")
@@ -222,31 +220,23 @@ def add_checked(output: pathlib.Path, path: pathlib.Path = CHECKED_SOURCE) -> No
     """Adds what `scripts.check_device --out` wrote, in place of earlier runs on that card with those kernels."""
     new = [json.loads(text) for text in output.read_text().splitlines()]
     replaced = {(row["device"], row["kernels"]) for row in new}
-    old = [
-        rows
-        for rows in read_checked(path)
-        if (rows[0]["device"], rows[0]["kernels"]) not in replaced
-    ]
+    is_replaced = lambda row: (row["device"], row["kernels"]) in replaced
+    old = [rows for rows in read_checked(path) if not is_replaced(rows[0])]
     cases: dict[tuple[int, str], list[dict]] = {}
     for row in itertools.chain(*old, new):
         cells = {name: row[name] for name in SHOWN if name in row}
         cells |= {name: float(f"{row[name]:.2g}") for name in ROUNDED if name in row}
         cases.setdefault((row["number"], row["name"]), []).append(cells)
-    lines = [
-        {"number": number, "name": name, "runs": runs}
-        for (number, name), runs in sorted(cases.items())
-    ]
-    path.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+    line = lambda case: {"number": case[0], "name": case[1], "runs": cases[case]}
+    lines = (json.dumps(line(case), separators=(",", ":")) for case in sorted(cases))
+    path.write_text("".join(f"{line}\n" for line in lines))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Write docs/benchmarks.md, docs/checked.md and the results of README.md."
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--add", type=pathlib.Path, metavar="FILE", help="of check_device --out")
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; fail if a page is out of date"
-    )
+    text = "write nothing; fail if a page is out of date"
+    parser.add_argument("--check", action="store_true", help=text)
     args, lines = parser.parse_args(), read(SOURCE)
     if args.add:
         add_checked(args.add)

@@ -79,16 +79,12 @@ def kind(hint: typing.Any) -> tuple[str, list[str]]:
         return ", ".join(f"`{json.dumps(item)}`" for item in args), rules
     if origin in (tuple, collections.abc.Sequence):
         words, more = kind(args[0])
-        is_choice = words.startswith("`")
-        return (f"list of {words}" if is_choice else f"list of {_plural(words)}"), rules + more
+        is_plural = words.startswith("`") or words == "any value"
+        return f"list of {words}{'' if is_plural else 's'}", rules + more
     if origin is dict or hint is dict:
         return "table", rules
     names = {int: "integer", float: "number", str: "text", bool: "true or false"}
     return names.get(hint, "path" if hint is pathlib.Path else "any value"), rules
-
-
-def _plural(words: str) -> str:
-    return words if words == "any value" else f"{words}s"
 
 
 def value(given: typing.Any) -> str:
@@ -158,15 +154,9 @@ def _fields(cls: type, prefix: str = "") -> list[tuple[str, ...]]:
     """Returns a row for each field of a dataclass whose fields are options. A class may extend its base's docstring."""
     texts = described(cls.__base__.__doc__, "Attributes") | described(cls.__doc__, "Attributes")
     hints = typing.get_type_hints(cls, include_extras=True)
-    return [
-        _option(
-            prefix * (not isinstance(f.default, bool)) + f.name,
-            hints[f.name],
-            f.default,
-            texts[f.name],
-        )
-        for f in dataclasses.fields(cls)
-    ]
+    shown = lambda f: f.name if isinstance(f.default, bool) else prefix + f.name
+    fields = dataclasses.fields(cls)
+    return [_option(shown(f), hints[f.name], f.default, texts[f.name]) for f in fields]
 
 
 def _option(name: str, hint: typing.Any, default: typing.Any, text: str) -> tuple[str, ...]:
@@ -185,11 +175,8 @@ def command(name: str, function: typing.Callable) -> str:
         return f"## qerl {name}\n\n```text\n{text}\n```"
     positions, rows = _rows(function)
     summary, examples = common.texts(function)
-    parts = [
-        f"## qerl {name}",
-        linked(summary),
-        f"`{' '.join(['qerl', name, *positions])} [OPTIONS]`",
-    ]
+    usage = " ".join(["qerl", name, *positions, "[OPTIONS]"])
+    parts = [f"## qerl {name}", linked(summary), f"`{usage}`"]
     parts.append(table(("argument", "type", "default", "meaning"), rows))
     if examples:
         parts.append(f"```sh\n{inspect.cleandoc(examples)}\n```")
@@ -218,21 +205,17 @@ PAGES = {DOCS / "configuration.md": configuration, DOCS / "cli.md": cli}
 def main(argv: list[str] | None = None) -> int:
     """Writes the pages. With `--check` it only says whether they are up to date."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; fail if a page is out of date"
-    )
-    is_check = parser.parse_args(argv).check
-    stale = [
-        path for path, make in PAGES.items() if not path.is_file() or path.read_text() != make()
-    ]
-    for path in stale:
-        if is_check:
-            print(
-                f"{path.name} is out of date: run python -m scripts.make_reference", file=sys.stderr
-            )
-        else:
-            path.write_text(PAGES[path]())
-    return int(is_check and bool(stale))
+    text = "write nothing; fail if a page is out of date"
+    parser.add_argument("--check", action="store_true", help=text)
+    is_check, is_stale = parser.parse_args(argv).check, False
+    for path, make in PAGES.items():
+        page = make()
+        if not is_check:
+            path.write_text(page)
+        elif not path.is_file() or path.read_text() != page:
+            print(f"{path.name} is out of date: run python -m scripts.make_reference")
+            is_stale = True
+    return int(is_stale)
 
 
 if __name__ == "__main__":

@@ -53,20 +53,15 @@ def main() -> None:
     """Plans, downloads, trains, and writes the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("model", choices=MODELS)
-    parser.add_argument(
-        "--device", help="card to plan for, such as H100; default: the one of this machine"
-    )
-    parser.add_argument(
-        "--plan-only", action="store_true", help="only print the expected memory and time"
-    )
+    parser.add_argument("--device", help="card to plan for, such as H100; default: this machine's")
     parser.add_argument("--folder", help="folder of the model; default: download it")
     parser.add_argument("--data", help="file of rows with question and answer, instead of GSM8K")
-    parser.add_argument(
-        "--random-weights",
-        action="store_true",
-        help="use random weights in the shape of the model in --folder",
-    )
-    parser.add_argument("--quick", action="store_true", help="run only two short steps")
+    for option, text in (
+        ("--plan-only", "only print the expected memory and time"),
+        ("--random-weights", "use random weights in the shape of the model in --folder"),
+        ("--quick", "run only two short steps"),
+    ):
+        parser.add_argument(option, action="store_true", help=text)
     args, options = parser.parse_known_args()
     cfg = configured(args, options)
     card = cards.named(args.device) if args.device else None
@@ -114,17 +109,13 @@ def configured(args: argparse.Namespace, options: Sequence[str]) -> RunConfig:
 def expected_time(model: str, cfg: RunConfig) -> list[str]:
     """Describes the expected time of the run."""
     if cfg.max_steps is not None:
-        return [
-            f"time       {cfg.max_steps} optimizer steps: this is not the experiment, so the time is not known"
-        ]
+        steps = f"time       {cfg.max_steps} optimizer steps"
+        return [f"{steps}: this is not the experiment, so the time is not known"]
     steps = cfg.total_steps(GSM8K_TRAIN)
     rollouts = steps // cfg.updates_per_rollout
     text = f"time       {steps} optimizer steps in {rollouts} rollouts"
-    lines = [
-        line
-        for line in make_benchmarks.read(make_benchmarks.SOURCE)
-        if (line["table"], line["name"]) == _MEASURED.get(model)
-    ]
+    lines = make_benchmarks.read(make_benchmarks.SOURCE)
+    lines = [x for x in lines if (x["table"], x["name"]) == _MEASURED.get(model)]
     if not lines:
         return [f"{text}; how long one takes was not measured for this model"]
     return [

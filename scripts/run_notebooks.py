@@ -27,14 +27,9 @@ BUDGET = 600  # seconds of processor time
 
 def run(notebook: nbformat.NotebookNode, folder: str, seconds: float) -> None:
     """Runs all cells in a folder. The notebook then has their outputs. A cell that fails or takes too long raises."""
-    client = nbclient.NotebookClient(
-        notebook,
-        timeout=seconds,
-        resources={"metadata": {"path": folder}},
-        record_timing=False,
-        coalesce_streams=True,
-    )
-    client.execute()
+    how = {"record_timing": False, "coalesce_streams": True, "timeout": seconds}
+    resources = {"metadata": {"path": folder}}
+    nbclient.NotebookClient(notebook, resources=resources, **how).execute()
 
 
 def neutral(notebook: nbformat.NotebookNode, folder: str) -> None:
@@ -59,9 +54,8 @@ def neutral(notebook: nbformat.NotebookNode, folder: str) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Runs notebooks and prints how long each took."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "names", nargs="*", help="names such as quickstart; default: all that CI runs"
-    )
+    text = "names such as quickstart; default: all that CI runs"
+    parser.add_argument("names", nargs="*", help=text)
     parser.add_argument("--write", action="store_true", help="save the new outputs")
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as programs:

@@ -34,13 +34,8 @@ from typing import Any
 from scripts.check_device import QUICK_XLA, ROOT, card
 
 # Tests of every kernel of a decoding step and of an update.
-FILES = tuple(
-    f"tests/pallas_kernels/test_{name}.py"
-    for name in (
-        *("nvfp4_decode", "finished_linear_decode", "gated", "decode_attention"),
-        *("nvfp4_prefill", "finished_linear_prefill"),
-    )
-)
+_NAMES = "nvfp4_decode finished_linear_decode gated decode_attention nvfp4_prefill finished_linear_prefill"
+FILES = tuple(f"tests/pallas_kernels/test_{name}.py" for name in _NAMES.split())
 TOOLS = ("memcheck", "racecheck")
 # Further options of a tool. The names of our kernels end so; "kns" is a part of a kernel's name.
 _OPTIONS = {"racecheck": ("--kernel-name", "kns=mosaic_gpu_kernel")}
@@ -70,12 +65,7 @@ def collected(files: Sequence[str], only: str, every: int) -> list[str]:
 
 
 def verdict(status: int | None, text: str) -> str:
-    """What a run says: "clean", or what is wrong.
-
-    Args:
-        status: The exit status of the tool, negative for a signal; None if the run was ended.
-        text: What the tool and the test printed.
-    """
+    """What the exit status and the output of a run say: "clean", or what is wrong. Without a status it was ended."""
     if status is None:
         return "ended: no time left"
     if broken := _BROKEN.search(text):
@@ -102,14 +92,9 @@ def run(tool: str, test: str, number: int, args: argparse.Namespace, deadline: f
     begin = time.monotonic()
     status, text = None, ""
     if (left := deadline - begin) > 0:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=os.environ | local,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        how = pipes | {"cwd": ROOT, "env": os.environ | local, "start_new_session": True}
+        process = subprocess.Popen(command, **how)
         try:
             text, _ = process.communicate(timeout=min(left, args.test_seconds))
             status = process.returncode
@@ -150,10 +135,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for done in concurrent.futures.as_completed(runs):
             row = done.result()
             rows.append(row)
-            print(
-                f"{row['tool']:9} {row['seconds']:6.1f} s  {row['found']}  {row['test']}",
-                flush=True,
-            )
+            text = f"{row['tool']:9} {row['seconds']:6.1f} s  {row['found']}  {row['test']}"
+            print(text, flush=True)
             if args.out:
                 with args.out.open("a") as file:
                     file.write(json.dumps(row) + "\n")

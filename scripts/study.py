@@ -64,7 +64,7 @@ STEPS = {
     "sigma": "aqn/sigma",
     "seconds": "step_time",
 }
-EVALS = ("accuracy", "pass@", "maj@", "mean_length")
+EVALS = re.compile("eval/(accuracy|pass@|maj@|mean_length)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,20 +147,12 @@ def main() -> None:
     parser.add_argument("--work", type=pathlib.Path, default=pathlib.Path("runs/study"))
     parser.add_argument("--config", type=pathlib.Path, default=CONFIG)
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS, metavar="ARM")
-    parser.add_argument(
-        "--stage", choices=["rates", "seeds"], help="make only the runs of this stage"
-    )
+    parser.add_argument("--stage", choices=["rates", "seeds"], help="only the runs of this stage")
     parser.add_argument("--jobs", type=int, default=1, help="number of runs at once")
-    parser.add_argument(
-        "--cards", type=int, default=1, help="number of NVIDIA cards among which runs are divided"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=1e9, help="seconds after which the call ends"
-    )
+    parser.add_argument("--cards", type=int, default=1, help="NVIDIA cards that runs share")
+    parser.add_argument("--seconds", type=float, default=1e9, help="seconds until the call ends")
     parser.add_argument("--timing", action="store_true", help="time each arm alone on the card")
-    parser.add_argument(
-        "--plan", action="store_true", help="only print what is done and what is left"
-    )
+    parser.add_argument("--plan", action="store_true", help="only print what is done")
     parser.add_argument("--piece", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if not 1 <= args.cards <= args.jobs:
@@ -169,12 +161,9 @@ def main() -> None:
     if args.piece:
         run_piece(args)
         return
-    if args.plan:
-        print(progress(args))
-        return
-    ended = (work_off if not args.timing else time_arms)(args)
+    has_ended = args.plan or (time_arms if args.timing else work_off)(args)
     print(progress(args))
-    sys.exit(int(not ended))
+    sys.exit(int(not has_ended))
 
 
 def pieces(
@@ -247,7 +236,9 @@ def work_off(args: argparse.Namespace) -> bool:
                 text = f"FAILED: {last_line(args, 'gptq')}" if quantizing.returncode else "done"
                 print(f"GPTQ {text}, {left():.0f} s left", flush=True)
                 quantizing = None
-            todo = [item for item in waiting(args, {*running, *failed}) if has_base(args, item)]
+            is_quantized = gptq_folder(args).is_dir()
+            todo = waiting(args, {*running, *failed})
+            todo = [piece for piece in todo if is_quantized or not ARMS[piece.arm].quantized]
             while todo and len(running) < args.jobs and left() > max(took, default=_FIRST_GUESS):
                 name, used = todo.pop(0).name, [card for *_, card in running.values()]
                 card = min(range(args.cards), key=used.count)
@@ -258,10 +249,10 @@ def work_off(args: argparse.Namespace) -> bool:
                 print(f"the time is over; still running: {', '.join(running)}", flush=True)
                 return False
             time.sleep(0.2)
-            for name in [
-                name for name, (process, *_) in running.items() if process.poll() is not None
-            ]:
-                process, start, _ = running.pop(name)
+            for name, (process, start, _) in list(running.items()):
+                if process.poll() is None:
+                    continue
+                del running[name]
                 if process.returncode:
                     failed.add(name)
                     print(f"{name} FAILED: {last_line(args, name)}", flush=True)
@@ -269,10 +260,9 @@ def work_off(args: argparse.Namespace) -> bool:
                     took.append(time.monotonic() - start)
                     print(f"{name} {took[-1]:.0f} s, {left():.0f} s left", flush=True)
     finally:
-        for process, *_ in running.values():
-            end(process)
-        if quantizing:
-            end(quantizing)
+        for process in [*(process for process, *_ in running.values()), quantizing]:
+            if process:
+                end(process)
 
 
 def waiting(args: argparse.Namespace, others: set[str]) -> list[Piece]:
@@ -296,11 +286,6 @@ def gptq_folder(args: argparse.Namespace) -> pathlib.Path:
     return args.work / "gptq"
 
 
-def has_base(args: argparse.Namespace, piece: Piece) -> bool:
-    """Whether the base of a run is there; one that must be quantized first may not be."""
-    return not ARMS[piece.arm].quantized or gptq_folder(args).is_dir()
-
-
 def begin(args: argparse.Namespace, name: str, card: int = 0) -> subprocess.Popen:
     """Starts a run with its share of a card."""
     together = -(-args.jobs // args.cards)
@@ -313,20 +298,16 @@ def begin(args: argparse.Namespace, name: str, card: int = 0) -> subprocess.Pope
 def launch(
     args: argparse.Namespace, name: str, command: Sequence[Any], card: int, share: float
 ) -> subprocess.Popen:
-    """Starts a module as a process, whose output goes to `log_of` the name.
+    """Starts a module as a process, whose output goes to a file of that name.
 
     It sees only its card, if there are several, and gets a share of that card's memory, unless the environment says another.
     """
     memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{share:.3f}"}
     local = {"CUDA_VISIBLE_DEVICES": check_device.card(card, args.cards)} if args.cards > 1 else {}
     args.work.mkdir(parents=True, exist_ok=True)
-    with log_of(args, name).open("w") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", *map(str, command)],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=memory | dict(os.environ) | local,
-        )
+    with (args.work / f"{name}.log").open("w") as log:
+        how = {"stdout": log, "stderr": subprocess.STDOUT, "env": memory | dict(os.environ) | local}
+        return subprocess.Popen([sys.executable, "-m", *map(str, command)], **how)
 
 
 def end(process: subprocess.Popen) -> None:
@@ -349,14 +330,9 @@ def waited(process: subprocess.Popen, seconds: float) -> int | None:
         end(process)
 
 
-def log_of(args: argparse.Namespace, name: str) -> pathlib.Path:
-    """The file for the output of a run."""
-    return args.work / f"{name}.log"
-
-
 def last_line(args: argparse.Namespace, name: str) -> str:
-    """The last line of that file that names an error, or else its last line."""
-    lines = log_of(args, name).read_text(errors="replace").strip().splitlines()
+    """The last line of a run's output that names an error, or else its last line."""
+    lines = (args.work / f"{name}.log").read_text(errors="replace").strip().splitlines()
     errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
     return (errors or lines or ["it printed nothing"])[-1]
 
@@ -415,31 +391,21 @@ def kept(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The metrics of a run that are kept: evaluations at both ends, and a list over the steps of each quantity."""
     evals = [row for row in rows if "eval/accuracy" in row]
     steps = [row for row in rows if "loss" in row]
-    columns = {
-        name: [short(row[source]) for row in steps]
-        for name, source in STEPS.items()
-        if all(source in row for row in steps)
-    }
+    logged = {name: source for name, source in STEPS.items() if all(source in r for r in steps)}
+    columns = {name: [short(row[source]) for row in steps] for name, source in logged.items()}
     ends = {
-        when: {
-            key.removeprefix("eval/"): short(value)
-            for key, value in row.items()
-            if key.removeprefix("eval/").startswith(EVALS) and key.startswith("eval/")
-        }
+        when: {name.removeprefix("eval/"): short(row[name]) for name in row if EVALS.match(name)}
         for when, row in (("start", evals[0]), ("end", evals[-1]))
     }
-    skipped = int(steps[-1]["updates/skipped"])
-    return {**ends, "skipped": skipped, "steps": columns}
+    return {**ends, "skipped": int(steps[-1]["updates/skipped"]), "steps": columns}
 
 
 def timed(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Median seconds of a step and its parts, without the steps that compile."""
     steps = [row for row in rows if "loss" in row][_COMPILING:]
     names = {"step": "step_time", "rollout": "perf/rollout_time", "update": "perf/update_time"}
-    return {
-        name: short(statistics.median(row[source] for row in steps))
-        for name, source in names.items()
-    }
+    median = lambda source: short(statistics.median(row[source] for row in steps))
+    return {name: median(source) for name, source in names.items()}
 
 
 def short(value: float) -> float:

@@ -27,9 +27,7 @@ from scripts.study import ARMS, FIRST_SEEDS, MORE_SEEDS, RATES, RUNS, Piece
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS, PAGE, FIGURES = (
-    ROOT / "docs/measured/study.jsonl",
-    ROOT / "docs/results.md",
-    ROOT / "docs/figures",
+    ROOT / "docs" / name for name in ("measured/study.jsonl", "results.md", "figures")
 )
 # The fixed texts of the page.
 TEMPLATE = pathlib.Path(__file__).with_name("study_page.md")
@@ -74,12 +72,9 @@ def late_kl(run: Mapping[str, Any]) -> float:
 
 def record(run: Mapping[str, Any]) -> dict[str, Any]:
     """What the page needs of the result of a run: two series, and the others summed up."""
-    steps = run["steps"]
+    steps, ends = run["steps"], ("start", "end")
     late = steps["kl"][-max(1, len(steps["kl"]) // 5) :]
-    ends = {
-        when: {name: run[when][name] for name in ("accuracy", "pass@8")}
-        for when in ("start", "end")
-    }
+    ends = {when: {name: run[when][name] for name in ("accuracy", "pass@8")} for when in ends}
     sums = {"late_kl": float(np.median(late)), "mismatch": float(np.mean(steps["mismatch"]))}
     series = {"steps": {name: steps[name] for name in ("reward", "entropy")}}
     return {name: run[name] for name in ("base", "device", "date")} | ends | sums | series
@@ -215,35 +210,26 @@ def verdict(claim: Claim, matches: Interval | None) -> str:
     """What a difference says about a claim: confirmed, opposite, or not confirmed."""
     if matches is None:
         return MISSING
+    is_confirmed, is_opposite = matches.low > 0, matches.high < 0
     if claim.equal:
-        if -MARGIN < matches.low and matches.high < MARGIN:
-            return "confirmed"
-        return "opposite" if matches.low > 0 or matches.high < 0 else "not confirmed"
-    if matches.low > 0:
-        return "confirmed"
-    return "opposite" if matches.high < 0 else "not confirmed"
+        is_opposite = is_confirmed or is_opposite
+        is_confirmed = -MARGIN < matches.low and matches.high < MARGIN
+    return "confirmed" if is_confirmed else "opposite" if is_opposite else "not confirmed"
 
 
 def claims_table(results: Results) -> str:
     """The table of claims and measurements."""
-    rows = [
-        ["claim", "the paper", "here: difference", "measured", "verdict", "among all comparisons"]
-    ]
+    head = ("claim", "the paper", "here: difference")
+    rows = [[*head, "measured", "verdict", "among all comparisons"]]
     for claim in CLAIMS:
         matches = compared(results, claim)
         strict = verdict(claim, compared(results, claim, 1 - 0.05 / len(CLAIMS)))
         at = "" if claim.rate is None else f" at {RATES[claim.rate]:g}"
-        unit = (claim.measure.__name__).replace("_", " ")
-        rows.append(
-            [
-                claim.text + " (added)" * claim.added,
-                claim.paper,
-                f"{unit}: {ARMS[claim.ours].title} - {ARMS[claim.theirs].title}{at}",
-                MISSING if matches is None else matches.shown(sign="+") + few(matches),
-                verdict(claim, matches),
-                "" if matches is None else strict,
-            ]
-        )
+        arms = f"{ARMS[claim.ours].title} - {ARMS[claim.theirs].title}{at}"
+        row = [claim.text + " (added)" * claim.added, claim.paper]
+        row += [f"{claim.measure.__name__.replace('_', ' ')}: {arms}"]
+        row += [MISSING if matches is None else matches.shown(sign="+") + few(matches)]
+        rows.append([*row, verdict(claim, matches), "" if matches is None else strict])
     rows += [[text, paper, "no runs", MISSING, MISSING, ""] for text, paper in UNTESTED]
     return table(rows)
 
@@ -312,8 +298,7 @@ def middle(values: Sequence[float], form: str = ".3f") -> str:
 
 def rates_table(results: Results) -> str:
     """The gain of each arm at each of its rates, over the first two seeds."""
-    heads = ("lowest", "middle", "highest")
-    rows = [["arm", *(f"{head} rate" for head in heads)]]
+    rows = [["arm", "lowest rate", "middle rate", "highest rate"]]
     for arm, about in ARMS.items():
         cells = []
         for rate in about.rates:
@@ -338,14 +323,11 @@ def state(results: Results) -> str:
             "**Not measured yet.** No run of the study was made on a GPU. This page says what the paper claims, what will be "
             "compared and what we expect. It was written before the first run; the runs will fill in the tables."
         )
-    bases = sorted({run["base"] for run in results.values()})
-    devices = sorted({run["device"] for run in results.values()})
-    dates = sorted({run["date"] for run in results.values()})
+    names = ("base", "device", "date")
+    bases, devices, dates = (sorted({run[name] for run in results.values()}) for name in names)
     days = " to ".join(sorted({dates[0], dates[-1]}))
-    text = (
-        f"{len(results)} of {len(ARMS) * RUNS} runs, on {', '.join(devices)}, {days}, with the base "
-        f"{', '.join(bases)}."
-    )
+    runs = f"{len(results)} of {len(ARMS) * RUNS} runs, on {', '.join(devices)}"
+    text = f"{runs}, {days}, with the base {', '.join(bases)}."
     counts = {arm: sum(Piece.named(name).arm == arm for name in results) for arm in ARMS}
     if short := [f"{ARMS[arm].title} ({RUNS - n})" for arm, n in counts.items() if n < RUNS]:
         text += f" Runs that are left: {', '.join(short)}."
@@ -435,9 +417,8 @@ def draw(results: Results, timings: Results, folder: pathlib.Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
 
     def save(name: str, fill: Callable[[Figure], None], width: float) -> None:
-        with matplotlib.rc_context(
-            {"svg.hashsalt": "qerl", "svg.fonttype": "none", "axes.grid": True, "grid.alpha": 0.4}
-        ):
+        style = {"svg.hashsalt": "qerl", "svg.fonttype": "none", "grid.alpha": 0.4}
+        with matplotlib.rc_context(style | {"axes.grid": True}):
             figure = Figure(figsize=(width, 4), layout="constrained")
             fill(figure)
             figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
@@ -494,9 +475,8 @@ def main() -> None:
     parser.add_argument("--add", type=pathlib.Path, metavar="FOLDER", help="of scripts.study")
     parser.add_argument("--page", type=pathlib.Path, default=PAGE)
     parser.add_argument("--figures", type=pathlib.Path, default=FIGURES)
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; fail if the page is out of date"
-    )
+    text = "write nothing; fail if the page is out of date"
+    parser.add_argument("--check", action="store_true", help=text)
     args = parser.parse_args()
     if args.add:
         add(args.add, args.results)

@@ -165,10 +165,10 @@ class FakeChild:
     def measure(self):
         return {"ms": float(self.case["n"])}
 
-    def ended(self):
+    def has_ended(self):
         return False
 
-    def close(self):
+    def kill(self):
         pass
 
 
