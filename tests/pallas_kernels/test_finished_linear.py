@@ -9,28 +9,35 @@ import pytest
 
 from pallas_kernels import finished_linear, nvfp4
 from pallas_kernels.nvfp4_matmul import api, layout, prefill, reference
+from tests.pallas_kernels.common import to_hopper
 from tests.pallas_kernels.test_finished_linear_prefill import (
     assert_almost_all_are_equal,
     on_hopper,  # noqa: F401
     random,
-    to_hopper,
 )
 
 
-def test_a_linear_of_many_rows_is_one_kernel_where_it_can_be(monkeypatch, on_hopper):  # noqa: F811
+@pytest.fixture
+def epilogues(monkeypatch, on_hopper):  # noqa: F811
+    """Returns a function that lets a case's definition stand in for the kernel, and lists the kernel's epilogues."""
+
+    def stand_in(case):
+        epilogues = []
+        run = lambda x, w, *, epilogue: epilogues.append(epilogue) or case.expected()
+        monkeypatch.setattr(prefill, "matmul", run)
+        return epilogues
+
+    return stand_in
+
+
+def test_a_linear_of_many_rows_is_one_kernel_where_it_can_be(monkeypatch, epilogues):
     case = random(160, (256, 128), 512)
-    asked = []
-
-    def by_definition(x, w, *, epilogue):
-        asked.append(epilogue.sizes)
-        return case.expected()
-
-    monkeypatch.setattr(prefill, "matmul", by_definition)
+    launched = epilogues(case)
     w, x = to_hopper(case.weight), case.x.reshape(2, 80, -1)
     unit = case.unit.reshape(2, 80, 1)
     run = functools.partial(finished_linear.finished_linear, x, w)
     y = run(case.branches, unit=unit, bias=case.bias)
-    assert asked == [(256, 128)]
+    assert [epilogue.sizes for epilogue in launched] == [(256, 128)]
     np.testing.assert_array_equal(y, case.expected().reshape(2, 80, -1))
 
     # What it does not do goes through the product and the definition.
@@ -40,7 +47,7 @@ def test_a_linear_of_many_rows_is_one_kernel_where_it_can_be(monkeypatch, on_hop
     plain = run(case.branches, unit=unit, bias=case.bias, residual=residual)
     assert_almost_all_are_equal(plain.reshape(160, -1), y.reshape(160, -1))
     assert run([], unit=unit).shape == run(case.branches).shape == (2, 80, 384)
-    assert len(asked) == 1
+    assert len(launched) == 1
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -73,24 +80,11 @@ def test_prepared_matrices_give_the_bits_of_those_they_were_made_of(dtype):
 
 # Parts in whole tiles, one part, and parts whose ranks share one tile.
 @pytest.mark.parametrize("sizes", [(256, 128), (384,), (40, 24, 36)])
-def test_matrices_prepared_for_the_kernel_are_those_that_it_makes_itself(
-    monkeypatch,
-    on_hopper,  # noqa: F811
-    sizes,
-):
+def test_matrices_prepared_for_the_kernel_are_those_that_it_makes_itself(epilogues, sizes):
     case = random(160, sizes, 512)
-    asked = []
-    monkeypatch.setattr(
-        prefill, "matmul", lambda x, w, *, epilogue: asked.append(epilogue) or case.expected()
-    )
-    w, rank = to_hopper(case.weight), 16
-    matrices = [
-        (
-            jax.random.normal(jax.random.key(size), (512, rank)),
-            jax.random.normal(jax.random.key(1), (rank, size)),
-        )
-        for size in sizes
-    ]
+    launched, w, rank = epilogues(case), to_hopper(case.weight), 16
+    key = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)
+    matrices = [(key(size, 512, rank), key(1, rank, size)) for size in sizes]
     prepared = finished_linear.prepare_lora(
         matrices, case.bias, 0.5, w, jnp.bfloat16, rows=160, has_unit=True
     )
@@ -99,7 +93,7 @@ def test_matrices_prepared_for_the_kernel_are_those_that_it_makes_itself(
     ]
     for each in (prepared, branches):
         finished_linear.finished_linear(case.x, w, each, unit=case.unit, bias=case.bias)
-    found, expected = asked
+    found, expected = launched
     assert found.sizes == expected.sizes
     for name in ("b", "unit", "bias"):
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))

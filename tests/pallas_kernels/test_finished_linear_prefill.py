@@ -11,25 +11,16 @@ import pytest
 
 from pallas_kernels import linear, nvfp4, nvfp4_matmul, runtime
 from pallas_kernels.finished_linear import prefill as fused_wide
-from pallas_kernels.nvfp4_matmul import (
-    api,
-    dequantize,
-    layout,
-    prefill,
-    prefill_config,
-    reference,
-    shapes,
-)
+from pallas_kernels.nvfp4_matmul import api, dequantize, layout, prefill, reference, shapes
+from pallas_kernels.nvfp4_matmul.prefill_config import Config
 from tests.combinations import spread
+from tests.pallas_kernels.common import f32, slow, to_hopper, weight
 from tests.pallas_kernels.devices import like
-
-on_cpu = pytest.mark.skipif(runtime.platform() != "cpu", reason="interpret mode is for a CPU")
-to_hopper = jax.jit(layout.prepare, static_argnames="is_paired")
 
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
-    """A random linear with its inputs."""
+    """A random linear with its inputs, as `fused_wide.linear` takes them."""
 
     x: jax.Array
     weight: nvfp4.NVFP4Tensor
@@ -48,9 +39,7 @@ def random(m, sizes, k, *, rank=16, with_bias=True, scale_per_row=False):
     generator = np.random.default_rng(m + k)
     normal = lambda *shape: jnp.asarray(generator.standard_normal(shape), jnp.bfloat16)
     n = sum(sizes)
-    t = jax.jit(nvfp4.random, static_argnums=1)(jax.random.key(m), (n, k))
-    if scale_per_row:
-        t = dataclasses.replace(t, global_scale=t.global_scale * jnp.geomspace(0.5, 8, n))
+    t = weight(m, n, k, scale_per_row=scale_per_row)
     scale = jnp.asarray(np.sqrt(k / rank) * np.std(nvfp4.dequantize(t)), jnp.bfloat16)
     return Linear(
         normal(m, k),
@@ -65,7 +54,7 @@ def random(m, sizes, k, *, rank=16, with_bias=True, scale_per_row=False):
 def assert_almost_all_are_equal(actual, expected):
     """Sums in another order may round to a neighbour, once in each bracket, but not in a whole tile."""
     assert actual.dtype == expected.dtype == jnp.bfloat16
-    actual, expected = (np.asarray(y, np.float32) for y in (actual, expected))
+    actual, expected = f32(actual), f32(expected)
     assert np.abs(actual - expected).max() <= np.abs(expected).max() * 2**-7
     for columns in range(0, actual.shape[1], 64):
         for rows in range(0, len(actual), 64):
@@ -73,104 +62,44 @@ def assert_almost_all_are_equal(actual, expected):
             assert (actual[tile] == expected[tile]).mean() > 0.9, tile
 
 
-@on_cpu
+PAIRED, PER_ROW = {"is_paired": True}, {"scale_per_row": True}
+_PRODUCER = functools.partial(Config, 16, 2, 2, producer=True)
+
+
 @pytest.mark.parametrize(
     ("m", "sizes", "k", "config", "traits"),
     [
-        # Ragged M, several tiles for each block, two parts.
-        (44, (128, 64), 128, prefill_config.Config(16, 1, 3, 2), {}),
+        (44, (128, 64), 128, Config(16, 1, 3, 2), {}),  # ragged M, several tiles for each block
         # Two tiles whole, one split.
-        pytest.param(
-            16,
-            (128, 128, 128),
-            256,
-            prefill_config.Config(16, 2, 2, producer=True, split=4),
-            {"scale_per_row": True, "rank": 64},
-            marks=pytest.mark.slow,
-        ),
-        # All split, of two parts.
-        pytest.param(
-            16,
-            (128, 128),
-            128,
-            prefill_config.Config(16, 2, 2, producer=True, split=2),
-            {"scale_per_row": True},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            32,
-            (128,),
-            128,
-            prefill_config.Config(16, 2, 2, producer=True),
-            {"with_bias": False, "rank": 3},
-            marks=pytest.mark.slow,
-        ),
+        slow(16, (128, 128, 128), 256, _PRODUCER(split=4), PER_ROW | {"rank": 64}),
+        slow(16, (128, 128), 128, _PRODUCER(split=2), PER_ROW),  # all split, of two parts
+        slow(32, (128,), 128, _PRODUCER(), {"with_bias": False, "rank": 3}),
         # Neither K nor N in whole tiles, the ranks of all parts in one; the last part is filled up.
-        (
-            20,
-            (40, 24, 36),
-            80,
-            prefill_config.Config(16, 1, 3),
-            {"rank": 16, "scale_per_row": True},
-        ),
-        pytest.param(
-            *(20, (128, 64, 36), 144, prefill_config.Config(16, 1, 3), {"rank": 40}),
-            marks=pytest.mark.slow,
-        ),
+        (20, (40, 24, 36), 80, Config(16, 1, 3), PER_ROW),
+        slow(20, (128, 64, 36), 144, Config(16, 1, 3), {"rank": 40}),
         # All split, and the last tile of N filled up.
-        pytest.param(
-            *(16, (64, 40), 256, prefill_config.Config(16, 1, 3, split=4), {"rank": 40}),
-            marks=pytest.mark.slow,
-        ),
-        # An epilogue in two unequal halves.
-        pytest.param(168, (64,), 192, prefill_config.Config(168, 1, 3), {}, marks=pytest.mark.slow),
+        slow(16, (64, 40), 256, Config(16, 1, 3, split=4), {"rank": 40}),
+        slow(168, (64,), 192, Config(168, 1, 3), {}),  # an epilogue in two unequal halves
         # Rows in pairs: ragged M and K, an odd number of tiles.
-        pytest.param(
-            *(44, (96, 96), 208),
-            prefill_config.Config(16, 1, 3, 2),
-            {"is_paired": True, "scale_per_row": True},
-            marks=pytest.mark.slow,
-        ),
-        # All split; two tiles whole, one split.
-        pytest.param(
-            *(16, (128, 128), 128),
-            prefill_config.Config(16, 2, 2, producer=True, split=2),
-            {"is_paired": True, "rank": 32},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            *(16, (192, 192), 256),
-            prefill_config.Config(16, 2, 2, producer=True, split=4),
-            {"is_paired": True, "rank": 3, "scale_per_row": True},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            *(168, (32, 32), 192),
-            prefill_config.Config(168, 1, 3),
-            {"is_paired": True, "with_bias": False},
-            marks=pytest.mark.slow,
-        ),
+        slow(44, (96, 96), 208, Config(16, 1, 3, 2), PAIRED | PER_ROW),
+        slow(16, (128, 128), 128, _PRODUCER(split=2), PAIRED | {"rank": 32}),  # all split
+        # Two tiles whole, one split.
+        slow(16, (192, 192), 256, _PRODUCER(split=4), PAIRED | PER_ROW | {"rank": 3}),
+        slow(168, (32, 32), 192, Config(168, 1, 3), PAIRED | {"with_bias": False}),
         # Beside a producer, an epilogue of three pieces.
-        pytest.param(
-            *(112, (64, 64), 128),
-            prefill_config.Config(112, 2, 2, producer=True),
-            {"is_paired": True, "rank": 32},
-            marks=pytest.mark.slow,
-        ),
+        slow(112, (64, 64), 128, Config(112, 2, 2, producer=True), PAIRED | {"rank": 32}),
     ],
 )
-def test_the_kernel_meets_the_definition_without_a_race(capfd, assume, m, sizes, k, config, traits):
+def test_the_kernel_meets_the_definition_without_a_race(
+    interpreter, assume, m, sizes, k, config, traits
+):
     assume(like(processors=2))  # so that a block has several tiles
-    is_paired = traits.get("is_paired", False)
-    case = random(m, sizes, k, **{k: v for k, v in traits.items() if k != "is_paired"})
-    epilogue = fused_wide.epilogue(case.branches, case.unit, case.bias, is_paired=is_paired)
-    actual = prefill.matmul(
-        *(case.x, to_hopper(case.weight, is_paired=is_paired), config),
-        epilogue=epilogue,
-        interpret=True,
-    )
+    kind = {"is_paired": "is_paired" in traits}
+    case = random(m, sizes, k, **{name: v for name, v in traits.items() if name != "is_paired"})
+    epilogue = fused_wide.epilogue(case.branches, case.unit, case.bias, **kind)
+    w = to_hopper(case.weight, **kind)
+    actual = prefill.matmul(case.x, w, config, epilogue=epilogue, interpret=True)
     assert_almost_all_are_equal(actual, case.expected())
-    assert "RACE" not in capfd.readouterr().out
 
 
 @pytest.fixture
@@ -200,10 +129,9 @@ def test_its_derivatives_are_those_of_the_definition(monkeypatch, on_hopper, siz
 
 def test_x_and_branches_must_fit_the_weight():
     case = random(136, (256,), 512)
+    others = to_hopper(case.weight), case.branches, case.unit, case.bias
     with pytest.raises(ValueError, match=r"got shape \(256, 512\)"):
-        fused_wide.linear(
-            case.x[:, :448], to_hopper(case.weight), case.branches, case.unit, case.bias
-        )
+        fused_wide.linear(case.x[:, :448], *others)
 
 
 @pytest.mark.parametrize(
@@ -270,11 +198,11 @@ def test_qkv_and_gate_up_of_every_model_can_be_run(on_hopper):
     ("case", "k"),
     spread(
         [
-            (1200, (2560, 1024, 1024), prefill_config.Config(256)),
-            (2000, (2560, 1024, 1024), prefill_config.Config(256, cluster=2)),
-            (1200, (2432, 2432), prefill_config.Config(152, 2, 7, producer=True)),
-            (500, (2560, 1024, 1024), prefill_config.Config(88, 2, 8, producer=True)),
-            (2048, (2560, 1024, 1024), prefill_config.Config(256, split=4)),
+            (1200, (2560, 1024, 1024), Config(256)),
+            (2000, (2560, 1024, 1024), Config(256, cluster=2)),
+            (1200, (2432, 2432), Config(152, 2, 7, producer=True)),
+            (500, (2560, 1024, 1024), Config(88, 2, 8, producer=True)),
+            (2048, (2560, 1024, 1024), Config(256, split=4)),
             (300, (2432, 2432), None),
             (136, (3584, 512, 512), None),  # all split
             (512, (3584, 512, 512), None),  # 176 rows, no producer
@@ -305,7 +233,7 @@ def test_on_its_device_every_tile_meets_the_definition(case, k):
         (8192, 37888, 3584, None),
         (300, 9728, 896, None),
         (136, 9728, 896, None),
-        (500, 4864, 576, prefill_config.Config(88, 2, 8, producer=True)),
+        (500, 4864, 576, Config(88, 2, 8, producer=True)),
         (2200, 2432, 208, None),
         (1000, 1984, 208, None),
     ],

@@ -1,7 +1,5 @@
 """Tests gate_up that is finished inside its product against plain arithmetic, in interpret mode and on a GPU."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,32 +17,23 @@ from pallas_kernels.finished_linear import (
 from pallas_kernels.finished_linear.gated_config import Config
 from pallas_kernels.nvfp4_matmul import api, layout, shapes
 from tests.combinations import spread
+from tests.pallas_kernels.common import f32, slow, to_hopper, weight
 from tests.pallas_kernels.devices import like
 from tests.pallas_kernels.test_finished_linear_decode import (
     EPS,
     assert_rounded,
     branches,
     expected,
-    f32,
     normal,
-    on_cpu,
     pack_lora,
-    prepare,
-    random,
-    rounded,
     stream_of,
+    swiglu,
 )
 
 
-def weight(n, k, *, has_own_scales=False):
-    t = random(jax.random.key(7), (n, k), std=k**-0.5)
-    scales = jnp.geomspace(0.5, 8, n) if has_own_scales else 1.0
-    return dataclasses.replace(t, global_scale=t.global_scale * scales)
-
-
-def run(m, inner, k, rank, config=None, *, has_own_scales=False, interpret=True, x=None):
+def run(m, inner, k, rank, config=None, *, scale_per_row=False, interpret=True, x=None):
     """Returns the result of the kernel for a stream, and that of plain arithmetic."""
-    t = weight(2 * inner, k, has_own_scales=has_own_scales)
+    t = weight(7, 2 * inner, k, std=k**-0.5, scale_per_row=scale_per_row)
     parts = branches(k, rank, (inner, inner)) if rank else []
     branch = pack_lora(parts, 0.5, is_packed=True, is_paired=True) if rank else None
     scale = 1 + 0.1 * normal(3, (k,), 1.0, jnp.float32)
@@ -55,21 +44,19 @@ def run(m, inner, k, rank, config=None, *, has_own_scales=False, interpret=True,
         device = like(processors=config.blocks + of_a, shared_bytes=runtime.H200.shared_bytes)
     options = {"branch": branch, "eps": EPS, "config": config, "interpret": interpret}
     with runtime.on(device):
-        y = gated.linear(stream, prepare(t, is_paired=True), **options)
+        y = gated.linear(stream, to_hopper(t, is_paired=True), **options)
     unit = np.asarray(stream.unit(EPS))[:, None]
-    wanted = rounded(expected(f32(stream.scaled)[:, :k], t, parts, None, unit))
-    gate, up = np.split(wanted, 2, axis=1)
-    return y, gate / (1 + np.exp(-gate)) * up
+    return y, swiglu(expected(f32(stream.scaled)[:, :k], t, parts, None, unit))
 
 
 # Layouts -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("has_own_scales", [False, True])
-def test_a_weight_in_pairs_comes_back_as_it_was(has_own_scales):
-    t = weight(192, 128, has_own_scales=has_own_scales)
-    wanted = unprepare(prepare(t))
-    actual = unprepare(prepare(t, is_paired=True))
+@pytest.mark.parametrize("scale_per_row", [False, True])
+def test_a_weight_in_pairs_comes_back_as_it_was(scale_per_row):
+    t = weight(7, 192, 128, scale_per_row=scale_per_row)
+    wanted = unprepare(to_hopper(t))
+    actual = unprepare(to_hopper(t, is_paired=True))
     bits = lambda t: [np.asarray(leaf).view(np.uint8) for leaf in jax.tree.leaves(t)]
     jax.tree.map(np.testing.assert_array_equal, bits(actual), bits(wanted))
 
@@ -104,11 +91,11 @@ def test_b_in_pairs_has_no_zeros_and_comes_back_with_them(rank):
 # Many rows -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("has_own_scales", [False, True])
-def test_products_of_many_rows_do_not_see_the_order_of_rows(has_own_scales):
+@pytest.mark.parametrize("scale_per_row", [False, True])
+def test_products_of_many_rows_do_not_see_the_order_of_rows(scale_per_row):
     m, n, k = 24, 192, 128
-    t = weight(n, k, has_own_scales=has_own_scales)
-    joined, paired = prepare(t), prepare(t, is_paired=True)
+    t = weight(7, n, k, std=k**-0.5, scale_per_row=scale_per_row)
+    joined, paired = to_hopper(t), to_hopper(t, is_paired=True)
     x, dy = normal(1, (m, k)), normal(2, (m, n))
     forward = lambda w: jax.vjp(lambda x: nvfp4_matmul(x, w), x)
     (y, back), (wanted, wanted_back) = forward(paired), forward(joined)
@@ -126,7 +113,7 @@ def test_products_of_many_rows_do_not_see_the_order_of_rows(has_own_scales):
 
 
 def test_only_gates_are_put_in_pairs_and_only_beside_ranks_that_lose_nothing(monkeypatch):
-    t = weight(128, 64)
+    t = weight(7, 128, 64)
     with runtime.on(runtime.H200):
         is_paired = lambda **kind: api.prepare(t, jnp.bfloat16, **kind).is_paired
         assert is_paired(is_gated=True) and not is_paired()
@@ -175,30 +162,26 @@ def test_what_it_cannot_do_is_refused_with_its_reason(h200):
     assert "whole 24s for a shared tile" in gated_config.supports(64, 512, 128, shared)
 
 
-@on_cpu
 @pytest.mark.parametrize(
     ("m", "inner", "k", "rank", "config"),
     [
-        pytest.param(*(8, 64, 128, 32, Config(1, 64, 2, 2)), marks=pytest.mark.slow),
+        slow(8, 64, 128, 32, Config(1, 64, 2, 2)),
         # Blocks whose last tiles are not there; three windows of x A, in two of which nothing is done.
-        pytest.param(*(16, 96, 256, 8, Config(2, 128, 2, 1)), marks=pytest.mark.slow),
-        # Two turns, and windows of unlike rows.
-        pytest.param(*(48, 160, 256, 16, Config(2, 64, 3, 2)), marks=pytest.mark.slow),
-        # A tile that two warpgroups share.
-        pytest.param(*(32, 96, 128, 32, Config(2, 64, 2, 1, True)), marks=pytest.mark.slow),
-        pytest.param(*(24, 64, 128, 0, Config(1, 64, 2, 2)), marks=pytest.mark.slow),
+        slow(16, 96, 256, 8, Config(2, 128, 2, 1)),
+        slow(48, 160, 256, 16, Config(2, 64, 3, 2)),  # two turns, and windows of unlike rows
+        slow(32, 96, 128, 32, Config(2, 64, 2, 1, True)),  # a tile that two warpgroups share
+        slow(24, 64, 128, 0, Config(1, 64, 2, 2)),
         # The ranks of gate and of up are in tiles of A of their own, one each and two each.
         (8, 64, 128, 64, Config(1, 64, 2, 2)),
-        pytest.param(*(16, 96, 192, 100, Config(2, 64, 4, 1)), marks=pytest.mark.slow),
+        slow(16, 96, 192, 100, Config(2, 64, 4, 1)),
         # Two turns, in the second of which a warpgroup has no tile; K in whole tiles only when it is filled up.
-        pytest.param(*(24, 160, 208, 48, Config(2, 64, 3, 2)), marks=pytest.mark.slow),
-        pytest.param(*(32, 96, 128, 128, Config(2, 64, 4, 1, True)), marks=pytest.mark.slow),
+        slow(24, 160, 208, 48, Config(2, 64, 3, 2)),
+        slow(32, 96, 128, 128, Config(2, 64, 4, 1, True)),
     ],
 )
-def test_a_gate_lets_through_what_swiglu_says(capfd, m, inner, k, rank, config):
-    y, wanted = run(m, inner, k, rank, config, has_own_scales=rank == 8)
+def test_a_gate_lets_through_what_swiglu_says(interpreter, m, inner, k, rank, config):
+    y, wanted = run(m, inner, k, rank, config, scale_per_row=rank == 8)
     assert_rounded(y, wanted)
-    assert "RACE" not in capfd.readouterr().out
 
 
 @pytest.mark.gpu
@@ -228,13 +211,12 @@ def test_on_its_device_a_row_does_not_depend_on_the_others(m, rank):
     np.testing.assert_array_equal(y[0], other[0])
 
 
-@on_cpu
 @pytest.mark.slow
-def test_a_linear_of_decoding_finds_the_kernel_by_its_weight():
+def test_a_linear_of_decoding_finds_the_kernel_by_its_weight(interpreter):
     config = Config(1, 64, 2, 2)
-    t, x = weight(128, 128), normal(2, (8, 128), 3.0)
+    t, x = weight(7, 128, 128, std=128**-0.5), normal(2, (8, 128), 3.0)
     stream = stream_of(x, jnp.ones(128))
-    w = prepare(t, is_paired=True)
+    w = to_hopper(t, is_paired=True)
     options = {"eps": EPS, "config": config, "interpret": True}
     y = fused.linear(stream, w, is_swiglu=True, **options)
     np.testing.assert_array_equal(y, gated.linear(stream, w, **options))

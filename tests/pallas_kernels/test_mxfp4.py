@@ -4,8 +4,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.formats import mxfp4, nvfp4
+from pallas_kernels.formats import mxfp4
 from tests import golden_files
+from tests.pallas_kernels.common import without_negative_zero
 
 VECTORS = golden_files.load("mxfp4/vectors.safetensors")
 CASES = sorted(name.removesuffix(".weight") for name in VECTORS if name.endswith(".weight"))
@@ -15,11 +16,6 @@ RECORDED = {
     "floor": ("ocp_packed", "ocp_scale", "ocp_dequant_f32"),
 }
 quantize = jax.jit(mxfp4.quantize, static_argnames="rounding")
-
-
-def without_negative_zero(packed):
-    codes = nvfp4.unpack_codes(jnp.asarray(packed))
-    return np.asarray(jnp.where(codes == 8, 0, codes))
 
 
 @pytest.mark.parametrize("rounding", RECORDED)
@@ -80,14 +76,19 @@ def test_random_weights_spread_as_asked():
     assert (dense[0] != dense[1]).mean() > 0.8
 
 
-def test_what_cannot_be_packed_is_named():
-    with pytest.raises(ValueError, match=r"32 values along K; got K = 48"):
-        mxfp4.quantize(jnp.zeros((4, 48)))
-    with pytest.raises(ValueError, match=r"axes \[\.\.\., N, K\]"):
-        mxfp4.random(jax.random.key(0), (32,))
-    with pytest.raises(ValueError, match="got int32"):
-        mxfp4.quantize(jnp.zeros((4, 32), jnp.int32))
-    with pytest.raises(ValueError, match="got 'up'"):
-        mxfp4.quantize(jnp.zeros((4, 32)), rounding="up")
-    with pytest.raises(ValueError, match=r"K = \[32, 64\]"):
-        mxfp4.fuse([mxfp4.quantize(jnp.zeros((4, k))) for k in (32, 64)])
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda zeros: mxfp4.quantize(zeros(4, 48)), r"32 values along K; got K = 48"),
+        (lambda _: mxfp4.random(jax.random.key(0), (32,)), r"axes \[\.\.\., N, K\]"),
+        (lambda zeros: mxfp4.quantize(zeros(4, 32).astype(int)), "got int32"),
+        (lambda zeros: mxfp4.quantize(zeros(4, 32), rounding="up"), "got 'up'"),
+        (
+            lambda zeros: mxfp4.fuse([mxfp4.quantize(zeros(4, k)) for k in (32, 64)]),
+            r"K = \[32, 64\]",
+        ),
+    ],
+)
+def test_what_cannot_be_packed_is_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(lambda *shape: jnp.zeros(shape))

@@ -22,113 +22,53 @@ from pallas_kernels.nvfp4_matmul import (
 from pallas_kernels.nvfp4_matmul import decode_config as configs
 from pallas_kernels.nvfp4_matmul.decode import Plan
 from pallas_kernels.nvfp4_matmul.decode_config import Config
+from tests.pallas_kernels import ptx
+from tests.pallas_kernels.common import (
+    assert_within_an_ulp,
+    normal,
+    on_cpu,
+    slow,
+    to_hopper,
+    weight,
+)
 from tests.pallas_kernels.devices import like
 
-random = jax.jit(nvfp4.random, static_argnums=1)
-prepare = jax.jit(layout.prepare)
-on_cpu = pytest.mark.skipif(runtime.platform() != "cpu", reason="interpret mode is for a CPU")
 interpreted = functools.partial(decode.matmul, interpret=True)
 
 
-def normal(seed, shape):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.bfloat16)
-
-
-def weight(seed, n, k, global_scale=None):
-    t = random(jax.random.key(seed), (n, k))
-    return t if global_scale is None else dataclasses.replace(t, global_scale=global_scale)
-
-
-def assert_within_an_ulp(actual, x, t):
-    """Checks that errors are at most one bfloat16 ulp of the largest output."""
-    expected = np.asarray(reference.forward(x.astype(jnp.float32), t))
-    largest = np.abs(expected).max()
-    assert actual.dtype == jnp.bfloat16
-    assert np.abs(np.asarray(actual, np.float32) - expected).max() <= largest * 2**-7
+def exact(x, t):
+    return reference.forward(x.astype(jnp.float32), t)
 
 
 # The kernel, interpreted ---------------------------------------------------------------------
 
 
-@on_cpu
 @pytest.mark.parametrize(
     ("m", "n", "k", "config"),
     [
-        # A split along K, unequal parts.
-        pytest.param(*(8, 128, 320, Config(1, 64, 2, 4)), marks=pytest.mark.slow),
+        slow(8, 128, 320, Config(1, 64, 2, 4)),  # a split along K, unequal parts
         (16, 256, 320, Config(2, 64, 2, 2)),  # warpgroups that share x, slots used again
-        # Runs across tiles.
-        pytest.param(*(8, 192, 256, Config(1, 128, 2, 2)), marks=pytest.mark.slow),
+        slow(8, 192, 256, Config(1, 128, 2, 2)),  # runs across tiles
         (5, 180, 208, Config(3, 64, 3, 2)),  # ragged M, N and K
-        # One row, one unit for each block.
-        pytest.param(1, 64, 512, Config(1, 256, 2, 2), marks=pytest.mark.slow),
+        slow(1, 64, 512, Config(1, 256, 2, 2)),  # one row, one unit for each block
     ],
 )
-def test_the_kernel_meets_the_reference_without_a_race(capfd, m, n, k, config):
+def test_the_kernel_meets_the_reference_without_a_race(interpreter, m, n, k, config):
     x, t = normal(m, (m, k)), weight(n, n, k)
-    actual = interpreted(x, prepare(t), config)
-    assert_within_an_ulp(actual, x, t)
-    # JAX 0.11 reports races on standard output and goes on; JAX 0.12 raises an error.
-    assert "RACE" not in capfd.readouterr().out
+    assert_within_an_ulp(interpreted(x, to_hopper(t), config), exact(x, t))
 
 
-@on_cpu
-@pytest.mark.parametrize("global_scale", [38400 / 7, "one for each row"])
-def test_one_hot_inputs_return_scaled_codes_times_the_multiplier(global_scale):
-    per_row = np.geomspace(1e-3, 1e6, 64) if isinstance(global_scale, str) else [global_scale]
-    t = weight(0, 64, 128, jnp.asarray(per_row, jnp.float32))
+@pytest.mark.parametrize("scales", [[38400 / 7], np.geomspace(1e-3, 1e6, 64)], ids=len)
+def test_one_hot_inputs_return_scaled_codes_times_the_multiplier(interpreter, scales):
+    t = dataclasses.replace(weight(0, 64, 128), global_scale=jnp.asarray(scales, jnp.float32))
     columns = np.array([0, 1, 17, 63, 64, 127])
     x = jnp.eye(128, dtype=jnp.bfloat16)[columns]
-    actual = interpreted(x, prepare(t), Config(1, 64, 2, 2))
+    actual = interpreted(x, to_hopper(t), Config(1, 64, 2, 2))
     exact = np.asarray(nvfp4.scaled_codes(t, jnp.float32))[:, columns].T
     np.testing.assert_array_equal(actual, (exact * t.multiplier).astype(jnp.bfloat16))
 
 
 # The decoder ---------------------------------------------------------------------------------
-
-
-def run_ptx(text, inputs):
-    """Runs straight-line PTX on whole arrays, given and returned by the numbers of operands."""
-    registers = {f"${i}": np.asarray(value, np.uint64) for i, value in inputs.items()}
-    value = lambda name: registers[name] if name in registers else np.uint64(int(name, 0))
-    as_float = lambda a: (a.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    halves = lambda a: (a & 0xFFFF, a >> 16)
-
-    def times(a, b):
-        product = (as_float(a) * as_float(b)).astype(jnp.bfloat16).view(np.uint16)
-        return product.astype(np.uint64)
-
-    def lop3(a, b, c, table):
-        terms = [
-            (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c) for i in range(8)
-        ]
-        return sum(term for i, term in enumerate(terms) if int(table) >> i & 1)
-
-    for line in re.findall(r"^(\S+) (.+);$", text, re.MULTILINE):
-        operation, operands = line[0], re.findall(r"\{[^}]*\}|[\w$]+", line[1])
-        if operation.startswith(".reg"):
-            continue
-        target, *sources = operands
-        if operation == "mov.b32" and target.startswith("{"):
-            names = re.findall(r"\w+", target)
-            registers |= dict(zip(names, halves(value(sources[0])), strict=True))
-            continue
-        if operation == "mov.b32" and sources[0].startswith("{"):
-            low, high = (value(name) for name in re.findall(r"\w+", sources[0]))
-            result = low | high << 16
-        else:
-            result = {
-                "mov.b32": lambda a: a,
-                "and.b32": lambda a, b: a & b,
-                "shl.b32": lambda a, b: a << b,
-                "shf.r.wrap.b32": lambda low, high, by: (low | high << 32) >> by,
-                "lop3.b32": lop3,
-                "mul.rn.bf16x2": lambda a, b: (
-                    times(a & 0xFFFF, b & 0xFFFF) | times(a >> 16, b >> 16) << 16
-                ),
-            }[operation](*map(value, sources))
-        registers[target] = result & 0xFFFFFFFF
-    return registers
 
 
 def decode_by_threads(words):
@@ -138,10 +78,10 @@ def decode_by_threads(words):
     tile = np.empty((64, 64), np.uint16)
     for half in range(2):
         scales = words[layout.CODE_WORDS + 2 * (thread // 4) + half]
-        pairs = run_ptx(packed_tile._DECODE_SCALES, {2: scales})
+        pairs = ptx.run(packed_tile._DECODE_SCALES, {2: scales})
         even, odd = words[4 * thread + 2 * half], words[4 * thread + 2 * half + 1]
         operands = {8: even, 9: odd, 10: pairs["$0"], 11: pairs["$1"]}
-        registers = run_ptx(packed_tile._DECODE_WORDS, operands)
+        registers = ptx.run(packed_tile._DECODE_WORDS, operands)
         for i, field in np.ndindex(2, 4):
             row = 16 * warp + group + 8 * (field % 2)
             column = 16 * (2 * half + i) + 2 * t + 8 * (field // 2)
@@ -162,14 +102,14 @@ def all_codes_times_all_scales():
 
 def test_ptx_decodes_all_codes_times_all_scales_exactly():
     t, expected = all_codes_times_all_scales()
-    tiles = np.asarray(prepare(t).words)[0]
+    tiles = np.asarray(to_hopper(t).words)[0]
     actual = np.concatenate([decode_by_threads(tile) for tile in tiles], axis=-1)
     np.testing.assert_array_equal(actual.astype(np.float32), expected)
 
 
 def test_the_twin_of_the_decoder_agrees():
     t, expected = all_codes_times_all_scales()
-    tiles = prepare(t).words[0, :-1]  # the last has the NaN, which the twin need not know
+    tiles = to_hopper(t).words[0, :-1]  # the last has the NaN, which the twin need not know
     actual = np.concatenate(jax.vmap(packed_tile.decode_words)(tiles), axis=-1)
     np.testing.assert_array_equal(actual.astype(np.float32), expected[:, :-64])
 
@@ -206,7 +146,7 @@ def test_what_cannot_run_is_refused_with_its_reason(problem, config, reason):
     assert configs.supports(*problem, config) == reason
     m, n, k = problem
     with pytest.raises(NotImplementedError, match=re.escape(reason)):
-        decode.matmul(jnp.ones((m, k), jnp.bfloat16), prepare(weight(0, n, k)), config)
+        decode.matmul(jnp.ones((m, k), jnp.bfloat16), to_hopper(weight(0, n, k)), config)
 
 
 @pytest.mark.parametrize(
@@ -238,44 +178,40 @@ def test_every_problem_has_a_configuration_and_candidates(assume, m, processors)
         assert any(supports(c, with_adapter=True) is None for c in candidates), (n, k)
 
 
-def test_a_table_goes_before_the_heuristic_and_serves_smaller_m(monkeypatch, tmp_path, assume):
+@pytest.fixture
+def write_table(monkeypatch, tmp_path):
+    """Returns a function that writes a card's table: M -> configuration of N, K = 128, 256."""
     monkeypatch.setattr(configs, "TABLES", tmp_path)
     configs.table_of.cache_clear()
-    row = {"m": 16, "n": 128, "k": 256, "config": dataclasses.asdict(Config(2, 128, 4, 2))}
-    (tmp_path / "nvidia_h200.json").write_text(json.dumps({"rows": [row]}))
-    try:
-        for name in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"):
-            assume(runtime.CARDS[name])
-            assert configs.pick_config(9, 128, 256) == Config(2, 128, 4, 2)
-            assert configs.pick_config(17, 128, 256) == configs.heuristic(17, 128, 256)
-        # Blocks of that table are as many as 132 processors hold.
-        assume(runtime.CARDS["NVIDIA H100 PCIe"])
-        assert configs.pick_config(9, 128, 256) == configs.heuristic(9, 128, 256)
-    finally:
-        configs.table_of.cache_clear()
 
+    def write(name, table):
+        row = lambda m, config: {"m": m, "n": 128, "k": 256, "config": dataclasses.asdict(config)}
+        rows = [row(m, config) for m, config in table.items()]
+        (tmp_path / name).write_text(json.dumps({"rows": rows}))
 
-def test_a_card_takes_its_own_table_first(monkeypatch, tmp_path, assume):
-    monkeypatch.setattr(configs, "TABLES", tmp_path)
+    yield write
     configs.table_of.cache_clear()
-    cards = [runtime.CARDS[name] for name in ("NVIDIA H200", "NVIDIA H100 80GB HBM3")]
-    for blocks, card in enumerate(cards, 1):
-        config = dataclasses.asdict(Config(2, 128, 4, blocks))
-        rows = [{"m": 16, "n": 128, "k": 256, "config": config}]
-        if card is runtime.H200:
-            rows.append({"m": 32, "n": 128, "k": 256, "config": config})
-        configs.path_of(card.name).write_text(json.dumps({"rows": rows}))
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "nvidia_h200.json",
-        "nvidia_h100_80gb_hbm3.json",
-    }
-    try:
-        for blocks, card in enumerate(cards, 1):
-            assume(card)
-            assert configs.pick_config(16, 128, 256).blocks == blocks
-            assert configs.pick_config(32, 128, 256).blocks == 1
-    finally:
-        configs.table_of.cache_clear()
+
+
+def test_a_table_goes_before_the_heuristic_and_serves_smaller_m(write_table, assume):
+    write_table("nvidia_h200.json", {16: Config(2, 128, 4, 2)})
+    for name in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"):
+        assume(runtime.CARDS[name])
+        assert configs.pick_config(9, 128, 256) == Config(2, 128, 4, 2)
+        assert configs.pick_config(17, 128, 256) == configs.heuristic(17, 128, 256)
+    # Blocks of that table are as many as 132 processors hold.
+    assume(runtime.CARDS["NVIDIA H100 PCIe"])
+    assert configs.pick_config(9, 128, 256) == configs.heuristic(9, 128, 256)
+
+
+def test_a_card_takes_its_own_table_first(write_table, assume):
+    ours, other = Config(2, 128, 4, 2), Config(2, 128, 4, 1)
+    write_table("nvidia_h200.json", {16: other, 32: other})
+    write_table("nvidia_h100_80gb_hbm3.json", {16: ours})
+    for name, config in (("NVIDIA H200", other), ("NVIDIA H100 80GB HBM3", ours)):
+        assume(runtime.CARDS[name])
+        assert configs.pick_config(16, 128, 256) == config
+        assert configs.pick_config(32, 128, 256) == other
 
 
 @pytest.mark.parametrize("path", sorted(configs.TABLES.glob("*.json")), ids=lambda path: path.stem)
@@ -305,7 +241,7 @@ def test_the_table_of_an_h200_has_the_linears_of_7b_14b_and_32b():
 @on_cpu
 def test_a_prepared_weight_is_multiplied_anywhere_and_gives_the_same_derivative():
     x, dy, t = normal(0, (2, 3, 80)), normal(1, (2, 3, 96)), weight(2, 96, 80)
-    actual, vjp = jax.vjp(lambda x: nvfp4_matmul(x, prepare(t)), x)
+    actual, vjp = jax.vjp(lambda x: nvfp4_matmul(x, to_hopper(t)), x)
     expected, expected_vjp = jax.vjp(lambda x: nvfp4_matmul(x, t), x)
     np.testing.assert_array_equal(actual, expected)
     np.testing.assert_array_equal(vjp(dy)[0], expected_vjp(dy)[0])
@@ -317,7 +253,7 @@ def test_the_kernel_is_refused_without_its_device_or_its_layout():
     with pytest.raises(
         NotImplementedError, match="'decode': needs a GPU of compute capability 9.0"
     ):
-        nvfp4_matmul(x, prepare(t), implementation="decode")
+        nvfp4_matmul(x, to_hopper(t), implementation="decode")
     with pytest.raises(ValueError, match=r"one of \['reference'\] or None; got 'decode'"):
         nvfp4_matmul(x, t, implementation="decode")
 
@@ -339,12 +275,12 @@ def test_on_hopper_the_kernel_says_what_it_takes(h200, m, dtype, reason):
 @pytest.mark.parametrize(("n", "k"), [(4608, 3584), (3584, 18944), (180, 208)])
 def test_the_kernel_on_its_device_meets_the_reference(m, n, k):
     x, t = normal(m, (m, k)), weight(n, n, k)
-    actual = jax.jit(functools.partial(nvfp4_matmul, implementation="decode"))(x, prepare(t))
-    assert_within_an_ulp(actual, x, t)
+    actual = jax.jit(functools.partial(nvfp4_matmul, implementation="decode"))(x, to_hopper(t))
+    assert_within_an_ulp(actual, exact(x, t))
 
 
 @pytest.mark.gpu
 def test_the_lowered_text_names_the_kernel():
-    x, w = normal(0, (8, 256)), prepare(weight(0, 128, 256))
+    x, w = normal(0, (8, 256)), to_hopper(weight(0, 128, 256))
     text = jax.jit(functools.partial(nvfp4_matmul, implementation="decode")).lower(x, w).as_text()
     assert "nvfp4_matmul_sm90" in text

@@ -6,8 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import nvfp4, nvfp4_matmul, runtime
+from pallas_kernels import nvfp4, nvfp4_matmul
 from pallas_kernels.nvfp4_matmul import api, shapes
+from tests.pallas_kernels.common import normal, random
+from tests.pallas_kernels.common import weight as of_deviation
 
 DTYPES = [jnp.float32, jnp.bfloat16]
 # Relative to the largest output: float32 sums of up to 704 terms; one bfloat16 ulp.
@@ -17,22 +19,17 @@ TOLERANCE = {jnp.float32: 2**-20, jnp.bfloat16: 2**-7}
 # Compiled whole: operation by operation these tests take several times as long.
 quantize = jax.jit(nvfp4.quantize)
 dequantize = jax.jit(nvfp4.dequantize)
-random = jax.jit(nvfp4.random, static_argnums=1)
 matmul = jax.jit(nvfp4_matmul)
 
 
-def normal(seed, shape, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
-
-
 def weight(seed, n, k):
-    return random(jax.random.key(seed), (n, k), std=k**-0.5)
+    return of_deviation(seed, n, k, std=k**-0.5)
 
 
 def weight_of_three_scales(seed, k):
     """Makes a fused weight whose rows have three global scales, and its parts."""
     parts = [
-        quantize(normal(seed + i, (n, k)) * (scale * k**-0.5))
+        quantize(normal(seed + i, (n, k), jnp.float32) * (scale * k**-0.5))
         for i, (n, scale) in enumerate(((32, 1.0), (16, 0.03), (16, 2.0)))
     ]
     return nvfp4.fuse(parts), parts
@@ -100,7 +97,7 @@ def test_sums_are_rounded_before_the_global_scale_and_not_after_it():
 
 
 def test_the_weight_has_no_derivative():
-    x, w = normal(0, (3, 32)), weight(0, 16, 32)
+    x, w = normal(0, (3, 32), jnp.float32), weight(0, 16, 32)
     grads = jax.grad(lambda w, x: nvfp4_matmul(x, w).sum(), allow_int=True)(w, x)
     assert grads.codes.dtype == jax.dtypes.float0
     assert not np.any(np.asarray(grads.scales).astype(np.float32))
@@ -108,7 +105,7 @@ def test_the_weight_has_no_derivative():
 
 
 def test_nothing_but_the_weight_is_kept_for_the_derivative():
-    x, w = normal(0, (3, 32)), weight(0, 16, 32)
+    x, w = normal(0, (3, 32), jnp.float32), weight(0, 16, 32)
     _, vjp = jax.vjp(lambda x: nvfp4_matmul(x, w), x)
     kept = [leaf for leaf in jax.tree.leaves(vjp) if isinstance(leaf, jax.Array)]
     assert sum(leaf.nbytes for leaf in kept) == w.nbytes
@@ -141,7 +138,7 @@ def test_stacked_weights_are_scanned_and_rematerialized(per_row):
     layers = [weight_of_three_scales(s, 64)[0] if per_row else weight(s, 64, 64) for s in (7, 17)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
     assert stacked.shape == (64, 64)
-    x = normal(8, (4, 64))
+    x = normal(8, (4, 64), jnp.float32)
 
     def scanned(x, stacked):
         layer = jax.checkpoint(lambda x, w: (jnp.tanh(nvfp4_matmul(x, w)), None))
@@ -160,29 +157,25 @@ def test_stacked_weights_are_scanned_and_rematerialized(per_row):
 
 
 @pytest.mark.parametrize(
-    ("x", "w", "implementation", "message"),
+    ("x", "dtype", "w", "implementation", "message"),
     [
-        ((2, 48), (16, 32), None, r"K = 32.*\(16, 32\); got \(2, 48\)"),
-        ((), (16, 32), None, r"K = 32.*got \(\)"),
-        ((2, 32), (3, 16, 32), None, r"codes have shape \(3, 16, 16\)"),
-        ((2, 32), (16, 32), "cublas", r"\['reference'\] or None; got 'cublas'"),
+        ((2, 48), jnp.float32, (16, 32), None, r"K = 32.*\(16, 32\); got \(2, 48\)"),
+        ((), jnp.float32, (16, 32), None, r"K = 32.*got \(\)"),
+        ((2, 32), jnp.float16, (16, 32), None, "float32 or bfloat16; got float16"),
+        ((2, 32), jnp.float32, (3, 16, 32), None, r"codes have shape \(3, 16, 16\)"),
+        ((2, 32), jnp.float32, (16, 32), "cublas", r"\['reference'\] or None; got 'cublas'"),
     ],
 )
-def test_bad_input_is_named(x, w, implementation, message):
+def test_bad_input_is_named(x, dtype, w, implementation, message):
+    x, w = jnp.ones(x, dtype), random(jax.random.key(0), w)
     with pytest.raises(ValueError, match=message):
-        nvfp4_matmul(jnp.ones(x), random(jax.random.key(0), w), implementation=implementation)
+        nvfp4_matmul(x, w, implementation=implementation)
 
 
 def test_an_unpacked_weight_is_refused():
-    with pytest.raises(
-        ValueError, match="must be an NVFP4Tensor, or what prepare returned; got ArrayImpl"
-    ):
+    message = "must be an NVFP4Tensor, or what prepare returned; got ArrayImpl"
+    with pytest.raises(ValueError, match=message):
         nvfp4_matmul(jnp.ones((2, 32)), jnp.ones((16, 32)))
-
-
-def test_other_dtypes_of_x_are_refused():
-    with pytest.raises(ValueError, match="float32 or bfloat16; got float16"):
-        nvfp4_matmul(jnp.ones((2, 32), jnp.float16), weight(0, 16, 32))
 
 
 def test_an_implementation_that_cannot_is_an_error_when_named_and_passed_over_otherwise(
@@ -191,7 +184,7 @@ def test_an_implementation_that_cannot_is_an_error_when_named_and_passed_over_ot
     picky = types.SimpleNamespace(supports=lambda m, n, k, dtype: f"needs N % 64 == 0; got {n=}")
     table = {"picky": picky, **api._IMPLEMENTATIONS}
     monkeypatch.setattr(api, "_IMPLEMENTATIONS", table)
-    x, w = normal(9, (2, 32)), weight(9, 16, 32)
+    x, w = normal(9, (2, 32), jnp.float32), weight(9, 16, 32)
     with pytest.raises(NotImplementedError, match="'picky': needs N % 64 == 0; got n=16"):
         nvfp4_matmul(x, w, implementation="picky")
     np.testing.assert_array_equal(
@@ -213,24 +206,3 @@ def test_the_list_of_problems_has_the_sizes_of_qwen_7b():
 def test_every_problem_can_be_packed_and_is_listed_once():
     assert len({dataclasses.astuple(p)[:2] for p in shapes.PROBLEMS}) == len(shapes.PROBLEMS) == 45
     assert all(p.k % nvfp4.BLOCK == 0 for p in shapes.PROBLEMS)
-
-
-@pytest.mark.skipif(runtime.platform() != "cpu", reason="what the runtime says of a CPU")
-def test_a_cpu_is_no_hopper():
-    assert runtime.device_kind() == "cpu"
-    assert not runtime.is_hopper()
-
-
-@pytest.mark.skipif(runtime.platform() != "cpu", reason="interpret mode is for a CPU")
-def test_mosaic_kernels_run_on_a_cpu():
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    from pallas_kernels.mosaic import launch
-
-    def double(x_ref, y_ref):
-        y_ref[...] = x_ref[...] * 2
-
-    x = jnp.arange(128.0)
-    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    kernel = plgpu.kernel(double, out_type=out, interpret=launch.INTERPRETED)
-    np.testing.assert_array_equal(kernel(x), x * 2)

@@ -1,6 +1,5 @@
 """Tests products of many rows with weights in the Hopper layout: the kernels, and the choice between them."""
 
-import dataclasses
 import functools
 import re
 
@@ -19,12 +18,19 @@ from pallas_kernels.nvfp4_matmul import (
     reference,
     shapes,
 )
+from pallas_kernels.nvfp4_matmul.prefill_config import Config
+from tests.pallas_kernels.common import (
+    assert_within_an_ulp,
+    f32,
+    normal,
+    on_cpu,
+    random,
+    slow,
+    to_hopper,
+    weight,
+)
 from tests.pallas_kernels.devices import like
 
-random = jax.jit(nvfp4.random, static_argnums=1)
-to_hopper = jax.jit(layout.prepare, static_argnames="is_paired")
-on_cpu = pytest.mark.skipif(runtime.platform() != "cpu", reason="interpret mode is for a CPU")
-interpreted = functools.partial(dequantize.dequantize, interpret=True)
 dequantized = functools.partial(nvfp4_matmul, implementation="dequantized")
 
 
@@ -42,51 +48,34 @@ def pretended_hopper(monkeypatch, h200):
     monkeypatch.setattr(prefill, "backward", multiply_back)
 
 
-def normal(seed, shape, dtype=jnp.bfloat16):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
-
-
-def weight(seed, n, k, *, scale_per_row=False):
-    t = random(jax.random.key(seed), (n, k))
-    rows = t.global_scale * jnp.geomspace(0.5, 8, n)
-    return dataclasses.replace(t, global_scale=rows) if scale_per_row else t
-
-
 def assert_equal_leaves(actual, expected):
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
-def assert_within_an_ulp(actual, expected):
-    """Checks that errors are at most one bfloat16 ulp of the largest output."""
-    expected = np.asarray(expected, np.float32)
-    assert actual.dtype == jnp.bfloat16
-    error = np.abs(np.asarray(actual, np.float32) - expected).max()
-    assert error <= np.abs(expected).max() * 2**-7
-
-
 # The kernel that writes a weight out ---------------------------------------------------------
 
 
-@on_cpu
 @pytest.mark.parametrize(
-    ("n", "k", "config"),
+    ("n", "k", "config", "is_paired"),
     [
         # Unequal runs, one of which is shorter than the pipeline.
-        pytest.param(*(128, 256, dequantize.Config(128, 2, 3)), marks=pytest.mark.slow),
-        pytest.param(
-            *(192, 320, dequantize.Config(64, 2, 2)), marks=pytest.mark.slow
-        ),  # slots used again
-        (100, 208, None),  # ragged N and K
-        pytest.param(*(64, 64, None), marks=pytest.mark.slow),  # less work than blocks
+        slow(128, 256, dequantize.Config(128, 2, 3), False),
+        slow(192, 320, dequantize.Config(64, 2, 2), False),  # slots used again
+        (100, 208, None, False),  # ragged N and K
+        slow(64, 64, None, False),  # less work than blocks
+        (192, 208, None, True),
+        slow(192, 320, dequantize.Config(64, 2, 2), True),
+        slow(192, 256, dequantize.Config(128, 2, 3), True),
+        slow(192, 256, dequantize.Config(256, 2, 3), True),
     ],
 )
-def test_a_weight_is_written_out_as_scaled_codes_without_a_race(capfd, n, k, config):
+def test_a_weight_is_written_out_in_order_as_scaled_codes_without_a_race(
+    interpreter, n, k, config, is_paired
+):
     t = weight(n, n, k)
-    actual = interpreted(to_hopper(t), config)
+    actual = dequantize.dequantize(to_hopper(t, is_paired=is_paired), config, interpret=True)
     np.testing.assert_array_equal(actual, nvfp4.scaled_codes(t), strict=True)
-    # JAX 0.11 reports races on standard output and goes on; JAX 0.12 raises an error.
-    assert "RACE" not in capfd.readouterr().out
 
 
 def test_a_step_that_does_not_divide_k_is_refused_and_never_picked():
@@ -97,118 +86,71 @@ def test_a_step_that_does_not_divide_k_is_refused_and_never_picked():
         assert dequantize.supports(n, k, dequantize.pick_config(k)) is None
 
 
-@on_cpu
-@pytest.mark.parametrize(
-    ("k", "config"),
-    [
-        (208, None),  # ragged K
-        pytest.param(*(320, dequantize.Config(64, 2, 2)), marks=pytest.mark.slow),
-        pytest.param(*(256, dequantize.Config(128, 2, 3)), marks=pytest.mark.slow),
-        pytest.param(*(256, dequantize.Config(256, 2, 3)), marks=pytest.mark.slow),
-    ],
-)
-def test_rows_in_pairs_are_written_out_in_order(capfd, k, config):
-    t = weight(k, 192, k)
-    actual = interpreted(to_hopper(t, is_paired=True), config)
-    np.testing.assert_array_equal(actual, nvfp4.scaled_codes(t), strict=True)
-    assert "RACE" not in capfd.readouterr().out
-
-
 # The kernel that multiplies ------------------------------------------------------------------
 
 
-@on_cpu
 @pytest.mark.parametrize(
     ("m", "n", "k", "config"),
     [
-        # One tile of x.
-        pytest.param(*(16, 256, 128, prefill_config.Config(16, 2, 3)), marks=pytest.mark.slow),
+        slow(16, 256, 128, Config(16, 2, 3)),  # one tile of x
         # Ragged M, more tiles than a band, slots used again.
-        pytest.param(*(44, 128, 320, prefill_config.Config(16, 1, 3, 2)), marks=pytest.mark.slow),
-        pytest.param(
-            *(24, 180, 48, prefill_config.Config(24, 3, 3)), marks=pytest.mark.slow
-        ),  # ragged N and K
-        (44, 128, 256, prefill_config.Config(16, 2, 2, producer=True, split=2)),  # all tiles split
-        # One split, the others whole.
-        pytest.param(
-            *(16, 192, 256, prefill_config.Config(16, 1, 3, split=4)), marks=pytest.mark.slow
-        ),
+        slow(44, 128, 320, Config(16, 1, 3, 2)),
+        slow(24, 180, 48, Config(24, 3, 3)),  # ragged N and K
+        (44, 128, 256, Config(16, 2, 2, producer=True, split=2)),  # all tiles split
+        slow(16, 192, 256, Config(16, 1, 3, split=4)),  # one split, the others whole
     ],
 )
-def test_products_meet_the_reference_without_a_race(capfd, assume, m, n, k, config):
+def test_products_meet_the_reference_without_a_race(interpreter, assume, m, n, k, config):
     assume(like(processors=2))  # so that a block has several tiles
     x, t = normal(m, (m, k)), weight(n, n, k, scale_per_row=n in (180, 192))
     actual = prefill.matmul(x, to_hopper(t), config, interpret=True)
     assert_within_an_ulp(actual, reference.forward(x.astype(jnp.float32), t))
-    assert "RACE" not in capfd.readouterr().out
 
 
-@on_cpu
 @pytest.mark.parametrize(
-    ("m", "n", "k", "config"),
+    ("m", "n", "k", "config", "scale_per_row", "is_paired"),
     [
-        pytest.param(
-            *(44, 320, 256, prefill_config.Config(16, 2, 2, 2, producer=True)),
-            marks=pytest.mark.slow,
-        ),
-        (32, 180, 48, prefill_config.Config(32, 1, 3)),  # ragged N and K
+        slow(44, 320, 256, Config(16, 2, 2, 2, producer=True), False, False),
+        (32, 180, 48, Config(32, 1, 3), True, False),  # ragged N and K
         # One tile split, the others whole.
-        pytest.param(
-            16, 256, 192, prefill_config.Config(16, 1, 3, split=2), marks=pytest.mark.slow
-        ),
+        slow(16, 256, 192, Config(16, 1, 3, split=2), False, False),
+        (44, 192, 128, Config(16, 2, 3), False, True),
+        slow(44, 192, 128, Config(16, 2, 3), True, True),
     ],
 )
-def test_derivatives_meet_the_reference_without_a_race(capfd, assume, m, n, k, config):
+def test_derivatives_meet_the_reference_without_a_race(
+    interpreter, assume, m, n, k, config, scale_per_row, is_paired
+):
     assume(like(processors=2))
-    dy, t = normal(m, (m, n)), weight(n, n, k, scale_per_row=n == 180)
-    actual = prefill.backward(dy, to_hopper(t), config, interpret=True)
+    dy, t = normal(m, (m, n)), weight(n, n, k, scale_per_row=scale_per_row)
+    actual = prefill.backward(dy, to_hopper(t, is_paired=is_paired), config, interpret=True)
     assert_within_an_ulp(actual, reference.backward(dy.astype(jnp.float32), t))
-    assert "RACE" not in capfd.readouterr().out
 
 
-@on_cpu
 @pytest.mark.parametrize(
     ("m", "n", "k", "config"),
     [
-        (44, 192, 208, prefill_config.Config(16, 1, 3, 2)),  # ragged M and K
-        pytest.param(
-            *(44, 128, 256, prefill_config.Config(16, 2, 2, producer=True, split=2)),
-            marks=pytest.mark.slow,
-        ),  # all tiles split
-        # One split, the others whole.
-        pytest.param(
-            *(16, 192, 256, prefill_config.Config(16, 1, 3, split=4)), marks=pytest.mark.slow
-        ),
-        pytest.param(*(256, 384, 64, prefill_config.Config(256, 3, 3)), marks=pytest.mark.slow),
+        (44, 192, 208, Config(16, 1, 3, 2)),  # ragged M and K
+        (44, 128, 256, Config(16, 2, 2, producer=True, split=2)),  # all tiles split
+        (16, 192, 256, Config(16, 1, 3, split=4)),  # one split, the others whole
+        (256, 384, 64, Config(256, 3, 3)),
     ],
 )
 @pytest.mark.slow
-def test_the_order_of_rows_in_memory_changes_no_bit(capfd, assume, m, n, k, config):
+def test_the_order_of_rows_in_memory_changes_no_bit(interpreter, assume, m, n, k, config):
     x, t = normal(m, (m, k)), weight(n, n, k, scale_per_row=n == 192)
     assume(like(processors=2))
     found = [
         prefill.matmul(x, to_hopper(t, is_paired=p), config, interpret=True) for p in (False, True)
     ]
     np.testing.assert_array_equal(*found)
-    assert "RACE" not in capfd.readouterr().out
 
 
-@on_cpu
-@pytest.mark.parametrize("scale_per_row", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_dx_of_rows_in_pairs_meets_the_reference(assume, scale_per_row):
-    t = weight(5, 192, 128, scale_per_row=scale_per_row)
-    dy, config = normal(4, (44, 192)), prefill_config.Config(16, 2, 3)
-    assume(like(processors=2))
-    actual = prefill.backward(dy, to_hopper(t, is_paired=True), config, interpret=True)
-    assert_within_an_ulp(actual, reference.backward(dy.astype(jnp.float32), t))
-
-
-@on_cpu
-@pytest.mark.parametrize("scale_per_row", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_its_sums_are_scaled_before_they_are_rounded(scale_per_row):
+@pytest.mark.parametrize("scale_per_row", [slow(False), True])
+def test_its_sums_are_scaled_before_they_are_rounded(interpreter, scale_per_row):
     t = weight(11, 128, 64, scale_per_row=scale_per_row)
     x = jnp.eye(64, dtype=jnp.bfloat16) + jnp.eye(64, k=1, dtype=jnp.bfloat16)
-    actual = prefill.matmul(x, to_hopper(t), prefill_config.Config(64, 2, 3), interpret=True)
+    actual = prefill.matmul(x, to_hopper(t), Config(64, 2, 3), interpret=True)
     # Of two terms; one rounding to float32 is exact or of no consequence.
     sums = np.asarray(x, np.float32) @ np.asarray(nvfp4.scaled_codes(t, jnp.float32)).T
     np.testing.assert_array_equal(actual, (sums * t.multiplier).astype(jnp.bfloat16))
@@ -245,25 +187,16 @@ def test_every_problem_has_a_configuration_and_large_ones_leave_few_blocks_idle(
         (lambda: dequantize.Config(96), "step must be 64, 128 or 256; got 96"),
         (lambda: dequantize.Config(stages=1), "stages must be 2 or more; got 1"),
         (lambda: dequantize.Config(blocks=0), "blocks must be 1 or more; got 0"),
-        (lambda: prefill_config.Config(100), "rows must be a multiple of 8 up to 256; got 100"),
-        (lambda: prefill_config.Config(264), "rows must be a multiple of 8 up to 256; got 264"),
-        (lambda: prefill_config.Config(64, 4), "warpgroups must be 1 to 3; got 4"),
-        (lambda: prefill_config.Config(64, cluster=3), "cluster must be 1 or 2; got 3"),
-        (
-            lambda: prefill_config.Config(72, cluster=2),
-            "rows must be in sixteens for two blocks; got 72",
-        ),
-        (
-            lambda: prefill_config.Config(168, producer=True),
-            "a producer leaves registers for 160 rows",
-        ),
-        (lambda: prefill_config.Config(64, stages=2), "stages must be 3 or more; got 2"),
-        (
-            lambda: prefill_config.Config(64, stages=1, producer=True),
-            "stages must be 2 or more; got 1",
-        ),
-        (lambda: prefill_config.Config(64, split=0), "split must be 1 or more; got 0"),
-        (lambda: prefill_config.Config(64, band=0), "band must be 1 or more; got 0"),
+        (lambda: Config(100), "rows must be a multiple of 8 up to 256; got 100"),
+        (lambda: Config(264), "rows must be a multiple of 8 up to 256; got 264"),
+        (lambda: Config(64, 4), "warpgroups must be 1 to 3; got 4"),
+        (lambda: Config(64, cluster=3), "cluster must be 1 or 2; got 3"),
+        (lambda: Config(72, cluster=2), "rows must be in sixteens for two blocks; got 72"),
+        (lambda: Config(168, producer=True), "a producer leaves registers for 160 rows"),
+        (lambda: Config(64, stages=2), "stages must be 3 or more; got 2"),
+        (lambda: Config(64, stages=1, producer=True), "stages must be 2 or more; got 1"),
+        (lambda: Config(64, split=0), "split must be 1 or more; got 0"),
+        (lambda: Config(64, band=0), "band must be 1 or more; got 0"),
     ],
 )
 def test_impossible_configurations_cannot_be_made(make, message):
@@ -274,9 +207,9 @@ def test_impossible_configurations_cannot_be_made(make, message):
 @pytest.mark.parametrize(
     ("n", "config", "reason"),
     [
-        (192, prefill_config.Config(64, 2), "needs N of whole 128-row tiles; got N = 192"),
-        (128, prefill_config.Config(256, 2, 5), "needs 252416 bytes of shared memory of 231424"),
-        (128, prefill_config.Config(64, 2, split=2), "needs K of whole 128s; got K = 64"),
+        (192, Config(64, 2), "needs N of whole 128-row tiles; got N = 192"),
+        (128, Config(256, 2, 5), "needs 252416 bytes of shared memory of 231424"),
+        (128, Config(64, 2, split=2), "needs K of whole 128s; got K = 64"),
     ],
 )
 def test_what_cannot_run_is_refused_with_its_reason(n, config, reason):
@@ -287,9 +220,7 @@ def test_what_cannot_run_is_refused_with_its_reason(n, config, reason):
 def test_dx_in_other_than_sixteens_of_rows_is_refused():
     reason = "needs rows in sixteens for dX; got 24"
     with pytest.raises(NotImplementedError, match=reason):
-        prefill.backward(
-            normal(0, (24, 64)), to_hopper(weight(0, 64, 128)), prefill_config.Config(24)
-        )
+        prefill.backward(normal(0, (24, 64)), to_hopper(weight(0, 64, 128)), Config(24))
 
 
 # Through the front door ----------------------------------------------------------------------
@@ -310,17 +241,12 @@ def test_products_and_their_derivative_meet_the_reference(
     assert_within_an_ulp(vjp(dy)[0], expected_vjp(dy.astype(jnp.float32))[0])
 
 
-@on_cpu
 @pytest.mark.slow
 @pytest.mark.parametrize("scale_per_row", [False, True])
-def test_one_hot_inputs_return_scaled_codes_times_the_multiplier(scale_per_row):
+def test_one_hot_inputs_return_scaled_codes_times_the_multiplier(interpreter, scale_per_row):
     t = weight(3, 64, 64, scale_per_row=scale_per_row)
     codes = np.asarray(nvfp4.scaled_codes(t, jnp.float32))
-    one_hot, w, config = (
-        jnp.eye(64, dtype=jnp.bfloat16),
-        to_hopper(t),
-        prefill_config.Config(64, 1, 3),
-    )
+    one_hot, w, config = jnp.eye(64, dtype=jnp.bfloat16), to_hopper(t), Config(64, 1, 3)
     y = prefill.matmul(one_hot, w, config, interpret=True)
     exact = (codes * t.multiplier[:, None]).astype(jnp.bfloat16)
     np.testing.assert_array_equal(y, exact.T, strict=True)
@@ -329,25 +255,37 @@ def test_one_hot_inputs_return_scaled_codes_times_the_multiplier(scale_per_row):
         np.testing.assert_array_equal(dx, exact, strict=True)
 
 
-def test_stacked_weights_are_scanned_rematerialized_and_x_is_donated(pretended_hopper):
-    layers = [weight(seed, 64, 64) for seed in (4, 5)]
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(to_hopper, layers))
-    x = normal(6, (130, 64))
+def assert_scans_are_rematerialized(m, n, name):
+    """Checks loss and dX of two layers, of weights in the Hopper layout and of plain ones."""
+    layers = [weight(seed, n, n) for seed in (4, 5)]
 
-    def loss(product, x, stacked):
+    def loss(x, stacked, implementation):
+        product = functools.partial(nvfp4_matmul, implementation=implementation)
         layer = jax.checkpoint(lambda x, w: (jnp.tanh(product(x, w)), None), prevent_cse=False)
         return jnp.sum(jax.lax.scan(layer, x, stacked)[0].astype(jnp.float32) ** 2)
 
-    grad = jax.jit(jax.value_and_grad(functools.partial(loss, nvfp4_matmul)), donate_argnums=0)
-    donated = jnp.copy(x)
-    actual, dx = grad(donated, stacked)
-    assert donated.is_deleted()
-    plain = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
-    expected, expected_dx = grad(x, plain)
+    def result(layers, implementation):
+        grad = jax.jit(jax.value_and_grad(loss), donate_argnums=0, static_argnums=2)
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+        donated = normal(6, (m, n))
+        found = grad(donated, stacked, implementation)
+        assert donated.is_deleted()
+        return map(f32, found)
+
+    actual, dx = result(map(to_hopper, layers), name)
+    expected, expected_dx = result(layers, "reference")
     np.testing.assert_allclose(actual, expected, rtol=1e-2)
     # Two layers, forward and backward, each rounding to bfloat16.
-    difference = np.abs(np.asarray(dx - expected_dx, np.float32))
-    assert difference.max() <= 4 * 2**-7 * np.abs(np.asarray(expected_dx, np.float32)).max()
+    assert np.abs(dx - expected_dx).max() <= 4 * 2**-7 * np.abs(expected_dx).max()
+
+
+def test_stacked_weights_are_scanned_rematerialized_and_x_is_donated(pretended_hopper):
+    assert_scans_are_rematerialized(130, 64, None)
+
+
+@pytest.mark.gpu
+def test_on_its_device_stacked_weights_are_scanned_rematerialized_and_x_is_donated():
+    assert_scans_are_rematerialized(300, 512, "prefill")
 
 
 def test_nothing_but_the_packed_weight_is_kept_for_the_derivative(pretended_hopper):
@@ -452,60 +390,22 @@ def test_on_its_device_the_product_and_its_derivative_meet_the_reference(
     assert_within_an_ulp(actual, reference.backward(dy.astype(jnp.float32), t))
 
 
-@pytest.mark.gpu
-def test_on_its_device_stacked_weights_are_scanned_rematerialized_and_x_is_donated():
-    layers = [weight(seed, 512, 512) for seed in (4, 5)]
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(to_hopper, layers))
-    x = normal(6, (300, 512))
-
-    def loss(implementation, x, stacked):
-        product = functools.partial(nvfp4_matmul, implementation=implementation)
-        layer = jax.checkpoint(lambda x, w: (jnp.tanh(product(x, w)), None), prevent_cse=False)
-        return jnp.sum(jax.lax.scan(layer, x, stacked)[0].astype(jnp.float32) ** 2)
-
-    grads = {}
-    for name in ("prefill", "reference"):
-        donated = jnp.copy(x)
-        grad = jax.jit(jax.grad(functools.partial(loss, name)), donate_argnums=0)
-        grads[name] = np.asarray(grad(donated, stacked), np.float32)
-        assert donated.is_deleted()
-    # Two layers, forward and backward, each rounding to bfloat16.
-    difference = np.abs(grads["prefill"] - grads["reference"]).max()
-    assert difference <= 4 * 2**-7 * np.abs(grads["reference"]).max()
+_OF_BOTH = [Config(64, 2, 8, producer=True), Config(256), Config(256, cluster=2)]
+_OF_BOTH += [Config(256, split=4)]
+_OF_PRODUCTS = [Config(152, 2, 8, producer=True), Config(128, 2, 8, producer=True, split=2)]
+_OF_PRODUCTS += [Config(192, 2, 5, cluster=2)]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "config",
-    [
-        prefill_config.Config(64, 2, 8, producer=True),
-        prefill_config.Config(152, 2, 8, producer=True),
-        prefill_config.Config(128, 2, 8, producer=True, split=2),
-        prefill_config.Config(192, 2, 5, cluster=2),
-        prefill_config.Config(256),
-        prefill_config.Config(256, cluster=2),
-        prefill_config.Config(256, split=4),
-    ],
+    ("name", "config"),
+    [("forward", config) for config in _OF_BOTH + _OF_PRODUCTS]
+    + [("backward", config) for config in [*_OF_BOTH, Config(144, 2, 7, producer=True, split=2)]],
 )
-def test_on_its_device_every_tile_meets_the_reference(config):
+def test_on_its_device_every_tile_meets_the_reference(name, config):
+    kernel = {"forward": prefill.matmul, "backward": prefill.backward}[name]
     # Several tiles for each block, the last of them ragged.
-    x, t = normal(0, (10 * config.rows - 24, 3584)), weight(1, 4608, 3584)
-    actual = jax.jit(lambda x, w: prefill.matmul(x, w, config))(x, to_hopper(t))
-    assert_within_an_ulp(actual, reference.forward(x.astype(jnp.float32), t))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "config",
-    [
-        prefill_config.Config(64, 2, 8, producer=True),
-        prefill_config.Config(144, 2, 7, producer=True, split=2),
-        prefill_config.Config(256),
-        prefill_config.Config(256, cluster=2),
-        prefill_config.Config(256, split=4),
-    ],
-)
-def test_on_its_device_every_tile_of_a_derivative_meets_the_reference(config):
-    dy, t = normal(0, (10 * config.rows - 24, 4608)), weight(1, 4608, 3584)
-    actual = jax.jit(lambda dy, w: prefill.backward(dy, w, config))(dy, to_hopper(t))
-    assert_within_an_ulp(actual, reference.backward(dy.astype(jnp.float32), t))
+    x = normal(0, (10 * config.rows - 24, 3584 if name == "forward" else 4608))
+    t = weight(1, 4608, 3584)
+    actual = jax.jit(lambda x, w: kernel(x, w, config))(x, to_hopper(t))
+    assert_within_an_ulp(actual, getattr(reference, name)(x.astype(jnp.float32), t))

@@ -7,17 +7,15 @@ import pytest
 
 from pallas_kernels import nvfp4_matmul, packed_matmul
 from pallas_kernels.formats import mxfp4, nf4, nvfp4
+from tests.pallas_kernels import common
 
 QUANTIZE = {
     "mxfp4": mxfp4.quantize,
     "nf4": nf4.quantize,
     "nf4 doubly": functools.partial(nf4.quantize, double=True),
 }
+normal = functools.partial(common.normal, dtype=jnp.float32)
 DEQUANTIZE = {"mxfp4": mxfp4.dequantize, "nf4": nf4.dequantize, "nf4 doubly": nf4.dequantize}
-
-
-def normal(seed, shape, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -62,13 +60,19 @@ def test_a_stack_of_layers_can_be_scanned():
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_bad_arguments_are_named():
-    w = mxfp4.quantize(jnp.ones((4, 32)))
-    with pytest.raises(ValueError, match="K = 32"):
-        packed_matmul(jnp.ones((2, 16)), w)
-    with pytest.raises(ValueError, match="float32 or bfloat16; got float16"):
-        packed_matmul(jnp.ones((2, 32), jnp.float16), w)
-    with pytest.raises(ValueError, match=r"one \[N, K\] matrix"):
-        packed_matmul(jnp.ones((2, 32)), mxfp4.quantize(jnp.ones((3, 4, 32))))
+@pytest.mark.parametrize(
+    ("rows", "dtype", "shape", "message"),
+    [
+        ((2, 16), jnp.float32, (4, 32), "K = 32"),
+        ((2, 32), jnp.float16, (4, 32), "float32 or bfloat16; got float16"),
+        ((2, 32), jnp.float32, (3, 4, 32), r"one \[N, K\] matrix"),
+    ],
+)
+def test_bad_arguments_are_named(rows, dtype, shape, message):
+    with pytest.raises(ValueError, match=message):
+        packed_matmul(jnp.ones(rows, dtype), mxfp4.quantize(jnp.ones(shape)))
+
+
+def test_an_unpacked_weight_is_refused():
     with pytest.raises(ValueError, match="a packed weight; got"):
         packed_matmul(jnp.ones((2, 32)), jnp.ones((4, 32)))

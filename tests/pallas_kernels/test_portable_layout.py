@@ -1,40 +1,30 @@
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import FORMATS
 from pallas_kernels.formats import mxfp4, nf4, nvfp4
 from pallas_kernels.formats.nvfp4 import NVFP4Tensor
 from pallas_kernels.portable import layout
+from tests.pallas_kernels.common import RANDOM, to_portable
 
-FORMATS = {
-    "nvfp4": jax.jit(nvfp4.random, static_argnums=1),
-    "mxfp4": jax.jit(mxfp4.random, static_argnums=1),
-    "nf4": jax.jit(functools.partial(nf4.random, double=True), static_argnums=1),
-}
-prepare, unprepare = jax.jit(layout.prepare), jax.jit(layout.unprepare)
-DEQUANTIZE = {"nvfp4": nvfp4.dequantize, "mxfp4": mxfp4.dequantize, "nf4": nf4.dequantize}
-
-
-def weight(kind, shape, seed=0):
-    return FORMATS[kind](jax.random.key(seed), shape)
+unprepare = jax.jit(layout.unprepare)
 
 
 @pytest.mark.parametrize("shape", [(2, 72, 192), (64, 96), (1, 64)])
 @pytest.mark.parametrize("kind", ["nvfp4", "mxfp4"])
 def test_preparing_has_an_inverse(kind, shape):
-    t = weight(kind, shape)
-    for leaf, again in zip(jax.tree.leaves(t), jax.tree.leaves(unprepare(prepare(t))), strict=True):
-        assert leaf.dtype == again.dtype
-        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(again))
+    t = RANDOM[kind](jax.random.key(0), shape)
+    for leaf, again in zip(*map(jax.tree.leaves, (t, unprepare(to_portable(t)))), strict=True):
+        np.testing.assert_array_equal(leaf, again, strict=True)
 
 
 def test_of_nf4_the_inverse_has_the_values_of_its_scales():
-    t = weight("nf4", (2, 72, 192))
-    again = unprepare(prepare(t))
+    t = RANDOM["nf4"](jax.random.key(0), (2, 72, 192))
+    again = unprepare(to_portable(t))
     np.testing.assert_array_equal(again.codes, t.codes)
     # Compiled too, since some processors then round a product and a sum once.
     np.testing.assert_array_equal(again.absmax, jax.jit(nf4.scales)(t))
@@ -42,10 +32,10 @@ def test_of_nf4_the_inverse_has_the_values_of_its_scales():
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_what_is_decoded_over_the_global_scale_is_the_weight(kind):
-    t = weight(kind, (40, 192))
-    w = prepare(t)
+    t = RANDOM[kind](jax.random.key(0), (40, 192))
+    w = to_portable(t)
     actual = layout.decoded(w, jnp.float32) / w.global_scale[..., None]
-    np.testing.assert_allclose(actual, DEQUANTIZE[kind](t), rtol=2**-22)
+    np.testing.assert_allclose(actual, FORMATS[kind].unpack(t), rtol=2**-22)
 
 
 def test_a_word_has_a_code_of_each_block_and_a_scale_word_a_byte_of_each():
@@ -60,31 +50,19 @@ def test_a_word_has_a_code_of_each_block_and_a_scale_word_a_byte_of_each():
         jnp.ones((1,)),
         (64, 64),
     )
-    w = prepare(t)
+    w = to_portable(t)
     assert w.words.shape == (1, 64, 16)
     # +6: exponent and mantissa at bits 8 to 6; -0.5: sign at 14, mantissa at 10.
     assert w.words[0, 3, 5] == 0b111 << 6 | 1 << 14 | 1 << 10
     assert np.count_nonzero(w.words) == 1
-    exponents = [9, 10, 17, 0]
-    mantissas = [0, 0, 6, 0]
-    bytes_ = [e << 3 | m for e, m in zip(exponents, mantissas, strict=True)]
+    bytes_ = [9 << 3, 10 << 3, 17 << 3 | 6, 0]  # exponent and mantissa
     assert list(np.asarray(w.scales).view(np.uint8).reshape(1, 64, 4)[0, 3]) == bytes_
-
-
-def test_every_scale_of_nvfp4_is_decoded():
-    bytes_ = np.arange(127, dtype=np.uint8)
-    scales = jax.lax.bitcast_convert_type(jnp.asarray(bytes_), jnp.float8_e4m3fn)
-    codes = jnp.full((127, 8), 2 | 2 << 4, jnp.uint8)  # ones
-    w = prepare(NVFP4Tensor(codes, scales[:, None], jnp.ones((1,)), (127, 16)))
-    expected = np.asarray(scales, np.float32)[:, None] * np.ones((127, 16)) * layout.DECODED_SCALE
-    np.testing.assert_array_equal(layout.decoded(w, jnp.float32), expected)
-    np.testing.assert_array_equal(layout.decoded(w, jnp.bfloat16).astype(jnp.float32), expected)
 
 
 def test_exponents_far_from_the_largest_are_decoded():
     scales = jnp.asarray([[120, 127], [1, 60]], jnp.uint8)
     t = mxfp4.MXFP4Tensor(jnp.full((2, 32), 0x22, jnp.uint8), scales, (2, 64))
-    w = prepare(t)
+    w = to_portable(t)
     actual = layout.decoded(w, jnp.float32) / w.global_scale
     np.testing.assert_array_equal(actual, mxfp4.dequantize(t))
 
@@ -92,12 +70,12 @@ def test_exponents_far_from_the_largest_are_decoded():
 def test_blocks_of_nf4_that_cross_rows_stay_as_they_are():
     t = nf4.random(jax.random.key(0), (4, 96))
     with pytest.raises(NotImplementedError, match="within rows; got K = 96"):
-        prepare(t)
+        to_portable(t)
 
 
 def test_a_stack_may_be_sliced():
-    t = weight("nvfp4", (3, 64, 64))
-    w = prepare(t)
+    t = RANDOM["nvfp4"](jax.random.key(0), (3, 64, 64))
+    w = to_portable(t)
     one = jax.tree.map(lambda leaf: leaf[1], w)
     assert dataclasses.replace(one) == one and one.shape == (64, 64)
     np.testing.assert_array_equal(

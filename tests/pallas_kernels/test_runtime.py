@@ -40,21 +40,17 @@ def folder_of_programs(monkeypatch):
         jax.config.update(name, value)
 
 
-@pytest.mark.parametrize(
-    ("platform", "given", "kept"),
-    [
-        ("gpu", None, str(pathlib.Path("~/.cache/qerl_jax/xla").expanduser())),
+def test_a_gpus_programs_are_kept_unless_jax_is_told_where(folder_of_programs):
+    default = str(pathlib.Path("~/.cache/qerl_jax/xla").expanduser())
+    for platform, before, after in (
+        ("gpu", None, default),
         ("gpu", "/elsewhere", "/elsewhere"),
         ("cpu", None, None),
-    ],
-)
-def test_a_gpus_programs_are_kept_unless_jax_is_told_where(
-    folder_of_programs, platform, given, kept
-):
-    folder_of_programs(given)
-    with runtime.on(like(platform=platform)):
-        runtime.use_compilation_cache()
-    assert jax.config.jax_compilation_cache_dir == kept
+    ):
+        folder_of_programs(before)
+        with runtime.on(like(platform=platform)):
+            runtime.use_compilation_cache()
+        assert jax.config.jax_compilation_cache_dir == after
 
 
 @pytest.mark.parametrize(("given", "seconds"), [(None, 0.0), ("2", 7.0)])
@@ -75,17 +71,16 @@ def test_programs_that_compile_quickly_are_kept_too_unless_jax_is_told_which(
 def test_deterministic_kernels_are_asked_for_once(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--one=1")
     assert all(runtime.use_deterministic_kernels() for _ in range(2))
-    assert os.environ["XLA_FLAGS"] == "--one=1 --xla_gpu_deterministic_ops=true"
+    assert os.environ["XLA_FLAGS"] == f"--one=1 {_DETERMINISTIC}"
 
 
-@pytest.mark.parametrize(("flags", "is_used"), [("", True), ("", False), ("given", True)])
+_DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
+
+
+@pytest.mark.parametrize(("flags", "is_used"), [("", True), ("", False), (_DETERMINISTIC, True)])
 def test_a_gpu_that_was_used_without_them_has_no_deterministic_kernels(
-    monkeypatch,
-    h200,
-    flags,
-    is_used,
+    monkeypatch, h200, flags, is_used
 ):
-    flags = flags and "--xla_gpu_deterministic_ops=true"
     monkeypatch.setenv("XLA_FLAGS", flags)
     monkeypatch.setattr("jax._src.xla_bridge.backends_are_initialized", lambda: is_used)
     for _ in range(2):
@@ -109,9 +104,8 @@ def test_a_gpu_that_was_used_without_them_has_no_deterministic_kernels(
 def test_the_card_says_how_many_processors_it_has_and_a_table_the_rest(
     monkeypatch, kind, bandwidth, l2
 ):
-    found = types.SimpleNamespace(
-        device_kind=kind, compute_capability="9.0", core_count=16, shared_memory_per_block_optin=9
-    )
+    traits = {"device_kind": kind, "core_count": 16, "shared_memory_per_block_optin": 9}
+    found = types.SimpleNamespace(compute_capability="9.0", **traits)
     # A namespace is not hashed by identity, as a device of JAX is.
     monkeypatch.setattr(runtime, "_described", runtime._described.__wrapped__)
     monkeypatch.setattr(jax, "devices", lambda: [found])
@@ -150,10 +144,8 @@ def grids(monkeypatch):
 
     def kernel(body, *, out_type, grid, **traits):
         found.append(grid)
-        zeros = lambda *operands: jax.tree.map(
-            lambda out: jnp.zeros(out.shape, out.dtype), out_type
-        )
-        return zeros
+        zeros = lambda out: jnp.zeros(out.shape, out.dtype)
+        return lambda *operands: jax.tree.map(zeros, out_type)
 
     monkeypatch.setattr(plgpu, "kernel", kernel)
     return found
@@ -169,10 +161,10 @@ def test_plans_and_grids_fit_the_processors_that_a_card_has(grids, assume):
     assert configs.pick_config(64, 4, 128).blocks == 114
     # A's share of the blocks.
     units = jnp.zeros((1, 56, 1, 4, *layout.TILE_SHAPE), jnp.int32)
-    shares = functools.partial(
-        dense_tile.shares, units, height=64, m=64, base_bytes=114 << 17, most=99
+    shares = lambda processors: dense_tile.shares(
+        units, height=64, m=64, base_bytes=114 << 17, most=99, processors=processors
     )
-    assert shares(processors=132) > shares(processors=114)
+    assert shares(132) > shares(114)
 
     words = jax.ShapeDtypeStruct((592, 56, *layout.TILE_SHAPE), jnp.int32)
     w = layout.HopperNVFP4(words, jax.ShapeDtypeStruct((1,), jnp.float32), (37888, 3584))
@@ -184,14 +176,10 @@ def test_plans_and_grids_fit_the_processors_that_a_card_has(grids, assume):
     jax.eval_shape(dequantize.dequantize, w)
     turns, numbers = jnp.zeros((64, 64)), jnp.zeros(64, jnp.int32)
     config = configs.pick_config(64, 4, 128, 7)
-    jax.eval_shape(
-        lambda qkv, cache: attention.decode_attention(
-            *(qkv, turns, turns, cache, cache, jnp.int32(0), numbers[:, None], numbers),
-            config=config,
-        ),
-        x(64, 36, 128),
-        x(2, 65, 4, 64, 128),
-    )
+    attend = functools.partial(attention.decode_attention, config=config)
+    rest = jnp.int32(0), numbers[:, None], numbers
+    run = lambda qkv, cache: attend(qkv, turns, turns, cache, cache, *rest)
+    jax.eval_shape(run, x(64, 36, 128), x(2, 65, 4, 64, 128))
     clusters = 114 // prefill_config.pick_config(2048, 37888, 3584).cluster
     assert grids == [(114,), (clusters,), (114,), (4 * 114,), (114,)]
 
@@ -238,12 +226,8 @@ def test_a_card_gets_the_best_kernels_there_are_for_it(on, name, capability, has
     lines = runtime.describe_kernels()
     assert lines[0] == f"kernels: {chosen}"
     if chosen == "reference":
-        reason = (
-            "pip install jax-triton==0.3.1 triton==3.6.0"
-            if not has_triton
-            else "7.5 or more; this is Tesla"
-        )
-        assert reason in lines[2]
+        install = "pip install jax-triton==0.3.1 triton==3.6.0"
+        assert ("7.5 or more; this is Tesla" if has_triton else install) in lines[2]
     is_old = float(capability) < 8
     assert runtime.tensor_core_type() == ("float16" if is_old else "bfloat16")
     assert runtime.has_cudnn_attention(128) != is_old
