@@ -15,13 +15,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import os
 import pathlib
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 # Triton reads this once. Kernels must be compiled, not interpreted.
@@ -40,6 +41,13 @@ OTHERS = (
     (128, 64, "nvfp4", "qkv"),
     (128, 0, "nvfp4", "down"),
 )
+# The linears of a layer: the sizes of their parts, K, and what they are beside a product.
+LINEARS = {
+    "qkv": ((3584, 512, 512), 3584, ""),
+    "o": ((3584,), 3584, "residual"),
+    "gate_up": ((18944, 18944), 3584, "gate"),
+    "down": ((3584,), 18944, "residual"),
+}
 # Head size, query heads of a key head, and whether attention writes the new keys and values.
 HEADS = ((128, 7, True), (64, 1, False), (256, 8, True))
 
@@ -54,104 +62,73 @@ def card_of(capability: int) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What the assembler reports about a kernel.
-
-    Attributes:
-        registers: Registers per thread.
-        spilled: Bytes of stack per thread.
-        shared: Bytes of shared memory.
-        products: Instructions of tensor cores.
-    """
+    """What the assembler reports about a kernel: registers and bytes of stack per thread, bytes, instructions."""
 
     registers: int
     spilled: int
     shared: int
-    products: int
+    products: int  # of tensor cores
 
 
 def launches(capability: int, rows: Sequence[int] = (8, 64)) -> list[Any]:
     """The launches to compile for a card of a capability, without duplicates."""
     import jax
-    import jax.numpy as jnp
 
     from pallas_kernels import FORMATS, runtime
     from pallas_kernels.portable import attention, epilogue, launch, layout, matmul, tuning
 
     card = card_of(capability)
-    array = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype)
+    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
+    bf16, f32, i32 = (functools.partial(array, dtype) for dtype in ("bfloat16", "float32", "int32"))
+
+    def trace(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        # As a new function, since JAX does not trace an old one again, for another card.
+        return jax.eval_shape(lambda *arguments: function(*arguments, **options), *arguments)
 
     def weight(kind: str, *shape: int) -> Any:
-        make = lambda: layout.prepare(FORMATS[kind].random(jax.random.key(0), shape))
-        return jax.eval_shape(make)
+        return trace(lambda: layout.prepare(FORMATS[kind].random(jax.random.key(0), shape)))
 
     def linear(name: str, m: int, rank: int = 32, kind: str = "nvfp4") -> None:
-        sizes, k, options = linears[name]
+        sizes, k, role = LINEARS[name]
         n, layers = sum(sizes), 2
-        w = weight(kind, layers, n, k)
-        pairs = [
-            (array((layers, k, rank), jnp.float32), array((layers, rank, size), jnp.float32))
-            for size in sizes
-        ]
-        packed = functools.partial(epilogue.pack_lora, scaling=1.0)
-        branch = jax.eval_shape(packed, pairs) if rank else None
-        scale = array((layers, n), jnp.float32)
-        stream = jax.eval_shape(
-            epilogue.stream,
-            array((m, n if options.get("residual") else k), jnp.bfloat16),
-            array((n if options.get("residual") else k,), jnp.float32),
-        )
+        is_residual = role == "residual"
+        pairs = [(f32(layers, k, rank), f32(layers, rank, size)) for size in sizes]
+        width = n if is_residual else k
+        stream = trace(epilogue.stream, bf16(m, width), f32(width))
         arguments = {
-            "x": array((m, k), jnp.bfloat16) if options.get("residual") else stream,
-            "w": w,
-            "layer": array((1,), jnp.int32),
-            "multiplier": array((layers, 1), jnp.float32),
-            "bias": None if options.get("residual") else array((layers, n), jnp.bfloat16),
-            "branch": branch,
-            "residual": (stream, scale) if options.get("residual") else None,
+            "x": bf16(m, k) if is_residual else stream,
+            "w": weight(kind, layers, n, k),
+            "layer": i32(1),
+            "multiplier": f32(layers, 1),
+            "bias": None if is_residual else bf16(layers, n),
+            "branch": trace(epilogue.pack_lora, pairs, scaling=1.0) if rank else None,
+            "residual": (stream, f32(layers, n)) if is_residual else None,
         }
-        is_swiglu = options.get("is_swiglu", False)
-        run = functools.partial(epilogue.linear, sizes=sizes, eps=1e-6, is_swiglu=is_swiglu)
-        jax.eval_shape(lambda kwargs: run(**kwargs), arguments)
+        options = {"sizes": sizes, "eps": 1e-6, "is_swiglu": role == "gate"}
+        trace(lambda kwargs: epilogue.linear(**kwargs, **options), arguments)
 
-    linears = {
-        "qkv": ((3584, 512, 512), 3584, {}),
-        "o": ((3584,), 3584, {"residual": True}),
-        "gate_up": ((18944, 18944), 3584, {"is_swiglu": True}),
-        "down": ((3584,), 18944, {"residual": True}),
-    }
     # Under another name, so that the rule divides what a table has, too.
-    with runtime.on(dataclasses.replace(card, name="a card")), launch.writing_down() as found:
+    with runtime.on(dataclasses.replace(card, name="a card")), launch.writing_down() as written:
         kinds = [kind for kind in FORMATS if layout.unless_format(kind) is None]
-        for m in rows:
-            for name in linears:
-                linear(name, m)
+        for m, name in itertools.product(rows, LINEARS):
+            linear(name, m)
         for m, rank, kind, name in OTHERS:
             linear(name, m, rank, kind if kind in kinds else "nvfp4")
         for (m, n, k), config in tuning.table_of(card.name).items():
-            x, w = array((m, k), jnp.bfloat16), weight("nvfp4", n, k)
-            jax.eval_shape(functools.partial(matmul.product, config=config), x, w)
+            trace(matmul.product, bf16(m, k), weight("nvfp4", n, k), config=config)
         for kind in kinds:
             one = weight(kind, 3584, 3584)
             for m in rows:
-                jax.eval_shape(matmul.product, array((m, 3584), jnp.bfloat16), one)
-            jax.eval_shape(matmul.unpacked, one)
+                trace(matmul.product, bf16(m, 3584), one)
+            trace(matmul.unpacked, one)
         for size, group, appends in HEADS:
             if attention.supports_heads(group, 1, size):
                 continue
-            pool = array((2, 99, 4, 64, size), jnp.bfloat16)
-            angles = array((8, size // 2), jnp.float32)
-            jax.eval_shape(
-                functools.partial(attention.decode_attention, appends=appends),
-                array((8, 4 * (group + 2), size), jnp.bfloat16),
-                angles,
-                angles,
-                pool,
-                pool,
-                array((), jnp.int32),
-                array((8, 12), jnp.int32),
-                array((8,), jnp.int32),
-            )
-    return [each for at, each in enumerate(found) if each not in found[:at]]
+            angles, cache = f32(8, size // 2), bf16(2, 99, 4, 64, size)
+            new = bf16(8, 4 * (group + 2), size), angles, angles
+            where = i32(), i32(8, 12), i32(8)
+            trace(attention.decode_attention, *new, cache, cache, *where, appends=appends)
+    return [one for at, one in enumerate(written) if one not in written[:at]]
 
 
 def compiled(launch: Any, capability: int) -> Compiled:
@@ -168,8 +145,8 @@ def compiled(launch: Any, capability: int) -> Compiled:
         file.write(kernel.asm["cubin"])
         file.flush()
         command = [str(tools / "cuobjdump"), "-res-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    number = lambda name: int(re.search(rf"{name}:(\d+)", said)[1])
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    number = lambda name: int(re.search(rf"{name}:(\d+)", report)[1])
     products = re.findall(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b", kernel.asm["ptx"])
     return Compiled(number("REG"), number("STACK"), kernel.metadata.shared, len(products))
 
@@ -183,12 +160,9 @@ def main(argv: list[str] | None = None) -> int:
     failed = 0
     for capability in args.capabilities:
         for launch in launches(capability, args.rows):
+            shown = ("M", "N", "K", "FORMAT", "RANK", "SIZE", "GROUP", "APPENDS")
             constants = launch.constants
-            sizes = " ".join(
-                f"{name}={constants[name]}"
-                for name in ("M", "N", "K", "FORMAT", "RANK", "SIZE", "GROUP", "APPENDS")
-                if name in constants
-            )
+            sizes = " ".join(f"{name}={constants[name]}" for name in shown if name in constants)
             line = f"sm_{capability:<4}{launch.kernel:28}{sizes:52}"
             try:
                 result = compiled(launch, capability)
