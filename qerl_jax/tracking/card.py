@@ -6,7 +6,7 @@ import pathlib
 import re
 import shlex
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from qerl_jax.config import RunConfig, data_name
 from qerl_jax.system.files import write_whole
@@ -72,11 +72,11 @@ def write(
         FileNotFoundError: If the folder has no metrics.
     """
     run = report.read(run_folder)
-    health = Health.of(run.cfg)
-    warnings = [line for row in run.rows for line in health.see(row)]
-    closing, notes = health.closing(), list(notes)
-    early = [note for note in notes if note.startswith("warning:")]
-    others = [note for note in notes if note not in early]
+    health, notes = Health.of(run.cfg), list(notes)
+    warnings = [note for note in notes if note.startswith("warning:")]
+    others = [note for note in notes if note not in warnings]
+    warnings += [line for row in run.rows for line in health.see(row)]
+    warnings += filter(None, [health.closing()])
     parts = [
         f"# {run.cfg.run_name or run.folder.resolve().name}",
         _outcome(run, health),
@@ -84,7 +84,7 @@ def write(
         _section("Curves", _curves(run)),
         _section("Time and cost", _cost(run, machine)),
         _section("On what", _table({"device": _count(machine), **machine.versions})),
-        _section("Warnings", _list(filter(None, [*early, *warnings, closing])) or "None."),
+        _section("Warnings", _list(warnings) or "None."),
         _section("Said at the start", _list(others)),
         _section("Samples", _samples(run)),
         "All curves: `report/index.html`. `qerl report` of this folder also writes them as PNG files.",
@@ -95,7 +95,7 @@ def write(
 
 
 def _outcome(run: report.Run, health: Health) -> str:
-    accuracy, reward = (list(run.values(name).values()) for name in ("eval/accuracy", "reward"))
+    accuracy, reward = run.ordered("eval/accuracy"), run.ordered("reward")
     opening = "" if health.has_learned else f"**Learned nothing.** {cause(health)}.\n\n"
     lines = [
         f"Reward went from {reward[0]:.3f} to {reward[-1]:.3f}." if reward else "Reward: none.",
@@ -127,9 +127,9 @@ def _settings(cfg: RunConfig, given_rows: int | None) -> dict[str, str]:
 
 def _again(cfg: RunConfig, config: str, *, has_rows: bool) -> str:
     """Returns the command that repeats the run, or says what it needs: definitions in a script cannot be imported."""
-    tools = cfg.tools.functions if cfg.tools else ()
-    local = [name for name in (*cfg.rewards.functions, *tools) if "__main__" in name or "<" in name]
-    needed = [*(["the rows"] if has_rows else []), *(f"`{name}`" for name in local)]
+    names = (*cfg.rewards.functions, *(cfg.tools.functions if cfg.tools else ()))
+    needed = ["the rows"] * has_rows
+    needed += [f"`{name}`" for name in names if "__main__" in name or "<" in name]
     if needed:
         return f"from your script or notebook, which defines {', '.join(needed)}"
     return f"`qerl train {shlex.quote(config)} --output-dir ANOTHER`"
@@ -138,41 +138,31 @@ def _again(cfg: RunConfig, config: str, *, has_rows: bool) -> str:
 def _curves(run: report.Run) -> str:
     rows = []
     for label, name in _CURVES:
-        values = list(run.values(name).values())
+        values = run.ordered(name)
         if any(values):
             course = terminal.curve(values, _WIDTH)
             ends = (f"{value:.4g}" for value in (values[0], values[-1], min(values), max(values)))
-            rows.append(f"| {label} | `{course}` | {' | '.join(ends)} |")
-    head = "| | course | first | last | lowest | highest |\n|---|---|---|---|---|---|\n"
-    return head + "\n".join(rows) if rows else ""
+            rows.append((label, f"`{course}`", *ends))
+    return _grid(("", "course", "first", "last", "lowest", "highest"), rows) if rows else ""
 
 
 def _cost(run: report.Run, machine: Machine) -> str:
     """Returns the time of each phase over the whole run, from its metrics, and the total time of its last process."""
-    sums = {label: sum(run.values(name).values()) for label, name in _PHASES.items()}
+    sums = {label: sum(run.ordered(name)) for label, name in _PHASES.items()}
     total = sum(sums.values())
-    rows = [
-        f"| {label} | {seconds:,.1f} | {seconds / total:.0%} |"
-        for label, seconds in sums.items()
-        if seconds
-    ]
-    head = "| phase | seconds | share |\n|---|---|---|\n"
-    lines = [f"- {machine.devices * total:,.0f} device seconds ({_count(machine)})"]
-    steps = list(run.values("step_time").values())
-    if len(steps) > 1:
-        rest = statistics.median(steps[1:])
-        lines.append(
-            f"- first step {steps[0]:,.1f} s, with compiling; of the others the median is {rest:,.1f} s"
-        )
-    if tokens := list(run.values("num_tokens").values()):
-        lines.append(f"- {tokens[-1]:,.0f} tokens, prompts included")
-    if memory := list(run.values("perf/peak_memory_gb").values()):
-        lines.append(f"- at most {max(memory):.1f} GB of device memory")
-    lines.append(
-        f"- the last process took {machine.seconds:,.0f} s, with loading, compiling and saving"
-    )
-    table = head + "\n".join(rows) + "\n\n" if rows else ""
-    return table + "\n".join(lines)
+    rows = [(name, f"{s:,.1f}", f"{s / total:.0%}") for name, s in sums.items() if s]
+    lines = [f"{machine.devices * total:,.0f} device seconds ({_count(machine)})"]
+    first, *others = run.ordered("step_time") or [0.0]
+    if others:
+        rest = f"of the others the median is {statistics.median(others):,.1f} s"
+        lines.append(f"first step {first:,.1f} s, with compiling; {rest}")
+    if tokens := run.ordered("num_tokens"):
+        lines.append(f"{tokens[-1]:,.0f} tokens, prompts included")
+    if memory := run.ordered("perf/peak_memory_gb"):
+        lines.append(f"at most {max(memory):.1f} GB of device memory")
+    took = f"{machine.seconds:,.0f} s, with loading, compiling and saving"
+    table = _grid(("phase", "seconds", "share"), rows) + "\n\n" if rows else ""
+    return table + _list([*lines, f"the last process took {took}"])
 
 
 def _samples(run: report.Run) -> str:
@@ -191,8 +181,13 @@ def _count(machine: Machine) -> str:
 
 
 def _table(rows: Mapping[str, str]) -> str:
-    cells = (f"| {name} | {str(value).replace('|', '&#124;')} |" for name, value in rows.items())
-    return "| | |\n|---|---|\n" + "\n".join(cells)
+    return _grid(("", ""), ((name, text.replace("|", "&#124;")) for name, text in rows.items()))
+
+
+def _grid(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Returns a table in Markdown."""
+    lines = (" | ".join(row) for row in (columns, ["---"] * len(columns), *rows))
+    return "\n".join(f"| {line} |" for line in lines)
 
 
 def _list(lines: Iterable[str]) -> str:

@@ -3,6 +3,8 @@
 import dataclasses
 import html
 import io
+import itertools
+import operator
 import pathlib
 import re
 import statistics
@@ -115,25 +117,15 @@ def smooth(values: Sequence[float]) -> list[float]:
 def extremes(steps: Sequence[int], values: Sequence[float]) -> dict[str, tuple[int, float]]:
     """Returns the (step, value) pairs "first", "lowest", "highest" and "last"."""
     points = list(zip(steps, values, strict=True))
-    value = lambda point: point[1]
-    return {
-        "first": points[0],
-        "lowest": min(points, key=value),
-        "highest": max(points, key=value),
-        "last": points[-1],
-    }
+    lowest, highest = (pick(points, key=operator.itemgetter(1)) for pick in (min, max))
+    return {"first": points[0], "lowest": lowest, "highest": highest, "last": points[-1]}
 
 
 def svg(chart: Chart, prefix: str) -> str:
-    """Draws a chart, without title and legend, as an <svg> element for an HTML page.
+    """Draws a chart, without title and legend, as an <svg> element for an HTML page, without references to other files.
 
-    Args:
-        chart: The chart.
-        prefix: A prefix of all ids in the drawing, different for each drawing of the page.
-
-    Returns:
-        An element without references to other files. Its colours are the page's variables `--c0` ... `--c5` for
-        lines, `--quiet` for text and `--rule` for the grid.
+    All ids begin with `prefix`, which must differ for each drawing of the page. Colours are the page's variables:
+    `--c0` ... `--c5` for lines, `--quiet` for text and `--rule` for the grid.
     """
     file = io.StringIO()
     with matplotlib.rc_context(_STYLE):
@@ -207,14 +199,8 @@ def _draw_line(axes: Axes, line: Line, index: int):
     if len(values) >= _SMOOTHED_FROM:
         axes.plot(steps, values, color=colour, lw=0.6, alpha=0.35)
         values = smooth(values)
-    (drawn,) = axes.plot(
-        steps,
-        values,
-        color=colour,
-        lw=1.6,
-        marker="o" if len(values) < 15 else None,
-        dashes=[length / 2 for length in dashes] or (None, None),
-    )
+    style = {"color": colour, "dashes": [length / 2 for length in dashes] or (None, None)}
+    (drawn,) = axes.plot(steps, values, lw=1.6, marker="o" * (len(values) < 15), **style)
     if line.low is not None:
         low, high = _thinned(line.low), _thinned(line.high)
         axes.fill_between(steps, low, high, color=colour, alpha=0.18, lw=0)
@@ -224,5 +210,4 @@ def _draw_line(axes: Axes, line: Line, index: int):
 def _thinned(values: Sequence[float]) -> tuple[float, ...]:
     """Reduces values to at most `_POINTS` means of neighbours."""
     width = -(-len(values) // _POINTS)
-    parts = (values[i : i + width] for i in range(0, len(values), width))
-    return tuple(values) if width == 1 else tuple(map(statistics.fmean, parts))
+    return tuple(map(statistics.fmean, itertools.batched(values, width)))

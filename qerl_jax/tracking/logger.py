@@ -17,7 +17,8 @@ class Logger:
     """Writes the metrics of a run, and shows them.
 
     `metrics.jsonl` has one object per logged step, with its `step`. A resumed run first drops the rows after its
-    checkpoint, so that the file is the same as if the run had never stopped.
+    checkpoint, so that the file is the same as if the run had never stopped. `begin_step`, `row_ended`, `phase` and
+    `note` are those of `terminal.Display`.
     """
 
     def __init__(
@@ -65,7 +66,9 @@ class Logger:
         self._trackers = trackers.start(
             report_to, self._folder, step=step, run_name=run_name, settings=settings or {}
         )
-        self._display = terminal.Display(total_steps, step, Console(quiet=quiet))
+        self._display = display = terminal.Display(total_steps, step, Console(quiet=quiet))
+        self.begin_step, self.row_ended = display.begin_step, display.row_ended
+        self.phase, self.note = display.phase, display.note
         if warning:
             self.note(warning)
 
@@ -76,25 +79,12 @@ class Logger:
             DiskError: If the row cannot be written; then no part of it is in the file.
         """
         # "step" comes first, and a metric of that name, which a reward may log, does not replace it.
-        row = {"step": step} | {name: plain(value) for name, value in metrics.items()}
-        row["step"] = step
+        row = {"step": step} | {k: plain(v) for k, v in metrics.items() if k != "step"}
         with writing(self._path):
             self._append(json.dumps(row).encode() + b"\n")
         for tracker in self._trackers:
             tracker.write(step, row)
         self._display.show(step, row)
-
-    def begin_step(self, rows: int) -> None:
-        """Shows that a step begins, for which `rows` rows are sampled."""
-        self._display.begin_step(rows)
-
-    def row_ended(self) -> None:
-        """Shows that a row of the step has ended; any thread may call this."""
-        self._display.row_ended()
-
-    def phase(self, name: str) -> None:
-        """Shows the current phase of the step, after its rows are sampled."""
-        self._display.phase(name)
 
     def write_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Shows the first completion, and writes `completions/step_<step>.jsonl` with one object per completion."""
@@ -117,10 +107,6 @@ class Logger:
             with contextlib.suppress(OSError):
                 os.truncate(self._path, size)
             raise
-
-    def note(self, text: str) -> None:
-        """Shows a line of text."""
-        self._display.note(text)
 
     def close(self) -> None:
         """Ends the display and the trackers, and closes the file."""
@@ -162,15 +148,10 @@ def _number(text: str) -> int:
 def _read(path: pathlib.Path) -> tuple[list[dict[str, Any]], dict[int, bytes]]:
     """Returns the rows of a log, and the lines that are not rows by their numbers from 1 on."""
     *lines, rest = path.read_bytes().split(b"\n") if path.is_file() else [b""]
-    rows, damaged = [], {}
-    for number, line in enumerate(lines, 1):
-        row = _row(line)
-        if row is None:
-            damaged[number] = line
-        else:
-            rows.append(row)
-    last = _row(rest)  # complete, but without a newline, if the process was killed between the two
-    return (rows if last is None else [*rows, last]), damaged
+    rows = list(map(_row, lines))
+    damaged = {number: lines[number - 1] for number, row in enumerate(rows, 1) if row is None}
+    rows.append(_row(rest))  # complete, but without a newline, if the process was killed in between
+    return [row for row in rows if row is not None], damaged
 
 
 def _row(line: bytes) -> dict[str, Any] | None:

@@ -20,7 +20,7 @@ def render(
     sections: Mapping[str, Sequence[charts.Chart]],
     passages: Mapping[str, Sequence[tuple[str, str]]],
 ) -> str:
-    """Renders the page.
+    """Renders the page as HTML text.
 
     Args:
         title: Title of the page.
@@ -30,9 +30,6 @@ def render(
             the first is the row's name, and a `note` below it, or None; a table without rows is left out.
         sections: Charts by heading; a heading without charts is left out.
         passages: Collapsed texts by heading, at the end of the page: pairs of a title to click, and the text.
-
-    Returns:
-        The HTML text.
     """
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined

@@ -95,11 +95,12 @@ class Run:
     def values(self, name: str) -> dict[int, float]:
         """Returns a metric by step; steps without a finite number, or with the mean of nothing, are left out."""
         by_step = {row["step"]: terminal.measured(row, name) for row in self.rows}
-        return {
-            step: float(value)
-            for step, value in by_step.items()
-            if isinstance(value, int | float) and math.isfinite(value)
-        }
+        is_finite = lambda value: isinstance(value, int | float) and math.isfinite(value)
+        return {step: float(value) for step, value in by_step.items() if is_finite(value)}
+
+    def ordered(self, name: str) -> list[float]:
+        """Returns what `values` does, without the steps."""
+        return list(self.values(name).values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,14 +134,13 @@ def group(runs: Sequence[Run]) -> list[Group]:
         settings = json.dumps(_settings(run), sort_keys=True)
         key = os.fspath(run.folder) if run.cfg is None else settings
         together.setdefault(key, []).append(run)
-    labels = [
-        _common_name([run.folder.resolve().name for run in members])
-        for members in together.values()
-    ]
+    groups = [Group(_common_name(members), tuple(members)) for members in together.values()]
+    labels = [arm.label for arm in groups]
+    paths = [os.fspath(arm.runs[0].folder) for arm in groups]
     return [
         # Names that are not unique are replaced by paths.
-        Group(label if labels.count(label) == 1 else os.fspath(members[0].folder), tuple(members))
-        for label, members in zip(labels, together.values(), strict=True)
+        arm if labels.count(arm.label) == 1 else dataclasses.replace(arm, label=path)
+        for arm, path in zip(groups, paths, strict=True)
     ]
 
 
@@ -153,11 +153,11 @@ def lines(run_folder: str | pathlib.Path) -> list[str]:
     run = read(run_folder)
     shown = []
     for name in _LINES:
-        if values := list(run.values(name).values()):
+        if values := run.ordered(name):
             shown.append(f"{name:28} {values[0]:8.4g} {terminal.curve(values)} {values[-1]:.4g}")
         elif any(name in row for row in run.rows):
             shown.append(f"{name:28}     none")
-    if accuracy := list(run.values("eval/accuracy").values()):
+    if accuracy := run.ordered("eval/accuracy"):
         shown.append(f"held-out accuracy {accuracy[0]:.3f} -> {accuracy[-1]:.3f}")
     return shown
 
@@ -223,11 +223,8 @@ def write(
     target = pathlib.Path(run_folders[0] if len(run_folders) == 1 else ".")
     folder = target / "report" if folder is None else pathlib.Path(folder)
     sections = _sections(groups)
-    configs = [
-        (f"{source.label}: config.toml", config.dump(source.runs[0].cfg))
-        for source in groups
-        if source.runs[0].cfg is not None
-    ]
+    firsts = [(arm.label, arm.runs[0].cfg) for arm in groups]
+    configs = [(f"{label}: config.toml", config.dump(cfg)) for label, cfg in firsts if cfg]
     text = page.render(
         " against ".join(source.label for source in groups) if len(groups) < 4 else "Runs compared",
         _subtitle(groups),
@@ -256,20 +253,20 @@ def _sections(groups: Sequence[Group]) -> dict[str, list[charts.Chart]]:
 def _settings(run: Run) -> dict[str, Any]:
     """Returns the config as values by "section.field", without fields that may differ within a group."""
     table = {} if run.cfg is None else config.to_table(run.cfg)
-    sections = {name: table.pop(name) for name in list(table) if isinstance(table[name], dict)}
-    fields = {
-        f"{name}.{field}": value
-        for name, section in sections.items()
-        for field, value in section.items()
-    }
-    return fields | {name: value for name, value in table.items() if name not in _INCIDENTAL}
+    fields = {}
+    for name, value in table.items():
+        if isinstance(value, dict):
+            fields |= {f"{name}.{field}": item for field, item in value.items()}
+        elif name not in _INCIDENTAL:
+            fields[name] = value
+    return fields
 
 
-def _common_name(names: Sequence[str]) -> str:
+def _common_name(runs: Sequence[Run]) -> str:
+    names = [run.folder.resolve().name for run in runs]
     if len(names) == 1:
         return names[0]
-    shared = os.path.commonprefix(list(names)).rstrip("-_. ")
-    shared = re.sub(r"([-_.]seed)?([-_]s)?$", "", shared)
+    shared = re.sub(r"([-_.]seed)?([-_]s)?$", "", os.path.commonprefix(names).rstrip("-_. "))
     return f"{shared or names[0]} ({len(names)} runs)"
 
 
@@ -309,25 +306,21 @@ def _charts(panels: Iterable, groups: Sequence[Group]) -> list[charts.Chart]:
 def _reward_panels(groups: Sequence[Group]) -> list[tuple]:
     """Returns a panel per reward function; none if there is only one, which is the reward itself."""
     rows = (row for arm in groups for run in arm.runs for row in run.rows)
-    metrics = sorted(
-        {name for row in rows for name in row if re.fullmatch("rewards/.*/mean", name)}
-    )
-    panels = [(name.split("/")[1], "", False, {"mean": name}) for name in metrics]
+    names = {name for row in rows for name in row if re.fullmatch("rewards/.*/mean", name)}
+    panels = [(name.split("/")[1], "", False, {"mean": name}) for name in sorted(names)]
     return panels if len(panels) > 1 else []
 
 
 def _subtitle(groups: Sequence[Group]) -> str:
-    count = sum(len(arm.runs) for arm in groups)
-    last = max(row["step"] for arm in groups for run in arm.runs for row in run.rows)
-    text = f"{count} run{'s' * (count > 1)}, {last} optimizer steps"
-    if any(len(arm.runs) > 1 for arm in groups):
-        text += "; bands go from the smallest to the largest of the runs"
-    return text
+    runs = [run for arm in groups for run in arm.runs]
+    last = max(row["step"] for run in runs for row in run.rows)
+    bands = "; bands go from the smallest to the largest of the runs" * (len(runs) > len(groups))
+    return f"{len(runs)} run{'s' * (len(runs) > 1)}, {last} optimizer steps{bands}"
 
 
 def _shown(run: Run, metric: str, reduce=lambda values: values[-1]) -> str:
     """Returns the last value of a metric as text, or `reduce` of all values."""
-    values = list(run.values(metric).values())
+    values = run.ordered(metric)
     return charts.number(reduce(values)) if values else "–"
 
 
@@ -343,7 +336,7 @@ def _accuracy(run: Run) -> str:
 
 def _figures(run: Run) -> dict[str, str]:
     """Returns the most important numbers that the run has."""
-    tokens = list(run.values("num_tokens").values())
+    tokens = run.ordered("num_tokens")
     figures = {
         "Held-out accuracy, 95 %": _accuracy(run),
         "Reward, last step": _shown(run, "reward"),
@@ -439,22 +432,18 @@ def _ends(rows: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def samples(groups: Sequence[Group]) -> list[tuple[str, str]]:
-    """Returns the best and the worst completion of the first and the last logged step.
+    """Returns the best and the worst completion of the first and the last logged step, as pairs of a title and a text.
 
     It is only one if all rewards are equal, or if there are none.
-
-    Returns:
-        Pairs of a title and a text.
     """
     passages = []
     for arm in groups:
         files = list(logger.completion_files(arm.runs[0].folder).items())
         for step, path in dict.fromkeys((*files[:1], *files[-1:])):
             where = f"{arm.label}, step {step}" if arm.label else f"step {step}"
-            completions = list(filter(_is_completion, whole_lines(path)))
-            for words, row in _ends(completions):
-                title = f"{where}: {words}"
+            for words, row in _ends(list(filter(_is_completion, whole_lines(path)))):
                 text = f"{terminal.asked(row['prompt'])}\n\n{row['completion']}"
                 # The file may contain lone surrogates, as escapes; a page cannot.
-                passages.append((title, text.encode(errors="backslashreplace").decode()))
+                plain = text.encode(errors="backslashreplace").decode()
+                passages.append((f"{where}: {words}", plain))
     return passages

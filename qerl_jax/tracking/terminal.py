@@ -62,8 +62,7 @@ def curve(values: Sequence[float], width: int = 60) -> str:
 
     A column with a value that is not finite is blank.
     """
-    per_column = -(-len(values) // width)
-    columns = [values[i : i + per_column] for i in range(0, len(values), per_column)]
+    columns = itertools.batched(values, -(-len(values) // width))
     means = [sum(column) / len(column) for column in columns]
     finite = [mean for mean in means if math.isfinite(mean)] or [0.0]
     low, span = min(finite), max(finite) - min(finite) or 1.0
@@ -93,14 +92,8 @@ def job(
     # Layers take minutes, so the last few are enough to estimate the rest.
     bar = progress.Progress(*columns, console=console, speed_estimate_period=3600)
     task = bar.add_task(name, total=1.0)
-    view = _live(console, lambda: bar)
-    if view is not None:
-        view.start()
-    try:
+    with _live(console, lambda: bar) or contextlib.nullcontext():
         yield functools.partial(_print, console), lambda share: bar.update(task, completed=share)
-    finally:
-        if view is not None:
-            view.stop()
 
 
 def _print(console: Console, line: str) -> None:
@@ -149,7 +142,7 @@ class Display:
         self._total = total_steps
         self._history: dict[str, list[float]] = {}
         self._row: Mapping[str, Any] = {}
-        self._completion: Mapping[str, Any] | None = None
+        self._completions: tuple[Mapping[str, Any], ...] = ()  # at most one
         bars = (progress.BarColumn(), progress.TimeElapsedColumn())
         self._bar = progress.Progress(
             "step {task.completed}/{task.total}", *bars, "left", progress.TimeRemainingColumn()
@@ -203,7 +196,7 @@ class Display:
 
     def show_completion(self, row: Mapping[str, Any]) -> None:
         """Shows a sample (`prompt`, `completion`, `reward`, `length`, `stopped`) until the next one."""
-        self._completion = row
+        self._completions = (row,)
 
     def note(self, text: str) -> None:
         """Shows a line of text."""
@@ -223,10 +216,8 @@ class Display:
         return statistics.median(times) if times else None
 
     def _view(self) -> Group:
-        parts = [self._bar, self._step_bar]
-        parts += [self._table()] if self._history else []
-        parts += [self._sample()] if self._completion else []
-        return Group(*parts)
+        table = [self._table()] if self._history else []
+        return Group(self._bar, self._step_bar, *table, *map(_sample, self._completions))
 
     def _table(self) -> table.Table:
         """Returns a table with two metrics per line: name, last value, and the curve of the last steps."""
@@ -243,19 +234,14 @@ class Display:
             grid.add_row(*left, *right)
         return grid
 
-    def _sample(self) -> panel.Panel:
-        row = self._completion
-        # Text, not markup: a policy may write brackets.
-        body = text.Text.assemble(
-            (_shortened(asked(row["prompt"])), "dim"),
-            "\n",
-            _shortened(row["completion"]),
-            overflow="fold",
-        )
-        end = "" if row["stopped"] else ", truncated"
-        reward = "no reward" if row["reward"] is None else f"reward {row['reward']:.2f}"
-        title = f"{reward}, {row['length']} tokens{end}"
-        return panel.Panel(body, title=title, title_align="left")
+
+def _sample(row: Mapping[str, Any]) -> panel.Panel:
+    prompt, completion = _shortened(asked(row["prompt"])), _shortened(row["completion"])
+    # Text, not markup: a policy may write brackets.
+    body = text.Text.assemble((prompt, "dim"), "\n", completion, overflow="fold")
+    reward = "no reward" if row["reward"] is None else f"reward {row['reward']:.2f}"
+    title = f"{reward}, {row['length']} tokens{'' if row['stopped'] else ', truncated'}"
+    return panel.Panel(body, title=title, title_align="left")
 
 
 class _NotebookView(JupyterMixin):
@@ -281,11 +267,13 @@ class _NotebookView(JupyterMixin):
         self._output = display(self, display_id=True)
         self._thread.start()
 
-    def stop(self) -> None:
+    def stop(self, *_: object) -> None:
         """Ends redrawing; the last view stays visible."""
         self._ended.set()
         self._thread.join()
         self._output.update(self)
+
+    __enter__, __exit__ = start, stop
 
     def _redraw(self) -> None:
         while not self._ended.wait(_BETWEEN_VIEWS):
