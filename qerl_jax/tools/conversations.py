@@ -1,6 +1,7 @@
 """Multi-turn rows: the policy's tool calls are parsed, executed and answered while other rows are sampled."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from qerl_jax.distributed import messages
 from qerl_jax.tools import tool_calls
 from qerl_jax.tools.environments import Session, Snapshot, Toolbox, Toolboxes, error
 from qerl_jax.tools.shared_tools import FarSession
+from qerl_jax.tools.tool_calls import Call
 
 # Appended to a tool's result that was truncated.
 _CUT = " ... (the rest is cut)"
@@ -40,13 +42,9 @@ class Tools:
         toolboxes: Toolboxes,
         log: Callable[[str], None] = lambda text: None,
     ) -> Self:
-        """Returns the tools with the limits of a config.
+        """Returns the tools with the limits of a config; the chat template defines the format of calls if `cfg` does not.
 
-        Args:
-            cfg: The format of calls, and limits of calls and answers.
-            tokenizer: The policy's tokenizer; its chat template defines the format of calls if `cfg` does not.
-            toolboxes: Tools and environments.
-            log: Called with a warning for tools that cannot be killed, and for a template without tools.
+        `log` is called with a warning for tools that cannot be killed, and for a template without tools.
 
         Raises:
             ConfigError: If the template asks for calls in an unknown format.
@@ -94,9 +92,7 @@ class Tools:
             ids |= zip(chosen, self.shown(tokenizer, toolbox).encode(prompts), strict=True)
         return [ids[index] for index in range(len(problems))]
 
-    def read(
-        self, text: str, schemas: Sequence[dict[str, Any]]
-    ) -> tuple[str, list[tool_calls.Call]]:
+    def read(self, text: str, schemas: Sequence[dict[str, Any]]) -> tuple[str, list[Call]]:
         """Splits a turn into its text without the calls, and the calls; `schemas` are those of the row's tools."""
         if self.cfg.call_pattern is not None:
             return tool_calls.parse_pattern(text, self.cfg.call_pattern, schemas)
@@ -155,47 +151,33 @@ def transcript(messages: Sequence[dict[str, Any]]) -> str:
 def _line(message: dict[str, Any]) -> str:
     if message["role"] == "tool":
         return f"[{message['name']}] {message['content']}"
-    calls = (call["function"] for call in message.get("tool_calls", ()))
-    parts = [message["content"]] if message["content"] else []
-    told = (
-        f"[call] {call['name']}({', '.join(f'{k}={v!r}' for k, v in call['arguments'].items())})"
-        for call in calls
-    )
-    return "\n".join([*parts, *told])
+    lines = [message["content"]] if message["content"] else []
+    for call in message.get("tool_calls", ()):
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        lines.append(f"[call] {name}({', '.join(f'{k}={v!r}' for k, v in arguments.items())})")
+    return "\n".join(lines)
 
 
 @dataclasses.dataclass(eq=False)
 class _Row:
-    """A conversation that has not ended; `begun` is the index of the current turn's first token."""
+    """A conversation that has not ended.
+
+    `begun` is the index of the current turn's first token; `before` is the conversation before the last answer, which is
+    restored if that answer does not fit.
+    """
 
     session: Session | FarSession
     begun: int = 0
     answered: int = 0
-    messages: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    calls: int = 0
-    failures: int = 0
-    # Numbers of messages, calls and failures before the last answer; restored if that answer does not fit.
-    before: tuple[int, int, int] = (0, 0, 0)
-    # Whether the last turn's call was not answered because a limit was reached.
-    is_limited: bool = False
+    talk: Conversation = Conversation(())
+    before: Conversation = Conversation(())
 
 
 class Conversations:
     """The conversations of one rollout: a `TurnTaker` of the engine."""
 
-    def __init__(
-        self,
-        tools: Tools,
-        tokenizer: Tokenizer,
-        problems: Sequence[Problem],
-    ):
-        """Creates a session per row; no environment is started yet.
-
-        Args:
-            tools: Tools that the policy may call.
-            tokenizer: The policy's tokenizer.
-            problems: The problem of each row.
-        """
+    def __init__(self, tools: Tools, tokenizer: Tokenizer, problems: Sequence[Problem]):
+        """Creates a session per row, which has one of the problems; no environment is started yet."""
         self._tools, self._tokenizer = tools, tokenizer
         self._rows = [_Row(tools.toolboxes.session(_columns(problem))) for problem in problems]
         self._is_abandoned = False
@@ -203,11 +185,7 @@ class Conversations:
         self._lock = threading.Lock()
 
     def __call__(self, row: int, tokens: Sequence[int]) -> concurrent.futures.Future | None:
-        """Answers a turn that has ended.
-
-        Args:
-            row: Index of the row.
-            tokens: All tokens of its completion so far.
+        """Answers a turn that has ended, of the row with this index, given all tokens of its completion so far.
 
         Returns:
             A future of the token ids of the reply; None, which ends the row, if the turn has no call or as many
@@ -215,72 +193,61 @@ class Conversations:
         """
         state, limit = self._rows[row], self._tools.cfg.max_tool_calling_iterations
         message, calls = self._read(tokens[state.begun :], state)
-        state.is_limited = bool(calls) and limit is not None and state.answered >= limit
-        if not calls or state.is_limited:
+        is_limited = bool(calls) and limit is not None and state.answered >= limit
+        state.talk = dataclasses.replace(state.talk, is_limited=is_limited)
+        if not calls or is_limited:
             return None
-        after_stop = tokens[-1] in self._tokenizer.stop_tokens
-        return self._tools.toolboxes.executor.submit(
-            self._answer, state, message, calls, len(tokens), after_stop
-        )
+        submit = self._tools.toolboxes.executor.submit
+        return submit(self._answer, state, message, calls, list(tokens))
 
     def _answer(
-        self,
-        row: _Row,
-        message: dict[str, Any],
-        calls: Sequence[tool_calls.Call],
-        length: int,
-        after_stop: bool,
+        self, row: _Row, message: dict[str, Any], calls: Sequence[Call], tokens: list[int]
     ) -> list[int]:
         self._require_going_on()
-        row.before = (len(row.messages), row.calls, row.failures)
-        answers = []
+        answers, failures = [], 0
         for call in calls:
             if call.error is None:
                 reply = row.session.call(call.name, call.arguments)
             else:
                 reply = error(call.error)
-            row.calls, row.failures = row.calls + 1, row.failures + reply.failed
+            failures += reply.failed
             name = call.name or "error"
             answers.append({"role": "tool", "name": name, "content": self._cut(reply.text)})
         tokenizer = self._tools.shown(self._tokenizer, row.session.toolbox)
+        after_stop = tokens[-1] in self._tokenizer.stop_tokens
         with self._lock:
             reply_ids = tool_calls.answer(tokenizer, answers, after_stop=after_stop)
-        row.messages += [message, *answers]
-        row.answered += 1
-        row.begun = length + len(reply_ids)
+        row.before, talk = row.talk, row.talk
+        row.talk = dataclasses.replace(
+            talk,
+            messages=(*talk.messages, message, *answers),
+            calls=talk.calls + len(calls),
+            failures=talk.failures + failures,
+        )
+        row.answered, row.begun = row.answered + 1, len(tokens) + len(reply_ids)
         return reply_ids
 
     def ended(self, row: int, tokens: Sequence[int]) -> concurrent.futures.Future:
-        """Ends a row, given all its tokens.
-
-        Returns:
-            A future of its `Conversation`, which is ready after the environment has returned reward and state.
-        """
+        """Ends a row, given all its tokens; returns a future of its `Conversation`, with the environment's reward."""
         return self._tools.toolboxes.executor.submit(self._finish, self._rows[row], list(tokens))
 
     def _finish(self, row: _Row, tokens: list[int]) -> Conversation:
         self._require_going_on()
         if len(tokens) < row.begun:  # the last answer did not fit
-            row.is_limited = True
-            parsed, row.calls, row.failures = row.before
-            row.messages = row.messages[: parsed + 1]
+            messages = row.talk.messages[: len(row.before.messages) + 1]
+            talk = dataclasses.replace(row.before, messages=messages, is_limited=True)
         else:
             message, _ = self._read(tokens[row.begun :], row)
-            row.messages.append(message)
-        try:
+            talk = dataclasses.replace(row.talk, messages=(*row.talk.messages, message))
+        with contextlib.closing(row.session):
             snapshot = row.session.finish()
-        finally:
-            row.session.close()
-        public = {k: v for k, v in vars(snapshot).items() if not k.startswith("_")}
         environment = row.session.toolbox.environment_name
-        return Conversation(
-            tuple(row.messages),
-            row.calls,
-            row.failures,
-            row.is_limited,
-            snapshot.get_reward(),
-            None if environment is None else public,
-            environment,
+        public = {k: v for k, v in vars(snapshot).items() if not k.startswith("_")}
+        return dataclasses.replace(
+            talk,
+            reward=snapshot.get_reward(),
+            public=None if environment is None else public,
+            environment=environment,
         )
 
     def _require_going_on(self) -> None:
@@ -288,7 +255,7 @@ class Conversations:
         if self._is_abandoned:
             raise concurrent.futures.CancelledError
 
-    def _read(self, turn: Sequence[int], row: _Row) -> tuple[dict[str, Any], list[tool_calls.Call]]:
+    def _read(self, turn: Sequence[int], row: _Row) -> tuple[dict[str, Any], list[Call]]:
         """Returns the message of a turn, and its calls."""
         turn = list(turn)
         while turn and turn[-1] in self._tokenizer.stop_tokens:

@@ -4,6 +4,7 @@ Only the standard library and small modules of this package are imported, so tha
 """
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import json
@@ -64,18 +65,17 @@ class Host:
 
     def finish(self) -> tuple[float | None, dict[str, Any]]:
         """Returns the environment's own reward, or None, and its public attributes that can be written as JSON."""
-        environment = self._environment
+        environment, public = self._environment, {}
         if environment is None:
             return None, {}
-        reward = None
-        if hasattr(environment, "get_reward"):
-            reward = self._awaited(environment.get_reward())
-            reward = None if reward is None else float(reward)
-        public = {k: v for k, v in vars(environment).items() if not k.startswith("_")}
-        public = {name: value for name, value in public.items() if _is_plain(value)}
-        # Copied through JSON, so that values are the same in a thread as from a process, and later rows cannot change
-        # them.
-        return reward, json.loads(json.dumps(public))
+        judge = getattr(environment, "get_reward", lambda: None)
+        reward = self._awaited(judge())
+        for name, value in vars(environment).items():
+            # Copied through JSON, so that values are the same in a thread as from a process, and later rows cannot
+            # change them. What JSON does not take is left out.
+            with contextlib.suppress(TypeError, ValueError):
+                public |= {} if name.startswith("_") else {name: json.loads(json.dumps(value))}
+        return None if reward is None else float(reward), public
 
     def _awaited(self, value: Any) -> Any:
         return self._loop.run_until_complete(value) if inspect.isawaitable(value) else value
@@ -94,14 +94,6 @@ def _close(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
-def _is_plain(value: Any) -> bool:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
 # A worker process has one host, made by the first request.
 _host: Host | None = None
 
@@ -114,16 +106,6 @@ def load(functions: Sequence[str], environment: str | None, options: Mapping[str
         _host = Host([imports.attribute(path) for path in functions], factory, options)
 
 
-def reset(columns: Mapping[str, Any]) -> str | None:
-    """Calls `Host.reset`."""
-    return _host.reset(columns)
-
-
-def call(name: str, arguments: Mapping[str, Any]) -> str:
-    """Calls `Host.call`."""
-    return _host.call(name, arguments)
-
-
-def finish() -> tuple[float | None, dict[str, Any]]:
-    """Calls `Host.finish`."""
-    return _host.finish()
+def __getattr__(name: str) -> Any:
+    """Gives the methods of this process's host, which requests call like functions of this module."""
+    return getattr(_host, name)

@@ -144,14 +144,12 @@ class Toolbox:
             ValueError: For a tool or environment that cannot be found, a tool without a valid schema, a duplicate
                 name, or no tool at all.
         """
-        self._cfg = cfg
         environment = cfg.environment if environment is None else environment
         functions = [_callable(t, TOOLS) for t in (cfg.functions if tools is None else tools)]
         factory = None if environment is None else _callable(environment, ENVIRONMENTS)
         options = dict((cfg.environment_options or {}) if options is None else options)
         methods: list[Callable] = []
         self.environment: type | None = None
-        self.owns_reward = False
         if factory is not None:
             kind = factory if isinstance(factory, type) else _kind(factory, options)
             can_reset = callable(getattr(kind, "reset", None))
@@ -159,27 +157,22 @@ class Toolbox:
             names = environment_host.tool_names(kind)
             # Bound to a dummy object, so that `self` is not an argument in the schema.
             methods = [types.MethodType(getattr(kind, name), object()) for name in names]
-            self.owns_reward = hasattr(kind, "get_reward")
             self.environment = kind
+        self.owns_reward = hasattr(self.environment, "get_reward")
         self.schemas = [tool_calls.schema(tool) for tool in (*functions, *methods)]
         names = [schema["function"]["name"] for schema in self.schemas]
         repeated = sorted({name for name in names if names.count(name) > 1})
         require(not repeated, "tools", repeated, "must differ in name")
         require(bool(names), "tools", names, "there must be at least one")
-        things = [*functions, *([] if factory is None else [factory])]
+        things = [*functions, *filter(None, [factory])]
         paths = [imports.path_of(thing) or _configured_path(thing, cfg) for thing in things]
-        self.unimportable = [
-            getattr(thing, "__name__", str(thing))
-            for thing, path in zip(things, paths, strict=True)
-            if path is None
-        ]
+        names = [getattr(thing, "__name__", str(thing)) for thing in things]
+        self.unimportable = [name for name, path in zip(names, paths, strict=True) if path is None]
         count, seconds = len(functions), cfg.seconds
         load = [paths[:count], None if factory is None else paths[count], options]
-        if self.unimportable:
-            host = lambda: environment_host.Host(functions, factory, options)
-            self._make: Callable[[], _Runner] = lambda: _Thread(host, seconds)
-        else:
-            self._make = lambda: _Process(load, seconds)
+        host = lambda: environment_host.Host(functions, factory, options)
+        process, thread = lambda: _Process(load, seconds), lambda: _Thread(host, seconds)
+        self._make: Callable[[], _Runner] = thread if self.unimportable else process
         self._idle: queue.SimpleQueue[_Runner] = queue.SimpleQueue()
         self._all: list[_Runner] = []
         self.close = weakref.finalize(self, _stop, self._all)
@@ -204,21 +197,18 @@ class Toolbox:
         with contextlib.closing(self.session(columns)) as session:
             observation = session.begin()
         if isinstance(observation, Failure):
-            raise ValueError(
-                f"environment {self.environment_name}: reset({', '.join(columns)}) {_told(observation)}"
-            )
+            reset = f"reset({', '.join(columns)}) {_told(observation)}"
+            raise ValueError(f"environment {self.environment_name}: {reset}")
         return observation
 
     def take(self) -> _Runner:
         """Returns an idle runner, or makes a new one."""
-        try:
+        with contextlib.suppress(queue.Empty):
             return self._idle.get_nowait()
-        except queue.Empty:
-            session = self._make()
-            self._all.append(session)
-            if not self.close.alive:  # `close` may have run before this one was added
-                session.stop()
-            return session
+        self._all.append(runner := self._make())
+        if not self.close.alive:  # `close` may have run before this one was added
+            runner.stop()
+        return runner
 
     def give_back(self, runner: _Runner) -> None:
         """Makes a runner available to the next session."""
@@ -241,10 +231,7 @@ class Toolboxes:
     ):
         """Finds tools and environments; starts no process.
 
-        Args:
-            cfg: Limits, and names of tools and environments.
-            tools: Tools instead of those that `cfg` names.
-            environment: A class, or several by name, instead of those that `cfg` names.
+        `tools`, and `environment`, a class or several by name, replace those that `cfg` names.
 
         Raises:
             ValueError: As for `Toolbox`, and for two classes with the same name.
@@ -258,12 +245,10 @@ class Toolboxes:
                 name: Toolbox(cfg, tools, factory, options.get(name, {}))
                 for name, factory in environment.items()
             }
-        classes = {box.environment for box in self._boxes.values()} - {None}
-        names = sorted(kind.__name__ for kind in classes)
+        names = sorted(kind.__name__ for kind in {box.environment for box in self} - {None})
         rule = "classes must differ in name, by which their rewards are told apart"
         require(len({*names}) == len(names), "tools.environments", names, rule)
-        missed = (name for box in self._boxes.values() for name in box.unimportable)
-        self.unimportable = list(dict.fromkeys(missed))
+        self.unimportable = list(dict.fromkeys(name for box in self for name in box.unimportable))
         self.executor = concurrent.futures.ThreadPoolExecutor(cfg.workers or os.cpu_count() or 1)
         options = {"wait": False, "cancel_futures": True}
         self._shut = weakref.finalize(self, self.executor.shutdown, **options)
@@ -289,13 +274,10 @@ class Toolboxes:
         """Makes the session of a row. As in TRL, if there are several, none gets the column "environment"."""
         return self.of(columns).session(self._told(columns))
 
-    def observation(self, columns: Mapping[str, Any]) -> str | None:
-        """Returns the environment's first message to a row; see `Toolbox.observation`."""
-        return self.of(columns).observation(self._told(columns))
-
     def observations(self, rows: Sequence[Mapping[str, Any]]) -> list[str | None]:
-        """Returns the first message to each of several rows; see `Toolbox.observation`."""
-        return list(self.executor.map(self.observation, rows))
+        """Returns the environment's first message to each of several rows; see `Toolbox.observation`."""
+        first = lambda columns: self.of(columns).observation(self._told(columns))
+        return list(self.executor.map(first, rows))
 
     def own_rewards(self) -> list[scoring.Named]:
         """Returns reward functions for environments with `get_reward`, under the names of their classes."""
@@ -398,9 +380,7 @@ def _kind(factory: Callable, options: Mapping[str, Any]) -> type:
 
 
 def _callable(thing: Tool, stock: Mapping[str, Callable]) -> Callable:
-    function = thing
-    if isinstance(thing, str):
-        function = stock[thing] if thing in stock else _imported(thing, stock)
+    function = stock.get(thing) or _imported(thing, stock) if isinstance(thing, str) else thing
     require(callable(function), "tools", thing, "must be a function or a class")
     return function
 
@@ -414,11 +394,8 @@ def _imported(path: str, stock: Mapping[str, Callable]) -> Any:
     except ValueError as error:
         if not path.startswith("__main__:") and "<locals>" not in path:
             raise
-        rule = (
-            "was defined in a script, a notebook or a function: define it in a module or a file, or "
-            "give it to Policy.with_tools"
-        )
-        raise ValueError(f"tools: got {path!r}; {rule}") from error
+        rule = "was defined in a script, a notebook or a function: define it in a module or a file, or "
+        raise ValueError(f"tools: got {path!r}; {rule}give it to Policy.with_tools") from error
 
 
 def _configured_path(thing: Callable, cfg: ToolsConfig) -> str | None:

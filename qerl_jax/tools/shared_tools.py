@@ -31,27 +31,18 @@ class SharedToolboxes(Toolboxes):
         environment: Tool | Mapping[str, Tool] | None = None,
         hosts: Hosts = Hosts(),
     ):
-        """Finds tools and environments, and starts threads in the first process that serve the others.
+        """Does what `Toolboxes` does, and starts threads in the first process that serve the others.
 
-        Args:
-            cfg: As for `Toolboxes`.
-            tools: As for `Toolboxes`.
-            environment: As for `Toolboxes`.
-            hosts: The processes of the run; all of them must make this object.
-
-        Raises:
-            ValueError: As for `Toolboxes`.
+        All processes of the run, `hosts`, must make this object.
         """
         super().__init__(cfg, tools, environment)
         self._hosts, self._requests, self._rows = hosts, itertools.count(), itertools.count()
         self._name = f"tools/{next(_numbers)}" if hosts.count > 1 else ""
         self._closed = threading.Event()
-        others = range(1, hosts.count) if hosts.leads else ()
-        self._servers = [
-            threading.Thread(target=self._serve, args=(other,), daemon=True) for other in others
-        ]
-        for server in self._servers:
-            server.start()
+        self._servers = []
+        for other in range(1, hosts.count) if hosts.leads else ():
+            self._servers.append(threading.Thread(target=self._serve, args=(other,), daemon=True))
+            self._servers[-1].start()
 
     def session(self, columns: Mapping[str, Any]) -> "Session | FarSession":
         """Returns the session of a row, as `Toolboxes.session`; its tools always run in the first process."""
@@ -74,13 +65,9 @@ class SharedToolboxes(Toolboxes):
         super().close()
 
     def ask(self, row: int, columns: Mapping[str, Any], method: str, *arguments: Any) -> str:
-        """Asks the first process to call a method of a row's session; does not wait.
+        """Asks the first process to call a method of a row's session: "call", "finish" or "abandon". Does not wait.
 
-        Args:
-            row: Number that this process gave the row.
-            columns: Columns of the row, with which an environment is reset.
-            method: "call", "finish" or "abandon".
-            *arguments: Arguments of the method.
+        The row has the number that this process gave it, and the columns with which an environment is reset.
 
         Returns:
             The name to pass to `reply` for the result; "abandon" has no result.
@@ -93,10 +80,7 @@ class SharedToolboxes(Toolboxes):
         return f"{name}/reply"
 
     def reply(self, name: str) -> Any:
-        """Waits for the result of a call of `ask`, and returns it.
-
-        Args:
-            name: The name that `ask` returned.
+        """Waits for the result of the call for which `ask` returned this name, and returns it.
 
         Raises:
             HostLost: If the first process has ended or failed, or after `close`.

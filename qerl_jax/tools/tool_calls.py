@@ -1,5 +1,6 @@
 """Tool calls as text: schemas for the chat template, parsing of a policy's calls, and the tokens of the answers."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -38,12 +39,9 @@ class Call:
 def schema(function: Callable) -> dict[str, Any]:
     """Returns the JSON schema of a tool, which the chat template shows, from its docstring and annotations.
 
-    Args:
-        function: A function with an annotation for each argument, and a docstring that describes each under "Args:",
-            as `get_json_schema` of transformers needs.
-
     Raises:
-        ValueError: If one of these is missing; the error names the function.
+        ValueError: If the function lacks an annotation of an argument, or its description under "Args:", which
+            `get_json_schema` of transformers needs; the error names the function.
     """
     # Without PyTorch, importing transformers prints a notice.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -127,8 +125,9 @@ def parse_pattern(
         name = groups.get("name") or next(iter(tools))
         properties = tools.get(name, {}).get("properties", {})
         if len(properties) != 1:
-            reason = f"{name} is no tool of one argument; there are {', '.join(tools)}"
-            return Call(name, {}, reason)
+            return Call(
+                name, {}, f"{name} is no tool of one argument; there are {', '.join(tools)}"
+            )
         ((argument, shape),) = properties.items()
         # A group that takes no part in a match is None.
         value: Any = (groups["argument"] or "").strip()
@@ -152,11 +151,8 @@ def _call(body: str) -> Call:
     if not isinstance(name, str):
         return Call("", {}, 'the call must be an object with a "name" and its "arguments"')
     arguments = parsed.get("arguments", parsed.get("parameters", {}))
-    if isinstance(arguments, str):  # some models write the arguments as a JSON string
-        try:
-            arguments = _parsed(arguments)
-        except ValueError:
-            arguments = None
+    with contextlib.suppress(ValueError):  # some models write the arguments as a JSON string
+        arguments = _parsed(arguments) if isinstance(arguments, str) else arguments
     if not isinstance(arguments, dict):
         return Call(name, {}, f'the "arguments" of {name} must be an object')
     return Call(name, arguments)

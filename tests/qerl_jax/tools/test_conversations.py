@@ -11,9 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from qerl_jax.checkpoint.hf_folder import TINY
 from qerl_jax.config import ToolsConfig
-from qerl_jax.data import tokenizer
 from qerl_jax.data.datasets import Problem
 from qerl_jax.distributed import messages
 from qerl_jax.distributed.hosts import Hosts
@@ -28,12 +26,13 @@ from qerl_jax.rl.experience import make_experience
 from qerl_jax.tools import conversations
 from qerl_jax.tools.environments import Toolboxes
 from qerl_jax.training import metrics
-from tests.qerl_jax.tools.test_tool_calls import QWEN
+from tests.qerl_jax.tools.test_tool_calls import qwen_tokenizer
 
 LIMIT = 400
 WIDTH = 1024  # what the template says of tools, letter by letter, too
 HERE = "tests.qerl_jax.tools.environments_for_tests"
 CHAT = [{"role": "user", "content": "Count."}]
+tokens = pytest.fixture(scope="module")(qwen_tokenizer)
 FOUR = SamplingParams(n=4, max_tokens=LIMIT)
 
 
@@ -42,25 +41,18 @@ def call(name, **arguments):
     return f"<tool_call>\n{text}\n</tool_call>"
 
 
-@pytest.fixture(scope="module")
-def tokens():
-    tiny = tokenizer.load(TINY)
-    hf = type(tiny.hf).from_pretrained(str(TINY))
-    hf.chat_template = QWEN
-    return dataclasses.replace(tiny, hf=hf, chat_template=QWEN)
+@contextlib.contextmanager
+def tools_of(*names, **options):
+    cfg = ToolsConfig(*names, **options)
+    with contextlib.closing(Toolboxes(cfg)) as toolboxes:
+        yield conversations.Tools(cfg, toolboxes, "hermes")
 
 
 @pytest.fixture(scope="module")
 def tools():
-    cfg = ToolsConfig(
-        (f"{HERE}:double",),
-        f"{HERE}:Counter",
-        max_tool_calling_iterations=2,
-        max_reply_tokens=8,
-        seconds=0.5,
-    )
-    with contextlib.closing(Toolboxes(cfg)) as toolboxes:
-        yield conversations.Tools(cfg, toolboxes, "hermes")
+    limits = {"max_tool_calling_iterations": 2, "max_reply_tokens": 8, "seconds": 0.5}
+    with tools_of((f"{HERE}:double",), f"{HERE}:Counter", **limits) as made:
+        yield made
 
 
 class Scripted:
@@ -163,11 +155,9 @@ def test_rows_of_another_host_come_with_its_conversations(rollout, tokens):
             return future
 
     engine = types.SimpleNamespace(completions=lambda *_, **__: iter(order))
-    cfg = ToolsConfig((f"{HERE}:double",))
     heard = []
-    with pytest.MonkeyPatch.context() as patch, contextlib.closing(Toolboxes(cfg)) as boxes:
+    with pytest.MonkeyPatch.context() as patch, tools_of((f"{HERE}:double",)) as tools:
         patch.setattr(sampler_module, "Conversations", Talk)
-        tools = conversations.Tools(cfg, boxes, "hermes")
         sampler = Sampler(engine, tokens, FOUR, WIDTH, tools=tools, hosts=Pair())
         found = rollouts.collect(
             sampler,
@@ -211,10 +201,7 @@ def test_the_environment_speaks_at_the_end_of_the_prompt(rollout, tokens, tools)
 def test_rows_of_several_environments_are_shown_their_own_tools(tokens):
     several = {"count": f"{HERE}:Counter", "game": "guess_number"}
     cfg = ToolsConfig(environments=several, seconds=0.5, max_tool_calling_iterations=2)
-    columns = (
-        {"environment": "count", "start": 1},
-        {"environment": "game", "secret": 3},
-    )
+    columns = ({"environment": "count", "start": 1}, {"environment": "game", "secret": 3})
     guess = call("guess", number=3)
     with contextlib.closing(Toolboxes(cfg)) as boxes:
         tools = conversations.Tools.of(cfg, tokens, boxes)
@@ -223,12 +210,9 @@ def test_rows_of_several_environments_are_shown_their_own_tools(tokens):
         bad = [Problem(CHAT, columns[0]), Problem(CHAT, {"environment": "chess"})]
         with pytest.raises(ValueError, match="problem 1: environment: got 'chess'"):
             tools.encode(tokens, bad)
-    for name, ids in zip(("add", "guess"), found.prompt_ids, strict=True):
-        text = tokens.hf.decode(ids)
-        assert [f'"{each}"' in text for each in ("add", "guess")] == [
-            name == "add",
-            name == "guess",
-        ]
+    first, second = map(tokens.hf.decode, found.prompt_ids)
+    assert '"add"' in first and '"guess"' not in first
+    assert '"add"' not in second and '"guess"' in second
     assert [talk.environment for talk in found.conversations] == ["Counter", "GuessNumber"]
     assert [talk.messages[1]["content"] for talk in found.conversations] == ["3", "correct"]
     _, per_function = rollouts.score(found, boxes.own_rewards(), None)
@@ -252,10 +236,8 @@ def test_an_answer_that_does_not_fit_was_never_given(tokens, tools):
 
 def test_half_a_character_of_a_tool_is_told_as_a_whole_one(tokens):
     """Neither the tokenizer nor the log of completions takes half a one."""
-    cfg = ToolsConfig((f"{HERE}:halve",), seconds=5.0)
     scripts = [[call("halve", fails=fails), "Done."] for fails in (False, True)]
-    with contextlib.closing(Toolboxes(cfg)) as toolboxes:
-        made = conversations.Tools(cfg, toolboxes, "hermes")
+    with tools_of((f"{HERE}:halve",), seconds=5.0) as made:
         rows = collect(tokens, made, scripts, columns=({},)).conversations
     said = [row.messages[1]["content"] for row in rows]
     assert said == ["?", json.dumps({"error": "ValueError: ?"})]
@@ -274,9 +256,7 @@ def test_a_call_past_the_limit_counts_as_such_however_its_turn_has_ended(tokens,
 
 
 def test_a_thread_that_comes_to_a_row_before_it_is_abandoned_starts_no_process(tokens):
-    cfg = ToolsConfig((), f"{HERE}:Counter", workers=1)
-    with contextlib.closing(Toolboxes(cfg)) as toolboxes:
-        tools = conversations.Tools(cfg, toolboxes, "hermes")
+    with tools_of((), f"{HERE}:Counter", workers=1) as tools:
         talk = conversations.Conversations(tools, tokens, 2 * [Problem(CHAT, {})])
         (said,) = tokens.hf([call("stall")], add_special_tokens=False)["input_ids"]
         turn, waiting = [*said, tokens.stop_tokens[0]], []
@@ -286,14 +266,13 @@ def test_a_thread_that_comes_to_a_row_before_it_is_abandoned_starts_no_process(t
         for each in waiting:
             with pytest.raises(concurrent.futures.CancelledError):
                 each.result()
-        assert len(waiting) == 2 and toolboxes.of({})._all == []
+        assert len(waiting) == 2 and tools.toolboxes.of({})._all == []
 
 
 def test_rows_that_wait_for_a_call_make_none_once_sampling_has_failed(tokens):
     """Neither is their end waited for: one call hangs, and the others stand in line behind it."""
-    cfg = ToolsConfig((), f"{HERE}:Counter", seconds=2.0, workers=1)
-    with contextlib.closing(Toolboxes(cfg)) as toolboxes:
-        toolbox = toolboxes.of({})
+    with tools_of((), f"{HERE}:Counter", seconds=2.0, workers=1) as tools:
+        toolbox = tools.toolboxes.of({})
 
         class Failing(Scripted):
             def completions(self, *arguments, turns, **_):
@@ -305,12 +284,11 @@ def test_rows_that_wait_for_a_call_make_none_once_sampling_has_failed(tokens):
                     time.sleep(0.01)
                 raise KeyboardInterrupt
 
-        tools = conversations.Tools(cfg, toolboxes, "hermes")
         sampler = Sampler(Failing(tokens, [["Done."]]), tokens, FOUR, WIDTH, tools=tools)
         began = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             rollouts.collect(sampler, {}, [Problem(CHAT, {})], jax.random.key(0))
-        toolboxes.executor.submit(len, "").result()
+        tools.toolboxes.executor.submit(len, "").result()
         assert time.monotonic() < began + 10 and len(toolbox._all) <= 2
 
 

@@ -208,8 +208,7 @@ def test_each_row_has_the_tools_of_the_environment_that_it_names(several):
         tens = tens.finish()
     with session(several, environment="count", start=1) as count:
         assert count.call("add", {"times": 2}).text == "3"
-    said = several.observation({"environment": "game", "secret": 7})
-    assert "from 1 to 50" in said
+    assert "from 1 to 50" in several.observations([{"environment": "game", "secret": 7}])[0]
     with session(several, environment="game", secret=7) as game:
         assert game.call("guess", {"number": 7}).text == "correct"
         game = game.finish()
@@ -221,7 +220,7 @@ def test_an_environment_of_several_is_not_told_its_name_and_one_alone_is(several
     def told_by(boxes):
         row = {"environment": "seen", "x": 1}
         with contextlib.closing(Toolboxes(ToolsConfig(("a:b",)), [own.double], boxes)) as made:
-            return json.loads(made.observation(row))
+            return json.loads(made.observations([row])[0])
 
     assert told_by({"seen": own.Listening}) == ["x"]
     assert told_by(own.Listening) == ["environment", "x"]

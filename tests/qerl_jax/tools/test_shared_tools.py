@@ -107,7 +107,7 @@ def test_an_object_of_a_script_keeps_one_state_for_all_processes(together):
 def test_only_the_first_process_resets_environments_for_the_first_words(together):
     def work(hosts, boxes):
         if not hosts.leads:
-            boxes.observation = None
+            boxes.of = None
         return boxes.observations([{"start": 2}, {}])
 
     assert together(2, work) == [[" From 2.", None]] * 2

@@ -142,8 +142,8 @@ def test_a_tool_is_shown_by_its_docstring_and_annotations():
         tool_calls.schema(untold)
 
 
-@pytest.fixture(scope="module")
-def qwen():
+def qwen_tokenizer():
+    """A small tokenizer with Qwen's template."""
     tiny = tokenizer.load(TINY)
     # A copy: transformers' tokenizers can be changed.
     hf = type(tiny.hf).from_pretrained(str(TINY))
@@ -151,24 +151,27 @@ def qwen():
     return dataclasses.replace(tiny, hf=hf, chat_template=QWEN)
 
 
-def test_an_answer_continues_a_turn_as_the_template_writes_the_whole(qwen):
+tokens = pytest.fixture(scope="module")(qwen_tokenizer)
+
+
+def test_an_answer_continues_a_turn_as_the_template_writes_the_whole(tokens):
     """Prompt, turn and answer are, token by token, the rendered conversation."""
     call = Call("add", {"a": 1})
     chat = [{"role": "user", "content": "Add."}]
     turn = {"role": "assistant", "content": "", "tool_calls": [call.to_message()]}
     results = [{"role": "tool", "name": "add", "content": c} for c in ("3", "4")]
     for count in (1, 2):
-        given = tool_calls.answer(qwen, results[:count], after_stop=True)
-        text = qwen.render([[*chat, turn]], add_generation_prompt=False)[0].rstrip("\n")
-        (expected,) = qwen.encode([[*chat, turn, *results[:count]]])
-        begun = qwen.hf([text], add_special_tokens=False)["input_ids"][0]
+        given = tool_calls.answer(tokens, results[:count], after_stop=True)
+        text = tokens.render([[*chat, turn]], add_generation_prompt=False)[0].rstrip("\n")
+        (expected,) = tokens.encode([[*chat, turn, *results[:count]]])
+        begun = tokens.hf([text], add_special_tokens=False)["input_ids"][0]
         assert begun + given == expected
         # A turn that a stop string ended has no token for its end yet.
         (stop,) = {begun[-1]}
-        assert tool_calls.answer(qwen, results[:count], after_stop=False) == [stop, *given]
+        assert tool_calls.answer(tokens, results[:count], after_stop=False) == [stop, *given]
 
 
-def test_tools_are_told_to_the_template(qwen):
-    shown = qwen.with_options(tools=[tool_calls.schema(add)])
+def test_tools_are_told_to_the_template(tokens):
+    shown = tokens.with_options(tools=[tool_calls.schema(add)])
     (text,) = shown.render([[{"role": "user", "content": "Add."}]])
-    assert '"name": "add"' in text and qwen.template_options == {}
+    assert '"name": "add"' in text and tokens.template_options == {}
