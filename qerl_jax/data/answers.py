@@ -6,21 +6,69 @@ takes time linear in the length of the text, because a model may repeat itself f
 """
 
 import decimal
+import math
 import re
 from typing import Any
+
+import numpy as np
 
 _BLOCK = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+"
 _NUMBER = re.compile(rf"([-+]?)({_DIGITS})")
+# Signs of currencies, and ASCII's form of wide characters and the typographic minus.
+CURRENCY = "$€£¥₹¢₩₽₪₫₱₺₴฿"
+ASCII = {wide: wide - 0xFEE0 for wide in range(0xFF01, 0xFF5F)} | {0x2212: "-", 0x3000: " "}
 # A minus directly after an operand is a subtraction, not a sign.
-_NUMBER_IN_TEXT = re.compile(rf"(?:(?<![\w)\]}}])([-+])\s?)?\$?({_DIGITS})")
-_HASH = re.compile(r"####\s*([-+]?\$?[0-9.,]*[0-9])")
+_NUMBER_IN_TEXT = re.compile(rf"(?:(?<![\w)\]}}])([-+])\s?)?[{CURRENCY}]?({_DIGITS})")
+_MARKUP = rf"(?:[\s*_`~({{\[{CURRENCY}]|\\(?:boxed|text|textbf|mathbf)?)*"
+_HASH = re.compile(rf"####{_MARKUP}(?:([-+]){_MARKUP})?([0-9.,]*[0-9])(?=([^\n]{{0,20}}))")
+# What makes the digits before it a part of something else: 3/4, 7:30, 2^3, 3,4, 3-4, 1e5, 2\pi; but not 5^\circ.
+_GOES_ON = re.compile(
+    r"[,\s*_`$\\})\]]*(?:[0-9¼-¾⅐-⅞π]|[/⁄:]\s*[0-9(\\]|[-+±×÷·–]\s*[0-9(\\$]|\^(?!\s*\{?\s*\\circ)"
+    r"|[eE][-+]?[0-9]|(?:and|or|to)\s+[0-9]|(?<=\\)(?:[dtc]?frac|sqrt|times|cdot|div|pi|over)(?![a-z]))"
+)
 _ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _CODE = re.compile(r"```(?:python|py)[0-9]*[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
-_MINUS = "\N{MINUS SIGN}"
 _BOX = re.compile(r"\\boxed\s*\{")
+_PLAIN = ASCII | dict.fromkeys(map(ord, CURRENCY))
 _AND = re.compile(r",?\s*(?:and|\\text\s*\{\s*and\s*\})")
 _NO_DELIMITERS = str.maketrans("", "", "$")
+
+
+# From here on a float64 does not have all digits of a whole number.
+ROUNDED = 2.0**53
+
+
+def gold(value: Any) -> Any:
+    """Returns a row's answer as rewards get it, whichever file or library it comes from.
+
+    A number of NumPy becomes one of Python, and a whole number that is stored with a fraction, as in a column of a
+    table with missing values, becomes an int: 18 for 18.0. A float of at least 2**53 stays one, since its digits may
+    be rounded. No answer is None: a blank text, NaN or a missing value of pandas. All else stays as it is.
+    """
+    if isinstance(value, np.floating):
+        value = float(str(value))  # the digits that were written: 0.1 for a float32
+    elif isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, str):
+        return value if value.strip() else None
+    if type(value).__name__ in ("NAType", "NaTType"):
+        return None
+    if isinstance(value, float | decimal.Decimal):
+        if math.isnan(value):
+            return None
+        is_exact = isinstance(value, decimal.Decimal) or abs(value) < ROUNDED
+        if is_exact and math.isfinite(value) and value == int(value):
+            return int(value)
+    return value
+
+
+def gold_text(value: Any) -> str | None:
+    """Returns a row's answer as text, with all digits of a number: "0.0000001" for 1e-7; None if there is none."""
+    value = gold(value)
+    if isinstance(value, float) and math.isfinite(value):
+        return f"{decimal.Decimal(repr(value)):f}"
+    return None if value is None else str(value)
 
 
 def _last(pattern: re.Pattern, text: str) -> str | None:
@@ -48,13 +96,20 @@ def after_reasoning(text: str) -> str:
 
 
 def after_hashes(text: str) -> str | None:
-    """Returns the number, as it is written, after the last `####` that has one (GSM8K's format); None if none has."""
-    return _last(_HASH, text)
+    """Returns the number after the last `####` that has one (GSM8K's format); None if none has.
+
+    Markup and signs of currencies around it are left out. None, too, if the digits are only a part of the answer, as
+    in 3/4, 7:30 or 2^3.
+    """
+    numbers = _HASH.findall(text.translate(ASCII))
+    if not numbers or _GOES_ON.match(numbers[-1][2]):
+        return None
+    return "".join(numbers[-1][:2])
 
 
 def last_number(text: str) -> str | None:
-    """Returns the last number of the text, as it is written, with its sign and without a dollar sign, or None."""
-    numbers = _NUMBER_IN_TEXT.findall(text.replace(_MINUS, "-"))
+    """Returns the last number of the text, as it is written, with its sign and without that of a currency, or None."""
+    numbers = _NUMBER_IN_TEXT.findall(text.translate(ASCII))
     return "".join(numbers[-1]) if numbers else None
 
 
@@ -129,26 +184,24 @@ def last_code(text: str) -> str | None:
 
 
 def number(text: str) -> decimal.Decimal | None:
-    """Parses a number such as 1,234, $5.00 or 27., also with a typographic minus; None if it is not a number."""
-    plain = text.strip().replace("\\$", "").replace("$", "").replace(_MINUS, "-")
+    """Parses a number such as 1,234, €5.00 or 27., also with a typographic minus; None if it is not a number."""
+    plain = text.strip().replace("\\$", "").translate(_PLAIN)
     match = _NUMBER.fullmatch(plain.strip())
     return decimal.Decimal(match[1] + match[2].replace(",", "")) if match else None
 
 
-def same(answer: str | None, expected: Any) -> float | None:
-    """Returns 1.0 if two answers agree, else 0.0; None if there is no expected answer.
+def same(answer: str | None, expected: str) -> float:
+    """Returns 1.0 if two answers agree, else 0.0.
 
     Numbers are compared by value ("$1,234.00" equals "1234"), anything else as stripped text. An answer
     that was not found (None) agrees with nothing.
     """
-    if expected is None:
-        return None
     if answer is None:
         return 0.0
-    given_number, expected_number = number(answer), number(str(expected))
-    if given_number is not None and expected_number is not None:
-        return float(given_number == expected_number)
-    return float(answer.strip() == str(expected).strip())
+    numbers = number(answer), number(expected)
+    if None not in numbers:
+        return float(numbers[0] == numbers[1])
+    return float(answer.strip() == expected.strip())
 
 
 # Replaced in this order. Articles are matched with the space after them, so "a b" loses its "a ".

@@ -100,6 +100,7 @@ SETS = {
 _FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _PROMPT_COLUMNS = ("prompt", "question", "problem")
 _ANSWER_COLUMNS = ("answer", "ground_truth", "solution")
+_LONG_NUMBER = re.compile(r"(?<![0-9.])[0-9]{16,}(?![0-9.eE])")
 _FIELD = re.compile(r"\{(\w+)\}")
 
 
@@ -160,7 +161,8 @@ def from_config(
                  or `reward_model["ground_truth"]` as in verl's rows; `solution`. If an answer has a
                  line that starts with `####` (GSM8K), the rest of that line without commas becomes
                  `answer`, and the whole becomes `solution`. Of a `solution` with a `\boxed{}`
-                 (MATH), the content of the last box becomes `answer`
+                 (MATH), the content of the last box becomes `answer`. Its form does not depend on the file:
+                 see `answers.gold`
 
     All other columns are kept unchanged.
 
@@ -373,6 +375,8 @@ def load_rows(name: str, path: str | None, config: str | None, split: str):
         is_far = isinstance(error, ConnectionError)
         remedy = "; without a network, give a copy on disk by `path`" if is_far else ""
         reason = (has_rows and _json_fault(folder)) or error.__cause__ or error
+        if "Value is too" in str(reason):
+            remedy = ": write whole numbers of more than 64 bits as texts"
         raise ValueError(
             f"could not load the data set {location!r} ({which}): {reason}{remedy}"
         ) from error
@@ -384,10 +388,11 @@ def is_file(location: str) -> bool:
 
 
 def _as_written(rows: Any, path: pathlib.Path) -> Any:
-    """Replaces timestamps in the rows of a JSON file by the texts in that file.
+    """Replaces timestamps and rounded whole numbers in the rows of a JSON file by the texts in that file.
 
-    `datasets` turns a column of dates into timestamps, and no answer would equal one. A column of several
-    types it reads as JSON, so a text of digits would become a number.
+    `datasets` turns a column of dates into timestamps, and no answer would equal one. It rounds whole numbers of more
+    than 64 bits, and those of more than 53 bits beside a fraction. A column of several types it reads as JSON, so a
+    text of digits would become a number.
 
     Raises:
         ValueError: A column holds texts in some rows and other values in others.
@@ -395,9 +400,12 @@ def _as_written(rows: Any, path: pathlib.Path) -> Any:
     kinds = {field.name: str(field.type) for field in rows.features.arrow_schema}
     names = [name for name, kind in kinds.items() if "timestamp[" in kind]
     mixed = [name for name, kind in kinds.items() if "arrow.json" in kind]
-    if not names and not mixed:
+    real = [name for name, kind in kinds.items() if "double" in kind]
+    if not names and not mixed and not real:
         return rows
     text = path.read_text("utf-8-sig")
+    if not names and not mixed and not _LONG_NUMBER.search(text):
+        return rows
     try:
         whole = parse_json(text)
         records = whole if isinstance(whole, list) else [whole]
@@ -414,7 +422,27 @@ def _as_written(rows: Any, path: pathlib.Path) -> Any:
             raise ValueError(f"column {name!r}: {' and '.join(shown)}: write all as texts, or none")
     for name in names:
         rows = rows.remove_columns(name).add_column(name, [row.get(name) for row in records])
+    for name in real:
+        if any(_is_rounded(row.get(name)) for row in records):
+            texts = [_with_digits(row.get(name)) for row in records]
+            rows = rows.remove_columns(name).add_column(name, texts)
     return rows
+
+
+def _is_rounded(value: Any) -> bool:
+    """Whether a value of a JSON file is, or contains, a whole number that a float64 may round."""
+    if isinstance(value, list | dict):
+        return any(map(_is_rounded, value.values() if isinstance(value, dict) else value))
+    return type(value) is int and abs(value) >= answers.ROUNDED
+
+
+def _with_digits(value: Any) -> Any:
+    """Returns a value of a JSON file with its numbers as texts of all digits."""
+    if isinstance(value, dict):
+        return {name: _with_digits(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_with_digits(item) for item in value]
+    return answers.gold_text(value) if type(value) in (int, float) else value
 
 
 def _json_fault(path: pathlib.Path) -> str | None:
@@ -510,14 +538,16 @@ def _with_answer(columns: dict[str, Any], named: str | None) -> dict[str, Any]:
     if isinstance(reward_model, Mapping) and "ground_truth" in reward_model:
         columns.setdefault("ground_truth", reward_model["ground_truth"])
     name = next((name for name in (named, *_ANSWER_COLUMNS) if name in columns), None)
-    if name is not None:
-        columns["answer"] = columns[name]
-    answer = columns.get("answer")
+    if name is None:
+        return columns
+    answer = columns["answer"] = columns[name]
     if not isinstance(answer, str):
+        columns["answer"] = answers.gold(answer)
         return columns
     if marked := re.findall(r"^####(.*)", answer, re.MULTILINE):
         columns["solution"] = answer
         columns["answer"] = marked[-1].strip().replace(",", "")
     elif name == "solution" and (boxed := answers.last_boxed(answer)) is not None:
         columns["answer"] = boxed
+    columns["answer"] = answers.gold(columns["answer"])
     return columns

@@ -7,6 +7,8 @@ separates: `1,2` does not become 12.
 
 import re
 
+from qerl_jax.data import answers
+
 # Longest answer in characters: the patterns below take quadratic time in the worst case. The longest reference answer
 # of MATH has 159 characters.
 LONGEST = 1000
@@ -25,6 +27,20 @@ _MIXED = re.compile(r"(?<![0-9.])([0-9]+)(?:\s|\\[,;: ]|~)+([0-9]+)/([0-9]+)(?![
 # Numbers with a space between, but not after an exponent, as in 2^3 3^2, nor the arguments of \frac 1 2.
 _APART = re.compile(
     r"(?<![0-9.^_])(?<!frac)(?<!frac\s)(?<!binom)(?<!binom\s)([0-9][0-9.]*)(?:\s|\\[,;: ]|~)+(?=[0-9])"
+)
+_SYMBOLS = answers.ASCII | {0x221E: r"\infty ", 0xB7: r"\cdot ", 0x2205: r"\emptyset "}
+_CURRENCY = re.compile(
+    rf"\\text\{{\s*[{answers.CURRENCY}]\s*\}}|\\?[{answers.CURRENCY}]"
+    r"|\\(?:euro|pounds|yen|text(?:euro|sterling|yen|dollar))(?![A-Za-z])"
+)
+_NOTHING = re.compile(r"\\varnothing(?![A-Za-z])")
+# 0.1\overline{6}, also with \bar and \dot.
+_REPEATING = re.compile(
+    r"(?<![0-9.])([0-9]*)\.([0-9]*)\\(?:overline|bar|dot)\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))(?![0-9.])"
+)
+# 1.5e3, but not the number 1E5_{16}.
+_POWER_OF_TEN = re.compile(
+    r"(?<![0-9A-Za-z._\\])([0-9]+\.?[0-9]*)[eE]([-+]?[0-9]+)(?!\s*[0-9A-Za-z._])"
 )
 _LAST_DOT = re.compile(r"(?<!\.)\.(?=\s*$)|(?<!\.)\.(?=\s*\}\s*$)")
 _LAST_SPACE = re.compile(r"(?:(?<!\\)\\[,;:! ]?|~)\s*$")
@@ -82,19 +98,23 @@ def latex_form(answer: str) -> str:
     r"""Rewrites an answer so that math-verify reads it as it is meant.
 
     It removes the space between a command and its brace (`\text {cm}`), the extra height of rows (`\\[2pt]`), degree
-    signs, units after a value, and a final full stop. It joins thousands (`12\,345` becomes 12345), and makes a list
-    of other numbers with a space between. The imaginary unit becomes `I`. A number in a base other than ten becomes a
-    symbol of its digits and base.
+    signs, units after a value, signs of currencies, and a final full stop. It joins thousands (`12\,345` becomes
+    12345), and makes a list of other numbers with a space between. The imaginary unit becomes `I`, `0.\overline{3}` a
+    fraction, and 1.5e3 a product. A number in a base other than ten becomes a symbol of its digits and base.
 
     Args:
         answer: Content of a box or an `<answer>` block, or a reference answer; dollar signs are removed.
 
     Returns:
-        The rewritten answer; "" if it has more than `LONGEST` characters and so cannot be a final answer.
+        The rewritten answer; "" if it has more than `LONGEST` characters besides the space around it, and so cannot be
+        a final answer.
     """
+    answer = answer.strip()
     if len(answer) > LONGEST:
         return ""
-    form = answer.replace("\\$", "").replace("$", "").replace("\N{MINUS SIGN}", "-").strip()
+    form = _CURRENCY.sub("", answer).translate(_SYMBOLS).strip()
+    form = _NOTHING.sub(r"\\emptyset", form)
+    form = _REPEATING.sub(_fraction, form)
     form = _SPACED_ARGUMENT.sub(r"\1", form)
     form = _ROW_SKIP.sub(r"\\\\", form)
     form = _DEGREES.sub("", form)
@@ -103,6 +123,7 @@ def latex_form(answer: str) -> str:
     form = _THOUSANDS.sub(lambda number: _SEPARATOR.sub("", number[0]), form)
     form = _APART.sub(r"\1,", form)
     form = _BASE_IN_TEXT.sub(lambda base: f"_{{{base[1] or base[2]}}}", form)
+    form = _POWER_OF_TEN.sub(r"\1 \\cdot 10^{\2}", form)
     form = _without_units(form)
     if not _INDEX_I.search(form):
         form = _IMAGINARY.sub(_imaginary_unit, form)
@@ -121,6 +142,19 @@ def _without_units(form: str) -> str:
         if shorter == form:
             return form
         form = shorter
+
+
+def in_radians(answer: str) -> str:
+    """Returns an answer with its angles in radians; "" if it has none in degrees."""
+    form = _DEGREES.sub(r" \\cdot \\frac{\\pi}{180}", answer)
+    return "" if form == answer else form
+
+
+def _fraction(match: re.Match) -> str:
+    """Returns a repeating decimal as a fraction: (16 - 1) / 90 if 0.1 is followed by 6 again and again."""
+    whole, fixed, repeated = match[1], match[2], match[3] or match[4]
+    above = int(whole + fixed + repeated) - int("0" + whole + fixed)
+    return rf"\frac{{{above}}}{{{'9' * len(repeated)}{'0' * len(fixed)}}}"
 
 
 def _imaginary_unit(match: re.Match) -> str:

@@ -53,22 +53,22 @@ def _by_text(judge: Callable[[str], float]) -> RewardFunction:
     return reward
 
 
-def _by_answer(judge: Callable[[str, str], float | None]) -> RewardFunction:
-    """Makes a reward function from one that judges a single text by its row's answer."""
+def _by_answer(judge: Callable[[str, str], float]) -> RewardFunction:
+    """Makes a reward function from one that judges a single text by its row's answer; None without an answer."""
 
     @functools.wraps(judge)
     def reward(completions: Sequence, answer: Sequence, **_) -> list[float | None]:
         return [
-            None if expected is None else judge(completion_text(completion), str(expected))
-            for completion, expected in zip(completions, answer, strict=True)
+            None if gold is None else judge(completion_text(completion), gold)
+            for completion, gold in zip(completions, map(answers.gold_text, answer), strict=True)
         ]
 
     return reward
 
 
 @_by_answer
-def accuracy_reward(text: str, answer: str) -> float | None:
-    """Returns 1 if the last `<answer>` block holds the row's answer, else 0; None for a row without an answer.
+def accuracy_reward(text: str, answer: str) -> float:
+    """Returns 1 if the last `<answer>` block holds the row's answer, else 0.
 
     Numbers are compared by value ("$1,234.00" equals "1234"), anything else as stripped text.
     """
@@ -76,13 +76,13 @@ def accuracy_reward(text: str, answer: str) -> float | None:
 
 
 @_by_answer
-def gsm8k_hash_reward(text: str, answer: str) -> float | None:
+def gsm8k_hash_reward(text: str, answer: str) -> float:
     """Returns 1 if the number after the last `####` (GSM8K's format) is the row's answer, else 0."""
     return answers.same(answers.after_hashes(text), answer)
 
 
 @_by_answer
-def gsm8k_flexible_reward(text: str, answer: str) -> float | None:
+def gsm8k_flexible_reward(text: str, answer: str) -> float:
     """Returns 1 if the last number of the text is the row's answer, else 0; the text may have any format."""
     return answers.same(answers.last_number(text), answer)
 
@@ -453,11 +453,12 @@ def _math_reward(
         completions: Sequence, answer: Sequence, log_metric: Callable | None = None, **_
     ) -> list[float | None]:
         texts = [read(completion_text(completion)) for completion in completions]
-        golds = list(dict.fromkeys(str(gold) for gold in answer if gold is not None))
-        readable = judges.map("is_readable", [(gold,) for gold in golds])
-        known = {gold for gold, verdict in zip(golds, readable, strict=True) if verdict is True}
-        rows = [row for row, gold in enumerate(answer) if gold is not None and str(gold) in known]
-        verdicts = judges.map("agrees", [(str(answer[row]), texts[row]) for row in rows])
+        golds = [answers.gold_text(gold) for gold in answer]
+        unlike = [gold for gold in dict.fromkeys(golds) if gold is not None]
+        readable = judges.map("is_readable", [(gold,) for gold in unlike])
+        known = {gold for gold, verdict in zip(unlike, readable, strict=True) if verdict is True}
+        rows = [row for row, gold in enumerate(golds) if gold in known]
+        verdicts = judges.map("agrees", [(golds[row], texts[row]) for row in rows])
         if log_metric is not None:
             failures = [v for v in (*readable, *verdicts) if isinstance(v, process_pool.Failure)]
             late = sum(failure.reason == "timeout" for failure in failures)
@@ -468,8 +469,8 @@ def _math_reward(
 
     def begin(completions: Sequence, answer: Sequence = (), **_) -> None:
         pairs = [
-            (str(gold), read(completion_text(completion)))
-            for gold, completion in zip(answer, completions, strict=True)
+            (gold, read(completion_text(completion)))
+            for gold, completion in zip(map(answers.gold_text, answer), completions, strict=True)
             if gold is not None
         ]
         judges.begin("is_readable", [(gold,) for gold, _ in pairs])

@@ -7,7 +7,7 @@ import numpy as np
 
 from qerl_jax import config
 from qerl_jax.checkpoint import base_model
-from qerl_jax.data import datasets
+from qerl_jax.data import answers, datasets
 from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.distributed.hosts import Hosts
 from qerl_jax.generation import prompts
@@ -158,15 +158,19 @@ def about_data(cfg: config.RunConfig, problems: Sequence[datasets.Problem]) -> l
     # Generated problems always have answers.
     if "answer" not in first.columns or cfg.data.dataset == "arithmetic":
         return notes
-    lacking = [
-        row for row, problem in enumerate(problems) if problem.columns.get("answer") in (None, "")
-    ]
-    if lacking:
-        named = ", ".join(map(str, lacking[:5])) + (", ..." if len(lacking) > 5 else "")
-        notes.append(
-            f"warning: {len(lacking)} of {count} problems have no answer (problem {named}, from 0 on): a reward that "
-            "compares with it cannot be earned there"
-        )
+    golds = [answers.gold(problem.columns.get("answer")) for problem in problems]
+    lacking = [row for row, gold in enumerate(golds) if gold is None]
+    floats = [row for row, gold in enumerate(golds) if isinstance(gold, float)]
+    rounded = [row for row in floats if abs(golds[row]) >= answers.ROUNDED]
+    for rows, fault, effect in (
+        (lacking, "no answer", "a reward that compares with it cannot be earned there"),
+        (rounded, "a float of 2**53 or more as answer", "its digits may be rounded; write texts"),
+    ):
+        if rows:
+            named = ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else "")
+            notes.append(
+                f"warning: {len(rows)} of {count} problems have {fault} (problem {named}, from 0 on): {effect}"
+            )
     return notes
 
 

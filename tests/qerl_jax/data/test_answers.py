@@ -1,9 +1,11 @@
 """Tests answers: where each form is found in a text, and which two are equal."""
 
 import decimal
+import math
 import random
 import re
 
+import numpy as np
 import pytest
 
 from qerl_jax.data import answers
@@ -108,13 +110,51 @@ def test_code_is_the_last_python_block():
 
 
 @pytest.mark.parametrize(
+    ("value", "gold", "text"),
+    [
+        (18.0, 18, "18"),
+        (-0.0, 0, "0"),
+        (2.5, 2.5, "2.5"),
+        (1e-7, 1e-7, "0.0000001"),
+        (np.float32(0.1), 0.1, "0.1"),
+        (np.float16(3), 3, "3"),
+        (np.int64(-3), -3, "-3"),
+        (np.uint64(2**64 - 1), 2**64 - 1, "18446744073709551615"),
+        (12345678901234567890, 12345678901234567890, "12345678901234567890"),
+        (
+            decimal.Decimal("1234567890123456789012.00"),
+            1234567890123456789012,
+            "1234567890123456789012",
+        ),
+        (decimal.Decimal("0.50"), decimal.Decimal("0.50"), "0.50"),
+        (1e20, 1e20, "100000000000000000000"),
+        (True, True, "True"),
+        (np.str_("a"), "a", "a"),
+        ("18.0", "18.0", "18.0"),
+        (" 5 ", " 5 ", " 5 "),
+        ([1, 2], [1, 2], "[1, 2]"),
+        *((blank, None, None) for blank in (None, "", " \n", math.nan, np.float64("nan"))),
+    ],
+)
+def test_an_answer_of_a_row_has_one_form_whatever_it_comes_from(value, gold, text):
+    form = answers.gold(value)
+    assert form == gold and type(form) is type(gold)
+    assert answers.gold_text(value) == text
+
+
+def test_a_missing_value_of_pandas_is_no_answer():
+    pandas = pytest.importorskip("pandas")
+    assert [answers.gold(value) for value in (pandas.NA, pandas.NaT)] == [None, None]
+
+
+@pytest.mark.parametrize(
     ("value", "text"),
     spread(
         [
             ("1234", ["1,234"]),
-            ("5", ["$5.00", r"\$5"]),
+            ("5", ["$5.00", r"\$5", "€5", "５"]),
             ("27", ["27."]),
-            ("-3", ["−3"]),
+            ("-3", ["−3", "-£3"]),
             (None, ["12,34", "1,2", "3 eggs", ""]),
         ]
     ),

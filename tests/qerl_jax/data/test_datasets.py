@@ -314,6 +314,61 @@ def test_rows_without_a_usable_prompt_are_refused_at_load(rows, row, message):
         load(rows(row))
 
 
+BIG = 12345678901234567890
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl", "json", "rows"])
+def test_whole_numbers_beside_missing_ones_and_fractions_keep_their_form(ending, tmp_path):
+    pandas = pytest.importorskip("pandas")
+    golds = [18, None, 2.5, 4]
+    table = [{"prompt": f"{row}", "answer": gold} for row, gold in enumerate(golds)]
+    path = tmp_path / f"rows.{ending}"
+    if ending == "rows":  # as of a table in memory, whose missing values are NaN
+        rows = pandas.DataFrame(table).to_dict("records")
+        problems = data.from_rows(config.DataConfig("mine"), rows, "rows")
+    else:
+        if ending == "parquet":
+            pandas.DataFrame(table).to_parquet(path)
+        elif ending == "json":
+            path.write_text(json.dumps(table))
+        else:
+            path.write_text("".join(json.dumps(row) + "\n" for row in table))
+        problems = load(str(path))
+    assert [repr(problem.columns["answer"]) for problem in problems] == ["18", "None", "2.5", "4"]
+
+
+@pytest.mark.parametrize(
+    ("golds", "texts"),
+    [
+        ([BIG, 18], [f"{BIG}", "18"]),
+        ([-BIG, 2.5, None], [f"{-BIG}", "2.5", None]),
+        ([2**53 + 1, 0.5], ["9007199254740993", "0.5"]),
+        ([10**30], [f"{10**30}"]),
+        ([2**53 + 1, 7], [2**53 + 1, 7]),  # these fit into 64 bits
+    ],
+)
+def test_whole_numbers_that_a_reader_of_json_rounds_keep_all_digits(golds, texts, rows):
+    path = rows(*({"prompt": "a", "answer": gold} for gold in golds))
+    assert [problem.columns["answer"] for problem in load(path)] == texts
+    path = rows(*({"prompt": "a", "reward_model": {"ground_truth": gold}} for gold in golds))
+    assert [problem.columns["answer"] for problem in load(path)] == texts
+
+
+@pytest.mark.parametrize("gold", [BIG, -BIG, 10**30])
+def test_whole_numbers_in_a_list_of_rows_keep_all_digits_or_are_refused(gold, tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([{"prompt": "a", "answer": gold}, {"prompt": "b", "answer": None}]))
+    try:
+        assert load(str(path))[0].columns["answer"] == f"{gold}"
+    except ValueError as error:
+        assert "write whole numbers of more than 64 bits as texts" in str(error)
+
+
+@pytest.mark.parametrize("blank", ["", "  ", "#### ", "so\n####"])
+def test_a_blank_answer_is_none(rows, blank):
+    assert load(rows({"prompt": "a", "answer": blank}))[0].columns["answer"] is None
+
+
 def test_the_name_of_a_file_is_no_pattern(tmp_path):
     for name in ("rows[1]", "rows1"):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"question": name}) + "\n")

@@ -115,6 +115,32 @@ RIGHT = spread(
         ("5.5", [r"\boxed{5 1/2}"]),
         ("72", [r"\boxed{2^3 3^2}"]),
         ("0.5", [r"\boxed{\frac 1 2}"]),
+        # no solution, intervals, angles
+        (r"\emptyset", [r"\boxed{\varnothing}", r"\boxed{∅}"]),
+        (r"(3,\infty)", [r"\boxed{x>3}", r"\boxed{3<x}", r"\boxed{(3,∞)}"]),
+        ("x>3", [r"\boxed{(3,\infty)}"]),
+        ("[3,5)", [r"\boxed{3 \le x < 5}"]),
+        (r"(-\infty,2)\cup(5,\infty)", [r"\boxed{x<2 \text{ or } x>5}"]),
+        (r"x<2 \text{ or } x>5", [r"\boxed{(-\infty,2)\cup(5,\infty)}"]),
+        (r"\frac{\pi}{6}", [r"\boxed{30^\circ}", r"\boxed{30°}"]),
+        (r"30^\circ", [r"\boxed{\frac{\pi}{6}}", r"\boxed{30}"]),
+        # decimals, currencies, wide digits
+        (r"\frac13", [r"\boxed{0.\overline{3}}", r"\boxed{0.\bar3}", r"\boxed{0.3333333333}"]),
+        (r"\frac16", [r"\boxed{0.1\overline{6}}"]),
+        ("18.90", [r"\boxed{€18.90}", r"\boxed{18.90€}", r"\boxed{\text{£}18.9}"]),
+        ("1500", [r"\boxed{1.5e3}", r"\boxed{15E2}", r"\boxed{1.5·10^3}"]),
+        ("0.0015", [r"\boxed{1.5e-3}"]),
+        ("1E5_{16}", [r"\boxed{1E5_{16}}"]),
+        ("73", [r"\boxed{７３}"]),
+        # a box without a brace, and space that does not count
+        ("57", [r"\boxed 57", r"so $\boxed 57$.", r"it is \boxed 57. Done", r"\boxed 57 apples"]),
+        (r"\frac12", [r"\boxed\frac12", r"\(\boxed\frac{1}{2}\)"]),
+        ("5", [rf"\boxed{{{' ' * 2000}5}}", f"<answer>5{' ' * 2000}</answer>"]),
+        # small numbers
+        (r"\frac{1}{2^{98}}", [r"\boxed{2^{-98}}", r"\boxed{x = 2^{-98}}"]),
+        ("0.0000672", [r"\boxed{6.72 \times 10^{-5}}"]),
+        ("0", [r"\boxed{\sqrt2\cdot\sqrt2-2}", r"\boxed{\sin^2(1)+\cos^2(1)-1}"]),
+        ("50\\%", [r"\boxed{50}", r"\boxed{0.5}"]),
         # what the text calls its answer
         (r"\frac{8}{3}t", [r"The final answer is $\frac{8}{3}t$."]),
         ("12345", [r"The final answer is $12\,345$."]),
@@ -182,6 +208,29 @@ WRONG = spread(
         ("72", [r"\boxed{2^3, 3^2}"]),
         ("x^2 y", [r"\boxed{x^2}"]),
         (r"\sqrt{12}", [r"\boxed{\sqrt{1}2}"]),
+        # small numbers that differ: Math-Verify's issue 14, and MATH's training set
+        (
+            r"\frac{1}{2^{98}}",
+            [r"\boxed{\frac{1}{2^{97}}}", r"\boxed{\frac{1}{3^{98}}}", r"\boxed{0}"],
+        ),
+        ("10^{-20}", [r"\boxed{10^{-21}}", r"\boxed{10^{-20}i}"]),
+        (r"\frac{1}{2004!}", [r"\boxed{\frac{1}{2006!}}"]),
+        (
+            r"\frac{2^{2005}+1}{3 \cdot 2^{2006}}",
+            [r"\boxed{\frac{1}{3 \cdot 2^{2006}}}"],
+        ),
+        ("0.0000001", [r"\boxed{0.0000002}"]),
+        (r"\frac13", [r"\boxed{0.333333}"]),
+        ("(10^{-20},1)", [r"\boxed{(10^{-21},1)}"]),
+        (r"\{10^{-20},1\}", [r"\boxed{\{1,10^{-21}\}}"]),
+        ("x=10^{-20}", [r"\boxed{x=10^{-21}}", r"\boxed{10^{-21}}"]),
+        ("x>10^{-20}", [r"\boxed{x>10^{-21}}"]),
+        ("1000000000", [r"\boxed{1000000002}"]),
+        # intervals, angles, powers of ten
+        (r"(3,\infty)", [r"\boxed{x \ge 3}", r"\boxed{x<3}"]),
+        (r"\frac{\pi}{6}", [r"\boxed{60^\circ}", r"\boxed{30}"]),
+        (r"\emptyset", [r"\boxed{0}", r"\boxed{\{0\}}"]),
+        ("1500", [r"\boxed{1.5e2}"]),
         ("-2,-12", [r"\boxed{-2}"]),
     ]
 )

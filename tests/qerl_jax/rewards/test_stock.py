@@ -1,5 +1,6 @@
 """Tests the stock rewards one by one, with tables that can be checked by hand."""
 
+import decimal
 import math
 import subprocess
 import sys
@@ -47,7 +48,10 @@ def score(name, completion, answer):
             ("2", 1, ["<answer>1</answer> no: <answer>2</answer>", "<answer>2</answer><answer>"]),
             ("2", 1, ["<answer><answer>2</answer></answer>", "<answer>\n2\n</answer>"]),
             ("1", 0, ["<answer>1</answer> no: <answer>2</answer>"]),
-            ("", 1, ["<answer></answer>"]),
+            ("20", 1, ["<answer>€20</answer>", "<answer>２０</answer>"]),
+            ("", None, ["<answer></answer>"]),
+            (" \n", None, ["<answer> </answer>"]),
+            (float("nan"), None, ["<answer>nan</answer>"]),
             ("2", 0, ["<answer>2", "2", ""]),
             (None, None, ["<answer>2</answer>"]),
         ]
@@ -69,6 +73,31 @@ def test_accuracy_compares_the_last_answer_by_value(completion, answer, reward):
             ("2", 0, 1, ["### 2", "She has 2 eggs.", "2"]),
             ("2", 0, 0, ["She has 2 eggs out of 12", ""]),
             (None, None, None, ["#### 2"]),
+            ("3", 0, 0, ["#### 3/4", "#### 3 / 4", "#### 3, 4", "#### 3-4", "#### 3 or 4"]),
+            ("3", 0, 0, ["#### 3\\frac12", r"#### 3\cdot 5", "#### 3e5", "#### 3 000"]),
+            ("7", 0, 0, ["#### 7:30"]),
+            (
+                "2",
+                0,
+                0,
+                ["#### 2^3", "#### 2^{10}", "#### $2^3$", "#### 2\n#### 2^3", "#### **2**^3"],
+            ),
+            (
+                "72",
+                1,
+                1,
+                ["#### **72**", "#### `72`", "#### $72$", "#### 72%", r"#### $\boxed{72}$"],
+            ),
+            (
+                "72",
+                1,
+                1,
+                ["#### 72.", "#### 72 - as wanted", "#### 72km", r"#### 72^\circ", "####\n72"],
+            ),
+            ("20", 1, 1, ["#### €20", "#### £20.00", r"#### \$20", "#### 20€", "#### ２０"]),
+            ("-5", 1, 1, ["#### −5", "#### $-5", "#### **-5**"]),
+            ("-5", 1, 1, ["#### -$5", "#### -€5.00"]),
+            ("3", 0, 1, ["#### 3½"]),
         ]
     ),
 )
@@ -101,6 +130,24 @@ def test_boxed_compares_the_last_box_as_text_or_number(completion, answer, rewar
     assert score("boxed_reward", completion, answer) == reward
 
 
+RIGHT_OF_18 = {
+    "dapo_reward": "Answer: 18",
+    "dapo_boxed_reward": r"\boxed{18}",
+    "verl_gsm8k_reward": "#### 18",
+    "verl_gsm8k_flexible_reward": "#### 18",
+    "verl_math_reward": r"\boxed{18}",
+    "xml_answer_reward": "<answer>18</answer>",
+    "accuracy_reward": "<answer>18</answer>",
+    "math_verify_reward": r"\boxed{18}",
+}
+
+
+@pytest.mark.parametrize("gold", [18, 18.0, np.float32(18), np.int8(18), decimal.Decimal("18.00")])
+def test_a_whole_number_is_an_answer_in_whatever_type(gold):
+    for name, text in RIGHT_OF_18.items():
+        assert score(name, text, gold) == (2 if name == "xml_answer_reward" else 1), name
+
+
 @pytest.mark.parametrize(
     ("answer", "minerva", "boxed", "completion"),
     spread(
@@ -112,7 +159,7 @@ def test_boxed_compares_the_last_box_as_text_or_number(completion, answer, rewar
             ("34", 1, 1, [r"Answer: \boxed{34}"]),
             ("34", 0, 0, ["Answer: 34.0", "Answer: 34\nAnswer: 33", "Answer: 34 because", "34"]),
             ("34", 0, 0, [r"\boxed{ 34}", r"\boxed{34}" + 91 * " ", "Answer: 34\n" + 290 * "."]),
-            ("", 0, 0, [""]),
+            ("", None, None, [""]),
             ("34", 0, 1, [r"\boxed{34}", r"\boxed{34}" + 90 * " "]),
             (34, 1, 0, ["Answer: 34"]),
             (None, None, None, ["Answer: 34"]),

@@ -87,6 +87,10 @@ CHAT = [{"role": "user", "content": "1+1?"}]
             40 * [Problem(CHAT, {"answer": ""})],
             ["40 of 40 problems have no answer (problem 0, 1, 2, 3, 4, ..., from 0 on)"],
         ),
+        (
+            [*39 * [Problem(CHAT, {"answer": 2.5})], Problem(CHAT, {"answer": 2.0**53})],
+            ["1 of 40 problems have a float of 2**53 or more as answer (problem 39, from 0 on)"],
+        ),
     ],
 )
 def test_data_that_may_teach_nothing_is_told(problems, words):
