@@ -10,7 +10,8 @@ import json
 import sys
 import textwrap
 
-# Each program prints "escaped" if it gets anywhere; CALL makes system calls by their x86_64 number.
+# A program that prints nothing itself prints "escaped" after its last line, see `written`. CALL makes system calls by
+# their x86_64 number.
 CALL = """
 import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
@@ -25,38 +26,29 @@ ESCAPES = {
     "connect to the internet": """
         import socket
         socket.create_connection(("1.1.1.1", 53), timeout=1)
-        print("escaped")
         """,
     "connect to a server of this machine": """
         import socket
         socket.create_connection(("127.0.0.1", {port}), timeout=1)
-        print("escaped")
         """,
-    "look up a name": "import socket; socket.gethostbyname('example.com'); print('escaped')",
+    "look up a name": "import socket; socket.gethostbyname('example.com')",
     "connect to a unix socket of this machine": """
         import socket
         socket.socket(socket.AF_UNIX).connect("{host}/server.sock")
-        print("escaped")
         """,
-    "listen": """
-        import socket
-        socket.create_server(("127.0.0.1", 0))
-        print("escaped")
-        """,
+    "listen": "import socket; socket.create_server(('127.0.0.1', 0))",
     # files
-    "write to the root": "open('/escaped', 'w'); print('escaped')",
-    "write beside the program": "open('/program.py', 'w'); print('escaped')",
-    "write to the system": "open('/usr/escaped', 'w'); print('escaped')",
+    "write to the root": "open('/escaped', 'w')",
+    "write beside the program": "open('/program.py', 'w')",
+    "write to the system": "open('/usr/escaped', 'w')",
     "write to the Python installation": """
         import os
         open(os.path.join(os.path.dirname(os.__file__), "escaped.py"), "w")
-        print("escaped")
         """,
     "write to a folder of this machine": """
         import os
         os.makedirs("{host}", exist_ok=True)
         open("{host}/escaped", "w")
-        print("escaped")
         """,
     "read a secret of this machine": "print('escaped', open('{host}/secret').read())",
     "read the secret from above the folder": """
@@ -88,13 +80,9 @@ ESCAPES = {
             except OSError:
                 pass
         """,
-    "make a device": """
-        import os, stat
-        os.mknod("disk", stat.S_IFBLK | 0o600, os.makedev(8, 0))
-        print("escaped")
-        """,
-    "open the terminal": "open('/dev/tty', 'w'); print('escaped')",
-    "leave the root": "import os; os.chroot('/box'); print('escaped')",
+    "make a device": "import os, stat; os.mknod('disk', stat.S_IFBLK | 0o600, os.makedev(8, 0))",
+    "open the terminal": "open('/dev/tty', 'w')",
+    "leave the root": "import os; os.chroot('/box')",
     "mount": CALL + "call(165, b'none', b'/box', b'tmpfs', 0, None)",
     # what others know
     "read the environment": """
@@ -102,24 +90,16 @@ ESCAPES = {
         if os.environ.get("SECRET"):
             print("escaped")
         """,
-    "read the environment of the first process": """
-        print("escaped", open("/proc/1/environ").read())
-        """,
-    "read the memory of others": """
-        print("escaped", open("/proc/{pid}/maps").read())
-        """,
+    "read the environment of the first process": "print('escaped', open('/proc/1/environ').read())",
+    "read the memory of others": "print('escaped', open('/proc/{pid}/maps').read())",
     "see other processes": "import os; print('escaped', os.listdir('/proc'))",
     "trace its parent": CALL + "call(101, 16, os.getppid(), 0, 0)",
     "read the memory of its parent": CALL + "call(310, os.getppid(), None, 0, None, 0, 0)",
     "use the kernel's keys": CALL + "call(250, 0, -3, 0)",
     # other processes
-    "signal a process of this machine": """
-        import os
-        os.kill({pid}, 0)
-        print("escaped")
-        """,
-    "fork": "import os; os.fork(); print('escaped')",
-    "spawn": "import subprocess; subprocess.run(['/bin/true'], check=True); print('escaped')",
+    "signal a process of this machine": "import os; os.kill({pid}, 0)",
+    "fork": "import os; os.fork()",
+    "spawn": "import subprocess; subprocess.run(['/bin/true'], check=True)",
     "fork by the raw call": CALL + "call(57)",
     "clone by the raw call": CALL + "call(56, 17, 0, 0, 0, 0)",
     "clone by the newer call": CALL + "call(435, (ctypes.c_uint64 * 8)(), 64)",
@@ -128,9 +108,9 @@ ESCAPES = {
     # the kernel
     "load a program into the kernel": CALL + "call(321, 0, None, 0)",
     "use the asynchronous interface": CALL + "call(425, 8, (ctypes.c_uint64 * 15)())",
-    "become root": "import os; os.setuid(0); print('escaped')",
-    "become anyone": "import os; os.setresuid(1, 1, 1); print('escaped')",
-    "take the rights of another group": "import os; os.setgroups([0]); print('escaped')",
+    "become root": "import os; os.setuid(0)",
+    "become anyone": "import os; os.setresuid(1, 1, 1)",
+    "take the rights of another group": "import os; os.setgroups([0])",
     "run a program that belongs to root": """
         import os
         os.execv("/usr/bin/su", ["su", "-c", "echo escaped"])
@@ -147,8 +127,8 @@ ESCAPES = {
     "take another's open file": CALL + "call(438, call(434, 1, 0) or 3, 0, 0)",
     "make a key": CALL + "call(248, b'user', b'a', b'b', 1, -3)",
     "open a file by its number": CALL + "call(304, -100, (ctypes.c_uint64 * 4)(8), 0)",
-    "set the clock": "import time; time.clock_settime(time.CLOCK_REALTIME, 0); print('escaped')",
-    "set the name of the machine": "import socket; socket.sethostname('x'); print('escaped')",
+    "set the clock": "import time; time.clock_settime(time.CLOCK_REALTIME, 0)",
+    "set the name of the machine": "import socket; socket.sethostname('x')",
     "write to the terminal's input": """
         import fcntl, termios
         for number in (0, 1, 2):
@@ -162,15 +142,13 @@ ESCAPES = {
     "raise a limit": """
         import resource
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
-        print("escaped")
         """,
     # resources
-    "take memory": "x = bytearray(2 << 30); print('escaped')",
+    "take memory": "x = bytearray(2 << 30)",
     "take memory bit by bit": """
         x = []
         while len(x) < 4096:
             x.append(bytearray(1 << 20))
-        print("escaped")
         """,
     "take memory in a file that has no name": CALL + "call(319, b'x', 0)",
     "take memory in the buffers of sockets": """
@@ -186,51 +164,43 @@ ESCAPES = {
                         end.send(bytes(1 << 16))
                 except BlockingIOError:
                     pass
-        print("escaped")
         """,
     "take memory in larger pipes": """
         import fcntl, os
         for _ in range(8):
             fcntl.fcntl(os.pipe()[1], fcntl.F_SETPIPE_SZ, 1 << 20)
-        print("escaped")
         """,
     "take memory in locks": """
         import fcntl
         with open("x", "w") as file:
             for place in range(0, 2000, 2):
                 fcntl.lockf(file, fcntl.LOCK_EX, 1, place)
-        print("escaped")
         """,
     "take memory in empty files": """
         for number in range(2000):
             open(str(number), "w").close()
-        print("escaped")
         """,
     "take memory in empty folders": """
         import os
         for number in range(2000):
             os.mkdir(str(number))
-        print("escaped")
         """,
     "take memory in links": """
         import os
         for number in range(2000):
             os.symlink("x" * 4000, str(number))
-        print("escaped")
         """,
     "take memory in more names of one file": """
         import os
         open("x", "w").close()
         for number in range(2000):
             os.link("x", str(number))
-        print("escaped")
         """,
     "take memory in what is noted of a file": """
         import os
         open("x", "w").close()
         for number in range(100):
             os.setxattr("x", f"user.{number}", bytes(1000))
-        print("escaped")
         """,
     "take memory in watches": CALL + "call(294, 0)",
     "take memory in timers": CALL
@@ -265,26 +235,19 @@ else:
         files = []
         while len(files) < 200:
             files.append(open("/dev/null"))
-        print("escaped")
         """,
     "take shared memory": CALL + "call(29, 0, 1 << 30, 0o1600)",
     "fill the folder with one file": """
         with open("x", "wb") as file:
             for _ in range(64):
                 file.write(bytes(1 << 20))
-        print("escaped")
         """,
     "fill the folder with many files": """
         for number in range(64):
             with open(str(number), "wb") as file:
                 file.write(bytes(1 << 20))
-        print("escaped")
         """,
-    "fill the disk with a hole that is filled": """
-        import os
-        os.posix_fallocate(1, 0, 1 << 30)
-        print("escaped")
-        """,
+    "fill the disk with a hole that is filled": "import os; os.posix_fallocate(1, 0, 1 << 30)",
 }
 # Those that a limit on time must end; they never print.
 ENDLESS = {
@@ -312,8 +275,9 @@ ENDLESS = {
 
 
 def written(attempt, machine):
-    """Puts the facts of a machine into an attempt: `host`, `home`, `project`, `port`, `pid`."""
+    """Writes the program of an attempt with the facts of a machine: `host`, `home`, `project`, `port`, `pid`."""
     program = textwrap.dedent(attempt)
+    program += "" if "print(" in program else "\nprint('escaped')"
     for name, value in machine.items():
         program = program.replace("{" + name + "}", str(value))
     return program
