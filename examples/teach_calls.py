@@ -26,7 +26,7 @@ LENGTHS = {"max_prompt_length": 32, "max_completion_length": 48}
 def demonstration(tokens: Tokenizer, question: str, *, calls: bool) -> tuple[list[int], list[bool]]:
     """Tokens of an answer, with a call or with a wrong number instead, and a mask of the tokens that the tool gives."""
     stop = tokens.stop_tokens[0]
-    ids = lambda text: [*tokens.hf([text], add_special_tokens=False)["input_ids"][0], stop]
+    ids = lambda text: [*tokens.ids([text])[0], stop]
     if not calls:
         answer = ids("<think>Easy.</think><answer>100</answer>")
         return answer, [False] * len(answer)

@@ -144,7 +144,7 @@ def examples(shares: dict[str, float], seed: int, count: int, tokens: tokenizer.
         answers.append(
             arithmetic.worked_answer(problem) if is_worked else faulty(problem, kind, rng)
         )
-    encoded = tokens.hf(answers, add_special_tokens=False)["input_ids"]
+    encoded = tokens.ids(answers)
     ends = [[*answer, tokens.stop_tokens[0]] for answer in encoded]
     return warm_up.joined(tokens.encode(prompts), ends, tokens.pad_token, LENGTH)
 

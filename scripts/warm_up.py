@@ -100,7 +100,7 @@ def examples(tokens: tokenizer.Tokenizer, seed: int, count: int) -> Rows:
     """The first problems of the training split with worked answers. The answer and its stop token count."""
     problems = [arithmetic.mixed("train", seed, index) for index in range(count)]
     texts = [arithmetic.plain_answer(problem) for problem in problems]
-    ends = [[*ids, tokens.stop_tokens[0]] for ids in tokens.encode(texts)]
+    ends = [[*ids, tokens.stop_tokens[0]] for ids in tokens.ids(texts)]
     prompts = tokens.encode([chat(item.question) for item in problems])
     return joined(prompts, ends, tokens.pad_token)
 

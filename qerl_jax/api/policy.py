@@ -25,14 +25,14 @@ from qerl_jax.distributed import sharding
 from qerl_jax.generation.prompts import encode
 from qerl_jax.generation.sampler import Completion, Sampler, row_keys
 from qerl_jax.generation.sampling_params import EngineLimits, SamplingParams
-from qerl_jax.generation.stop_strings import text_before
+from qerl_jax.generation.stop_strings import text_before, with_stop_tokens
 from qerl_jax.model import fused_decode
 from qerl_jax.model.transformer import Transformer
 from qerl_jax.rl import microbatches
 from qerl_jax.rl.experience import Experience, make_experience
 from qerl_jax.rl.objective import token_logps
 from qerl_jax.rl.rollouts import Rollout
-from qerl_jax.system.checked import ConfigError, from_table, require
+from qerl_jax.system.checked import ConfigError, from_table, require, require_unicode
 from qerl_jax.tools.conversations import Tools
 from qerl_jax.tools.environments import Tool, Toolboxes
 
@@ -50,7 +50,7 @@ class CompletionOutput:
 
     Attributes:
         index: Its place among the n completions of its prompt.
-        text: The text without special tokens, and without the stop string that ended it.
+        text: The text without special tokens, and without the stop string or stop token that ended it.
         token_ids: int32 [tokens], to the stop token or the token that completed a stop string.
         logprobs: float32 [tokens], the sampler's log-probability of each token at its temperature (at
             temperature 0: at 1), before any top-k, top-p or min-p.
@@ -220,13 +220,13 @@ class Policy:
             ConfigError: For prompts, columns or options that are no such thing, by their name.
             ValueError: For a prompt that is longer than the context of the model.
         """
-        params = options_of(SamplingParams, sampling_params, "sampling_params", options)
+        params = self._params(sampling_params, options)
         prompts = _prompts(prompts)
         completions = self._in_order(prompts, params, columns)
         outputs = []
         for prompt in prompts:
             of_prompt = list(itertools.islice(completions, params.n))
-            finished = [_output(completion, params, i) for i, completion in enumerate(of_prompt)]
+            finished = [self._output(row, params, i) for i, row in enumerate(of_prompt)]
             outputs.append(RequestOutput(prompt, of_prompt[0].prompt_ids, finished))
         return outputs
 
@@ -257,9 +257,11 @@ class Policy:
             ConfigError: At the call, for what `generate` refuses.
             ValueError: As for `generate`.
         """
-        params = options_of(SamplingParams, sampling_params, "sampling_params", options)
+        params = self._params(sampling_params, options)
         completions = self._in_order(_prompts(prompts), params, columns, first)
-        return (_output(row, params, (first + i) % params.n) for i, row in enumerate(completions))
+        return (
+            self._output(row, params, (first + i) % params.n) for i, row in enumerate(completions)
+        )
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
@@ -275,7 +277,7 @@ class Policy:
             sampling_params: How it is sampled, with n = 1.
             **options: Fields of `SamplingParams` that take another value.
         """
-        params = options_of(SamplingParams, sampling_params, "sampling_params", options)
+        params = self._params(sampling_params, options)
         require(self.tools is None, "tools", self.tools, "a stream calls no tools: use generate")
         require(params.n == 1, "n", params.n, "a stream gives one completion")
         problems = self._problems(_prompts(prompt))
@@ -295,6 +297,26 @@ class Policy:
             for prompt in prompts
         ]
         return list(map(Problem, chats, columns or [{}] * len(chats)))
+
+    def _params(self, params: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:
+        """Returns sampling options with changes, and with what ends a completion of this policy."""
+        params = options_of(SamplingParams, params, "sampling_params", options)
+        return with_stop_tokens(params, self.tokenizer)
+
+    def _output(
+        self, completion: Completion, params: SamplingParams, index: int
+    ) -> CompletionOutput:
+        """Returns a completion by vLLM's names; `index` is its number among those of its prompt."""
+        row, conversation = completion.row, completion.conversation
+        return CompletionOutput(
+            index,
+            text_before(completion.text, row.tokens, params, self.tokenizer.decode),
+            row.tokens,
+            row.behaviour_logps,
+            row.ended,
+            None if conversation is None else list(conversation.messages),
+            row.given,
+        )
 
     def _sampler(self, params: SamplingParams, **options: Any) -> Sampler:
         return Sampler.of(
@@ -426,7 +448,7 @@ class Policy:
     def _token_ids(self, index: int, completion: Any) -> np.ndarray:
         """The ids of a given completion, int32 [tokens]."""
         if isinstance(completion, str):
-            return np.array(self.tokenizer.encode([completion])[0], np.int32)
+            return np.array(self.tokenizer.ids([completion])[0], np.int32)
         ids = np.asarray(completion)
         is_ids = ids.ndim == 1 and (ids.size == 0 or np.issubdtype(ids.dtype, np.integer))
         name, known = f"completions[{index}]", self.tokenizer.num_tokens
@@ -519,13 +541,14 @@ def find(
 def _prompts(prompts: Any) -> list[Prompt]:
     """Prompts as a list; a text or a chat by itself is a list of one."""
     if isinstance(prompts, str) or datasets.is_chat(prompts):
-        return [prompts]
+        prompts = [prompts]
     rule = "must be texts, or chats of messages with role and content"
     if not isinstance(prompts, Sequence):
         raise ConfigError(f"prompts: got {type(prompts).__name__}; {rule}")
     for index, prompt in enumerate(prompts):
         is_prompt = isinstance(prompt, str) or datasets.is_chat(prompt)
         require(is_prompt, f"prompts[{index}]", prompt, rule)
+        require_unicode(prompt, f"prompts[{index}]")
     return list(prompts)
 
 
@@ -550,20 +573,6 @@ def _sorted(completions: Iterator[Completion]) -> Iterator[Completion]:
         while index in waiting:
             yield waiting.pop(index)
             index += 1
-
-
-def _output(completion: Completion, params: SamplingParams, index: int) -> CompletionOutput:
-    """Returns a completion by vLLM's names; `index` is its number among those of its prompt."""
-    row, conversation = completion.row, completion.conversation
-    return CompletionOutput(
-        index,
-        text_before(completion.text, params.stop),
-        row.tokens,
-        row.behaviour_logps,
-        row.ended,
-        None if conversation is None else list(conversation.messages),
-        row.given,
-    )
 
 
 def _power_of_two(number: int, least: int = _NARROWEST) -> int:

@@ -117,17 +117,10 @@ def _tokenizer(
     source = cfg.tokenizer_name_or_path
     rule = f"{cfg.model_name_or_path!r} is a shape without files of its own"
     require(source or folder, "model.tokenizer_name_or_path", source, rule)
-    tokens = tokenizer.load(
-        folder if source is None else hf_folder.local_folder(source, weights=False),
-        cfg.chat_template_kwargs,
-    )
-    require(
-        tokens.num_tokens <= arch.vocab_size,
-        "model.tokenizer_name_or_path",
-        source or str(folder),
-        f"has ids up to {tokens.num_tokens - 1}; the model's embedding has only {arch.vocab_size} rows",
-    )
-    return tokens
+    if source is not None:
+        folder = hf_folder.local_folder(source, weights=False)
+    tokens = tokenizer.load(folder, cfg.chat_template_kwargs, cfg.chat_template_date)
+    return tokens.fitted(arch.vocab_size, "model.tokenizer_name_or_path")
 
 
 def read_base(

@@ -380,7 +380,7 @@ def _probe(tokens: tokenizer.Tokenizer) -> _Probe:
     """Makes prompts of arithmetic problems, with the chat template and their worked answers."""
     problems = [arithmetic.problem("test", 0, index) for index in range(_NUM_PROMPTS)]
     questions = tokens.encode([({"role": "user", "content": p.question},) for p in problems])
-    answers = tokens.encode([arithmetic.worked_answer(p) for p in problems])
+    answers = tokens.ids([arithmetic.worked_answer(p) for p in problems])
     rows = [question + answer for question, answer in zip(questions, answers, strict=True)]
     slots = np.arange(max(map(len, rows)))
     ids = [row + [tokens.pad_token] * (len(slots) - len(row)) for row in rows]

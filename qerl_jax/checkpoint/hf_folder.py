@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from qerl_jax.checkpoint import gguf, safetensors
+from qerl_jax.data import tokenizer
 from qerl_jax.model.transformer import Transformer, abstract_base
 from qerl_jax.system.checked import meant, require
 from qerl_jax.system.files import read_json, whole_folder
@@ -120,31 +121,30 @@ def fill_folder(
 
 def copy_companions(source: pathlib.Path, folder: pathlib.Path) -> None:
     """Copies the files beside a model's weights, such as config and tokenizer, without those that describe the
-    weights; states the end token if needed (`_state_end_token`)."""
+    weights; states what ends a completion (`_state_ends`)."""
     for path in source.iterdir():
         described = path.name.endswith(".index.json") or path.name in _OWN
         if path.suffix in _COPIED and not described:
             shutil.copyfile(path, folder / path.name)
-    _state_end_token(folder)
+    _state_ends(folder)
 
 
-def _state_end_token(folder: pathlib.Path) -> None:
-    """Writes the end token to generation_config.json if only the tokenizer states it.
+def _state_ends(folder: pathlib.Path) -> None:
+    """Writes all tokens at which a completion ends here to generation_config.json, if it does not name them already.
 
-    transformers and vLLM end completions by a model's configs, not by its tokenizer.
+    transformers and vLLM end completions by a model's configs, and know neither the ends of its tokenizer nor those of
+    its chat template.
     """
-    names = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")
-    config, generation, tokens, tokenizer = (
-        read_json(path) if (path := folder / name).is_file() else {} for name in names
-    )
-    if config.get("eos_token_id") is not None or generation.get("eos_token_id") is not None:
+    try:
+        ends = list(tokenizer.load(folder).stop_tokens)
+    except (FileNotFoundError, ValueError):  # none, or none that we could use
         return
-    end = tokens.get("eos_token")
-    end = end.get("content") if isinstance(end, dict) else end  # older files hold a dict per token
-    ids = {added.get("content"): added.get("id") for added in tokenizer.get("added_tokens") or ()}
-    if end is not None and ids.get(end) is not None:
-        generation["eos_token_id"] = ids[end]
-        (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    path = folder / "generation_config.json"
+    generation = read_json(path) if path.is_file() else {}
+    named = generation.get("eos_token_id")
+    if {*ends} != {*(named if isinstance(named, list) else [named])}:
+        generation["eos_token_id"] = ends if len(ends) > 1 else ends[0]
+        path.write_text(json.dumps(generation, indent=2) + "\n")
 
 
 @jax.jit

@@ -137,7 +137,10 @@ def load_policy(
     elif is_fresh:
         params = init_params(model, variables["frozen"], jax.random.key(seed))
         variables["params"] = replicas.hold(params)
-    return LoadedPolicy(model, variables, tokenizer, source, replicas)
+    loaded = LoadedPolicy(model, variables, tokenizer, source, replicas)
+    if not quiet and loaded.apply_chat_template:
+        sys.stderr.writelines(f"{note}\n" for note in tokenizer.notes)
+    return loaded
 
 
 def load_base(

@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import functools
 import inspect
-import json
 import pathlib
 import sys
 import typing
@@ -244,14 +243,3 @@ def run_config(
         description="\n\n".join([*description, _FIELDS]),
         config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff),
     )
-
-
-def require_unicode(value: Any, where: str) -> None:
-    """Refuses half characters (lone surrogates), which JSON and a command line may hold, but not a file."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        half = error.object[error.start]
-        raise ValueError(
-            f"{where}: holds {half!r}, half a character; must be Unicode text"
-        ) from error

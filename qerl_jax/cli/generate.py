@@ -10,10 +10,10 @@ import tyro
 
 import qerl_jax
 from qerl_jax import config as configs
-from qerl_jax.cli.common import DEVICES, Devices, log, require_unicode
+from qerl_jax.cli.common import DEVICES, Devices, log
 from qerl_jax.config import Dtype, ToolsConfig, Weights
 from qerl_jax.generation.sampling_params import EngineLimits, SamplingParams
-from qerl_jax.system.checked import is_seed, require
+from qerl_jax.system.checked import is_seed, require, require_unicode
 from qerl_jax.system.files import parse_json
 
 if TYPE_CHECKING:

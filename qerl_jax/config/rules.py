@@ -119,7 +119,7 @@ def _across_lengths(cfg):
     limit = cfg.optim.max_tokens_per_microbatch
     yield limit is None or limit >= row, "optim.max_tokens_per_microbatch", rule
     rule = "must be false with rollout.ignore_eos = true, under which no completion ends: nothing would be learned"
-    ends = rollout.stop is not None or not rollout.ignore_eos
+    ends = rollout.stop or rollout.stop_token_ids or not rollout.ignore_eos
     yield ends or not cfg.grpo.mask_truncated_completions, "grpo.mask_truncated_completions", rule
     rule = f"must not exceed rollout.max_completion_length = {longest}"
     yield (cfg.rewards.soft_punish_cache or 0) <= longest, "rewards.soft_punish_cache", rule

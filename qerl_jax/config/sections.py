@@ -5,6 +5,7 @@ A field's annotation says which values are allowed. `_across` yields the rules t
 """
 
 import dataclasses
+import datetime
 import math
 import re
 from typing import Annotated, Any, Literal, get_args
@@ -43,11 +44,13 @@ Kernels = Literal["auto", "hopper", "portable", "reference"]
 Remat = Literal["none", "products", "mlp", "layer"]
 Checkpointing = Literal["auto", Remat]
 # Sampling options, the same in every section that has them.
-TopK = Annotated[int, Rule(lambda k: k >= 0, "must not be negative (0 is off)")]
+TopK = Annotated[int, Rule(lambda k: k >= -1, "must be at least -1 (0 and -1 are off)")]
 TopP = Annotated[float, Rule(lambda p: 0 < p <= 1, "must be in (0, 1]")]
 RepetitionPenalty = Annotated[float, Rule(lambda x: x > 0, "must be positive (1 is off)")]
 PromptTemplate = Annotated[str, Rule(lambda text: "{prompt}" in text, 'must contain "{prompt}"')]
 _STOP = Rule(lambda texts: texts and all(texts), "must be texts, none empty; leave it out for none")
+_IDS = Rule(lambda ids: ids and min(ids) >= 0, "must be ids of tokens; leave it out for none")
+_DATE = Rule(datetime.date.fromisoformat, 'must be a date, such as "2026-07-26"')
 _NAMES = Rule(
     lambda names: all(isinstance(name, str) for name in names),
     f"must be a list of names; {NOT_FUNCTIONS}",
@@ -94,6 +97,8 @@ class ModelConfig(Checked, section="model."):
         tokenizer_name_or_path: Where the tokenizer is, if it is not beside the model.
         chat_template_kwargs: Extra arguments of the chat template, such as `enable_thinking = false` for
             Qwen3. They are used wherever the policy is asked.
+        chat_template_date: The date that a chat template writes as today's. Absent means the day (in UTC); a run
+            whose template writes it stays at the day on which it began, which its config.toml has.
         weights: Storage format of the linears' weights: "nvfp4", "mxfp4" and "nf4" (with quantized scales, as
             in QLoRA) pack a 16-bit checkpoint on load; a checkpoint in that format is read as it is.
         dtype: Data type of the activations.
@@ -128,6 +133,7 @@ class ModelConfig(Checked, section="model."):
     trainable: Literal["lora", "full"] = core("lora")
     adapter_name_or_path: str | None = experimental(None)
     chat_template_kwargs: dict[str, Any] | None = experimental(None)
+    chat_template_date: Annotated[str, _DATE] | None = experimental(None)
     kernels: Kernels = verified("auto")
     block_scales: BlockScales = core("auto")
 
@@ -303,13 +309,16 @@ class RolloutConfig(Checked, section="rollout."):
             prompts as there are slots.
         max_completion_length: Longest completion in tokens, the stop token included.
         temperature: Temperature of sampling and of all log-probabilities.
-        top_k: Keep the k likeliest tokens; 0 is off.
+        top_k: Keep the k likeliest tokens; 0 is off, and so is -1, as in vLLM.
         top_p: Keep the likeliest tokens whose probabilities add up to this; 1 is off.
         min_p: Drop tokens below this fraction of the likeliest one's probability; 0 is off.
         repetition_penalty: Divides positive scores of tokens that were there before, and multiplies negative
             ones; 1 is off. Other values need grpo.old_logprobs = "recompute".
-        stop: Stop strings: a completion ends with the token that completes one of them.
-        ignore_eos: Run every completion to `max_completion_length`, or a text of `stop`.
+        stop: Stop strings: a completion ends with the token that completes one of them. A text that is a special
+            token is a stop token; no other may hold one.
+        stop_token_ids: Ids of tokens that end a completion, besides those that tokenizer, configs and chat template
+            name.
+        ignore_eos: Run every completion to `max_completion_length`, or to `stop` or `stop_token_ids`.
         drafts: "auto" makes drafts where at most 32 rows are left and drafts are expected to pay: a step then
             checks tokens that were found in completions of the same rollout, or in the prompt's completions when it
             was last sampled, and keeps those that are right. No
@@ -337,6 +346,7 @@ class RolloutConfig(Checked, section="rollout."):
     min_p: Closed01 = experimental(0.0)
     repetition_penalty: RepetitionPenalty = experimental(1.0)
     stop: Annotated[tuple[str, ...], _STOP] | None = experimental(None)
+    stop_token_ids: Annotated[tuple[int, ...], _IDS] | None = experimental(None)
     ignore_eos: bool = verified(False)
     drafts: Drafts = core("auto", experimental=("always",))
     steps_per_generation: Count | None = experimental(None)
@@ -468,7 +478,7 @@ class NoiseConfig(Checked, section="noise.", renamed=RENAMED):
 class EvalConfig(Checked, section="eval."):
     """Held-out accuracy at both ends of a run and on a schedule; `--eval None` switches it off.
 
-    Concurrent rows, cache, drafts, length and stop strings are those of `rollout`. Temperature and top-p are given
+    Concurrent rows, cache, drafts, length and stops are those of `rollout`. Temperature and top-p are given
     here. Top-k, min-p and repetition penalty are off.
 
     Attributes:

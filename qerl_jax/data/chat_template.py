@@ -23,6 +23,7 @@ def render(
     names: Mapping[str, Any],
     *,
     add_generation_prompt: bool = True,
+    date: str | None = None,
     where: str = "chat template",
     pool: Pool | None = None,
 ) -> list[str]:
@@ -33,6 +34,7 @@ def render(
         chats: Messages with role, content and whatever else the template reads; values must be plain JSON.
         names: Other variables of the template: special tokens such as `eos_token`, and options.
         add_generation_prompt: Whether the text ends with the start of the assistant's turn.
+        date: The date that a template writes as today's, as "2026-07-26"; None for the current one, in UTC.
         where: Name of the template in errors.
         pool: Worker processes; None means the one process that all callers share.
 
@@ -49,7 +51,7 @@ def render(
         return []
     settings = {"add_generation_prompt": add_generation_prompt, **names}
     batches = [chats[start : start + _BATCH] for start in range(0, len(chats), _BATCH)]
-    calls = [(template, batch, settings) for batch in batches]
+    calls = [(template, batch, settings, date) for batch in batches]
     texts: list[str] = []
     for result in (pool or shared_pool()).map("render_batch", calls):
         if isinstance(result, Failure):

@@ -17,15 +17,20 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 LONGEST = 1 << 22
 
 
-def render_batch(template: str, chats: list, settings: dict[str, Any]) -> list[str]:
+def render_batch(
+    template: str, chats: list, settings: dict[str, Any], date: str | None
+) -> list[str]:
     """Renders each chat as text; `settings` are the template's variables besides the messages.
+
+    `date` is that of `strftime_now`; None means the current time in UTC, so that a machine's time zone does not matter.
 
     Raises:
         ValueError: If a chat's text is longer than `LONGEST`.
         jinja2.TemplateError: If the template is not valid or raises.
     """
     compiled, texts = _compiled(template), []
-    settings = {"tools": None, "documents": None, **settings}
+    now = datetime.datetime.fromisoformat(date) if date else datetime.datetime.now(datetime.UTC)
+    settings = {"tools": None, "documents": None, "strftime_now": now.strftime, **settings}
     for messages in chats:
         parts, size = [], 0
         for part in compiled.generate(messages=messages, **settings):
@@ -70,5 +75,4 @@ def _compiled(template: str):
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     return environment.from_string(template)

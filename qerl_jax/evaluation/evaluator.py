@@ -83,7 +83,7 @@ class Evaluator:
     ) -> Self | None:
         """Builds the evaluator of a run's `[eval]` section; None where there is none.
 
-        Batches, cache, drafts and stop strings are those of a rollout.
+        Batches, cache, drafts and what ends a completion are those of a rollout.
 
         Args:
             cfg: The run.
@@ -251,6 +251,7 @@ def protocol_of_run(cfg: RunConfig) -> Protocol:
             cfg.eval,
             max_tokens=cfg.rollout.max_completion_length,
             stop=cfg.rollout.stop or (),
+            stop_token_ids=cfg.rollout.stop_token_ids or (),
             drafts=cfg.drafts,
         ),
         datasets.system_prompt(cfg.data),

@@ -156,7 +156,10 @@ class Engine:
         return cls(
             model,
             EngineSpec(tokenizer.num_tokens, params, chunk, entropies),
-            stop_tokens=() if params.ignore_eos else tokenizer.stop_tokens,
+            stop_tokens=(
+                *(() if params.ignore_eos else tokenizer.stop_tokens),
+                *params.stop_token_ids,
+            ),
             stop_strings=StopStrings(tuple(params.stop), tokenizer.decode) if params.stop else None,
             drafts=drafts,
             **options,

@@ -26,7 +26,7 @@ from qerl_jax.generation.fleet import Fleet, engine_of
 from qerl_jax.generation.prompts import encode, with_observations
 from qerl_jax.generation.sampling_params import EngineLimits, SamplingParams
 from qerl_jax.generation.scheduler import QueuedPrompt, RowTokens
-from qerl_jax.generation.stop_strings import StopStrings, text_before
+from qerl_jax.generation.stop_strings import StopStrings, text_before, with_stop_tokens
 from qerl_jax.model.transformer import Transformer
 from qerl_jax.tools.conversations import Conversation, Conversations, Tools, observed
 
@@ -69,7 +69,8 @@ class Sampler:
         engine: The engine that samples from the policy, or a fleet that runs it on several devices.
         tokenizer: The policy's tokenizer.
         params: Number and length of completions, and how they are sampled. Of its fields the engine has those that
-            are compiled and those that end a row; `n`, `max_tokens`, `temperature` and `stop` are used here.
+            are compiled and those that end a row; `n`, `max_tokens`, `temperature`, `stop` and `stop_token_ids` are
+            used here.
         max_prompt_length: The most tokens of a prompt; programs are compiled for it. None rounds lengths and numbers
             of rows up to powers of two, so that other prompts, or another number of them, rarely need a new program.
         max_concurrent: Rows that are sampled at a time on each device; None means what `Demand.slots` chooses.
@@ -112,6 +113,7 @@ class Sampler:
             replicas: The devices that sample.
             **options: `chunk`, `entropies`, `compact` and `poll` of `Engine.of`.
         """
+        params = with_stop_tokens(params, tokenizer)
         engine = Engine.of(
             model,
             tokenizer,
@@ -190,7 +192,7 @@ class Sampler:
             text = self.tokenizer.decode(tokens)
             # The next token may complete a character or a stop string, so such an end is held back.
             text = (
-                text_before(text, self.params.stop)
+                text_before(text, tokens, self.params, self.tokenizer.decode)
                 if piece.ended
                 else stops.settled(text.rstrip("\ufffd"))
             )

@@ -26,6 +26,10 @@ _texts = Rule(
     ),
     "must be texts, none empty",
 )
+_ids = Rule(
+    lambda ids: all(isinstance(i, Integral) and not isinstance(i, bool) and i >= 0 for i in ids),
+    "must be ids of tokens",
+)
 _seeds = Rule(
     lambda seed: all(map(is_seed, seed)) if _is_list(seed) else is_seed(seed),
     "must be an integer in [0, 2**32), or one for each prompt",
@@ -59,13 +63,15 @@ class SamplingParams(Checked):
         n: Completions per prompt.
         max_tokens: Longest completion in tokens; a completion ends where the model's context does, too.
         temperature: Sampling temperature; 0 takes the likeliest token (greedy).
-        top_k: Keep the k likeliest tokens; 0 is off.
+        top_k: Keep the k likeliest tokens; 0 is off, and so is -1, as in vLLM.
         top_p: Keep the likeliest tokens whose probabilities add up to this; 1 is off.
         min_p: Drop tokens below this fraction of the likeliest one's probability; 0 is off.
         repetition_penalty: Divides positive scores of tokens that were there before, and multiplies
             negative ones; 1 is off.
-        stop: Texts before which a completion ends; they are not part of it.
-        ignore_eos: Go on after the end token.
+        stop: Texts before which a completion ends; they are not part of it. A text that is a special token is a stop
+            token; no other may hold one.
+        stop_token_ids: Ids of tokens that end a completion, besides the end tokens; the text leaves them out.
+        ignore_eos: Go on after the end tokens.
         drafts: "auto" makes drafts on a Hopper GPU where at most 32 rows are left that may get 512 tokens or more, and
             drafts are expected to pay (`rollout.drafts`); "always" makes them even if not, "off" makes none.
         seed: Random seed for sampling; or one for each prompt, which then gets the same completions beside
@@ -80,6 +86,7 @@ class SamplingParams(Checked):
     min_p: Closed01 = 0.0
     repetition_penalty: RepetitionPenalty = 1.0
     stop: Annotated[tuple[str, ...], _texts] = ()
+    stop_token_ids: Annotated[tuple[int, ...], _ids] = ()
     ignore_eos: bool = False
     drafts: Drafts = "auto"
     seed: Annotated[int | Sequence[int], _seeds] = 0
@@ -88,6 +95,8 @@ class SamplingParams(Checked):
         super().__post_init__()
         for name in _COUNTS:  # converts NumPy integers to int
             object.__setattr__(self, name, int(getattr(self, name)))
+        object.__setattr__(self, "top_k", max(0, self.top_k))
+        object.__setattr__(self, "stop_token_ids", tuple(map(int, self.stop_token_ids)))
 
     def _across(self):
         drafts, rule = get_args(Drafts), "must be a whole number"
@@ -104,7 +113,7 @@ class SamplingParams(Checked):
     def identity(self) -> dict[str, Any]:
         """Returns the fields that decide about a completion's distribution, as JSON: all but `n`, `drafts` and `seed`."""
         fields = {k: v for k, v in vars(self).items() if k not in ("n", "drafts", "seed")}
-        return fields | {"stop": list(self.stop)}
+        return fields | {"stop": list(self.stop), "stop_token_ids": list(self.stop_token_ids)}
 
 
 def from_section(section: RolloutConfig | EvalConfig, **others: Any) -> SamplingParams:

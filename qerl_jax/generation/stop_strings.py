@@ -3,6 +3,10 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from qerl_jax.data.tokenizer import Tokenizer
+from qerl_jax.generation.sampling_params import SamplingParams
+from qerl_jax.system.checked import require
+
 # Replaces invalid UTF-8 bytes in a decoded text.
 _INVALID = "\ufffd"
 
@@ -61,6 +65,34 @@ class StopStrings:
         return any(string in text for string in self.strings)
 
 
-def text_before(text: str, strings: Sequence[str]) -> str:
-    """Returns the text before the first of some stop strings; all of it if it contains none."""
-    return text[: min((text.find(s) for s in strings if s in text), default=len(text))]
+def with_stop_tokens(
+    params: SamplingParams, tokenizer: Tokenizer, section: str = ""
+) -> SamplingParams:
+    """Returns sampling options whose stop strings that are special tokens are stop tokens: no text has these.
+
+    `section` is a prefix of field names in errors.
+
+    Raises:
+        ConfigError: If a stop string holds a special token beside other text, or an id is of no token.
+    """
+    special, known = tokenizer.special_tokens, tokenizer.num_tokens
+    ids = dict.fromkeys(
+        [*params.stop_token_ids, *(special[s] for s in params.stop if s in special)]
+    )
+    rule = f"must be ids of the tokenizer, which has {known} tokens"
+    require(all(i < known for i in ids), f"{section}stop_token_ids", list(ids), rule)
+    strings = tuple(string for string in params.stop if string not in special)
+    for string in strings:
+        token = next((token for token in special if token in string), None)
+        rule = f"holds the special token {token!r}, which is in no text: give it alone, as a stop token"
+        require(token is None, f"{section}stop", string, rule)
+    return dataclasses.replace(params, stop=strings, stop_token_ids=tuple(ids))
+
+
+def text_before(
+    text: str, tokens: Sequence[int], params: SamplingParams, decode: Callable[..., str]
+) -> str:
+    """Returns the text of a completion's tokens without the stop token or the stop string that ended it."""
+    if len(tokens) and tokens[-1] in params.stop_token_ids:
+        text = text.removesuffix(decode([int(tokens[-1])]))
+    return text[: min((text.find(s) for s in params.stop if s in text), default=len(text))]

@@ -12,7 +12,7 @@ import numpy as np
 from qerl_jax.data import arithmetic, datasets, tokenizer
 from qerl_jax.model.transformer import Transformer, run_layer
 from qerl_jax.quantization import awq
-from qerl_jax.system.checked import Checked, Count, require
+from qerl_jax.system.checked import Checked, Count, require, require_unicode
 
 # The calibration data of the QeRL paper.
 DATASET = "open-thoughts/OpenThoughts-114k"
@@ -48,8 +48,8 @@ class Calibration(Checked):
     seed: int = 0
 
 
-def texts(cfg: Calibration, tokens: tokenizer.Tokenizer) -> list[str]:
-    """Returns the rows as texts; chats are rendered with the model's chat template.
+def prompts(cfg: Calibration) -> list[tokenizer.Prompt]:
+    """Returns the rows as texts and chats.
 
     Raises:
         ValueError: If the data set cannot be loaded, or a row has none of the columns.
@@ -63,19 +63,18 @@ def texts(cfg: Calibration, tokens: tokenizer.Tokenizer) -> list[str]:
         dataset = datasets.load_rows(cfg.dataset, None, None, "train")
         order = np.random.default_rng(cfg.seed).permutation(len(dataset))[: cfg.num_samples]
         rows = [dataset[int(index)] for index in order]
-    chats = [
+    return [
         _chat(row, f"{cfg.dataset}, row {index}") for index, row in zip(order, rows, strict=True)
     ]
-    return tokens.render(chats, add_generation_prompt=False)
 
 
 def token_rows(cfg: Calibration, tokens: tokenizer.Tokenizer) -> tuple[np.ndarray, np.ndarray]:
     """Returns the rows as right-padded ids, int32 [S, T], and their lengths, int32 [S]; the longest row is first.
 
     Raises:
-        ValueError: As for `texts`, or if no text has a token.
+        ValueError: As for `prompts`, or if no text has a token, or there is a chat and no chat template.
     """
-    encoded = tokens.hf(texts(cfg, tokens), add_special_tokens=False)["input_ids"]
+    encoded = tokens.encode(prompts(cfg), add_generation_prompt=False)
     require(any(encoded), "calibration data set", cfg.dataset, "its texts have no tokens")
     encoded = sorted((ids[: cfg.max_length] for ids in encoded), key=len, reverse=True)
     rows = [ids + [tokens.pad_token] * (len(encoded[0]) - len(ids)) for ids in encoded]
@@ -140,9 +139,10 @@ def advance(model: Transformer, layer: dict[str, Any], x: jax.Array) -> jax.Arra
     return run_layer(model, layer, x)[0]
 
 
-def _chat(row: Mapping[str, Any], where: str) -> str | Sequence[dict[str, str]]:
+def _chat(row: Mapping[str, Any], where: str) -> tokenizer.Prompt:
     # In a data set with rows of several kinds, the columns of the other kinds are None.
-    row = {name: value for name, value in row.items() if value is not None}
+    row = tokenizer.without_none(row)
+    require_unicode(row, where)
     for column in ("messages", "conversations"):
         if column in row:
             system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
@@ -167,8 +167,10 @@ def _chat(row: Mapping[str, Any], where: str) -> str | Sequence[dict[str, str]]:
     return messages + ([] if answer is None else [{"role": "assistant", "content": answer}])
 
 
-def _message(message: Mapping[str, str]) -> dict[str, str]:
+def _message(message: tokenizer.Message) -> tokenizer.Message:
     # Accepts ShareGPT's field names besides the usual ones.
     role = message.get("role") or message.get("from")
     role = {"human": "user", "gpt": "assistant"}.get(role, role)
-    return {"role": role, "content": message.get("content") or message.get("value") or ""}
+    content = message.get("content") or message.get("value") or ""
+    others = {name: value for name, value in message.items() if name not in ("from", "value")}
+    return others | {"role": role, "content": content}

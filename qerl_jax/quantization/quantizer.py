@@ -401,9 +401,7 @@ def _hidden_states(
     cfg: Calibration,
     log: Callable[[str], None],
 ) -> HiddenStates:
-    ids, lengths = token_rows(cfg, tokenizer.load(folder))
-    rule = f"has the id {ids.max()}; the model's embedding has only {arch.vocab_size} rows"
-    require(ids.max() < arch.vocab_size, "tokenizer", str(folder), rule)
+    ids, lengths = token_rows(cfg, tokenizer.load(folder).fitted(arch.vocab_size, "tokenizer"))
     log(f"calibrating on {len(ids)} rows of {cfg.dataset}, {lengths.sum()} tokens")
     dtype = "bfloat16" if runtime.platform() == "gpu" else "float32"
     model = transformer.Transformer(arch, dtype, None, jnp.dtype(dtype))

@@ -13,6 +13,7 @@ value and the rule.
 import dataclasses
 import difflib
 import functools
+import json
 import math
 import numbers
 import operator
@@ -65,6 +66,17 @@ def require(
     """Raises `error` unless `holds`, with the name, the value and the rule."""
     if not holds:
         raise error(f"{name}: got {value!r}; {rule}")
+
+
+def require_unicode(value: Any, where: str) -> None:
+    """Refuses half characters (lone surrogates), which JSON, Python and a command line may hold, but not a file."""
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ConfigError(
+            f"{where}: holds {half!r}, half a character; must be Unicode text"
+        ) from error
 
 
 def meant(name: str, known: Iterable[str], least: float = 0.6) -> str:
@@ -150,7 +162,7 @@ def _holds(rule: Rule, value: Any) -> bool:
     """Whether a value satisfies a rule; False if the rule cannot be applied to its type."""
     try:
         return bool(rule.holds(value))
-    except (TypeError, AttributeError, re.error):
+    except (TypeError, ValueError, AttributeError, re.error):
         return False
 
 

@@ -275,7 +275,7 @@ class Conversations:
         # A tool's text may contain lone surrogates, which tokenizers refuse.
         text = text.encode(errors="replace").decode()
         with self._lock:
-            ids = self._tokenizer.hf([text], add_special_tokens=False)["input_ids"][0]
+            (ids,) = self._tokenizer.ids([text])
             return text if len(ids) <= limit else self._tokenizer.decode(ids[:limit]) + _CUT
 
     def abandon(self) -> None:

@@ -188,9 +188,8 @@ def answer(
     (begun,) = tokenizer.render([before], add_generation_prompt=False)
     (whole,) = tokenizer.render([[*before, *messages]])
     # Templates write a newline after a turn, which the policy does not, so the turn ends at the end token.
-    end = tokenizer.hf.eos_token or ""
-    index = begun.rfind(end) if end else -1
+    index, end = max(((begun.rfind(end), end) for end in tokenizer.ends), default=(-1, ""))
     index = len(begun) if index < 0 else index + (len(end) if after_stop else 0)
     begun, rule = begun[:index], "must write messages in the same way whatever follows them"
     require(whole.startswith(begun), "chat template", begun, rule, ValueError)
-    return tokenizer.hf([whole[index:]], add_special_tokens=False)["input_ids"][0]
+    return tokenizer.ids([whole[index:]])[0]

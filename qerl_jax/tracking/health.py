@@ -41,6 +41,7 @@ class Health:
         self._are_equal = self._are_graded = False
         self._values: dict[str, list[float]] = {}
         self._warned: set[Check] = set()
+        self._missed_end: str | None = None
 
     @classmethod
     def of(cls, cfg: RunConfig, rows: Iterable[Row] = ()) -> Self:
@@ -79,6 +80,7 @@ class Health:
                 values = self._values.setdefault(name, [])
                 values.append(float(value))
                 del values[_WINDOW:-_WINDOW]  # only the first and the last are needed
+        self._missed_end = row.get("completions/missed_end")
         self._count(row)
         warnings = []
         for check in _CHECKS:
@@ -194,11 +196,17 @@ def cause(health: Health) -> str:
             "or by the masks of sampling ratios. Look at completions/clipped_ratio and sampling/masked_mean"
         )
     same = "In no group of completions did two rewards differ"
-    if truncated > 0.9:
+    if math.isnan(latest("sampling/entropy")):
         return (
-            f"{same}. Likely cause: {truncated:.0%} of the completions are cut off before "
-            "their answer. Raise rollout.max_completion_length, or ask for shorter answers"
+            f"{same}. Likely cause: probabilities of the sampler that are not numbers (sampling/entropy is NaN), because "
+            "weights of base or adapter are none, or noise is too large. A greater length does not help"
         )
+    if truncated > 0.9:
+        length = (
+            f"{truncated:.0%} of the completions are cut off before their answer. Raise rollout.max_completion_length, or ask "
+            "for shorter answers"
+        )
+        return f"{same}. Likely cause: {_about_missed_end(health) or length}"
     if (entropy := health.latest("sampling/entropy")) is not None and entropy < 0.01:
         return (
             f"{same}. Likely cause: the completions of a prompt are almost equal (sampling/entropy is {entropy:.2g}). "
@@ -223,6 +231,17 @@ def cause(health: Health) -> str:
     )
 
 
+def _about_missed_end(health: Health) -> str | None:
+    """Returns why completions run on to their limit if most of these hold a token that should have ended them."""
+    share, end = health.latest("completions/missed_end_ratio") or 0.0, health._missed_end
+    if end is None or share < 0.5:
+        return None
+    return (
+        f"{share:.0%} of the completions that are cut off hold the special token {end!r}, at which they do not end. Set "
+        f"rollout.stop = [{end!r}]; a greater length does not help"
+    )
+
+
 def _are_graded(mean: Any, spread: Any) -> bool:
     """Whether rewards of this mean and standard deviation differ, and cannot all be 0 or 1."""
     if not (isinstance(mean, int | float) and isinstance(spread, int | float) and spread > 0):
@@ -234,11 +253,13 @@ def _are_graded(mean: Any, spread: Any) -> bool:
 def _truncation(health: Health) -> str | None:
     share = health.recent("completions/clipped_ratio")
     if share > 0.5:
-        return (
-            f"completions/clipped_ratio has been {share:.0%} over {_WINDOW} steps: more than "
-            "half of the completions are cut off before their answer, and are judged without it. Likely cause: "
+        length = (
             "rollout.max_completion_length is too small, or the prompt does not lead to a stop token. Raise it, "
             "or set rewards.soft_punish_cache; grpo.mask_truncated_completions leaves them out of the loss"
+        )
+        return (
+            f"completions/clipped_ratio has been {share:.0%} over {_WINDOW} steps: more than half of the completions are cut "
+            f"off before their answer, and are judged without it. Likely cause: {_about_missed_end(health) or length}"
         )
     return None
 

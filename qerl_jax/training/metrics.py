@@ -1,5 +1,7 @@
 """Metrics of one iteration of the training loop: rewards, lengths and completions."""
 
+import collections
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,6 +41,7 @@ def row(
         **learned,
         **of_rollout(groups.sampled, run.task.functions),
         **of_turns(groups.sampled.rollout),
+        **missed_ends(groups.sampled.rollout, run.task.tokenizer.unused_ends),
         **truncation(groups.chosen, groups.advantages, run.cfg.grpo.mask_truncated_completions),
         "epoch": groups.supply.drawn / len(run.task.problems),
         "num_tokens": position.progress.num_tokens + groups.sampled.rollout.num_tokens,
@@ -137,6 +140,26 @@ def truncation(
         "completions/truncated_signal": float(weights[truncated].sum() / whole)
         if 0 < whole < np.inf
         else 0.0,
+    }
+
+
+def missed_ends(rollout: rollouts.Rollout, ends: Mapping[int, str]) -> dict[str, Any]:
+    """Returns the share of truncated completions that hold one of `ends`, and the commonest of these tokens as text.
+
+    `ends` are special tokens, by id, that are named as ends, and end no completion. Empty if no completion holds one.
+    """
+    masks = rollout.observation_mask or [None] * len(rollout.completion_ids)
+    rows = [
+        {*(ids if mask is None else ids[~mask]).tolist()} & ends.keys()
+        for ids, mask, stopped in zip(rollout.completion_ids, masks, rollout.stopped, strict=True)
+        if not stopped
+    ]
+    counts = collections.Counter(itertools.chain(*rows))
+    if not counts:
+        return {}
+    return {
+        "completions/missed_end_ratio": float(np.mean([bool(row) for row in rows])),
+        "completions/missed_end": ends[counts.most_common(1)[0][0]],
     }
 
 

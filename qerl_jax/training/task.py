@@ -11,6 +11,8 @@ from qerl_jax.data import answers, datasets
 from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.distributed.hosts import Hosts
 from qerl_jax.generation import prompts
+from qerl_jax.generation.sampling_params import from_section
+from qerl_jax.generation.stop_strings import with_stop_tokens
 from qerl_jax.model import transformer
 from qerl_jax.planning import memory
 from qerl_jax.rewards import imports, scoring, stock
@@ -82,7 +84,9 @@ def make_task(
         problems = datasets.from_config(cfg.data, split=cfg.data.split, seed=cfg.seed)
     model, tokenizer = base_model.describe_base(cfg.model, cfg.lora, cfg.mesh)
     memory.require_context(cfg, model.arch)
-    notes: list[str] = []
+    with_stop_tokens(from_section(cfg.rollout), tokenizer, "rollout.")
+    has_chats = bool(problems) and not isinstance(problems[0].prompt, str)
+    notes = list(tokenizer.notes) if has_chats else []
     talks = None
     if cfg.tools is not None:
         boxes = SharedToolboxes(cfg.tools, tools, environment, hosts)

@@ -50,14 +50,15 @@ def test_a_model_from_packed_weights_is_exported_in_16_bits_with_its_tokenizer(t
     ("config", "generation", "end", "expected"),
     [
         ({}, None, "<|im_end|>", {"eos_token_id": 421}),
-        ({}, {"top_p": 0.9}, {"content": "<|im_end|>"}, {"top_p": 0.9, "eos_token_id": 421}),
-        ({}, {"eos_token_id": [1, 2]}, "<|im_end|>", {"eos_token_id": [1, 2]}),
-        ({"eos_token_id": 3}, None, "<|im_end|>", None),
-        ({}, None, "<unknown>", None),
+        ({}, {"top_p": 0.9}, "<|im_end|>", {"top_p": 0.9, "eos_token_id": 421}),
+        ({}, None, {"__type": "AddedToken", "content": "<|im_end|>"}, {"eos_token_id": 421}),
+        ({}, {"eos_token_id": [1, 2]}, "<|im_end|>", {"eos_token_id": [421, 1, 2]}),
+        ({}, {"eos_token_id": [2, 421]}, "<|im_end|>", {"eos_token_id": [2, 421]}),
+        ({"eos_token_id": 3}, None, "<|im_end|>", {"eos_token_id": [421, 3]}),
         ({}, None, None, None),
     ],
 )
-def test_a_copy_states_the_end_token_that_the_tokenizer_alone_knows(
+def test_a_copy_states_all_ends_of_tokenizer_and_configs(
     config, generation, end, expected, tmp_path
 ):
     source, folder = tmp_path / "source", tmp_path / "copy"

@@ -305,7 +305,7 @@ REFUSED = [
     ),
     ("rollout.repetition_penalty", 0.0, "be positive"),
     ("rollout.temperature", 0.0, "must be positive"),
-    ("rollout.top_k", -1, "must not be negative"),
+    ("rollout.top_k", -2, "must be at least -1"),
     ("rollout.top_p", 0.0, "must be in (0, 1]"),
     ("rollout.top_p", 1.5, "must be in (0, 1]"),
     ("rollout.min_p", -0.5, "must be in [0, 1]"),

@@ -107,6 +107,11 @@ def test_a_hostile_template_is_an_error_in_one_line(name, small_pool, monkeypatc
     assert chat_template.render("{{ 1 }}", [CHAT], {}, pool=small_pool) == ["1"]
 
 
+def test_a_date_may_be_fixed():
+    template = "{{ strftime_now('%d %b %Y') }}"
+    assert chat_template.render(template, [CHAT], {}, date="2024-07-26") == ["26 Jul 2024"]
+
+
 def test_a_chat_without_messages_is_refused():
     with pytest.raises(ValueError, match="must have at least one"):
         chat_template.render("{{ 1 }}", [[]], {})

@@ -90,12 +90,12 @@ def test_ends_of_sequence_in_the_generation_config_are_stop_tokens(copy, listed,
     assert tokenizer.load(folder).stop_tokens == (421, *extra)
 
 
-def test_ends_of_sequence_in_the_config_count_where_there_is_no_generation_config(copy):
+def test_ends_of_sequence_in_both_configs_count(copy):
     folder, _ = copy
     (folder / "config.json").write_text(json.dumps({"eos_token_id": [421, 7]}))
     assert tokenizer.load(folder).stop_tokens == (421, 7)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 9}))
-    assert tokenizer.load(folder).stop_tokens == (421, 9)
+    assert tokenizer.load(folder).stop_tokens == (421, 9, 7)
 
 
 @pytest.mark.parametrize("listed", ["</s>", {"a": 1}, [None], [[1]], True])
@@ -150,7 +150,7 @@ def test_a_tokenizer_without_chat_template_takes_texts_and_says_what_chats_need(
 
 def test_a_tokenizer_that_cannot_stop_is_refused(copy):
     folder, change = copy
-    change(eos_token=None)
+    change(eos_token=None, chat_template="{{ messages[0].content }}")
     with pytest.raises(ValueError, match="names no end-of-sequence token"):
         tokenizer.load(folder)
 

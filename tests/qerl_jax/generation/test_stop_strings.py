@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from qerl_jax.generation.sampling_params import SamplingParams
 from qerl_jax.generation.stop_strings import StopStrings, text_before
 
 # Token 9 says nothing, like a special token.
@@ -93,9 +94,12 @@ def test_bytes_that_take_a_whole_run_along_hide_no_string():
 
 
 def test_the_text_before_the_first_string():
-    assert text_before("ab</ans>bb", STOPS.strings) == "ab"
-    assert text_before("abbb</ans>", STOPS.strings) == "a"
-    assert text_before("ab</ans", STOPS.strings) == "ab</ans"
+    params = SamplingParams(stop=STOPS.strings, stop_token_ids=[ord("!")])
+    before = lambda text: text_before(text, list(map(ord, text)), params, lambda ids: chr(*ids))
+    assert before("ab</ans>bb") == "ab"
+    assert before("abbb</ans>") == "a"
+    assert before("ab</ans") == "ab</ans"
+    assert before("a!b!") == "a!b" and before("") == ""
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,10 @@ def test_rows_are_found_under_the_usual_names(tmp_path):
     found = {}
     for name, row in rows.items():
         (tmp_path / f"{name}.jsonl").write_text(row + "\n")
-        found[name] = calibration.texts(Calibration(str(tmp_path / f"{name}.jsonl")), TOKENS)
+        found[name] = TOKENS.render(
+            calibration.prompts(Calibration(str(tmp_path / f"{name}.jsonl"))),
+            add_generation_prompt=False,
+        )
     chat = lambda *messages: [TOKENS.hf.apply_chat_template(list(messages), tokenize=False)]
     user, assistant = {"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "5"}
     assert found["messages"] == chat(user)
@@ -171,7 +174,7 @@ def test_a_row_may_lack_what_other_rows_have_and_errors_name_the_row_of_the_file
     ]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in table))
-    found = calibration.texts(Calibration(str(path)), TOKENS)
+    found = TOKENS.render(calibration.prompts(Calibration(str(path))), add_generation_prompt=False)
     assert sorted(found) == sorted(
         [*TOKENS.render([table[0]["messages"]] * 2, add_generation_prompt=False), "A!"]
     )
@@ -180,12 +183,14 @@ def test_a_row_may_lack_what_other_rows_have_and_errors_name_the_row_of_the_file
             "".join(json.dumps({"text": 5 if i == bad else "A"}) + "\n" for i in range(3))
         )
         with pytest.raises(ValueError, match=f"rows.jsonl.*column 'text': .*row {bad} has 5"):
-            calibration.texts(Calibration(str(path)), TOKENS)
+            calibration.prompts(Calibration(str(path)))
 
 
 def test_a_tokenizer_of_another_model_is_refused_before_calibration():
     small = dataclasses.replace(architecture.load(TINY), vocab_size=300)
-    with pytest.raises(ValueError, match="has the id 42.; the model's embedding has only 300 rows"):
+    with pytest.raises(
+        ValueError, match="has ids up to 42.; the model's embedding has only 300 rows"
+    ):
         quantizer._hidden_states(TINY, small, ROWS, lambda line: None)
 
 

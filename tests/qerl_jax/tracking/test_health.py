@@ -1,5 +1,7 @@
 """Tests warnings about a run: each comes for its curve, once, and a healthy run has none."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -123,6 +125,19 @@ def test_a_run_that_never_learned_is_told_after_three_steps_and_at_its_end():
     [
         ({"completions/judged_ratio": 0.0}, "returned None for every completion"),
         ({"completions/clipped_ratio": 1.0}, "100% of the completions are cut off before"),
+        (
+            {
+                "completions/clipped_ratio": 1.0,
+                "completions/missed_end_ratio": 0.9,
+                "completions/missed_end": "<|im_end|>",
+            },
+            "90% of the completions that are cut off hold the special token '<|im_end|>', at which they do not end. "
+            "Set rollout.stop = ['<|im_end|>']",
+        ),
+        (
+            {"completions/clipped_ratio": 1.0, "sampling/entropy": math.nan},
+            "probabilities of the sampler that are not numbers",
+        ),
         ({"sampling/entropy": 0.001}, "almost equal (sampling/entropy is 0.001)"),
         ({"rewards/a/std": 0.0, "rewards/b/std": 0.0}, "two rewards differ: all rewards are 0."),
         ({"rewards/a/std": 0.3, "rewards/b/std": 0.0}, "problems that are always or never solved"),

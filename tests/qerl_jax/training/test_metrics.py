@@ -31,3 +31,15 @@ def test_what_rewards_log_is_averaged_and_is_not_taken_for_an_evaluation():
     trace = Trace(0, 1, [record], laps={"rollout": 1.0, "update": 1.0})
     found = trace.metrics(rollout, rollout)
     assert found["share"] == 1.5 and "eval/accuracy" not in found
+
+
+def test_ends_that_were_missed_are_counted_in_truncated_completions_without_what_tools_wrote():
+    ids = tuple(np.array(row) for row in ([9, 1, 5], [9, 2, 9], [2, 1, 1], [3, 4, 4], [1, 1, 1]))
+    mask = np.zeros((5, 3), bool)
+    mask[4] = True
+    rollout = types.SimpleNamespace(
+        completion_ids=ids, stopped=(False, False, True, False, False), observation_mask=tuple(mask)
+    )
+    found = metrics.missed_ends(rollout, {1: "<a>", 9: "<b>"})
+    assert found == {"completions/missed_end_ratio": 0.5, "completions/missed_end": "<b>"}
+    assert metrics.missed_ends(rollout, {7: "<c>"}) == {}
