@@ -4,6 +4,7 @@ A problem is a prompt and the other columns of its row, which reward functions r
 depends only on a seed and the index of the batch, so a run can resume at any batch without reading the earlier ones.
 """
 
+import copy
 import dataclasses
 import functools
 import glob
@@ -19,7 +20,7 @@ import numpy as np
 
 from qerl_jax.config import DataConfig
 from qerl_jax.data import answers, arithmetic, tokenizer
-from qerl_jax.system.checked import ConfigError, require
+from qerl_jax.system.checked import ConfigError, require, require_unicode
 from qerl_jax.system.files import parse_json
 
 # Short on purpose: with it and Qwen2.5's chat template, the longest prompt of GSM8K has 252
@@ -109,7 +110,7 @@ class Problem:
     """A prompt, and the other columns of its row.
 
     Attributes:
-        prompt: What the policy gets: a text as it is, or messages with role and content.
+        prompt: What the policy gets: a text as it is, or messages, with all that their template reads.
         columns: The other columns.
         is_from_text: Whether the row gave a text of which `prompt` was made. Rewards then get texts.
         row: The number of the row in its data, from 0 on; None if it is not known.
@@ -129,7 +130,7 @@ class Problem:
             return self.prompt
         if self.is_from_text:
             return self.prompt[-1]["content"]
-        return [dict(message) for message in self.prompt]
+        return copy.deepcopy(list(self.prompt))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,8 +190,7 @@ def from_config(
     limit = getattr(SETS.get(cfg.dataset), "max_prompt_characters", None)
     limit = cfg.max_prompt_characters or limit
     selected = _short_enough(dataset[prompt], limit, where) if limit else range(len(dataset))
-    of_row = functools.partial(_problem, cfg, prompt, answer)
-    return _problems(dataset, of_row, selected[:wanted], where)
+    return _problems(cfg, dataset, (prompt, answer), selected[:wanted], where)
 
 
 def from_rows(cfg: DataConfig, rows: Any, where: str) -> Problems:
@@ -209,7 +209,7 @@ def from_rows(cfg: DataConfig, rows: Any, where: str) -> Problems:
     is_table = hasattr(rows, "column_names")
     is_rows = is_table or (isinstance(rows, list | tuple) and all(map(_is_row, rows)))
     if not is_rows or isinstance(rows, Mapping) or not hasattr(rows, "__len__"):
-        rule = "must be a list of dicts, or a datasets.Dataset of one split"
+        rule = "must be a list of dicts, or a datasets.Dataset (or IterableDataset) of one split"
         raise ConfigError(f"{where}: got {reprlib.repr(rows)}; {rule}")
     require(len(rows) > 0, where, rows, "must have at least one row")
     names = rows.column_names if is_table else list(dict.fromkeys(n for row in rows for n in row))
@@ -224,23 +224,24 @@ def from_rows(cfg: DataConfig, rows: Any, where: str) -> Problems:
         raise ValueError(f"{where}, row {index}, column {prompt!r}: {rule}; got {value!r}")
     limit = cfg.max_prompt_characters
     selected = _short_enough(prompts, limit, where) if limit else range(len(rows))
-    of_row = functools.partial(_problem, cfg, prompt, answer)
-    return _problems(rows, of_row, selected[: cfg.num_problems], where)
+    return _problems(cfg, rows, (prompt, answer), selected[: cfg.num_problems], where)
 
 
 def _is_row(row: Any) -> bool:
     return isinstance(row, Mapping) and all(isinstance(name, str) for name in row)
 
 
-def _problems(rows: Any, of_row: Callable, selected: Sequence[int], where: str) -> Problems:
-    """Makes problems of the rows with indices in `selected`; `of_row` makes one from a row and its name in errors."""
+def _problems(
+    cfg: DataConfig, rows: Any, columns: tuple, selected: Sequence[int], where: str
+) -> Problems:
+    """Makes problems of the rows with indices in `selected`, from their columns of prompt and answer."""
 
     def read(index: int) -> Problem:
         try:
             row = rows[selected[index]]
         except UnicodeDecodeError as error:  # texts are decoded when they are read
             raise ValueError(f"{where}, row {selected[index]}: not UTF-8 text: {error}") from error
-        problem = of_row(row, f"{where}, row {selected[index]}")
+        problem = _problem(cfg, *columns, row, f"{where}, row {selected[index]}")
         return dataclasses.replace(problem, row=selected[index])
 
     read(0)  # finds a row that cannot be read now, not in the middle of a run
@@ -474,7 +475,7 @@ def _json_fault(path: pathlib.Path) -> str | None:
 def _short_enough(prompts: Iterable[Any], limit: int, where: str) -> Sequence[int]:
     """Returns the indices of the rows whose prompt has at most `limit` characters."""
     messages = (_messages(prompt, "a prompt") for prompt in prompts)
-    sizes = [sum(len(message["content"]) for message in prompt) for prompt in messages]
+    sizes = [sum(len(message.get("content", "")) for message in prompt) for prompt in messages]
     selected = [row for row, size in enumerate(sizes) if size <= limit]
     require(selected, f"{where}: max_prompt_characters", limit, "no prompt is that short")
     return selected
@@ -491,6 +492,8 @@ def _problem(
     columns = dict(row)
     prompt = row_prompt = columns.pop(prompt_column)
     is_text = isinstance(prompt, str)
+    for name in {prompt_column, *_FIELD.findall(cfg.prompt_template or "")} & row.keys():
+        require_unicode(row[name], f"{where}, column {name!r}")
     named = system_prompt(cfg)
     instruction = SYSTEM_PROMPTS.get(named, named)
     if cfg.apply_chat_template or instruction or not is_text:
@@ -505,12 +508,13 @@ def _problem(
 
 
 def is_chat(prompt: Any) -> bool:
-    """Whether a prompt is a non-empty list of messages whose role and content are texts."""
+    """Whether a prompt is a non-empty list of messages: role and content are texts, or beside tool calls no content."""
     if not isinstance(prompt, Sequence) or not prompt:
         return False
     return all(
         isinstance(message, Mapping)
-        and all(isinstance(message.get(field), str) for field in ("role", "content"))
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str | None if message.get("tool_calls") else str)
         for message in prompt
     )
 
@@ -520,14 +524,13 @@ def _messages(prompt: Any, where: str) -> tuple[tokenizer.Message, ...]:
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     require(is_chat(prompt), where, prompt, "must be text or messages of role and content")
-    # `datasets` adds keys that other messages have, with None, so only these two are kept.
-    return tuple({"role": m["role"], "content": m["content"]} for m in prompt)
+    return tuple(map(tokenizer.without_none, prompt))
 
 
 def _fill(template: str, prompt: tokenizer.Prompt, row: Mapping[str, Any]) -> tokenizer.Prompt:
     if not isinstance(prompt, str):
         *earlier, last = prompt
-        return (*earlier, {**last, "content": _fill(template, last["content"], row)})
+        return (*earlier, {**last, "content": _fill(template, last.get("content", ""), row)})
     # str.format would fail on the braces of \boxed{} in a template.
     values = {**row, "prompt": prompt}
     return _FIELD.sub(lambda field: str(values.get(field[1], field[0])), template)

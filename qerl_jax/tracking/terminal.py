@@ -291,7 +291,7 @@ def _live(console: Console, view: Callable[[], RenderableType]) -> live.Live | _
 
 def asked(prompt: str | Sequence[Mapping[str, str]]) -> str:
     """Returns the question of a prompt: its text, or the last message of a chat."""
-    return prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    return prompt if isinstance(prompt, str) else prompt[-1].get("content", "")
 
 
 def _formatted(row: Mapping[str, Any], name: str, form: str) -> str:

@@ -521,3 +521,46 @@ def test_collate_aligns_columns_and_copies_messages():
     assert columns == {"answer": ["1", "2"], "level": [None, 3]}
     prompts[0][0]["content"] = "changed"
     assert chat.prompt[0]["content"] == "?"
+
+
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+TALK = [
+    {"role": "user", "content": "Weather in Oslo?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "Ask."},
+    {"role": "tool", "name": "weather", "tool_call_id": "1", "content": "4 C"},
+    {"role": "user", "content": "And in Fahrenheit?"},
+]
+
+
+def test_messages_keep_all_keys_but_those_that_datasets_has_added():
+    import datasets
+
+    other = {"type": "function", "function": {"name": "time", "arguments": {"zone": "UTC"}}}
+    chats = [TALK, [TALK[0], {"role": "assistant", "tool_calls": [other]}, TALK[3]]]
+    filled = datasets.Dataset.from_list([{"prompt": chat} for chat in chats])
+    assert filled[0]["prompt"][0]["tool_calls"] is None  # what is to be undone
+    bare = [{name: v for name, v in message.items() if v is not None} for message in TALK]
+    for rows in (filled, [{"prompt": chat} for chat in chats]):
+        problems = data.from_rows(config.DataConfig("rows"), rows, "rows")
+        assert [list(problem.prompt) for problem in problems] == [bare, chats[1]]
+    problems[0].as_given[1]["tool_calls"][0]["function"]["name"] = "changed"
+    assert problems[0].prompt[1]["tool_calls"] == [CALL]
+
+
+@pytest.mark.parametrize("message", [{"content": None}, {}, {"content": None, "tool_calls": []}])
+def test_a_message_without_content_needs_tool_calls(message):
+    assert data.is_chat(TALK)
+    assert not data.is_chat([{"role": "assistant", **message}])
+
+
+@pytest.mark.parametrize("field", ["content", "reasoning_content"])
+def test_half_a_character_is_refused_with_row_and_column(field):
+    chat = [{"role": "user", "content": "a", field: "b\udfff"}]
+    rows = [{"question": TALK[:1]}, {"question": chat}]
+    problems = data.from_rows(config.DataConfig("rows"), rows, "rows")
+    with pytest.raises(ValueError, match=r"^rows, row 1, column 'question': holds '\\udfff', half"):
+        problems[1]
+    rows = [{"prompt": "a", "level": "\ud800"}]
+    cfg = config.DataConfig("rows", prompt_template="{level} {prompt}")
+    with pytest.raises(ValueError, match=r"^rows, row 0, column 'level': holds"):
+        data.from_rows(cfg, rows, "rows")
