@@ -1,9 +1,10 @@
 """Training on data and rewards that are Python objects, and the run that it makes."""
 
 import dataclasses
+import itertools
 import os
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -118,7 +119,7 @@ def load_run(folder: str | os.PathLike) -> Run:
 
 def train(
     config: Config,
-    dataset: Sequence[Mapping[str, Any]] | Sequence[Problem] | None = None,
+    dataset: Iterable[Mapping[str, Any]] | Sequence[Problem] | None = None,
     reward_funcs: str | RewardFunction | Sequence[str | RewardFunction] | None = None,
     callbacks: Callback | Sequence[Callback] | None = None,
     *,
@@ -157,8 +158,9 @@ def train(
     Args:
         config: A `RunConfig`, a table of its fields and sections, or the path of a TOML file. It need
             not say what the other arguments say: `data.dataset`, `rewards.functions`.
-        dataset: The rows to train on: a list of dicts, or a `datasets.Dataset`. A run that is resumed
-            must be given the same ones. Absent means the set that `data` names.
+        dataset: The rows to train on: a list of dicts, a `datasets.Dataset`, or a `datasets.IterableDataset`, of
+            which the first `data.num_problems` rows are read, or as many as `max_steps` steps ask for. A run that is
+            resumed must be given the same ones. Absent means the set that `data` names.
         reward_funcs: Functions, names of stock rewards, or import paths "package.module:function"; one,
             or a list. Absent means those that `rewards` names. The config of the run notes where a
             function was defined; from a notebook it cannot be loaded again.
@@ -238,6 +240,7 @@ def _on_step(callbacks: Sequence[Callback]) -> Callback:
 
 def _problems(cfg: RunConfig, dataset: Any) -> tuple[RunConfig, Sequence[Problem]]:
     """Returns the config and the problems of rows, or of problems, which are taken as they are."""
+    dataset = _first_rows(cfg, dataset)
     is_list = isinstance(dataset, list | tuple) and len(dataset) > 0
     if not (is_list and all(isinstance(row, Problem) for row in dataset)):
         return cfg, datasets.from_rows(cfg.data, dataset, "dataset")
@@ -246,3 +249,19 @@ def _problems(cfg: RunConfig, dataset: Any) -> tuple[RunConfig, Sequence[Problem
         data = dataclasses.replace(cfg.data, system_prompt="", apply_chat_template=False)
         cfg = dataclasses.replace(cfg, data=data)
     return cfg, dataset
+
+
+def _first_rows(cfg: RunConfig, dataset: Any) -> Any:
+    """Returns the first rows of a stream, which may have no end: as many as the run asks for; others unchanged."""
+    is_stream = isinstance(dataset, Iterable) and not hasattr(dataset, "__len__")
+    if not is_stream or isinstance(
+        dataset, Iterator
+    ):  # an iterator could not be read again to resume
+        return dataset
+    count = cfg.data.num_problems
+    if count is None and cfg.max_steps is not None:
+        rounds = cfg.grpo.dynamic_sampling.max_rounds if cfg.grpo.dynamic_sampling else 1
+        count = -(-cfg.max_steps // cfg.updates_per_rollout) * cfg.prompts_per_rollout * rounds
+    rule = "must say how many rows of a stream are read, where no max_steps says it"
+    require(count is not None, "data.num_problems", None, rule)
+    return list(itertools.islice(dataset, count))

@@ -1,6 +1,7 @@
 """Checks the input of a run, and decides all that can be decided before anything expensive starts."""
 
 import dataclasses
+import datetime
 import pathlib
 import time
 from collections.abc import Mapping, Sequence
@@ -105,14 +106,19 @@ def check(
     plan.require()
     earlier_peak = memory.peak_memory()
     adapter = _starting_adapter(cfg)
+    # Hosts may be in several time zones, and a run may be resumed on another day.
+    today = hosts.told(lambda: f"{datetime.datetime.now(datetime.UTC):%F}")
+    dated = run_folder.with_date(cfg, earlier, today)
     task = make_task(
-        cfg,
+        dated,
         hosts,
         problems=problems,
         reward_functions=reward_functions,
         tools=tools,
         environment=environment,
     )
+    if "strftime_now" in task.tokenizer.chat_template:
+        cfg = dated
     notes = [*devices.about(cfg, replicas), *config_rules.advice(cfg), *config.about_tiers(cfg)]
     notes += [f"update: {plan.about_update}", *task.notes]
     evaluator = Evaluator.of_run(

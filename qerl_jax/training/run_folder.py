@@ -1,6 +1,7 @@
 """The folder of a run: locked for one process, and checked before a run in it is resumed."""
 
 import contextlib
+import dataclasses
 import pathlib
 from collections.abc import Mapping
 from typing import Any, Self
@@ -18,6 +19,10 @@ _OF_DEVICES = (
     ("rollout", "kv_cache_tokens"),
     ("rollout", "kv_cache_fraction"),
 )
+
+
+# The date of a chat template, which stays what it was where the config has none.
+_DATE = "chat_template_date"
 
 
 class RunFolder(contextlib.ExitStack):
@@ -87,6 +92,7 @@ def earlier_run(cfg: config.RunConfig) -> config.RunConfig | None:
         return None
     earlier = config.load_run(folder)
     before, now = config.to_table(earlier), config.to_table(cfg)
+    now["model"] = {k: v for k, v in before["model"].items() if k == _DATE} | now["model"]
     free = {"output_dir", "report_to", "run_name", "mesh"}
     for table in (before, now):
         for section, field in _OF_DEVICES:
@@ -107,6 +113,13 @@ def earlier_run(cfg: config.RunConfig) -> config.RunConfig | None:
         "change)",
     )
     return earlier
+
+
+def with_date(cfg: config.RunConfig, earlier: Mapping[str, Any] | None, today: str) -> Any:
+    """Returns the config with the date that its chat template writes: its own, that of the earlier run, or today's."""
+    date = (earlier or {}).get("model", {}).get(_DATE, today)
+    model = dataclasses.replace(cfg.model, chat_template_date=cfg.model.chat_template_date or date)
+    return dataclasses.replace(cfg, model=model)
 
 
 def _differences(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -1,0 +1,165 @@
+"""Tests that completions end at the same tokens in sampling, training and exports, and prompts are one in all."""
+
+import datetime
+import json
+import shutil
+import types
+
+import pytest
+
+import qerl_jax
+from qerl_jax.api import runs
+from qerl_jax.checkpoint import hf_folder
+from qerl_jax.data import chat_template, tokenizer
+from qerl_jax.training import check
+
+GREEDY = {"temperature": 0.0, "max_tokens": 40}
+PROMPTS = ["What is 2+3?", "What is (5-3)*3?"]
+END = 421  # <|im_end|>, with which the tiny base and its template end a turn
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return qerl_jax.load(dtype="float32", quiet=True)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """The tiny base with the ends of Qwen2.5's base models: its files name <|endoftext|>, its template <|im_end|>."""
+    folder = tmp_path_factory.mktemp("base") / "model"
+    shutil.copytree(hf_folder.TINY, folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 419}))
+    path = folder / "tokenizer_config.json"
+    path.chmod(0o644)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": "<|endoftext|>"}))
+    return folder
+
+
+def test_a_base_ends_where_its_template_ends_a_turn(base, tiny, capsys):
+    policy = qerl_jax.load(base, dtype="float32")
+    assert "ends a turn with '<|im_end|>', which no config names" in capsys.readouterr().err
+    ours, right = (one.generate(PROMPTS, **GREEDY) for one in (policy, tiny))
+    for output, expected in zip(ours, right, strict=True):
+        assert output.outputs[0].token_ids.tolist() == expected.outputs[0].token_ids.tolist()
+        assert output.outputs[0].finish_reason == "stop" and expected.text == output.text
+    ended = policy.generate(PROMPTS, **GREEDY, ignore_eos=True, stop=["<|im_end|>"])
+    assert [output.outputs[0].token_ids[-1] for output in ended] == [END, END]
+
+
+def test_stop_tokens_end_a_completion_and_are_not_in_its_text(tiny):
+    free = tiny.generate(PROMPTS[0], **GREEDY)[0].outputs[0]
+    ids, decode = free.token_ids.tolist(), tiny.tokenizer.decode
+    first = ids.index(ids[6])
+    options = GREEDY | {"stop_token_ids": [ids[6]]}
+    output = tiny.generate(PROMPTS[0], **options)[0].outputs[0]
+    assert output.token_ids.tolist() == ids[: first + 1] and output.finish_reason == "stop"
+    assert output.text == decode(ids[:first]) == "".join(tiny.stream(PROMPTS[0], **options))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "rule"),
+    [
+        ("stop", ["<|im_end|>\n"], "holds the special token"),
+        ("stop_token_ids", [7, 1_000_000], "must be ids of the tokenizer, which has 4.. tokens"),
+        ("stop_token_ids", [-1], "must be ids of tokens"),
+        ("stop_token_ids", ["x"], "must be ids of tokens"),
+        ("top_k", -2, "must be at least -1"),
+    ],
+)
+def test_impossible_ends_are_refused_by_their_field(tiny, field, value, rule):
+    with pytest.raises(ValueError, match=f"^{field}: got .*{rule}"):
+        tiny.generate("a", **{field: value})
+
+
+def test_top_k_may_be_off_by_vllms_number():
+    assert qerl_jax.SamplingParams(top_k=-1) == qerl_jax.SamplingParams()
+
+
+def test_a_prompt_with_half_a_character_is_refused(tiny):
+    with pytest.raises(ValueError, match=r"^prompts\[1\]: holds '\\ud800', half a character"):
+        tiny.generate(["a", "b\ud800"])
+    rows = [{"prompt": [{"role": "user", "content": text}]} for text in ("a", "\ud800")]
+    with pytest.raises(ValueError, match=r"row 1, column 'prompt': holds '\\ud800', half a char"):
+        qerl_jax.train("quickstart", rows, eval=None)
+
+
+def settings(folder, base, **fields):
+    return {
+        "output_dir": str(folder),
+        "model": {"model_name_or_path": str(base), "dtype": "float32"},
+        "data": {"max_prompt_length": 48},
+        "rollout": {"num_generations": 4, "max_completion_length": 32},
+        "optim": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
+        "save_steps": 1,
+        "eval": None,
+    } | fields
+
+
+def test_a_run_ends_turns_as_its_template_and_keeps_the_date_on_which_it_began(
+    base, tmp_path, monkeypatch
+):
+    folder, dates = tmp_path / "model", []
+    shutil.copytree(base, folder)
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config["chat_template"] = "{{ strftime_now('%d') }}" + config["chat_template"]
+    path.write_text(json.dumps(config))
+    plain = chat_template.render
+    monkeypatch.setattr(
+        tokenizer.chat_template,
+        "render",
+        lambda *args, date, **others: dates.append(date) or plain(*args, date=date, **others),
+    )
+    rows = [{"prompt": f"What is {a}+2?", "answer": a + 2} for a in range(8)]
+    cfg = settings(tmp_path / "run", folder)
+    for steps, today in ((1, "2026-03-01"), (2, "2026-03-09")):
+        now = datetime.datetime.fromisoformat(today)
+        clock = types.SimpleNamespace(now=lambda zone, now=now: now)
+        monkeypatch.setattr(
+            check, "datetime", types.SimpleNamespace(datetime=clock, UTC=datetime.UTC)
+        )
+        run = qerl_jax.train(cfg, rows, "accuracy_reward", quiet=True, max_steps=steps)
+        assert {*dates} == {"2026-03-01"}
+        assert run.config.model.chat_template_date == "2026-03-01"
+    assert (run.metrics["completions/clipped_ratio"] < 1).all()
+    assert "completions/missed_end" not in run.metrics
+    with pytest.raises(ValueError, match="chat_template_date"):
+        changed = cfg["model"] | {"chat_template_date": "2026-03-02"}
+        qerl_jax.train(cfg | {"model": changed}, rows, "accuracy_reward", quiet=True, max_steps=3)
+
+
+def test_a_run_without_a_date_in_its_template_has_none_and_refuses_impossible_stops(tmp_path):
+    rows = [{"prompt": "What is 1+2?", "answer": 3}] * 4
+    cfg = settings(tmp_path / "run", "qerl-tiny", max_steps=1)
+    for field, value in (("stop", ["a<|im_end|>"]), ("stop_token_ids", [5000])):
+        cfg["rollout"] = cfg["rollout"] | {field: value}
+        with pytest.raises(ValueError, match=rf"^rollout\.{field}: got"):
+            qerl_jax.train(cfg, rows, "accuracy_reward", quiet=True)
+        del cfg["rollout"][field]
+    with pytest.raises(
+        ValueError, match=r"^model\.chat_template_date: got 'today'; must be a date"
+    ):
+        model = {"model": cfg["model"] | {"chat_template_date": "today"}}
+        qerl_jax.train(cfg | model, rows, "accuracy_reward", quiet=True)
+
+
+def test_of_a_stream_as_many_rows_are_read_as_the_run_asks(tmp_path):
+    datasets = pytest.importorskip("datasets")
+
+    def endless():
+        yield from ({"prompt": f"{n}", "answer": n} for n in iter(int, 1))
+
+    stream = datasets.IterableDataset.from_generator(endless)
+    read = lambda **fields: runs._first_rows(
+        qerl_jax.RunConfig(
+            **{"output_dir": "x", "model": qerl_jax.ModelConfig("qerl-tiny")},
+            rewards=qerl_jax.RewardConfig(("accuracy_reward",)),
+            **{"data": qerl_jax.DataConfig("rows"), "max_steps": 3} | fields,
+        ),
+        stream,
+    )
+    per_step = 1  # of 8 rows, 8 completions each
+    assert len(read()) == 3 * per_step
+    assert len(read(data=qerl_jax.DataConfig("rows", num_problems=11))) == 11
+    with pytest.raises(ValueError, match="data.num_problems: got None; must say how many rows"):
+        read(max_steps=None, num_train_epochs=1)
