@@ -38,7 +38,7 @@ _MOST_AXES = 4
 # Types of tokens: control tokens, which are not text; text that is never split; and unused rows of the embedding.
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
 # Part of the names of cached folders: a version of this program that changes it makes them anew.
-_FOLDER_FORM = 3
+_FOLDER_FORM = 4
 
 _OUTSIDE = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -501,9 +501,17 @@ def write_tokenizer(folder: pathlib.Path, fields: Mapping[str, Any]) -> bool:
         raise
     except Exception as error:  # the package tokenizers has no error type of its own
         raise GGUFError(f"tokenizer.ggml: is no tokenizer: {error}") from error
-    byte_pair_tokenizer.save(str(folder / "tokenizer.json"))
     ids = {name: _token_id(fields, name) for name in ("bos", "eos", "pad", "unk")}
     is_token = lambda i: type(i) is int and 0 <= i < len(tokens) and types[i] != _UNUSED
+    # As in llama.cpp, whose Llama 3 tokenizer begins texts with it unless the file says otherwise.
+    if fields.get("tokenizer.ggml.add_bos_token", kind == "llama-bpe") and is_token(ids["bos"]):
+        from tokenizers.processors import TemplateProcessing
+
+        bos = tokens[ids["bos"]]
+        byte_pair_tokenizer.post_processor = TemplateProcessing(
+            single=[bos, "$A"], pair=[bos, "$A", "$B:1"], special_tokens=[(bos, ids["bos"])]
+        )
+    byte_pair_tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **{f"{name}_token": tokens[i] for name, i in ids.items() if is_token(i)},

@@ -209,6 +209,24 @@ def test_a_tokenizer_of_byte_pairs_is_read_and_another_is_left_out(tmp_path):
     assert not gguf.write_tokenizer(tmp_path, fields | {"tokenizer.ggml.model": "llama"})
 
 
+@pytest.mark.parametrize(
+    ("kind", "says", "begins"),
+    [
+        ("llama-bpe", None, True),
+        ("llama-bpe", False, False),
+        ("qwen2", None, False),
+        ("qwen2", True, True),
+    ],
+)
+def test_texts_begin_as_with_llama_cpp(kind, says, begins, tmp_path):
+    others = {"pre": kind, "bos_token_id": 2, "eos_token_id": 3} | {"add_bos_token": says}
+    fields = tokenizer_fields(["a", "b", "<s>", "</s>"], [1, 1, 3, 3], **others)
+    if says is None:
+        del fields["tokenizer.ggml.add_bos_token"]
+    assert gguf.write_tokenizer(tmp_path, fields)
+    assert tokenizer.load(tmp_path).encode(["ab"]) == [[2] * begins + [0, 1]]
+
+
 def test_tokens_that_are_text_stay_whole_and_rows_without_a_token_are_none(tmp_path):
     """Qwen3's <think> is such text: its tokenizer never splits it, and its embedding has more rows than tokens."""
     tokens = ["a", "<", ">", "<|end|>", "<a>", "[PAD5]"]
