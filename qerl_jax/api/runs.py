@@ -254,9 +254,8 @@ def _problems(cfg: RunConfig, dataset: Any) -> tuple[RunConfig, Sequence[Problem
 def _first_rows(cfg: RunConfig, dataset: Any) -> Any:
     """Returns the first rows of a stream, which may have no end: as many as the run asks for; others unchanged."""
     is_stream = isinstance(dataset, Iterable) and not hasattr(dataset, "__len__")
-    if not is_stream or isinstance(
-        dataset, Iterator
-    ):  # an iterator could not be read again to resume
+    # An iterator could not be read again when the run is resumed.
+    if not is_stream or isinstance(dataset, Iterator):
         return dataset
     count = cfg.data.num_problems
     if count is None and cfg.max_steps is not None:

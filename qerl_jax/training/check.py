@@ -117,10 +117,10 @@ def check(
         tools=tools,
         environment=environment,
     )
-    if "strftime_now" in task.tokenizer.chat_template:
-        cfg = dated
     notes = [*devices.about(cfg, replicas), *config_rules.advice(cfg), *config.about_tiers(cfg)]
     notes += [f"update: {plan.about_update}", *task.notes]
+    if "strftime_now" in task.tokenizer.chat_template:
+        cfg = dated
     evaluator = Evaluator.of_run(
         cfg,
         task.model,

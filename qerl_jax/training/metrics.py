@@ -1,7 +1,6 @@
 """Metrics of one iteration of the training loop: rewards, lengths and completions."""
 
 import collections
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -144,22 +143,20 @@ def truncation(
 
 
 def missed_ends(rollout: rollouts.Rollout, ends: Mapping[int, str]) -> dict[str, Any]:
-    """Returns the share of truncated completions that hold one of `ends`, and the commonest of these tokens as text.
+    """Returns the share of truncated completions that hold one of `ends`, and the commonest first one as text.
 
     `ends` are special tokens, by id, that are named as ends, and end no completion. Empty if no completion holds one.
     """
     masks = rollout.observation_mask or [None] * len(rollout.completion_ids)
-    rows = [
-        {*(ids if mask is None else ids[~mask]).tolist()} & ends.keys()
-        for ids, mask, stopped in zip(rollout.completion_ids, masks, rollout.stopped, strict=True)
-        if not stopped
-    ]
-    counts = collections.Counter(itertools.chain(*rows))
+    rows = zip(rollout.completion_ids, masks, rollout.stopped, strict=True)
+    sampled = [ids if mask is None else ids[~mask] for ids, mask, stopped in rows if not stopped]
+    firsts = (next((ends[i] for i in ids.tolist() if i in ends), None) for ids in sampled)
+    counts = collections.Counter(first for first in firsts if first is not None)
     if not counts:
         return {}
     return {
-        "completions/missed_end_ratio": float(np.mean([bool(row) for row in rows])),
-        "completions/missed_end": ends[counts.most_common(1)[0][0]],
+        "completions/missed_end_ratio": counts.total() / len(sampled),
+        "completions/missed_end": counts.most_common(1)[0][0],
     }
 
 
