@@ -1,13 +1,7 @@
 """Dataclasses that check their values when they are built, and conversion from and to tables of plain values.
 
-The rule for a single value is in the annotation of its field:
-
-    @dataclasses.dataclass(frozen=True)
-    class LoraConfig(Checked, section="lora."):
-        rank: Count = 32
-
-An invalid value, a wrong type or an unknown key raises a `ConfigError` that names the field, the
-value and the rule.
+The rule for a single value is in the annotation of its field, such as `rank: Count = 32`. An invalid value, a wrong type
+or an unknown key raises a `ConfigError` that names the field, the value and the rule.
 """
 
 import dataclasses
@@ -30,15 +24,17 @@ class ConfigError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A rule for the values of a field, besides its type.
-
-    Attributes:
-        holds: Whether a value satisfies the rule.
-        text: The rule in words, for the error.
-    """
+    """A rule for the values of a field, besides its type: whether a value satisfies it, and the words of the error."""
 
     holds: Callable[[Any], bool]
     text: str
+
+    def __call__(self, value: Any) -> bool:
+        """Whether a value satisfies the rule; False if the rule cannot be applied to its type."""
+        try:
+            return bool(self.holds(value))
+        except (TypeError, ValueError, AttributeError, re.error):
+            return False
 
     def __repr__(self) -> str:
         """Returns only the words, because the command line shows a field's type if a value cannot be parsed."""
@@ -82,10 +78,7 @@ def require_unicode(value: Any, where: str) -> None:
 def meant(name: str, known: Iterable[str], least: float = 0.6) -> str:
     """Returns the end of an error about an unknown name: a question with the most similar known name, or "".
 
-    Args:
-        name: The unknown name.
-        known: The known names.
-        least: Smallest similarity, from 0 to 1.
+    `least` is the smallest similarity, from 0 to 1.
     """
     near = difflib.get_close_matches(name, [*known], 1, least)
     return f"; did you mean {near[0]}?" if near else ""
@@ -115,7 +108,7 @@ class Checked:
     def __post_init__(self):
         for name, optional, rule in _rules(type(self)):
             value = getattr(self, name)
-            self._require(optional and value is None or _holds(rule, value), name, rule.text)
+            self._require(optional and value is None or rule(value), name, rule.text)
         for field in dataclasses.fields(self):
             rule = unusable(getattr(self, field.name))
             self._require(rule is None, field.name, rule)
@@ -150,20 +143,10 @@ def unusable(value: Any) -> str | None:
     if isinstance(value, numbers.Real):
         holds = abs(value) <= _LARGEST  # False for NaN, too
         return None if holds else "must be a number that 32 bits can hold"
-    items: Iterable[Any] = ()
     if isinstance(value, dict):
-        items = [*value.keys(), *value.values()]
-    elif isinstance(value, list | tuple):
-        items = value
+        value = [*value.keys(), *value.values()]
+    items = value if isinstance(value, list | tuple) else ()
     return next((rule for item in items if (rule := unusable(item))), None)
-
-
-def _holds(rule: Rule, value: Any) -> bool:
-    """Whether a value satisfies a rule; False if the rule cannot be applied to its type."""
-    try:
-        return bool(rule.holds(value))
-    except (TypeError, ValueError, AttributeError, re.error):
-        return False
 
 
 @functools.cache
@@ -190,18 +173,20 @@ def from_table(cls: type, table: dict[str, Any], prefix: str = "") -> Any:
     Raises:
         ConfigError: For an unknown or missing field, or an invalid value.
     """
-    _refuse_earlier_names(cls, table)
+    for name, value in table.items():  # some earlier names of fields are now those of sections
+        new = getattr(cls, "renamed", {}).get(f"{cls.section}{name}")
+        if new is not None and not isinstance(value, dict):
+            raise ConfigError(f"{cls.section}{name}: is now {new}")
     hints = typing.get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     where = f"[{prefix.rstrip('.')}]" if prefix else "the top level"
-    needed = [name for name, field in fields.items() if field.default is dataclasses.MISSING]
-    known = f"unknown field; {where} has {', '.join(fields)}"
-    wrong = [
-        *(f"{k}: {known}{_meant_field(k, cls, prefix)}" for k in table if k not in fields),
-        *(f"{k}: missing; {where} needs it" for k in needed if k not in table),
-    ]
-    if wrong:
-        raise ConfigError(prefix + wrong[0])
+    for name in table:
+        if name not in fields:
+            known = f"unknown field; {where} has {', '.join(fields)}"
+            raise ConfigError(f"{prefix}{name}: {known}{_meant_field(name, cls, prefix)}")
+    for name, field in fields.items():
+        if field.default is dataclasses.MISSING and name not in table:
+            raise ConfigError(f"{prefix}{name}: missing; {where} needs it")
     return cls(**{key: _value(hints[key], value, prefix + key) for key, value in table.items()})
 
 
@@ -224,24 +209,13 @@ def all_sections(cls: type, prefix: str = "") -> dict[str, type]:
     return classes
 
 
-def _refuse_earlier_names(cls: type, table: dict[str, Any]) -> None:
-    """Raises the error about the first field that is called differently now; some names are now those of sections."""
-    for name, value in table.items():
-        new = getattr(cls, "renamed", {}).get(f"{cls.section}{name}")
-        if new is not None and not isinstance(value, dict):
-            raise ConfigError(f"{cls.section}{name}: is now {new}")
-
-
 def _meant_field(name: str, cls: type, prefix: str) -> str:
     """Does what `meant` does, but prefers a field of this name in a section to a field with a similar name."""
-    inside = [
-        f"{section}.{name}"
-        for section, kind in sections(cls).items()
-        if name in {field.name for field in dataclasses.fields(kind)}
-    ]
-    if inside:
-        return f"; did you mean {prefix}{inside[0]}?"
-    return meant(name, [field.name for field in dataclasses.fields(cls)])
+    names = lambda kind: [field.name for field in dataclasses.fields(kind)]
+    for section, kind in sections(cls).items():
+        if name in names(kind):
+            return f"; did you mean {prefix}{section}.{name}?"
+    return meant(name, names(cls))
 
 
 def to_table(cfg: Any) -> dict[str, Any]:

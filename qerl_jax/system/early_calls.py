@@ -14,13 +14,10 @@ _MOST_KEPT = 1 << 16
 
 
 class Ahead[Arguments: Hashable, Result]:
-    """A function whose calls run in threads, and can be started before their results are needed.
+    """A function of one argument whose calls run in threads, and can be started before their results are needed.
 
-    Equal calls of one `map` are made once. Running calls do not prevent the interpreter from exiting.
-
-    Args:
-        function: Called with one argument, from several threads.
-        workers: The most calls that run at the same time.
+    Equal calls of one `map` are made once. At most `workers` calls run at the same time. Running calls do not prevent
+    the interpreter from exiting.
     """
 
     def __init__(self, function: Callable[[Arguments], Result], workers: int):

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import glob
 import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -17,12 +18,10 @@ from typing import IO, Any
 # Suffixes of the files in a model or adapter folder.
 _MADE_OF = (".safetensors", ".gguf", ".json", ".jinja", ".txt", ".model")
 
-
-_FREE_SPACE = "free some space there"
 # Remedies for a disk that cannot be written to.
 _REMEDIES = {
-    errno.ENOSPC: _FREE_SPACE,
-    errno.EDQUOT: _FREE_SPACE,
+    errno.ENOSPC: "free some space there",
+    errno.EDQUOT: "free some space there",
     errno.EFBIG: "allow larger files there (ulimit -f), or choose another folder",
     errno.EROFS: "make the file system writable, or choose another folder",
     errno.EACCES: "allow this user to write there, or choose another folder",
@@ -33,16 +32,15 @@ _REMEDIES = {
 
 
 class DiskError(OSError):
-    """Raised if a file could not be written; its text names the path, the reason and the remedy in one line."""
+    """Raised if a file could not be written; its text names the path, the reason and the remedy in one line.
+
+    Args:
+        path: The file or folder that was written.
+        number: The `errno` of the failure; None if it is unknown.
+        reason: The reason in words; None means the text of `number`.
+    """
 
     def __init__(self, path: str | os.PathLike, number: int | None, reason: str | None = None):
-        """Makes the text of the error.
-
-        Args:
-            path: The file or folder that was written.
-            number: The `errno` of the failure; None if it is unknown.
-            reason: The reason in words; None means the text of `number`.
-        """
         reason = reason or (os.strerror(number) if number else "unknown reason")
         remedy = _REMEDIES.get(number, "correct that, or choose another folder")
         super().__init__(
@@ -212,16 +210,13 @@ def damage(folder: pathlib.Path) -> str | None:
     All files are read completely, and their contents are not trusted.
     """
     try:
-        sealed = read_json(folder / SEAL)
-        contents = _contents(folder)
+        sealed, contents = read_json(folder / SEAL), _contents(folder)
     except FileNotFoundError as error:
         return f"{pathlib.Path(error.filename).name} is missing"
     except (OSError, ValueError) as error:
         return f"cannot be read: {error}"
-    for name in sorted(sealed.keys() | contents.keys()):
-        if sealed.get(name) != contents.get(name):
-            what = "is missing" if name not in contents else "is not as it was written"
-            return f"{name} {what}"
+    for name in changes(sealed, contents):
+        return f"{name} is {'not as it was written' if name in contents else 'missing'}"
     return None
 
 
@@ -240,7 +235,6 @@ def _contents(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
 
 # No JSON file of a model, a data set or a run is nested deeper. Deeper values would overflow the stack of later code.
 DEEPEST = 64
-_TOO_DEEP = f"lists and tables nest more than {DEEPEST} deep"
 
 
 def is_shallow(value: Any) -> bool:
@@ -248,14 +242,9 @@ def is_shallow(value: Any) -> bool:
     level = [value]  # all values at one depth
     for _ in range(DEEPEST + 1):
         containers = [item for item in level if isinstance(item, dict | list)]
-        if not containers:
-            return True
-        level = [
-            child
-            for item in containers
-            for child in (item.values() if type(item) is dict else item)
-        ]
-    return False
+        parts = (item.values() if type(item) is dict else item for item in containers)
+        level = [*itertools.chain.from_iterable(parts)]
+    return not containers
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -264,15 +253,13 @@ def parse_json(text: str | bytes) -> Any:
     Raises:
         ValueError: If it is not JSON, or nested more than `DEEPEST` deep.
     """
-    try:
-        value = json.loads(text)
-    except RecursionError:
-        raise ValueError(_TOO_DEEP) from None
     brackets = ("[", "{") if isinstance(text, str) else (b"[", b"{")
-    # With few brackets it cannot be nested deeper, and is not walked.
-    if sum(map(text.count, brackets)) > DEEPEST and not is_shallow(value):
-        raise ValueError(_TOO_DEEP)
-    return value
+    with contextlib.suppress(RecursionError):
+        value = json.loads(text)
+        # With few brackets it cannot be nested deeper, and is not walked.
+        if sum(map(text.count, brackets)) <= DEEPEST or is_shallow(value):
+            return value
+    raise ValueError(f"lists and tables nest more than {DEEPEST} deep")
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
@@ -292,9 +279,10 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 
 def digest(path: pathlib.Path) -> str | None:
     """Returns the SHA-256 of a file in hexadecimal digits; None if there is no such file."""
-    if not path.expanduser().is_file():
+    path = path.expanduser()
+    if not path.is_file():
         return None
-    with path.expanduser().open("rb") as file:
+    with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -302,13 +290,8 @@ def fingerprint(folder: pathlib.Path) -> str | None:
     """Returns a SHA-256 over names, sizes and 16 chunks of 64 KiB of each file of a model or adapter.
 
     So tens of GB need not be read; new weights under the same name differ in nearly every chunk. Files of at most
-    1 MiB, such as configs and templates, are read completely.
-
-    Args:
-        folder: A model or adapter folder, or a single file.
-
-    Returns:
-        The hash in hexadecimal digits; None if there is no such folder or file.
+    1 MiB, such as configs and templates, are read completely. The hash is in hexadecimal digits; None if there is no
+    such folder, which may also be a single file.
     """
     folder = folder.expanduser()
     inside = folder.iterdir() if folder.is_dir() else [folder]
@@ -331,11 +314,9 @@ def content_hashes(
     """Returns hashes of the folders and files that a job depends on, as `<name>.sha256`.
 
     Args:
-        folders: Paths or None by name, see `fingerprint`. The name of a model of the hub is not a path.
+        folders: Paths or None by name, see `fingerprint`. The name of a model of the hub is not a path; its hash is None,
+            like that of another path that does not exist.
         files: Paths or None by name, see `digest`.
-
-    Returns:
-        The hashes by name; None for a path that is None or does not exist.
     """
     kinds = (fingerprint, folders), (digest, files or {})
     return {

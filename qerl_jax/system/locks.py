@@ -21,9 +21,6 @@ def held(folder: str | pathlib.Path) -> Iterator[str | None]:
     The lock is a `flock` on `.lock` in the folder: the kernel releases it when the process ends, even by SIGKILL. On
     a network drive that supports locks it is valid for all machines.
 
-    Args:
-        folder: An existing folder.
-
     Yields:
         None, or a warning if the file system has no locks.
 

@@ -1,15 +1,9 @@
-"""Runs functions that may hang in processes that can be killed.
+"""Runs functions that may hang in processes that can be killed; requests and replies are lines of JSON.
 
-A `Pool` keeps processes that have imported one module and answer calls of its functions, each with
-a time limit. They are fresh interpreters, not forks, because a fork would share the threads and
-device memory of JAX in the parent; the parent's main module is not run again. Requests and replies
-are lines of JSON.
-
-The limit is on CPU time. So whether a call ends in time does not depend on the load of the machine, and a run can be
-repeated. A limit on wall-clock time, five times as long, ends calls that only wait.
-
-A worker ends with its parent, however the parent ends: an idle one reads the end of its input, and a
-busy one has an alarm, which the kernel delivers whatever Python is doing.
+Workers are fresh interpreters, not forks, which would share the threads and device memory of JAX. The limit of a call
+is on CPU time, so that it does not depend on the load of the machine; a limit on wall-clock time, five times as long,
+ends calls that only wait. A worker ends with its parent, however that ends: an idle one reads the end of its input, and
+a busy one has an alarm, which the kernel delivers whatever Python is doing.
 """
 
 import contextlib
@@ -57,22 +51,21 @@ class Failure:
 
 
 class Pool:
-    """Worker processes that call functions of one module; they start when they are first needed."""
+    """Worker processes that call functions of one module; they start when they are first needed.
+
+    Args:
+        module: Import path of the module whose functions are called.
+        workers: Most processes at a time.
+        seconds: Limit of a call, in seconds of CPU time; in wall-clock time it is five times as long.
+        memory_bytes: Limit of a process's address space, in bytes.
+
+    Raises:
+        ValueError: If a number is not positive.
+    """
 
     def __init__(
         self, module: str, *, workers: int, seconds: float, memory_bytes: int = _MEMORY_BYTES
     ):
-        """Creates a pool; no process is started yet.
-
-        Args:
-            module: Import path of the module whose functions are called.
-            workers: Most processes at a time.
-            seconds: Limit of a call, in seconds of CPU time; in wall-clock time it is five times as long.
-            memory_bytes: Limit of a process's address space, in bytes.
-
-        Raises:
-            ValueError: If a number is not positive.
-        """
         arguments = (workers, seconds)
         require(workers >= 1 and seconds > 0, "workers and seconds", arguments, "must be positive")
         self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
@@ -83,14 +76,10 @@ class Pool:
         self.close = weakref.finalize(self, _stop_all, members)
 
     def map(self, function: str, calls: Sequence[Sequence[Any]]) -> list[Any]:
-        """Calls `function` with each tuple of arguments, in parallel; equal calls are made once.
+        """Calls the named function with each tuple of arguments, in parallel; equal calls are made once.
 
-        Args:
-            function: Name of a function of the module.
-            calls: Arguments of each call; arguments and results must be JSON values.
-
-        Returns:
-            The results in the order of the calls, with a `Failure` for each call that returned none.
+        Arguments and results must be JSON values. The results are in the order of the calls, with a `Failure` for each
+        call that returned none.
 
         Raises:
             RuntimeError: If a worker cannot start; the message has the reason.
@@ -117,17 +106,14 @@ def _call(idle: queue.SimpleQueue, request: str) -> Any:
 
 
 class Worker:
-    """One worker process, which is restarted after a call that ended it."""
+    """One worker process, which starts at its first call, and again after a call that ended it.
+
+    With `is_trusted` (a user's module) it gets the whole environment.
+    """
 
     def __init__(
-        self,
-        module: str,
-        seconds: float,
-        memory_bytes: int = _MEMORY_BYTES,
-        *,
-        is_trusted: bool = False,
+        self, module: str, seconds: float, memory_bytes: int = _MEMORY_BYTES, *, is_trusted=False
     ):
-        """Creates a worker without a process; with `is_trusted` (a user's module) it gets the whole environment."""
         names = os.environ if is_trusted else _PASSED_ON
         self._environment = {name: os.environ[name] for name in names if name in os.environ}
         limits = str(seconds), str(memory_bytes)
@@ -233,13 +219,15 @@ def _serve(module: str, seconds: float, memory_bytes: int) -> None:
         replies.write(json.dumps(message) + "\n")
         replies.flush()
 
+    def limit(seconds: float, wall_seconds: float) -> None:
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        signal.setitimer(signal.ITIMER_REAL, wall_seconds)
+
     answer()  # whether the module can be imported
     for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_PROF, seconds)
-        signal.setitimer(signal.ITIMER_REAL, _PATIENCE * seconds + 1)  # later than the parent's own
+        limit(seconds, _PATIENCE * seconds + 1)  # later than the parent's own
         answer(*json.loads(line))
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        limit(0, 0)
 
 
 if __name__ == "__main__":
