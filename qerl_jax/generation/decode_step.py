@@ -24,9 +24,8 @@ class EngineSpec:
             compiled for them.
         chunk: The most tokens per row that the device samples before the host reads them; with drafts
             `draft_search.CHUNKS` times as many.
-        entropies: Whether the entropy of each token's distribution is returned: that of the
-            log-probabilities, before penalty and truncation (`logprobs.entropy`, as in the trainer).
-            It costs one more sum in passes over the logits that sampling makes anyway.
+        entropies: Whether the entropy of each token's distribution is returned: that of the log-probabilities, before
+            penalty and truncation (`logprobs.entropy`, as in the trainer).
     """
 
     num_tokens: int
@@ -96,13 +95,9 @@ class Chunk:
 
 
 def extender(model: Transformer, variables, rows: int, numbers):
-    """Returns the function that runs the model on one token of each row.
+    """Returns the function that runs the model on one token of each of B rows.
 
-    Args:
-        model: The policy.
-        variables: See `Engine.stream`.
-        rows: B.
-        numbers: int32 [B], numbers of the rows' noise, if rows have their own; else None.
+    `numbers`, int32 [B], are those of the rows' noise if rows have their own; else None.
 
     Returns:
         extend(tokens int32 [B], cache, steps int32 [B]) -> hidden states [B, D], cache. `steps` is the number of
@@ -121,13 +116,7 @@ def extender(model: Transformer, variables, rows: int, numbers):
 
 
 def drawer(model: Transformer, variables, spec: EngineSpec, temperature):
-    """Returns the function that samples a token for each row.
-
-    Args:
-        model: The policy.
-        variables: See `Engine.stream`.
-        spec: Sampling options.
-        temperature: float32 scalar.
+    """Returns the function that samples a token for each row at a temperature, float32 scalar.
 
     Returns:
         draw(hidden [B, D], keys [B], steps int32 [B], seen bool [B, V] or None) -> tokens int32 [B], their
@@ -137,38 +126,26 @@ def drawer(model: Transformer, variables, spec: EngineSpec, temperature):
     scores_of = scorer(model, head(variables["frozen"]))
 
     def draw(hidden, keys, steps, seen):
-        scores = scores_of(hidden)
-        penalized = None
+        scores, penalized, params = scores_of(hidden), None, spec.params
         if seen is not None:
-            penalized = sampling.penalize(scores, seen, spec.params.repetition_penalty)
+            penalized = sampling.penalize(scores, seen, params.repetition_penalty)
+        keys = jax.vmap(jax.random.fold_in)(keys, steps)
         token, logp = sampling.next_token(
-            scores,
-            jax.vmap(jax.random.fold_in)(keys, steps),
-            temperature,
-            spec.num_tokens,
-            spec.params,
-            penalized,
+            scores, keys, temperature, spec.num_tokens, params, penalized
         )
         entropies = None
         if spec.entropies:
             # The same expression as in `sampling.next_token`, so XLA computes it once.
-            logps = logprobs.log_softmax(scores, temperature, spec.num_tokens)
-            entropies = logprobs.entropy(logps)
+            entropies = logprobs.entropy(logprobs.log_softmax(scores, temperature, spec.num_tokens))
         return *agreed(model, token, logp), entropies
 
     return draw
 
 
 def seen_in(history: jax.Array | None, spec: EngineSpec, vocab: int) -> jax.Array | None:
-    """Returns which tokens the repetition penalty applies to.
+    """Returns the tokens to which the repetition penalty applies, bool [B, V]; None without a penalty.
 
-    Args:
-        history: int32 [B, T], tokens of each row, -1 after the last; None without a penalty.
-        spec: Sampling options.
-        vocab: V.
-
-    Returns:
-        bool [B, V]; None without a penalty.
+    `history` is that of `Slots`, and `vocab` is V.
     """
     if spec.params.repetition_penalty == 1:
         return None

@@ -27,14 +27,11 @@ def prefill(variables, pool, tokens, tables, numbers=None, *, model: Transformer
 
     Args:
         variables: See `Engine.stream`.
-        pool: Keys and values, [L, N, J, S, C] each; donated.
+        pool: Keys and values, [L, N, J, S, C] each; donated, and returned with the new ones.
         tokens: int32 [R, T], right-padded with 0.
         tables: int32 [R, W], the pages of each prompt.
         numbers: int32 [R], the number of each prompt's noise if rows have their own; else None.
         model: The policy.
-
-    Returns:
-        The new keys and values.
     """
     variables = noise.of_rows(variables, numbers, jnp.zeros(len(tokens), jnp.int32))
     cache = kv_cache.KVCache(*pool, tables, jnp.zeros(len(tokens), jnp.int32))
@@ -107,14 +104,12 @@ def decode(
         outcome=draft_search.Outcome.start() if has_drafts else None,
         idle=jnp.int32(0) if has_drafts else None,
     )
+    unfinished, step = _unfinished, _step
     if has_drafts:
-        unfinished, step = verifying.unfinished, verifying.step
-        step = functools.partial(step, odds=odds, positions=positions)
-    else:
-        unfinished, step = _unfinished, _step
-    loop = jax.lax.while_loop(
-        functools.partial(unfinished, chunk), functools.partial(step, chunk), loop
-    )
+        unfinished = verifying.unfinished
+        step = functools.partial(verifying.step, odds=odds, positions=positions)
+    bound = (functools.partial(function, chunk) for function in (unfinished, step))
+    loop = jax.lax.while_loop(*bound, loop)
     moved = {
         "texts": None,
         "ends": slots.ends + loop.count,
@@ -202,13 +197,9 @@ def _outcome(
 def _compared(
     slots: Slots, tokens: jax.Array, lengths: jax.Array, history: jax.Array
 ) -> draft_search.Outcome:
-    """Compares drafts at some positions of a chunk with its tokens, so that the host learns whether drafts would pay.
+    """Compares drafts at some positions with a chunk's tokens [B, n], so that the host learns whether drafts would pay.
 
-    Args:
-        slots: The rows before the chunk.
-        tokens: int32 [B, n], the chunk's tokens.
-        lengths: int32 [B], the number of tokens that each row got.
-        history: int32 [B, T], the rows' tokens after the chunk.
+    `slots` are the rows before the chunk, and `history` is that after it.
     """
     padded = jnp.pad(tokens, ((0, 0), (0, draft_search.MOST)))
     total = draft_search.Outcome.start()

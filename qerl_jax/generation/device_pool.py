@@ -27,17 +27,10 @@ _PIECE = 16
 def allocate(
     model: Transformer, num_pages: int, page_size: int, device: jax.Device, where: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Allocates the pool.
+    """Allocates the pool: keys and values, [L, N, J, S, C] each, filled with zeros.
 
-    Args:
-        model: The policy.
-        num_pages: N.
-        page_size: S.
-        device: The first device of the pool.
-        where: That device; for several devices, the sharding of an array that all of them hold in full.
-
-    Returns:
-        Keys and values, [L, N, J, S, C] each, filled with zeros.
+    `device` is the first device of the pool, and `where` the same device; for several devices, it is the sharding of an
+    array that all of them hold in full.
     """
     size = model.own_part.arch, num_pages, model.dtype, page_size
     if model.tensor == 1:
@@ -59,30 +52,21 @@ def _divided_pool(arch, num_pages: int, dtype, page_size: int, count: int, place
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="pool")
 def copied(pool, sources, targets, *, model: Transformer):
-    """Copies pages in all layers; entries without a copy are 0 in both arrays.
+    """Copies pages of the pool, which is donated, in all layers: from `sources` int32 [n] to `targets` int32 [n].
 
-    Args:
-        pool: Keys and values, [L, N, J, S, C] each; donated.
-        sources: int32 [n], pages to copy from.
-        targets: int32 [n], pages to copy to.
-        model: The policy.
-
-    Returns:
-        The new pool.
+    Entries without a copy are 0 in both arrays.
     """
-
-    def with_copies(pool, sources, targets):
-        return tuple(part.at[:, targets].set(part[:, sources]) for part in pool)
-
+    with_copies = lambda pool, sources, targets: tuple(
+        part.at[:, targets].set(part[:, sources]) for part in pool
+    )
     return _in_group(model, with_copies, 1)(pool, sources, targets)
 
 
 @functools.partial(jax.jit, static_argnames="model")
 def _read(pool, pages, *, model: Transformer):
     """Returns the contents of pages [n] in all layers: keys and values, [L, n, J, S, C] each."""
-    return _in_group(model, lambda pool, pages: tuple(part[:, pages] for part in pool), 1)(
-        pool, pages
-    )
+    contents = lambda pool, pages: tuple(part[:, pages] for part in pool)
+    return _in_group(model, contents, 1)(pool, pages)
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="pool")
@@ -106,9 +90,8 @@ def _in_group(model: Transformer, function, pools: int):
 def taken(pool, pages: Sequence[int], model: Transformer) -> list[tuple[np.ndarray, ...]]:
     """Copies pages to the host, and waits until they are there.
 
-    Returns:
-        For each `_PIECE` pages a NumPy array of keys and one of values, [L, _PIECE, J, S, C]. The last ones are
-        padded with copies of page 0.
+    Returns for each `_PIECE` pages a NumPy array of keys and one of values, [L, _PIECE, J, S, C]. The last ones are
+    padded with copies of page 0.
     """
     return [
         jax.device_get(_read(pool, _padded(piece), model=model))

@@ -4,6 +4,7 @@ The decision depends only on the rows and not on measured times, so a repeated r
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable
 
 import numpy as np
@@ -33,9 +34,7 @@ _DECAY, _BELIEF = 0.75, 4.0
 def price(rows: int, positions: int = 0) -> float:
     """Estimates the time of a step, in units of a step of at most 8 rows without drafts.
 
-    Args:
-        rows: Rows of the batch.
-        positions: Tokens that the step runs, those of drafts included; 0 for a step without drafts.
+    `positions` are the tokens that the step runs for its rows, those of drafts included; 0 for a step without drafts.
     """
     at = lambda number, prices: float(np.interp(number, [*prices], [*prices.values()]))
     plain = at(rows, _PRICES)
@@ -66,23 +65,18 @@ class Record:
         calls, rows = int(outcome.calls), int(outcome.rows)
         if not rows:
             return
-        if not positions:
-            self.time += calls * price(slots)
-            self.time_without += calls * price(slots)
-            return
-        self.rows += rows
-        self.tokens += tokens
-        self.time += calls * price(slots, positions)
+        self.time += calls * price(slots, positions or 0)
+        if positions:
+            self.rows += rows
+            self.tokens += tokens
         # Without drafts the same mean number of rows would get one token each per step.
-        self.time_without += tokens * calls / rows * price(slots)
+        self.time_without += (tokens * calls / rows if positions else calls) * price(slots)
 
     def __add__(self, other: "Record") -> "Record":
-        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
-        return Record(*(a + b for a, b in pairs))
+        return Record(*map(operator.add, vars(self).values(), vars(other).values()))
 
     def __sub__(self, other: "Record") -> "Record":
-        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
-        return Record(*(a - b for a, b in pairs))
+        return Record(*map(operator.sub, vars(self).values(), vars(other).values()))
 
     @property
     def accepted_per_call(self) -> float | None:
@@ -99,10 +93,7 @@ class Auto:
     """Uses drafts if they are expected to pay by `price`, given how often earlier drafts were right.
 
     It begins without drafts. Then drafts are made and only compared, at first in every chunk and later in few. The
-    statistics are kept from one rollout to the next.
-
-    Attributes:
-        record: Statistics of the drafts so far.
+    statistics, `record`, are kept from one rollout to the next.
     """
 
     def __init__(self):
@@ -119,10 +110,7 @@ class Auto:
         """Returns the tokens per step of the next chunk, at least one per row.
 
         0 means one token per row, and drafts are compared but not used. None means one token per row, and no drafts.
-
-        Args:
-            slots: Rows of the batch.
-            live: Number of rows that have not ended.
+        Of the batch's rows (`slots`), `live` have not ended.
         """
         is_known = self._tried.sum() >= _EVIDENCE
         self._positions = self._best(slots, live) if live and is_known else 0
@@ -146,13 +134,9 @@ class Auto:
             return
         # A chunk of one row compares few tokens, so earlier counts decay less.
         decay = _DECAY ** min(1.0, outcome.tried.sum() / _EVIDENCE)
-        for count, new in (
-            (self._tried, outcome.tried),
-            (self._right, outcome.right),
-            (self._matches, outcome.matches),
-        ):
-            count *= decay
-            count += new
+        self._tried = decay * self._tried + outcome.tried
+        self._right = decay * self._right + outcome.right
+        self._matches = decay * self._matches + outcome.matches
 
     def _best(self, slots: int, live: int) -> int:
         """Returns the step size with the most expected tokens per time, or the current one if it is about as good."""
@@ -176,11 +160,7 @@ class Auto:
 
 
 class Always(Auto):
-    """Uses drafts in every chunk, however few are right.
-
-    Args:
-        tokens: Tokens of a step; None means two for each row.
-    """
+    """Uses drafts in every chunk, however few are right; a step has `tokens` tokens, by default two for each row."""
 
     def __init__(self, tokens: int | None = None):
         super().__init__()
@@ -200,13 +180,11 @@ class Drafting:
         most_rows: The largest batch that has drafts.
         least_limit: The smallest completion limit, in tokens, with drafts: for shorter completions compiling would
             take longer than drafts save.
-        most_positions: The most tokens that a step may run.
     """
 
     control: Callable[[], Auto] = Auto
     most_rows: int = 32
     least_limit: int = 512
-    most_positions: int = _STEPS[-1]
 
     @classmethod
     def named(cls, name: str) -> "Drafting | None":
@@ -215,4 +193,4 @@ class Drafting:
 
     def tokens_of_a_step(self, limit: int) -> int:
         """Returns the most tokens that a step may run, given the rows' limit in tokens; 0 for no drafts."""
-        return self.most_positions if limit >= self.least_limit else 0
+        return _STEPS[-1] if limit >= self.least_limit else 0

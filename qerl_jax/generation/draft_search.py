@@ -59,8 +59,7 @@ class Drafts:
     def chances(self, odds: jax.Array) -> jax.Array:
         """Returns the chance that a token and all before it are right: float32 [B, MOST]; 0 after the draft's end.
 
-        Args:
-            odds: float32 [KINDS], the chance that a token is right, by its kind of match.
+        `odds`, float32 [KINDS], are the chances that a token is right, by its kind of match.
         """
         is_there = (self.tokens >= 0) & (self.match[:, None] > 0)
         return jnp.cumprod(jnp.where(is_there, odds[self.kinds()], 0), axis=1)
@@ -138,9 +137,6 @@ def search(history: jax.Array, lengths: jax.Array, texts: Texts) -> Drafts:
         history: int32 [B, T], the tokens of each row, its prompt included; -1 after its last.
         lengths: int32 [B], the number of these tokens.
         texts: Further texts to search.
-
-    Returns:
-        The drafts of the B rows.
     """
     rows, width = history.shape
     behind = lengths[:, None] - 1 - jnp.arange(LONGEST_MATCH)
@@ -180,14 +176,10 @@ def search(history: jax.Array, lengths: jax.Array, texts: Texts) -> Drafts:
 
 
 def _matches(texts: jax.Array, context: jax.Array) -> jax.Array:
-    """Returns the length of the match between a row's last tokens and each position of a text.
+    """Returns the length of the match between a row's last tokens and each position of a text, int32 [..., P].
 
-    Args:
-        texts: int32 [..., P].
-        context: int32 [..., LONGEST_MATCH], the row's last tokens, the last one first.
-
-    Returns:
-        int32 [..., P], the number of equal tokens up to and including that position; 0 where no token follows.
+    It is the number of equal tokens up to and including that position; 0 where no token follows. Texts are int32
+    [..., P]; the context, int32 [..., LONGEST_MATCH], has the row's last token first.
     """
     *shape, size = texts.shape
     ahead = jnp.full((*shape, LONGEST_MATCH - 1), _NO_TEXT, jnp.int32)
@@ -202,14 +194,9 @@ def _matches(texts: jax.Array, context: jax.Array) -> jax.Array:
 
 
 def shares(chances: jax.Array, budget: jax.Array) -> jax.Array:
-    """Returns how many tokens of each draft to verify: the `budget` most likely tokens over all rows.
+    """Returns how many tokens of each draft to verify, int32 [B]: the `budget` most likely tokens over all rows.
 
-    Args:
-        chances: float32 [B, n], not increasing along a row; 0 where there is no token, which is never chosen.
-        budget: int32 scalar.
-
-    Returns:
-        int32 [B].
+    The chances, float32 [B, n], do not increase along a row. They are 0 where there is no token, which is never chosen.
     """
     rows, most = chances.shape
     # Position by position, so that among tokens of equal chance a row's earlier ones come first.

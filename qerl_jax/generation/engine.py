@@ -1,13 +1,9 @@
 """Continuous batching: prompts wait in a queue, rows run in slots, keys and values are stored in pages.
 
-The device runs one jitted loop per chunk of tokens. Between chunks the host reads the results, gives the slots and
-pages of rows that ended to waiting rows, and starts the next chunk. If no row waits, the next chunk starts before
-the results are read. Few programs are compiled, because batch sizes and padded prompt lengths come from short, fixed
-lists.
-
-A prompt is prefilled once, all but its last token, which is the first that its rows decode. Its rows share the pages
-that it fills completely. Its last, partly filled page is copied for each row except the last row that begins, which
-takes over the original.
+The device runs one jitted loop per chunk of tokens. Between chunks the host reads the results, and gives slots and
+pages of ended rows to waiting ones; if none waits, the next chunk starts before that. A prompt is prefilled once, all
+but its last token, which its rows decode first. They share the pages that it fills; a last page that is partly filled
+is copied for each row except the last that begins, which takes it over.
 """
 
 import collections
@@ -54,11 +50,6 @@ _REPLY_SECONDS = 0.5
 type CompilesOnce = Callable[..., contextlib.AbstractContextManager]
 
 
-def _without_others(*program) -> contextlib.AbstractContextManager:
-    """Returns an empty context, for a single device."""
-    return contextlib.nullcontext()
-
-
 class Engine:
     """Samples completions of any number of prompts on one device.
 
@@ -74,7 +65,7 @@ class Engine:
         kv_cache_tokens: Capacity of the cache in tokens; None means what all slots can need.
         kv_cache_fraction: Capacity as a fraction of the device memory that is free at the first call. If neither is
             given and the device reports its memory, the capacity is at most nine tenths of the free memory that
-            `kv_capacity.workspace` leaves.
+            `kv_capacity.Demand.workspace` leaves.
         page_size: S, tokens of a page; None chooses by device.
         poll: Called before each chunk; an exception that it raises ends the sampling.
         drafts: Options of drafting; None for no drafts. Without `compact` there are none either, because the steps
@@ -101,7 +92,7 @@ class Engine:
     ):
         self._model, self._spec = model, spec
         self._drafts = drafts if compact else None
-        self._poll = poll
+        self.poll = poll or (lambda: None)
         self._row_lengths, self._num_queued = row_lengths, 0
         stop_tokens = stop_tokens if row_lengths is None else ()
         # Padded to at least eight with ids that are never sampled, so that calls with and without stop tokens have
@@ -147,8 +138,8 @@ class Engine:
             model: The policy.
             tokenizer: The policy's tokenizer; it has the number of ids and the stop tokens.
             params: Truncation, penalty, what ends a completion, and whether drafts are used.
-            chunk: See `EngineSpec`.
-            entropies: See `EngineSpec`.
+            chunk: See `EngineSpec`, as for `entropies`.
+            entropies: See there.
             **options: Further arguments of the engine.
         """
         # Step times have only been measured with the Hopper kernels.
@@ -170,11 +161,7 @@ class Engine:
         variables: dict[str, Any],
         prompts: Sequence[QueuedPrompt],
         temperature: float | jax.Array,
-        *,
-        max_prompt_length: int,
-        max_concurrent: int | None = None,
-        rows: int | None = None,
-        turns: TurnTaker | None = None,
+        **options: Any,
     ) -> Iterator[list[RowTokens]]:
         """Samples all rows, and yields new tokens after each chunk.
 
@@ -182,30 +169,17 @@ class Engine:
             variables: `params`, `frozen` and, under AQN, `noise`: vectors for all rows, or `RowNoise`.
             prompts: Any number of prompts; with `RowNoise` each has the numbers of its rows' noise.
             temperature: Scalar; 0 takes the likeliest token.
-            max_prompt_length: The most tokens of a prompt. Use the same value in all calls: shapes depend on it.
-            max_concurrent: Slots; None means what `kv_capacity.Demand.slots` chooses.
-            rows: The number of rows for which it chooses; None means those of the prompts.
-            turns: Answers rows whose turn has ended; None for single-turn rows. While a row waits for its answer it
-                keeps its slot and its pages, and the other rows continue. Then it takes the answer's tokens, one per
-                decoding step, and samples again. They count against its limit.
+            **options: `max_prompt_length`, `max_concurrent`, `rows` and `turns` of `schedules`.
 
         Returns:
             An iterator over lists of `RowTokens`, one list per chunk.
 
         Raises:
-            ValueError: Before anything runs, if a prompt is empty or longer than `max_prompt_length`, or a row does
-                not fit into the cache.
+            ValueError: See `schedules`; before anything runs.
         """
         if not prompts:
             return iter(())
-        (schedule,) = self.schedules(
-            variables,
-            prompts,
-            max_prompt_length=max_prompt_length,
-            max_concurrent=max_concurrent,
-            rows=rows,
-            turns=turns,
-        )
+        (schedule,) = self.schedules(variables, prompts, **options)
         return self.run(variables, schedule, temperature)
 
     def schedules(
@@ -226,10 +200,12 @@ class Engine:
         Args:
             variables: See `stream`.
             prompts: At least one prompt.
-            max_prompt_length: See `stream`.
-            max_concurrent: Slots of each device.
-            rows: See `stream`.
-            turns: See `stream`.
+            max_prompt_length: The most tokens of a prompt. Use the same value in all calls: shapes depend on it.
+            max_concurrent: Slots of each device; None means what `kv_capacity.Demand.slots` chooses.
+            rows: The number of rows for which it chooses; None means those of the prompts.
+            turns: Answers rows whose turn has ended; None for single-turn rows. While a row waits for its answer it
+                keeps its slot and its pages, and the other rows continue. Then it takes the answer's tokens, one per
+                decoding step, and samples again. They count against its limit.
             replicas: Number of replicas (devices, or groups of devices) on all hosts. With several, none has more slots
                 than its share of the rows.
             local: Indices of this host's replicas; they take rows only from each other.
@@ -239,7 +215,7 @@ class Engine:
             A schedule for each index in `local`.
 
         Raises:
-            ValueError: See `stream`.
+            ValueError: If a prompt is empty or longer than `max_prompt_length`, or a row does not fit into the cache.
         """
         own_noise = noise.has_own(variables)
         for index, prompt in enumerate(prompts):
@@ -255,9 +231,9 @@ class Engine:
         limit = max(prompt.limit for prompt in prompts)
         positions = self._drafts.tokens_of_a_step(limit) if self._drafts else 0
         num_rows = sum(len(prompt.keys) for prompt in prompts)
-        rows = -(-(rows or num_rows) // replicas)
+        rows, model = -(-(rows or num_rows) // replicas), self._model.own_part
         demand = kv_capacity.Demand(
-            self._model.own_part.arch,
+            model.arch,
             rows=rows,
             prompts=-(-len(prompts) // replicas),
             max_prompt_length=max_prompt_length,
@@ -267,13 +243,10 @@ class Engine:
             itemsize=self._itemsize,
             positions=positions,
             fused_rows=fused_decode.most_rows(
-                self._model.own_part, adapter="params" in variables, own_noise=own_noise
+                model, adapter="params" in variables, own_noise=own_noise
             ),
         )
-
-        def capacity(slots: int) -> int | None:
-            return self._capacity(sum(demand.workspace(slots).values()))
-
+        capacity = lambda slots: self._capacity(sum(demand.workspace(slots).values()))
         if max_concurrent and replicas > 1:
             max_concurrent = min(max_concurrent, rows)
         slots = demand.slots(max_concurrent, capacity)
@@ -332,20 +305,9 @@ class Engine:
         least, size = decode_attention.LEAST_SHARED, self._page_size
         return least if any(prompt.shared_pages(size) >= least for prompt in prompts) else 0
 
-    def completions(
-        self,
-        variables: dict[str, Any],
-        prompts: Sequence[QueuedPrompt],
-        temperature: float | jax.Array,
-        **limits: Any,
-    ) -> Iterator[RowTokens]:
+    def completions(self, *arguments: Any, **options: Any) -> Iterator[RowTokens]:
         """Samples all rows as `stream` does, and yields each complete row when it ends."""
-        return whole(self.stream(variables, prompts, temperature, **limits))
-
-    def poll(self) -> None:
-        """Raises an error if the sampling must end."""
-        if self._poll is not None:
-            self._poll()
+        return whole(self.stream(*arguments, **options))
 
     def run(
         self,
@@ -354,7 +316,7 @@ class Engine:
         temperature: float | jax.Array,
         *,
         poll: Callable[[], None] | None = None,
-        compiles: CompilesOnce = _without_others,
+        compiles: CompilesOnce = lambda *program: contextlib.nullcontext(),
     ) -> Iterator[list[RowTokens]]:
         """Samples the rows of a schedule on the device of the variables, and yields the results of each chunk.
 
@@ -362,36 +324,33 @@ class Engine:
             variables: See `stream`.
             schedule: A schedule from `schedules`.
             temperature: See `stream`.
-            poll: Called before each chunk instead of the engine's own `poll`.
+            poll: Called before each chunk instead of the engine's `poll`.
             compiles: Makes the context of each call that may compile.
         """
         poll, device = poll or self.poll, _Device(self, variables, schedule, temperature, compiles)
-        # Results of the last chunk; None after they were yielded. They are yielded when the next chunk is running, so
-        # that the device does not wait for the caller.
-        harvested: Iterator[RowTokens] | None = None
+        # Results of the last chunk. They are yielded when the next chunk is running, so that the device does not wait
+        # for the caller.
+        harvested: Iterator[RowTokens] = iter(())
         try:
             while schedule.unfinished():
                 try:
                     poll()
                 except BaseException:
                     # Tokens that were already sampled are not lost.
-                    if harvested is not None:
-                        yield list(harvested)
+                    if rows := list(harvested):
+                        yield rows
                     raise
-                if not device.chunks and (over := schedule.take_replies()):
-                    yield [*(harvested or ()), *over]
-                    harvested = None
-                    continue
-                device.start_chunks()
-                if harvested is not None:
-                    yield list(harvested)
-                    harvested = None
+                over: list[RowTokens] = []
+                if device.chunks or not (over := schedule.take_replies()):
+                    device.start_chunks()
+                if rows := [*harvested, *over]:
+                    yield rows
                 if device.chunks:
                     harvested = device.harvest()
-                else:
+                elif not over:
                     schedule.wait(_REPLY_SECONDS)
-            if harvested is not None:
-                yield list(harvested)
+            if rows := list(harvested):
+                yield rows
         finally:
             # An error's traceback keeps the variables of this frame alive; in a notebook, until the next error.
             del device.pool
@@ -399,11 +358,7 @@ class Engine:
 
     def _control(self, schedule: Schedule) -> draft_control.Auto | None:
         """Returns the draft control of a schedule's device, which knows its earlier drafts; None without drafts."""
-        if not schedule.has_drafts:
-            return None
-        if schedule.replica not in self._controls:
-            self._controls[schedule.replica] = self._drafts.control()
-        return self._controls[schedule.replica]
+        return self._drafts and self._controls.setdefault(schedule.replica, self._drafts.control())
 
     def _num_pages(self, wanted: int, tokens: int | None, prompts: Sequence[QueuedPrompt]) -> int:
         """Returns the pages of the pool, scratch included: the wanted number, or what the capacity allows."""
@@ -415,9 +370,8 @@ class Engine:
             needed = len(prompt.tokens) - 1 + prompt.limit
             if offered < kv_capacity.pages_for(needed, size):
                 raise ValueError(
-                    f"prompt {index}: the KV cache has space for {tokens} tokens; a row may need "
-                    f"{needed}: raise kv_cache_tokens or kv_cache_fraction, or shorten prompts or "
-                    "completions"
+                    f"prompt {index}: the KV cache has space for {tokens} tokens; a row may need {needed}: raise "
+                    "kv_cache_tokens or kv_cache_fraction, or shorten prompts or completions"
                 )
         return min(wanted, offered)
 
@@ -432,12 +386,8 @@ class Engine:
         if tokens is not None:
             return tokens
         if self._memory is None:
-            require(
-                fraction is None,
-                "kv_cache_fraction",
-                fraction,
-                "this device does not report its memory: give kv_cache_tokens",
-            )
+            rule = "this device does not report its memory: give kv_cache_tokens"
+            require(fraction is None, "kv_cache_fraction", fraction, rule)
             return None
         free = self._memory["bytes_limit"] - self._memory["bytes_in_use"]
         return kv_capacity.capacity(
@@ -446,12 +396,9 @@ class Engine:
 
 
 class _Device:
-    """The device's side of a run: the pool, and the chunks that it computes.
+    """The device's side of a run: the pool of keys and values, and the chunks that have started and were not read.
 
-    Attributes:
-        pool: Keys and values.
-        chunks: The chunks that have started and were not read: the tokens of a step with drafts (see
-            `draft_control.Auto.positions`), and the results.
+    A chunk has the tokens of a step with drafts (see `draft_control.Auto.positions`), and the results.
     """
 
     def __init__(
@@ -541,16 +488,9 @@ class _Device:
             drafting = self._device_texts, self._control.odds(), np.bool_(positions == 0)
         form = _form(self.pool, self._rows, drafting)
         with self._compiles(self._spec, positions or None, form):
-            self.pool, results, self._rows = decode(
-                self._variables,
-                self.pool,
-                self._rows,
-                *self._always,
-                *drafting,
-                model=self._model,
-                spec=self._spec,
-                positions=positions or None,
-            )
+            arrays = self._variables, self.pool, self._rows, *self._always, *drafting
+            static = {"model": self._model, "spec": self._spec, "positions": positions or None}
+            self.pool, results, self._rows = decode(*arrays, **static)
         self.chunks.append((positions, results))
 
 
@@ -562,19 +502,12 @@ def _form(*arrays: Any) -> Hashable:
 
 def whole(chunks: Iterator[list[RowTokens]]) -> Iterator[RowTokens]:
     """Joins the parts of each row, and yields the complete row when it ends."""
-    rows = collections.defaultdict(list)
+    rows: dict[int, list[RowTokens]] = collections.defaultdict(list)
     for part in itertools.chain.from_iterable(chunks):
         rows[part.row].append(part)
         if part.ended:
-            parts = rows.pop(part.row)
-            yield dataclasses.replace(
-                part,
-                tokens=_joined(parts, "tokens"),
-                behaviour_logps=_joined(parts, "behaviour_logps"),
-                entropies=None if parts[0].entropies is None else _joined(parts, "entropies"),
-                given=None if part.given is None else _joined(parts, "given"),
-            )
-
-
-def _joined(parts: Sequence[RowTokens], name: str) -> np.ndarray:
-    return np.concatenate([getattr(part, name) for part in parts])
+            parts, arrays = rows.pop(part.row), {}
+            for name in ("tokens", "behaviour_logps", "entropies", "given"):
+                if getattr(parts[0], name) is not None:
+                    arrays[name] = np.concatenate([getattr(part, name) for part in parts])
+            yield dataclasses.replace(part, **{"entropies": None} | arrays)

@@ -9,7 +9,7 @@ import dataclasses
 import queue
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from qerl_jax.distributed.hosts import HostLost
 from qerl_jax.distributed.mesh import Replicas
 from qerl_jax.generation.draft_control import Record
 from qerl_jax.generation.engine import Engine, whole
-from qerl_jax.generation.scheduler import QueuedPrompt, RowTokens, Schedule, TurnTaker
+from qerl_jax.generation.scheduler import QueuedPrompt, RowTokens, Schedule
 
 messages.sent(RowTokens)
 
@@ -59,29 +59,13 @@ class Fleet:
         variables: dict[str, Any],
         prompts: Sequence[QueuedPrompt],
         temperature: float | jax.Array,
-        *,
-        max_prompt_length: int,
-        max_concurrent: int | None = None,
-        rows: int | None = None,
-        turns: TurnTaker | None = None,
+        **options: Any,
     ) -> Iterator[list[RowTokens]]:
-        """Samples all rows, and yields the tokens of each device's chunks as they arrive; see `Engine.stream`.
+        """Samples all rows as `Engine.stream` does, and yields the tokens of each device's chunks as they arrive.
 
         Rows of other hosts arrive complete, after all rows of this host. Rows are distributed by expected length:
         the mean completion length of their prompt when it was last sampled, or for a new prompt the mean of the
-        others.
-
-        Args:
-            variables: The variables, as the replicas hold them.
-            prompts: Any number of prompts.
-            temperature: See `Engine.stream`.
-            max_prompt_length: See `Engine.stream`.
-            max_concurrent: Slots of each device.
-            rows: See `Engine.stream`.
-            turns: See `Engine.stream`. It is called from the devices' threads.
-
-        Returns:
-            An iterator over lists of `RowTokens`.
+        others. Variables are as the replicas hold them, and `turns` is called from the devices' threads.
 
         Raises:
             ValueError: See `Engine.stream`.
@@ -89,29 +73,15 @@ class Fleet:
         """
         if not prompts:
             return iter(())
-        schedules = self._engine.schedules(
-            variables,
-            prompts,
-            max_prompt_length=max_prompt_length,
-            max_concurrent=max_concurrent,
-            rows=rows,
-            turns=turns,
-            replicas=len(self._replicas),
-            local=self._replicas.own,
-            lengths=self._expected(prompts),
-        )
+        options |= {"replicas": len(self._replicas), "local": self._replicas.own}
+        lengths = self._expected(prompts)
+        schedules = self._engine.schedules(variables, prompts, lengths=lengths, **options)
         chunks = self._run(self._replicas.each(variables), schedules, temperature)
         return self._remembered(prompts, self._exchanged(chunks))
 
-    def completions(
-        self,
-        variables: dict[str, Any],
-        prompts: Sequence[QueuedPrompt],
-        temperature: float | jax.Array,
-        **limits: Any,
-    ) -> Iterator[RowTokens]:
+    def completions(self, *arguments: Any, **options: Any) -> Iterator[RowTokens]:
         """Samples all rows as `stream` does, and yields each complete row when it ends."""
-        return whole(self.stream(variables, prompts, temperature, **limits))
+        return whole(self.stream(*arguments, **options))
 
     def _expected(self, prompts: Sequence[QueuedPrompt]) -> list[float]:
         """Returns the expected completion length of each prompt, in tokens."""
@@ -171,17 +141,12 @@ class Fleet:
 
         def leave_if_ended():
             if ended.is_set():
-                raise _EndedError
+                raise CancelledError  # another device has failed, or the caller has stopped
 
         def drive(policy: dict[str, Any], schedule: Schedule) -> None:
+            options = {"poll": leave_if_ended, "compiles": self._replicas.compiling}
             try:
-                for rows in self._engine.run(
-                    policy,
-                    schedule,
-                    temperature,
-                    poll=leave_if_ended,
-                    compiles=self._replicas.compiling,
-                ):
+                for rows in self._engine.run(policy, schedule, temperature, **options):
                     results.put(rows)
                 results.put(None)
             except BaseException as error:
@@ -209,7 +174,3 @@ class Fleet:
 def engine_of(engine: Engine, replicas: Replicas) -> Engine | Fleet:
     """Returns the engine, or with several devices a fleet that runs it on each replica."""
     return Fleet(engine, replicas) if len(replicas) * replicas.group > 1 else engine
-
-
-class _EndedError(Exception):
-    """Raised in a device's thread to end it when another device has failed or the caller has stopped."""

@@ -19,89 +19,27 @@ MOST_SLOTS = 512
 EXPECTED_SHARE = 1 / 4
 
 
-def pages_wanted(rows: int, row_tokens: int, prompts: int, prompt_tokens: int, size: int) -> int:
-    """Returns the pages of a pool in which no row has to wait: for all rows, all shared prompts, and scratch.
-
-    Args:
-        rows: Number of rows.
-        row_tokens: Most tokens of a row.
-        prompts: Number of prompts that rows share.
-        prompt_tokens: Most tokens of a prompt in the cache.
-        size: S, tokens of a page.
-    """
-    return 1 + rows * -(-row_tokens // size) + prompts * -(-prompt_tokens // size)
-
-
 def pages_for(tokens: int, size: int) -> int:
     """Returns the pages of a pool for `tokens` tokens, plus scratch and one page that a row copies."""
     return 2 + -(-tokens // size)
 
 
-def workspace(
-    arch: Architecture, slots: int, prompts: int, length: int, itemsize: int
-) -> dict[str, int]:
-    """Returns the bytes that sampling needs in addition to the cache, by purpose.
-
-    Args:
-        arch: Shape of the policy.
-        slots: Tokens that a decode step runs: one for each row in the batch, or more with drafts.
-        prompts: Prompts that are prefilled together.
-        length: Most tokens of a prompt.
-        itemsize: Bytes of an activation.
-    """
-    tokens = most_prefilled(prompts, length)
-    return {
-        "scores": _SCORES * slots * arch.vocab_size * 4,
-        "prefill": tokens * (3 * arch.ffn_width + 4 * arch.width) * itemsize,
-    }
-
-
 def capacity(
     arch: Architecture, free: int, fraction: float | None, beside: int, itemsize: int
 ) -> int:
-    """Returns the number of tokens that the cache may hold.
+    """Returns the capacity of the cache in tokens.
 
     Args:
         arch: Shape of the policy.
         free: Free bytes of the device.
         fraction: Share of `free` for the cache; None means nine tenths of what `beside` leaves.
-        beside: Bytes of the `workspace`.
+        beside: Bytes of `Demand.workspace`.
         itemsize: Bytes of one element of a key or value.
     """
     share = _CACHE_SHARE * max(0, free - beside) if fraction is None else fraction * free
     tokens = int(share / arch.kv_bytes(itemsize))
     # Rounded down to four significant bits, so that two runs find the same program in the compilation cache.
     return tokens - tokens % (1 << max(0, tokens.bit_length() - 4))
-
-
-def best_slots(
-    rows: int,
-    wanted: Callable[[int], int],
-    offered: Callable[[int], int | None],
-    fused_rows: int = 0,
-) -> int:
-    """Returns the largest number of rows to sample at a time whose expected pages fit in the cache: at most `rows`
-    and `MOST_SLOTS`, at least 1.
-
-    Below the upper bound only numbers are tried that decoding kernels take without padding: multiples of 32 above 32,
-    and of 8 above 8. Above `fused_rows`, none is tried up to twice that, because fewer make as many tokens per second.
-
-    Args:
-        rows: Number of all rows.
-        wanted: wanted(slots) is the number of pages that the rows of these slots are expected to need.
-        offered: offered(slots) is the number of pages that fit beside the workspace of these slots; None means any
-            number.
-        fused_rows: The most rows that fused layers decode; 0 without them.
-    """
-    most = min(rows, MOST_SLOTS)
-    fewer = [*range((most - 1) // 32 * 32, 32, -32), *range(32, 8, -8), *range(8, 1, -1)]
-    for slots in (most, *(n for n in fewer if n < most)):
-        if fused_rows < slots <= 2 * fused_rows:
-            continue
-        available = offered(slots)
-        if available is None or wanted(slots) <= available:
-            return slots
-    return 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +55,7 @@ class Demand:
         page_size: S, tokens of a page.
         compact: If True, at most min(prompts, slots) prompts are prefilled together; if False, `slots`, so that
             shapes do not depend on the number of prompts.
-        itemsize: Bytes of one element of a key or value.
+        itemsize: Bytes of one element of an activation, a key or a value.
         positions: Most tokens that a step runs with drafts; 0 without drafts.
         fused_rows: The most rows that fused layers decode; 0 without them.
     """
@@ -139,27 +77,34 @@ class Demand:
 
     def pages(self, slots: int) -> int:
         """Returns the largest number of pages that rows in all slots and their shared prompts can need."""
-        shared, prompt_tokens = min(self.prompts, slots), self.max_prompt_length - 1
-        return pages_wanted(slots, self.row_tokens, shared, prompt_tokens, self.page_size)
+        return self._pages(slots, self.row_tokens, min(self.prompts, slots))
+
+    def _pages(self, rows: int, row_tokens: int, prompts: int = 1) -> int:
+        """Returns the pages of a pool in which no row has to wait: of rows, of shared prompts, and scratch."""
+        ceil = lambda tokens: -(-tokens // self.page_size)
+        return 1 + rows * ceil(row_tokens) + prompts * ceil(self.max_prompt_length - 1)
 
     def workspace(self, slots: int) -> dict[str, int]:
-        """Returns the bytes in addition to the cache, see the function `workspace`."""
-        prompts = self.prefilled(slots)
-        most = max(slots, self.positions)
-        return workspace(self.arch, most, prompts, self.max_prompt_length, self.itemsize)
+        """Returns the bytes that sampling needs in addition to the cache, by purpose."""
+        arch, prompts = self.arch, most_prefilled(self.prefilled(slots), self.max_prompt_length)
+        return {
+            "scores": _SCORES * max(slots, self.positions) * arch.vocab_size * 4,
+            "prefill": prompts * (3 * arch.ffn_width + 4 * arch.width) * self.itemsize,
+        }
 
-    def expected_pages(self, slots: int) -> int:
+    def _expected_pages(self, slots: int) -> int:
         """Returns the pages of rows that need a quarter of their limit, but at least those of one longest row."""
         prompt = self.max_prompt_length - 1
         tokens = prompt + math.ceil(EXPECTED_SHARE * (self.row_tokens - prompt))
-        many = pages_wanted(slots, tokens, 1, prompt, self.page_size)
-        return max(many, pages_wanted(1, self.row_tokens, 1, prompt, self.page_size))
+        return max(self._pages(slots, tokens), self._pages(1, self.row_tokens))
 
     def slots(self, max_concurrent: int | None, capacity: Callable[[int], int | None]) -> int:
         """Returns the number of rows to sample at a time: `max_concurrent`, or its default if that is None.
 
         The default is that of rollouts, evaluations and `Policy`: as many rows as fit in the cache if each needs a
-        quarter of its limit, see `best_slots`.
+        quarter of its limit, at most `rows` and `MOST_SLOTS`, at least 1. Below the upper bound only numbers are tried
+        that decoding kernels take without padding: multiples of 32 above 32, and of 8 above 8. Above `fused_rows`, none
+        is tried up to twice that, because fewer make as many tokens per second.
 
         Args:
             max_concurrent: The number that the user wants; None for the default.
@@ -167,12 +112,15 @@ class Demand:
         """
         if max_concurrent is not None:
             return max_concurrent
-
-        def offered(slots: int) -> int | None:
+        most = min(self.rows, MOST_SLOTS)
+        fewer = [*range((most - 1) // 32 * 32, 32, -32), *range(32, 8, -8), *range(8, 1, -1)]
+        for slots in (most, *(n for n in fewer if n < most)):
+            if self.fused_rows < slots <= 2 * self.fused_rows:
+                continue
             tokens = capacity(slots)
-            return None if tokens is None else pages_for(tokens, self.page_size)
-
-        return best_slots(self.rows, self.expected_pages, offered, self.fused_rows)
+            if tokens is None or self._expected_pages(slots) <= pages_for(tokens, self.page_size):
+                return slots
+        return 1
 
 
 def rows_that_fit(arch: Architecture, memory: float | None, tokens: int, itemsize: int) -> int:
@@ -182,7 +130,7 @@ def rows_that_fit(arch: Architecture, memory: float | None, tokens: int, itemsiz
         arch: Shape of the policy.
         memory: Bytes of the device; None if the device does not report them.
         tokens: Most tokens of a row.
-        itemsize: Bytes of one element of a key or value.
+        itemsize: See `Demand`.
     """
     share = _ROWS_SHARE * (memory or _UNREPORTED_MEMORY)
     return max(1, int(share / (tokens * arch.kv_bytes(itemsize))))

@@ -12,14 +12,11 @@ import numpy as np
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """A tree of bool and 32-bit arrays, stored in one array. It can be packed and unpacked on the host or under jit.
+    """A tree of bool and 32-bit arrays, stored in one array. It can be packed and unpacked on the host or under jit."""
 
-    Attributes:
-        words: int32 [n], the concatenated bits of the arrays; a bool takes a word.
-        form: The structure of the tree, and the shape and dtype of each array; static.
-    """
-
+    # int32 [n], the concatenated bits of the arrays; a bool takes a word.
     words: Any
+    # The structure of the tree, and the shape and dtype of each array.
     form: Any = dataclasses.field(metadata={"static": True})
 
     @classmethod

@@ -34,12 +34,8 @@ def program(*static_argnames: str, gives: Any = BY_HEADS):
     """Makes a decorator that jits a function of variables, pool and further arrays; the pool is donated.
 
     If a group of devices shares the base, each computes on its own parts. If the group decodes rows together (tensor
-    parallel), each runs its part of the model (`Transformer.own_part`), with the pool of its heads.
-
-    Args:
-        *static_argnames: Names of arguments that are not arrays.
-        gives: In tensor parallel, the sharding of each member of the result; False for one that is the same on all
-            devices.
+    parallel), each runs its part of the model (`Transformer.own_part`), with the pool of its heads. `gives` then has the
+    sharding of each member of the result; False for one that is the same on all devices.
     """
 
     def jitted(function) -> Program:

@@ -14,10 +14,8 @@ def encode(
     problems: Sequence[Problem], tokenizer: Tokenizer, tools: Tools | None = None
 ) -> tuple[np.ndarray, ...]:
     """Returns the tokens of each problem's prompt, int32 [tokens], which lists the tools if there are any."""
-    if tools is not None:
-        ids = tools.encode(tokenizer, problems)
-    else:
-        ids = tokenizer.encode([problem.prompt for problem in problems])
+    texts = [problem.prompt for problem in problems]
+    ids = tokenizer.encode(texts) if tools is None else tools.encode(tokenizer, problems)
     return tuple(np.array(tokens, np.int32) for tokens in ids)
 
 
@@ -52,28 +50,20 @@ def admit(
         raise ValueError(
             f"prompt of problem {lengths.index(0)}: must have at least one token; got none"
         )
-    longest = max(lengths)
-    if longest <= max_prompt_length:
+    pairs, field = zip(problems, lengths, strict=True), "data.max_prompt_length"
+    short = [problem for problem, length in pairs if length <= max_prompt_length]
+    if len(short) == len(problems):
         return problems
-    too_long = sum(length > max_prompt_length for length in lengths)
-    require(
-        overlong != "error",
-        "data.max_prompt_length",
-        max_prompt_length,
-        f"{too_long} of {len(problems)} {what} are longer (problem {lengths.index(longest)} has "
-        f'{longest} tokens): raise it, or set data.overlong_prompts = "drop"',
+    longest = max(lengths)
+    too_long = f"{len(problems) - len(short)} of {len(problems)} {what} are"
+    rule = (
+        f"{too_long} longer (problem {lengths.index(longest)} has {longest} tokens): raise it, or set "
+        'data.overlong_prompts = "drop"'
     )
-    short = [
-        problem
-        for problem, length in zip(problems, lengths, strict=True)
-        if length <= max_prompt_length
-    ]
-    require(bool(short), "data.max_prompt_length", max_prompt_length, "no prompt is that short")
+    require(overlong != "error", field, max_prompt_length, rule)
+    require(bool(short), field, max_prompt_length, "no prompt is that short")
     if log:
-        log(
-            f"{too_long} of {len(problems)} {what} are left out: longer than data.max_prompt_length = "
-            f"{max_prompt_length}"
-        )
+        log(f"{too_long} left out: longer than {field} = {max_prompt_length}")
     return short
 
 
@@ -85,11 +75,6 @@ def with_observations(
     Raises:
         ValueError: If an environment cannot be reset, or a prompt is then longer than `max_prompt_length`.
     """
-    return admit(
-        observed(tools, problems),
-        tokenizer,
-        max_prompt_length=max_prompt_length,
-        overlong="error",
-        tools=tools,
-        what="prompts with what the environment says",
-    )
+    options = {"max_prompt_length": max_prompt_length, "overlong": "error", "tools": tools}
+    what = "prompts with what the environment says"
+    return admit(observed(tools, problems), tokenizer, what=what, **options)

@@ -1,6 +1,5 @@
 """Keeps the completions of each prompt when it was last sampled, in which drafts are searched in later epochs."""
 
-import collections
 import threading
 
 import numpy as np
@@ -10,18 +9,12 @@ _MOST_TOKENS = 1 << 25
 
 
 class Recall:
-    """The completions of each prompt from one round of sampling. Several threads may add to a round at the same time.
+    """The completions of each prompt from one round of sampling. Several threads may add to a round at the same time."""
 
-    Args:
-        most_tokens: The most tokens of completions that are kept.
-    """
-
-    def __init__(self, most_tokens: int = _MOST_TOKENS):
-        self._most, self._held, self._rounds = most_tokens, 0, 0
+    def __init__(self):
+        self._held = self._rounds = 0
         # The round and its completions, by the bytes of a prompt's tokens; those of the last round come last.
-        self._texts: collections.OrderedDict[bytes, tuple[int, list[np.ndarray]]] = (
-            collections.OrderedDict()
-        )
+        self._texts: dict[bytes, tuple[int, list[np.ndarray]]] = {}
         self._lock = threading.Lock()
 
     def begin(self) -> int:
@@ -36,14 +29,9 @@ class Recall:
             return tuple(self._texts.get(prompt.tobytes(), (0, ()))[1])
 
     def add(self, number: int, prompt: np.ndarray, completion: np.ndarray) -> None:
-        """Adds a completion.
+        """Adds a completion int32 [n] of a prompt int32 [T] to the round of this number.
 
         The first completion of a prompt in a round replaces those of earlier rounds.
-
-        Args:
-            number: The round's number.
-            prompt: int32 [T].
-            completion: int32 [n].
         """
         key = prompt.tobytes()
         with self._lock:
@@ -54,6 +42,6 @@ class Recall:
             texts.append(completion)
             self._texts[key] = number, texts
             self._held += len(completion)
-            while self._held > self._most:
-                _, (_, dropped) = self._texts.popitem(last=False)
+            while self._held > _MOST_TOKENS:
+                _, dropped = self._texts.pop(next(iter(self._texts)))
                 self._held -= sum(map(len, dropped))

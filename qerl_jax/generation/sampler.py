@@ -9,6 +9,7 @@ for completion in sampler.ask(variables, problems, keys):
 import concurrent.futures
 import contextlib
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
@@ -25,7 +26,7 @@ from qerl_jax.generation.engine import Engine
 from qerl_jax.generation.fleet import Fleet, engine_of
 from qerl_jax.generation.prompts import encode, with_observations
 from qerl_jax.generation.sampling_params import EngineLimits, SamplingParams
-from qerl_jax.generation.scheduler import QueuedPrompt, RowTokens
+from qerl_jax.generation.scheduler import QueuedPrompt, RowTokens, power_of_two
 from qerl_jax.generation.stop_strings import StopStrings, text_before, with_stop_tokens
 from qerl_jax.model.transformer import Transformer
 from qerl_jax.tools.conversations import Conversation, Conversations, Tools, observed
@@ -36,8 +37,8 @@ class Completion:
     """A completion that has ended.
 
     Attributes:
-        row: Its tokens and their log-probabilities; `row.row` is its index among all completions of the call, in
-            which those of a problem are neighbours.
+        row: Its tokens; `row.row` is its index among all completions of the call, in which those of a problem are
+            neighbours.
         problem: Its problem; with an environment, the prompt has the first observation.
         prompt_ids: int32 [tokens], the prompt as the policy saw it.
         pending_text: Future of `text`.
@@ -114,24 +115,12 @@ class Sampler:
             **options: `chunk`, `entropies`, `compact` and `poll` of `Engine.of`.
         """
         params = with_stop_tokens(params, tokenizer)
-        engine = Engine.of(
-            model,
-            tokenizer,
-            params,
-            kv_cache_tokens=limits.kv_cache_tokens,
-            kv_cache_fraction=limits.kv_cache_fraction,
-            **options,
-        )
-        return cls(
-            engine_of(engine, replicas),
-            tokenizer,
-            params,
-            max_prompt_length,
-            limits.max_concurrent,
-            model.arch.context,
-            tools,
-            replicas.hosts,
-        )
+        options |= {
+            name: getattr(limits, name) for name in ("kv_cache_tokens", "kv_cache_fraction")
+        }
+        engine = engine_of(Engine.of(model, tokenizer, params, **options), replicas)
+        shapes = max_prompt_length, limits.max_concurrent, model.arch.context
+        return cls(engine, tokenizer, params, *shapes, tools, replicas.hosts)
 
     def ask(
         self,
@@ -163,7 +152,8 @@ class Sampler:
         Raises:
             ValueError: At the call, if a prompt is empty or too long, or an environment cannot be reset.
         """
-        row_problems, queue, shapes = self._prepared(variables, problems, keys, groups)
+        noise = variables.get("noise")
+        row_problems, queue, shapes = self._prepared(noise, problems, keys, groups)
         conversations = None
         if self.tools is not None:
             of_rows = [problem for problem, _ in row_problems]
@@ -176,36 +166,28 @@ class Sampler:
     def stream(self, variables: dict[str, Any], problem: Problem, key: np.ndarray) -> Iterator[str]:
         """Yields the text of one completion in pieces, as it is sampled, up to its stop string; without tools.
 
-        Args:
-            variables: See `ask`.
-            problem: The problem.
-            key: Key data of the completion, uint32 [...].
-
-        Raises:
-            ValueError: See `ask`.
+        `key` is the key data of the completion, uint32 [...]. See `ask` for the variables and errors.
         """
-        _, queue, shapes = self._prepared(variables, [problem], [key[None]], None)
+        _, queue, shapes = self._prepared(variables.get("noise"), [problem], [key[None]])
         tokens, shown = [], ""
         stops = StopStrings(tuple(self.params.stop), self.tokenizer.decode)
         for (piece,) in self.engine.stream(variables, queue, self.params.temperature, **shapes):
             tokens += piece.tokens.tolist()
             text = self.tokenizer.decode(tokens)
-            # The next token may complete a character or a stop string, so such an end is held back.
-            text = (
-                text_before(text, tokens, self.params, self.tokenizer.decode)
-                if piece.ended
-                else stops.settled(text.rstrip("\ufffd"))
-            )
+            if piece.ended:
+                text = text_before(text, tokens, self.params, self.tokenizer.decode)
+            else:  # the next token may complete a character or a stop string
+                text = stops.settled(text.rstrip("\ufffd"))
             if len(text) > len(shown):
                 yield text[len(shown) :]
                 shown = text
 
     def _prepared(
         self,
-        variables: dict[str, Any],
+        noise: Any,
         problems: Sequence[Problem],
         keys: Sequence[np.ndarray],
-        groups: Sequence[int] | np.ndarray | None,
+        groups: Sequence[int] | np.ndarray | None = None,
     ) -> tuple[list[tuple[Problem, np.ndarray]], list[QueuedPrompt], dict[str, Any]]:
         """Returns the problem and the prompt of each row, the engine's queue, and its arguments that choose shapes."""
         width = self.max_prompt_length
@@ -215,17 +197,16 @@ class Sampler:
             problems = with_observations(self.tools, problems, self.tokenizer, width)
         prompts = encode(problems, self.tokenizer, self.tools)
         limits = [self._limit(index, len(ids)) for index, ids in enumerate(prompts)]
-        groups = np.arange(len(problems)) if groups is None else np.asarray(groups)
-        queue = _queue(prompts, keys, limits, variables.get("noise"), groups)
-        row_problems = [
-            (problem, ids)
-            for problem, ids, of_rows in zip(problems, prompts, keys, strict=True)
-            for _ in of_rows
-        ]
+        queue = [QueuedPrompt(*row) for row in zip(prompts, keys, limits, strict=True)]
+        if isinstance(noise, RowNoise):
+            groups = np.arange(len(problems)) if groups is None else np.asarray(groups)
+            queue = _with_noise(queue, noise, groups)
+        pairs = zip(zip(problems, prompts, strict=True), keys, strict=True)
+        row_problems = [pair for pair, of_rows in pairs for _ in of_rows]
         rows = len(row_problems)
         shapes: dict[str, Any] = {}
         if width is None:
-            width, rows = _power_of_two(max(map(len, prompts))), _power_of_two(rows)
+            width, rows = power_of_two(max(map(len, prompts))), power_of_two(rows)
             shapes["rows"] = rows
         slots = self.max_concurrent and min(rows, self.max_concurrent)
         return row_problems, queue, shapes | {"max_prompt_length": width, "max_concurrent": slots}
@@ -246,41 +227,34 @@ class Sampler:
         conversations: Conversations | None,
         on_text: Callable[[int, str], None] | None,
     ) -> Iterator[Completion]:
-        def report(row: int, text: str) -> str:
-            if on_text is not None:
-                on_text(row, text)
-            return text
-
-        def decoded(row: RowTokens) -> str:
-            return report(row.row, self.tokenizer.decode(row.tokens))
-
-        def last_turn(row: int, conversation: concurrent.futures.Future[Conversation]) -> str:
-            return report(row, conversation.result().text)
-
         futures: dict[int, concurrent.futures.Future[Conversation]] = {}
         of_others: list[RowTokens] = []
 
-        def with_conversation(row: RowTokens) -> Completion:
-            future = futures[row.row]
-            text = thread.submit(last_turn, row.row, future)
-            return Completion(row, *row_problems[row.row], text, future)
+        def text_of(row: RowTokens) -> str:
+            talk = futures.get(row.row)
+            text = talk.result().text if talk else self.tokenizer.decode(row.tokens)
+            if on_text is not None:
+                on_text(row.row, text)
+            return text
+
+        def completion(row: RowTokens) -> Completion:
+            text = thread.submit(text_of, row)
+            return Completion(row, *row_problems[row.row], text, futures.get(row.row))
 
         # If sampling fails, rows are abandoned before the thread is joined, because it waits for rows to end.
         with concurrent.futures.ThreadPoolExecutor(1) as thread, contextlib.ExitStack() as failed:
             if conversations is not None:
                 failed.callback(conversations.abandon)
             for row in rows:
-                if conversations is None:
-                    yield Completion(row, *row_problems[row.row], thread.submit(decoded, row))
-                elif row.is_own:
-                    futures[row.row] = conversations.ended(row.row, row.tokens)
-                    yield with_conversation(row)
-                else:
+                if conversations is not None and not row.is_own:
                     of_others.append(row)
+                    continue
+                if conversations is not None:
+                    futures[row.row] = conversations.ended(row.row, row.tokens)
+                yield completion(row)
             if conversations is not None:
                 futures |= _exchanged(self.hosts, futures)
-                for row in sorted(of_others, key=lambda row: row.row):
-                    yield with_conversation(row)
+                yield from map(completion, sorted(of_others, key=lambda row: row.row))
             failed.pop_all()
 
 
@@ -292,12 +266,7 @@ def row_keys(key: jax.Array, problems: int, n: int, first_row: int = 0) -> np.nd
 
 @jax.jit
 def _row_keys(key: jax.Array, rows: jax.Array) -> jax.Array:
-    """Returns the PRNG key data of rows int32 [B], uint32 [B, 2]."""
     return jax.random.key_data(jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, rows))
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
 
 
 def _exchanged(
@@ -306,30 +275,23 @@ def _exchanged(
     """Sends the conversations of this host's rows to the other hosts, and returns those of their rows."""
     done = {row: future.result() for row, future in futures.items()}
     others: dict[int, concurrent.futures.Future[Conversation]] = {}
-    for of_host in hosts.gathered(done):
-        for row in of_host.keys() - done.keys():
+    for row, conversation in itertools.chain(*map(dict.items, hosts.gathered(done))):
+        if row not in done:
             others[row] = concurrent.futures.Future()
-            others[row].set_result(of_host[row])
+            others[row].set_result(conversation)
     return others
 
 
-def _queue(
-    prompts: Sequence[np.ndarray],
-    keys: Sequence[np.ndarray],
-    limits: Sequence[int],
-    noise: Any,
-    groups: np.ndarray,
+def _with_noise(
+    queue: Sequence[QueuedPrompt], noise: RowNoise, groups: np.ndarray
 ) -> list[QueuedPrompt]:
-    """Makes the engine's queue: prompts with the keys of their completions, limits, and numbers of row noise."""
-    numbers = [None] * len(prompts)
-    if isinstance(noise, RowNoise):
-        numbers = noise.numbers(groups, len(keys[0]))
-    queue = [QueuedPrompt(*row) for row in zip(prompts, keys, limits, numbers, strict=True)]
-    if not isinstance(noise, RowNoise) or noise.per != "sequence":
-        return queue
+    """Returns the engine's queue with the numbers of row noise."""
+    pairs = zip(queue, noise.numbers(groups, len(queue[0].keys)), strict=True)
+    if noise.per != "sequence":
+        return [dataclasses.replace(prompt, noise=numbers) for prompt, numbers in pairs]
     # With noise per sequence the keys and values of the prompt differ between completions, too.
     return [
         QueuedPrompt(prompt.tokens, key[None], prompt.limit, number[None])
-        for prompt in queue
-        for key, number in zip(prompt.keys, prompt.noise, strict=True)
+        for prompt, numbers in pairs
+        for key, number in zip(prompt.keys, numbers, strict=True)
     ]

@@ -13,14 +13,8 @@ _BLOCK = 128
 def truncate(logps: jax.Array, params: SamplingParams) -> jax.Array:
     """Restricts sampling to likely tokens: top-k, then top-p, then min-p, as in transformers (vLLM applies min_p first).
 
-    Tokens as likely as the last one that top_k or top_p allows are allowed, too.
-
-    Args:
-        logps: float32 [..., V] log-probabilities.
-        params: Its `top_k`, `top_p` and `min_p` are used.
-
-    Returns:
-        The log-probabilities, with -inf at the tokens that may not be sampled.
+    Tokens as likely as the last one that top_k or top_p allows are allowed, too. Returns the log-probabilities, float32
+    [..., V], with -inf at the tokens that may not be sampled.
     """
     if 0 < params.top_k < logps.shape[-1]:
         allowed = _likeliest(logps, jnp.ones_like(logps, jnp.int32), params.top_k)
@@ -61,12 +55,9 @@ def penalize(scores: jax.Array, seen: jax.Array, penalty: float) -> jax.Array:
     This is CTRL's penalty (arXiv 1909.05858), as in transformers and vLLM.
 
     Args:
-        scores: float32 [B, V] logits.
+        scores: float32 [B, V] logits, as the result.
         seen: bool [B, V], whether the prompt or the completion so far contains the token.
         penalty: A value above 1 makes seen tokens less likely, one between 0 and 1 more likely.
-
-    Returns:
-        float32 [B, V].
     """
     return jnp.where(seen, jnp.where(scores > 0, scores / penalty, scores * penalty), scores)
 
@@ -106,10 +97,9 @@ def next_token(
         int32 [B] tokens, and their float32 [B] log-probabilities in nats: those of `scores` at the temperature,
         before penalty and truncation.
     """
-    logps = logprobs.log_softmax(scores, temperature, num_tokens)
-    sampled = (
-        logps if penalized is None else logprobs.log_softmax(penalized, temperature, num_tokens)
-    )
+    logps = sampled = logprobs.log_softmax(scores, temperature, num_tokens)
+    if penalized is not None:
+        sampled = logprobs.log_softmax(penalized, temperature, num_tokens)
     token = _draw(truncate(sampled, params), keys, temperature)
     return token, jnp.take_along_axis(logps, token[:, None], axis=-1)[:, 0]
 
@@ -121,66 +111,16 @@ def _draw(logps: jax.Array, keys: jax.Array, temperature: jax.Array) -> jax.Arra
     and then to the ids of that block. The distribution is the same, but 1,300 random numbers are needed instead of
     150,000. A row's noise depends only on its key.
     """
-    padded = _in_blocks(logps)
-    of_blocks, of_ids = _noise(keys, *padded.shape[1:])
-    is_sampled = temperature > 0
-    mass, likeliest = _mass(padded), jnp.max(padded, axis=-1)
-    block = jnp.argmax(jnp.where(is_sampled, mass + of_blocks, likeliest), axis=-1)
-    inside = jnp.take_along_axis(padded, block[:, None, None], axis=1)[:, 0]
-    index = jnp.argmax(inside + jnp.where(is_sampled, of_ids, 0.0), axis=-1)
-    return (block * padded.shape[2] + index).astype(jnp.int32)
-
-
-def lead(
-    logps: jax.Array,
-    keys: jax.Array,
-    temperature: jax.Array,
-    tokens: jax.Array,
-    others: jax.Array,
-) -> jax.Array:
-    """Computes by how much one token is ahead of another one in the comparison that samples a row's token.
-
-    Sampling compares log-probabilities with noise added. If two computations of the same log-probabilities give
-    different tokens, the lead of one over the other is at most the rounding difference between the two computations.
-
-    Args:
-        logps: float32 [B, V] log-probabilities, after truncation.
-        keys: PRNG keys [B], those of `next_token`.
-        temperature: float32 scalar; at 0 there is no noise, and the log-probabilities themselves are compared.
-        tokens: int32 [B].
-        others: int32 [B].
-
-    Returns:
-        float32 [B], in nats; negative if the other token is ahead, 0 if the two are equal. If the tokens are in
-        different blocks, it is the lead of the one block over the other.
-    """
-    padded = _in_blocks(logps)
-    of_blocks, of_ids = _noise(keys, *padded.shape[1:])
-    rows, size = jnp.arange(len(logps)), padded.shape[2]
-    blocks, indices = zip(*(jnp.divmod(ids, size) for ids in (tokens, others)), strict=True)
-    of_block, of_other_block = ((_mass(padded) + of_blocks)[rows, block] for block in blocks)
-    first, second = (
-        padded[rows, block, index] + of_ids[rows, index]
-        for block, index in zip(blocks, indices, strict=True)
-    )
-    sampled = jnp.where(blocks[0] == blocks[1], first - second, of_block - of_other_block)
-    return jnp.where(temperature > 0, sampled, logps[rows, tokens] - logps[rows, others])
-
-
-def _in_blocks(logps: jax.Array) -> jax.Array:
-    """Reshapes [B, V] to [B, blocks, ids of a block], padded with -inf."""
     rows, vocab = logps.shape
     size = min(_BLOCK, vocab)
     padding = ((0, 0), (0, -vocab % size))
-    return jnp.pad(logps, padding, constant_values=-jnp.inf).reshape(rows, -1, size)
-
-
-def _mass(padded: jax.Array) -> jax.Array:
-    """Returns the log-probability of each block, [B, blocks]."""
-    return jnp.log(jnp.sum(jnp.exp(padded), axis=-1))
-
-
-def _noise(keys: jax.Array, blocks: int, size: int) -> list[jax.Array]:
-    """Returns Gumbel noise for the blocks, [B, blocks], and for the ids of the chosen block, [B, size]."""
+    padded = jnp.pad(logps, padding, constant_values=-jnp.inf).reshape(rows, -1, size)
+    blocks = padded.shape[1]
     bits = jax.vmap(lambda key: jax.random.bits(key, (blocks + size,), jnp.uint32))(keys)
-    return jnp.split(gumbel(bits), [blocks], axis=1)
+    of_blocks, of_ids = jnp.split(gumbel(bits), [blocks], axis=1)
+    is_sampled = temperature > 0
+    mass, likeliest = jnp.log(jnp.sum(jnp.exp(padded), axis=-1)), jnp.max(padded, axis=-1)
+    block = jnp.argmax(jnp.where(is_sampled, mass + of_blocks, likeliest), axis=-1)
+    inside = jnp.take_along_axis(padded, block[:, None, None], axis=1)[:, 0]
+    index = jnp.argmax(inside + jnp.where(is_sampled, of_ids, 0.0), axis=-1)
+    return (block * size + index).astype(jnp.int32)

@@ -60,6 +60,8 @@ class QueuedPrompt:
         return (len(self.tokens) - 1) // page_size if len(self.keys) > 1 else 0
 
 
+# Why a row ended: a stop token or string, or its limit.
+type Ending = Literal["stop", "length"]
 # Called with a row's number and its tokens so far when its turn has ended. Returns None if the row ends there,
 # otherwise a future of the tokens that follow. The row is forced to take them; an empty list ends it.
 type TurnTaker = Callable[[int, Sequence[int]], "concurrent.futures.Future[Sequence[int]] | None"]
@@ -73,7 +75,7 @@ class RowTokens:
         row: Number of the row; rows are numbered through all prompts.
         tokens: int32 [n].
         behaviour_logps: float32 [n], in nats; 0 for given tokens.
-        ended: Why the row ended: a stop token or string ("stop"), or its limit ("length"); None if it has not ended.
+        ended: Why the row ended; None if it has not ended.
         entropies: float32 [n], the entropy of each token's distribution in nats, 0 for given tokens; None if they
             were not asked for.
         given: bool [n], marks tokens that were given by a `TurnTaker` and not sampled; None without one.
@@ -83,7 +85,7 @@ class RowTokens:
     row: int
     tokens: np.ndarray
     behaviour_logps: np.ndarray
-    ended: Literal["stop", "length"] | None
+    ended: Ending | None
     entropies: np.ndarray | None = None
     given: np.ndarray | None = None
     is_own: bool = True
@@ -168,7 +170,7 @@ class Shapes:
 
     def bucket(self, length: int) -> int:
         """Returns the length to which a prompt is padded: a power of two, or that of the longest prompt."""
-        return min(_widest(self.longest_prefill), max(_SMALLEST_BUCKET, _power_of_two(length)))
+        return min(_widest(self.longest_prefill), max(_SMALLEST_BUCKET, power_of_two(length)))
 
 
 def prefilled_together(prompts: int, length: int) -> int:
@@ -177,7 +179,7 @@ def prefilled_together(prompts: int, length: int) -> int:
     If there are more prompts than rows, further prefills follow.
     """
     at_once = max(1, _PREFILL_TOKENS // length)
-    return min(_power_of_two(prompts), _power_of_two(at_once + 1) // 2)
+    return min(power_of_two(prompts), power_of_two(at_once + 1) // 2)
 
 
 def most_prefilled(prompts: int, length: int) -> int:
@@ -192,7 +194,7 @@ def _widest(longest: int) -> int:
     return max(1, -(-longest // 16)) * 16
 
 
-def _power_of_two(number: int) -> int:
+def power_of_two(number: int) -> int:
     """Returns the smallest power of two that is at least `number`."""
     return 1 << max(0, number - 1).bit_length()
 
@@ -219,8 +221,6 @@ class _Cached:
     rows_left: int
     pages: list[int] = dataclasses.field(default_factory=list)
     ended: list[np.ndarray] = dataclasses.field(default_factory=list)
-    # Cache of `ended_texts`: the number of ended completions, the argument, and the result.
-    _known: tuple[int, int, np.ndarray] | None = None
 
     @property
     def filled(self) -> int:
@@ -233,11 +233,6 @@ class _Cached:
         Each follows the prompt's last tokens, so that a row that begins finds a match, and is followed by -1. If not
         all fit, the latest are kept.
         """
-        if self._known is None or self._known[:2] != (len(self.ended), most):
-            self._known = len(self.ended), most, self._last_texts(most)
-        return self._known[2]
-
-    def _last_texts(self, most: int) -> np.ndarray:
         begin = self.prompt.tokens[-LONGEST_MATCH:]
         texts: list[np.ndarray] = [np.zeros(0, np.int32)]
         for text in (*reversed(self.ended), *reversed(self.prompt.earlier)):
@@ -251,17 +246,11 @@ class _Cached:
 
 @dataclasses.dataclass(eq=False)
 class Move:
-    """Pages of a row whose contents move to the host, or back to the device.
+    """Pages of a row whose contents move to the host, or back to the device."""
 
-    Attributes:
-        pages: The pages on the device, to read from or to write to.
-        contents: The contents on the host, in the format of `device_pool.taken`, which the engine sets.
-        skipped: Number of pages at the beginning of the contents that are not written back.
-    """
-
-    pages: list[int]
-    contents: Any = None
-    skipped: int = 0
+    pages: list[int]  # on the device, to read from or to write to
+    contents: Any = None  # on the host, in the format of `device_pool.taken`; the engine sets them
+    skipped: int = 0  # number of pages at the beginning of the contents that are not written back
 
 
 @dataclasses.dataclass(eq=False)
@@ -286,6 +275,11 @@ class _Row:
     begun: int = 0
     _text: np.ndarray | None = None
 
+    @property
+    def limit(self) -> int:
+        """The most tokens of the completion."""
+        return self.cached.prompt.limit
+
     def text(self) -> np.ndarray:
         """Returns the tokens of prompt and completion, int32 [n]."""
         if self._text is None:
@@ -294,12 +288,6 @@ class _Row:
         if new := len(self.cached.prompt.tokens) + len(self.tokens) - len(self._text):
             self._text = np.concatenate([self._text, np.array(self.tokens[-new:], np.int32)])
         return self._text
-
-
-def _ending(row: int, why: Literal["stop", "length"]) -> RowTokens:
-    """Returns the end of a row without further tokens."""
-    none = np.zeros(0, np.float32)
-    return RowTokens(row, np.zeros(0, np.int32), none, why, none, np.zeros(0, bool))
 
 
 def distribute(
@@ -342,6 +330,16 @@ class Schedule:
     prefilled only if no cached prompt has a row left to begin, no row is parked, and enough pages stay free for the
     longest row. So the row that began first can always continue. (vLLM also preempts the latest row, but computes
     its pages again, arXiv 2309.06180.)
+
+    Args:
+        shapes: The shapes for which programs are compiled.
+        num_pages: Pages of the pool.
+        queues: Waiting prompts of this and other devices, from `distribute`.
+        turns: Answers rows whose turn has ended; None for single-turn rows.
+        replica: Index of this device's queue.
+        row_lengths: The number of tokens after which each row ends, as if by a stop token; None lets rows end as they
+            do.
+        ended: Called as ended(prompt, completion) with the tokens of each row that ends, if there are drafts.
     """
 
     def __init__(
@@ -355,18 +353,6 @@ class Schedule:
         row_lengths: Sequence[int] | None = None,
         ended: Callable[[np.ndarray, np.ndarray], None] = lambda prompt, completion: None,
     ):
-        """Creates a schedule; no row begins yet.
-
-        Args:
-            shapes: The shapes for which programs are compiled.
-            num_pages: Pages of the pool.
-            queues: Waiting prompts of this and other devices, from `distribute`.
-            turns: Answers rows whose turn has ended; None for single-turn rows.
-            replica: Index of this device's queue.
-            row_lengths: The number of tokens after which each row ends, as if by a stop token; None lets rows end as
-                they do.
-            ended: Called as ended(prompt, completion) with the tokens of each row that ends, if there are drafts.
-        """
         self.num_pages = num_pages
         self._turns, self._ended, self._row_lengths = turns, ended, row_lengths
         self._shapes, self._pages = shapes, Pages(num_pages)
@@ -377,8 +363,7 @@ class Schedule:
         # Sorted by the order in which they began.
         self._parked: list[_Row] = []
         self._returns: list[Move] = []
-        self._begun = 0
-        self.times_parked = 0
+        self._begun = self.times_parked = 0
         # Cache of `Slots.texts`, and its key: the prompt of each slot and the number of its ended completions.
         self._texts: tuple[list, Texts] | None = None
         # Whether the device continues a row that the host has ended or paused (by a stop string, or for a reply).
@@ -437,27 +422,16 @@ class Schedule:
         tables = np.zeros((together, self._ceil(bucket)), np.int32)
         noise = None if chosen[0].prompt.noise is None else np.zeros(together, np.int32)
         for line, cached in enumerate(chosen):
-            cached.pages = self._pages.take(self._ceil(cached.filled))
-            tokens[line, : cached.filled] = cached.prompt.tokens[:-1]
+            prompt, cached.pages = cached.prompt, self._pages.take(self._ceil(cached.filled))
+            tokens[line, : cached.filled] = prompt.tokens[:-1]
             tables[line, : len(cached.pages)] = cached.pages
-            numbers = cached.prompt.noise
+            numbers = [None] * len(prompt.keys)
             if noise is not None:
+                numbers = prompt.noise.tolist()
                 noise[line] = numbers[0]
-            self._ready.extend(
-                _Row(
-                    cached,
-                    cached.first_row + index,
-                    key,
-                    noise=None if numbers is None else int(numbers[index]),
-                )
-                for index, key in enumerate(cached.prompt.keys)
-            )
+            rows = zip(itertools.count(cached.first_row), prompt.keys, numbers, strict=False)
+            self._ready.extend(_Row(cached, *row) for row in rows)
         return tokens, tables, noise
-
-    @property
-    def has_drafts(self) -> bool:
-        """Whether drafts are used when the batch is small."""
-        return self._shapes.drafted > 0
 
     @property
     def live(self) -> int:
@@ -470,22 +444,24 @@ class Schedule:
         An empty reply ends a row. So does a reply after which no token could be sampled within the limit.
 
         Returns:
-            The ends of the rows that ended.
+            The ends of the rows that ended, without further tokens.
 
         Raises:
             Exception: An error that a `TurnTaker` raised.
         """
-        ended = []
+        ended, none = [], np.zeros(0, np.float32)
         for slot, row in self._running():
             if row.reply is None or not row.reply.done():
                 continue
             reply, row.reply = list(row.reply.result()), None
-            fits = len(row.tokens) + len(reply) < row.cached.prompt.limit
-            if reply and fits:
+            if reply and len(row.tokens) + len(reply) < row.limit:
                 row.forced, row.begun = reply, len(row.tokens) + len(reply)
                 continue
             self._free(slot)
-            ended.append(_ending(row.index, "length" if reply else "stop"))
+            why: Ending = "length" if reply else "stop"
+            ended.append(
+                RowTokens(row.index, none.astype(np.int32), none, why, none, none.astype(bool))
+            )
         return ended
 
     def wait(self, seconds: float) -> None:
@@ -505,67 +481,53 @@ class Schedule:
     def slots(self, with_history: bool) -> Slots:
         """Returns the next chunk's rows, moved into the smallest batch that holds them.
 
-        Args:
-            with_history: Whether `history` is needed even without drafts.
+        `with_history` asks for their history even without drafts.
         """
-        self._overtaken = False
+        shapes, self._overtaken = self._shapes, False
         size, rows = self._size(), [row for _, row in self._running()]
-        drafts = size <= self._shapes.drafted
-        patience = self._patience(size)
+        stride, drafts, patience = shapes.stride(size), size <= shapes.drafted, self._patience(size)
         self._is_impatient = drafts and patience < _NEVER
         if size < len(self._slots):
             self._slots = rows + [None] * (size - len(rows))
-        slots = Slots(
-            tables=np.zeros((size, self._shapes.table_width), np.int32),
-            ends=np.zeros(size, np.int32),
-            token=np.zeros(size, np.int32),
-            step=np.zeros(size, np.int32),
-            limit=np.zeros(size, np.int32),
+
+        def numbers(of: Callable[[_Row], int]) -> np.ndarray:
+            return np.array([0 if row is None else of(row) for row in self._slots], np.int32)
+
+        def lists(of: Callable[[_Row], Sequence[int] | np.ndarray], width: int, fill: int = 0):
+            array = np.full((size, width), fill, np.int32)
+            for slot, row in self._running():
+                values = of(row)
+                array[slot, : len(values)] = values
+            return array
+
+        def shared(row: _Row) -> int:
+            # Also for a row whose siblings have ended: how attention splits its pages, which affects rounding,
+            # must not depend on them.
+            pages = row.cached.prompt.shared_pages(shapes.page_size)
+            return pages if pages >= shapes.least_shared else 0
+
+        ends, no_key = self._row_lengths, np.zeros_like(rows[0].key)
+        return Slots(
+            tables=lists(lambda row: row.pages, shapes.table_width),
+            ends=numbers(lambda row: row.cached.filled + len(row.tokens)),
+            token=numbers(lambda row: (row.tokens or row.cached.prompt.tokens)[-1]),
+            step=numbers(lambda row: len(row.tokens)),
+            limit=numbers(
+                lambda row: row.limit if ends is None else min(row.limit, ends[row.index])
+            ),
             live=np.array([row is not None and row.reply is None for row in self._slots]),
-            keys=np.zeros((size, *rows[0].key.shape), np.uint32),
-            history=np.full((size, self._shapes.history), -1, np.int32)
-            if with_history or drafts
-            else None,
-            noise=None if rows[0].noise is None else np.zeros(size, np.int32),
+            keys=np.array([no_key if row is None else row.key for row in self._slots]),
+            history=lists(_Row.text, shapes.history, -1) if with_history or drafts else None,
+            noise=None if rows[0].noise is None else numbers(lambda row: row.noise),
             forced=None
             if self._turns is None
-            else np.full((size, self._shapes.stride(size)), -1, np.int32),
-            shared=np.zeros(size, np.int32) if self._shapes.least_shared else None,
+            else lists(lambda row: row.forced[:stride], stride, -1),
+            shared=numbers(shared) if shapes.least_shared else None,
             texts=self._known_texts() if drafts else None,
-            span=np.int32(self._span(size)) if drafts else None,
+            # With stop strings chunks are short, because tokens after a stop string are not used.
+            span=np.int32(shapes.chunk if shapes.stop_strings else stride) if drafts else None,
             patience=np.int32(patience) if drafts else None,
         )
-        for slot, row in self._running():
-            prompt = row.cached.prompt
-            slots.tables[slot, : len(row.pages)] = row.pages
-            slots.ends[slot] = row.cached.filled + len(row.tokens)
-            slots.token[slot] = row.tokens[-1] if row.tokens else prompt.tokens[-1]
-            slots.step[slot] = len(row.tokens)
-            slots.limit[slot] = prompt.limit
-            if self._row_lengths is not None:
-                slots.limit[slot] = min(prompt.limit, self._row_lengths[row.index])
-            slots.keys[slot] = row.key
-            if slots.shared is not None:
-                # Also for a row whose siblings have ended: how attention splits its pages, which affects rounding,
-                # must not depend on them.
-                pages = prompt.shared_pages(self._shapes.page_size)
-                slots.shared[slot] = pages if pages >= self._shapes.least_shared else 0
-            if row.noise is not None:
-                slots.noise[slot] = row.noise
-            if row.forced:
-                now = row.forced[: self._shapes.stride(size)]
-                slots.forced[slot, : len(now)] = now
-            if slots.history is not None:
-                text = row.text()
-                slots.history[slot, : len(text)] = text
-        return slots
-
-    def _span(self, size: int) -> int:
-        """Returns the tokens of a row after which a chunk with drafts ends.
-
-        With stop strings chunks are short, because tokens after a stop string are not used.
-        """
-        return self._shapes.chunk if self._shapes.stop_strings else self._shapes.stride(size)
 
     def _patience(self, size: int) -> int:
         """Returns `Slots.patience`: a chunk ends early only if a slot can be reused, or a turn can be answered."""
@@ -576,18 +538,18 @@ class Schedule:
 
     def _known_texts(self) -> Texts:
         """Returns the texts in which drafts are searched; the same object as long as they have not changed."""
-        all_cached = [None if row is None else row.cached for row in self._slots]
-        of = [(c.first_row, len(c.ended)) if c else None for c in all_cached]
+        of = [(row.cached.first_row, len(row.cached.ended)) if row else None for row in self._slots]
         if self._texts is None or self._texts[0] != of:
-            size = len(of)
-            texts = Texts(
-                np.full((size, self._shapes.ended), -1, np.int32), np.full(size, -1, np.int32)
-            )
-            for slot, cached in enumerate(all_cached):
-                if cached is not None:
-                    ended = cached.ended_texts(self._shapes.ended)
-                    texts.ended[slot, : len(ended)] = ended
-                    texts.group[slot] = cached.first_row
+            size, most = len(of), self._shapes.ended
+            texts = Texts(np.full((size, most), -1, np.int32), np.full(size, -1, np.int32))
+            known = {
+                cached: cached.ended_texts(most)
+                for cached in {row.cached for _, row in self._running()}
+            }
+            for slot, row in self._running():
+                ended = known[row.cached]
+                texts.ended[slot, : len(ended)] = ended
+                texts.group[slot] = row.cached.first_row
             self._texts = of, texts
         return self._texts[1]
 
@@ -596,11 +558,8 @@ class Schedule:
 
         True if no row waits for a slot or a reply, or has forced tokens left; every running row has pages for two
         chunks; the batch size stays the same; some row can get more tokens than one chunk; and the device knows all
-        rows that have ended.
-
-        Args:
-            drafts: Whether the current chunk makes drafts. If it may end early because rows end, the next chunk waits
-                for the host: otherwise the ended rows would be idle for all of it.
+        rows that have ended. If the current chunk makes `drafts` and may end early because rows end, the next chunk
+        waits for the host: otherwise the ended rows would be idle for all of it.
         """
         stride = self._shapes.stride(len(self._slots))
         return (
@@ -647,7 +606,7 @@ class Schedule:
             forced = min(length, len(row.forced))
             row.forced = row.forced[forced:]
             row.tokens += tokens[slot, :length].tolist()
-            stopped = row.tokens[-1] in stop_tokens or len(row.tokens) < row.cached.prompt.limit
+            stopped = row.tokens[-1] in stop_tokens or len(row.tokens) < row.limit
             ended = None if live[slot] else "stop" if stopped else "length"
             if stop_strings is not None and length > forced:
                 turn, before = row.tokens[row.begun :], max(0, seen - row.begun)
@@ -696,7 +655,7 @@ class Schedule:
 
     def _most(self, row: _Row) -> int:
         """Returns the most pages that a row can need."""
-        return self._ceil(row.cached.filled + row.cached.prompt.limit)
+        return self._soon(row, row.limit)
 
     def _grows(self, row: _Row) -> bool:
         """Whether a row may ask for more pages than it has."""
@@ -704,8 +663,7 @@ class Schedule:
 
     def _soon(self, row: _Row, ahead: int) -> int:
         """Returns the pages that a row needs for its next `ahead` tokens, at most up to its limit."""
-        tokens = min(len(row.tokens) + ahead, row.cached.prompt.limit)
-        return self._ceil(row.cached.filled + tokens)
+        return self._ceil(row.cached.filled + min(len(row.tokens) + ahead, row.limit))
 
     def _running(self) -> list[tuple[int, _Row]]:
         """Returns the rows in slots, as pairs (slot, row)."""
@@ -713,9 +671,7 @@ class Schedule:
 
     def _left(self) -> int:
         """Returns the most tokens that any row in a slot may still get."""
-        return max(
-            (row.cached.prompt.limit - len(row.tokens) for _, row in self._running()), default=0
-        )
+        return max((row.limit - len(row.tokens) for _, row in self._running()), default=0)
 
     def _size(self) -> int:
         """Returns the size of the smallest batch that holds the rows; the current one if all end within a chunk."""
@@ -741,8 +697,11 @@ class Schedule:
         # No cached prompt has rows left to begin, so all pages of a running row count as its own.
         begins = max((self._most(row) for _, row in self._running()), default=0)
         for cached in (c for c in waiting if self._shapes.bucket(c.filled) == bucket):
-            pages = self._ceil(cached.filled)
-            begins = max(begins, self._needs(cached))
+            filled, size = cached.filled, self._shapes.page_size
+            pages = self._ceil(filled)
+            # The next row needs pages besides the prompt's; if it is the last one, it takes these over.
+            inherited = filled // size if cached.rows_left > 1 else pages
+            begins = max(begins, self._ceil(filled + cached.prompt.limit) - inherited)
             # Beside the pages of these prompts, the longest row must fit, even if all others are parked.
             fits = reserved + pages <= min(self._pages.free, self.num_pages - 1 - begins)
             if len(chosen) == count or not fits:
@@ -755,8 +714,6 @@ class Schedule:
         """Gives free slots to parked rows, then to rows whose prompt is cached, in order, while there are pages."""
         if self._waits():
             self._slots += [None] * (self._shapes.sizes[0] - len(self._slots))
-        if None not in self._slots:
-            return
         # Keeps a page for each row that will need more, so that no row has to be parked at once.
         spare = sum(self._grows(row) for _, row in self._running())
         while None in self._slots and (waiting := self._parked or self._ready):
@@ -764,12 +721,15 @@ class Schedule:
             if more + spare > self._pages.free:
                 return
             self._slots[self._slots.index(None)] = row
+            private = self._pages.take(more)
+            row.pages = shared + private
             if row.parked is None:
-                self._ready.popleft()
-                self._begin(row, shared, self._pages.take(more))
+                self._begin(self._ready.popleft(), shared, private)
             else:
-                self._parked.pop(0)
-                self._return(row, shared, self._pages.take(more))
+                count = len(row.parked.pages) - len(shared)
+                self._pages.share(shared)
+                self._returns.append(Move(private[:count], row.parked.contents, len(shared)))
+                self._parked.pop(0).parked = None
             spare += self._grows(row)
 
     def _begins_with(self, row: _Row) -> tuple[list[int], int]:
@@ -790,16 +750,3 @@ class Schedule:
             self._pages.share(shared)
             if len(shared) < len(cached.pages):
                 self._copies.append((cached.pages[-1], private[0]))
-        row.pages = shared + private
-
-    def _return(self, row: _Row, shared: list[int], private: list[int]) -> None:
-        self._pages.share(shared)
-        count = len(row.parked.pages) - len(shared)
-        self._returns.append(Move(private[:count], row.parked.contents, len(shared)))
-        row.pages, row.parked = shared + private, None
-
-    def _needs(self, cached: _Cached) -> int:
-        """Returns the most pages that the next row of a prompt needs in addition to the prompt's pages."""
-        filled = cached.filled
-        inherited = filled // self._shapes.page_size if cached.rows_left > 1 else self._ceil(filled)
-        return self._ceil(filled + cached.prompt.limit) - inherited

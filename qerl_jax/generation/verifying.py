@@ -1,13 +1,9 @@
 """The decoding step with drafts: it runs a row's last token and its drafted tokens.
 
-A token is a function of the row's key, its position and the tokens before it. So each position of a draft is sampled
-with that position's random numbers, and a drafted token is accepted if it equals the sampled one. A row keeps the
-sampled tokens up to and including the first that differs from the draft. Sampling one by one would give the same
-tokens, so the distribution is exactly the same (speculative decoding, arXiv 2211.17192, with fixed random numbers).
-Log-probabilities are those of the step that sampled the token.
-
-A row's positions are separate rows of the step that read the same pages. Keys and values of rejected tokens stay
-behind the row's end, where the next step overwrites them.
+A token is a function of the row's key, its position and the tokens before it. A row keeps the sampled tokens up to and
+including the first that differs from the draft, so they are those of sampling one by one (speculative decoding, arXiv
+2211.17192, with fixed random numbers). A row's positions are separate rows of the step that read the same pages. Keys
+and values of rejected tokens stay behind the row's end, where the next step overwrites them.
 """
 
 import dataclasses
@@ -28,19 +24,12 @@ _FORCED = 2.0
 
 @dataclasses.dataclass(frozen=True)
 class _Positions:
-    """The row and the token of each of a step's M positions.
+    """The row and the token of each of a step's M positions."""
 
-    Attributes:
-        row: int32 [M], the row of each position.
-        offset: int32 [M], the position's index among those of its row.
-        is_used: bool [M], False for positions that compute nothing.
-        first: int32 [B], the first position of each row.
-    """
-
-    row: jax.Array
-    offset: jax.Array
-    is_used: jax.Array
-    first: jax.Array
+    row: jax.Array  # int32 [M], the row of each position
+    offset: jax.Array  # int32 [M], the position's index among those of its row
+    is_used: jax.Array  # bool [M], False for positions that compute nothing
+    first: jax.Array  # int32 [B], the first position of each row
 
     @classmethod
     def of(cls, counts: jax.Array, positions: int) -> "_Positions":
@@ -72,16 +61,13 @@ def unfinished(chunk: Chunk, loop: Loop) -> jax.Array:
 def step(chunk: Chunk, loop: Loop, *, odds: jax.Array, positions: int) -> Loop:
     """Runs `positions` tokens, at least one of each row: the last token of each row, and drafted or forced ones.
 
-    Args:
-        chunk: See `Chunk`.
-        loop: The state before the step.
-        odds: float32 [draft_search.KINDS], the chance that a drafted token is right, by its kind of match.
-        positions: Tokens that the step runs, at least the number of rows.
+    `odds`, float32 [draft_search.KINDS], are the chances that a drafted token is right, by its kind of match.
     """
     slots = chunk.slots
     ends, steps = slots.ends + loop.count, slots.step + loop.count
     drafts, forced = _drafts(slots, loop, ends)
     is_forced = forced >= 0
+    clear = lambda values: jnp.where(is_forced, 0, values)
     chances = jnp.where(is_forced[:, :MOST], _FORCED, drafts.chances(odds))
     # At least one token of a step is sampled after the draft, so one less can be drafted than the row may take.
     space = jnp.minimum(chunk.size - loop.count, slots.limit - steps) - 1
@@ -124,10 +110,8 @@ def step(chunk: Chunk, loop: Loop, *, odds: jax.Array, positions: int) -> Loop:
         lengths=None,
         history=put(loop.history, ends + 1, token),
         tokens=put(loop.tokens, loop.count, token),
-        behaviour_logps=put(loop.behaviour_logps, loop.count, jnp.where(is_forced, 0, logp)),
-        entropies=None
-        if entropy is None
-        else put(loop.entropies, loop.count, jnp.where(is_forced, 0, entropy)),
+        behaviour_logps=put(loop.behaviour_logps, loop.count, clear(logp)),
+        entropies=None if entropy is None else put(loop.entropies, loop.count, clear(entropy)),
         seen=None if loop.seen is None else _seen(loop.seen, taken, token),
         pool=(cache.keys, cache.values),
         outcome=loop.outcome + dataclasses.replace(outcome, rows=jnp.sum(loop.live)),
@@ -154,9 +138,7 @@ def _drafts(slots: Slots, loop: Loop, ends: jax.Array) -> tuple[draft_search.Dra
 def _taken(right: jax.Array, stops: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the number of tokens that each row takes, int32 [B], and whether the last of them ends it, bool [B].
 
-    Args:
-        right: bool [B, MOST], whether each drafted token is the one that was sampled.
-        stops: bool [B, MOST + 1], whether each sampled token ends a completion.
+    `right` [B, MOST] marks drafted tokens that were sampled; `stops` [B, MOST + 1], sampled ones that end a row.
     """
     taken = 1 + jnp.sum(jnp.cumprod(right, axis=1), axis=1)
     stops = stops & (jnp.arange(MOST + 1) < taken[:, None])
@@ -178,13 +160,7 @@ def _seen(seen: jax.Array, taken: jax.Array, token: jax.Array) -> jax.Array:
 
 
 def _with_drafts(seen: jax.Array, inputs: jax.Array, at: _Positions) -> jax.Array:
-    """Returns the tokens that each position has seen, bool [M, V]: those of its row, and the inputs up to its own.
-
-    Args:
-        seen: bool [M, V], the tokens that each position's row has seen.
-        inputs: int32 [B, MOST + 1], a row's last token and its draft.
-        at: The positions.
-    """
+    """Adds to the tokens that each position's row has seen, bool [M, V], the inputs [B, MOST + 1] up to its own."""
     tokens = inputs[at.row]
     is_before = jnp.arange(tokens.shape[1]) <= at.offset[:, None]
     position = jnp.arange(len(seen))[:, None]

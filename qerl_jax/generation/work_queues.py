@@ -32,9 +32,8 @@ def spans(
     parts: list[list[tuple[int, int, int]]] = [[] for _ in range(replicas)]
     firsts = itertools.accumulate(sizes, initial=0)
     for group, (first, size) in enumerate(zip(firsts, sizes, strict=False)):
-        inner = [seam - first for seam in dict.fromkeys(seams) if first < seam < first + size]
-        inner = [] if whole else inner
-        for start, end in itertools.pairwise([0, *inner, size]):
+        inner = () if whole else (seam - first for seam in dict.fromkeys(seams))
+        for start, end in itertools.pairwise([0, *(n for n in inner if 0 < n < size), size]):
             # A group that is not split goes to the device of its middle row.
             at = first + (size // 2 if whole else start)
             parts[bisect.bisect_right(seams, at)].append((group, start, end))
@@ -60,10 +59,7 @@ class WorkQueues[Piece]:
         """Removes and returns the entries that `choose` picks from the queue of `replica`.
 
         If that queue is empty, the second half of the longest queue moves to it first. Returns [] if all are empty.
-
-        Args:
-            replica: Index of the device that takes.
-            choose: Returns some entries of a non-empty list, or none.
+        `choose` returns some entries of a non-empty list, or none.
         """
         with self._lock:
             fullest = max(self._queues, key=len)
@@ -71,9 +67,8 @@ class WorkQueues[Piece]:
                 # Takes the end, because the other device takes from the front.
                 half = len(fullest) // 2
                 self._queues[replica], fullest[half:] = fullest[half:], []
-            if not self._queues[replica]:
-                return []
-            chosen = choose(self._queues[replica])
+            waiting = self._queues[replica]
+            chosen = choose(waiting) if waiting else []
             for piece in chosen:
-                self._queues[replica].remove(piece)
+                waiting.remove(piece)
             return chosen

@@ -21,12 +21,12 @@ def outcome(odds, match=8, rows=8, calls=32, tried=100):
     )
 
 
-def taught(*outcomes, slots=8, positions=0):
+def taught(*outcomes):
     """A control that has seen that. Where drafts do not pay, the next chunk is one that compares some."""
     control = Auto()
     control._chunks_without = draft_control._SELDOM - 1
-    for each in outcomes:
-        control.learn(slots, positions, each, int(each.rows))
+    for seen in outcomes:
+        control.learn(8, 0, seen, int(seen.rows))
     return control
 
 
@@ -64,27 +64,18 @@ def test_a_step_has_as_many_tokens_as_pay(odds, slots, live, positions):
 def test_rows_without_a_match_have_no_drafts_to_pay():
     good, none = outcome(0.9), outcome(0.9, match=0)
     assert taught(good).positions(8, 8) > 0
-    assert (
-        taught(*[dataclasses.replace(none, tried=good.tried, right=good.right)]).positions(8, 8)
-        == 0
-    )
+    none = dataclasses.replace(none, tried=good.tried, right=good.right)
+    assert taught(none).positions(8, 8) == 0
 
 
 def test_a_step_changes_only_for_a_gain():
     """Each number of tokens is a program to compile, and estimates waver."""
-    control = taught(*[outcome(0.5)] * 4)
-    assert control.positions(8, 8) == 32
-    now = control._positions
-    near = [
-        n for n in np.linspace(0.5, 0.95, 40) if taught(*[outcome(n)] * 4).positions(8, 8) != now
-    ]
-    turning = near[0]
-    for _ in range(6):
-        control.learn(8, 32, outcome(turning), 300)
-    assert control.positions(8, 8) == 32
-    for _ in range(6):
-        control.learn(8, 32, outcome(0.02), 256)
-    assert control.positions(8, 8) == 0
+    control, of = taught(*[outcome(0.5)] * 4), lambda n: taught(*[outcome(n)] * 4).positions(8, 8)
+    turning = next(n for n in np.linspace(0.5, 0.95, 40) if of(n) != 32)
+    for odds, positions in ((0.5, 32), (turning, 32), (0.02, 0)):
+        for _ in range(6):
+            control.learn(8, 32, outcome(odds), 300)
+        assert control.positions(8, 8) == positions
 
 
 def test_where_drafts_do_not_pay_they_are_compared_seldom():
@@ -100,8 +91,7 @@ def test_where_drafts_do_not_pay_they_are_compared_seldom():
 
 
 def test_drafts_begin_also_where_one_row_compares_a_few_tokens_at_a_time():
-    control = Auto()
-    said = []
+    control, said = Auto(), []
     for _ in range(8 * draft_control._SELDOM):
         said.append(control.positions(8, 1))
         if said[-1]:
@@ -112,8 +102,7 @@ def test_drafts_begin_also_where_one_row_compares_a_few_tokens_at_a_time():
 
 
 def test_where_nothing_matches_drafts_are_looked_for_seldom():
-    control = Auto()
-    said = []
+    control, said = Auto(), []
     for _ in range(4 * draft_control._SELDOM):
         said.append(control.positions(8, 8))
         control.learn(8, said[-1], outcome(0.0, match=0, tried=0), 256)

@@ -1,5 +1,7 @@
 """Tests the search for drafts against plain Python."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,44 +13,33 @@ from qerl_jax.generation.draft_search import LONGEST_MATCH, MOST, Drafts, Texts
 
 def lines(texts, width):
     """int32 [B, width]: the texts, -1 behind each."""
-    held = np.full((len(texts), width), -1, np.int32)
-    for row, text in enumerate(texts):
-        held[row, : len(text)] = text
-    return held
+    return np.array([[*text, *[-1] * (width - len(text))] for text in texts], np.int32)
 
 
 def matches_at(text, place, context):
     """How many tokens up to a place are the context's last, where a token follows."""
     if place + 1 >= len(text) or text[place + 1] < 0:
         return 0
-    length = 0
-    while (
-        length < min(LONGEST_MATCH, len(context), place + 1)
-        and text[place - length] == context[-1 - length]
-    ):
-        length += 1
-    return length
+    pairs = zip(text[place::-1], context[: -1 - LONGEST_MATCH : -1], strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def expected(rows, ended, group):
     """The definition: for each row the match's length and the draft."""
     for row, context in enumerate(rows):
-        found = [
-            (matches_at(ended[row], place, context), 2, 0, place, ended[row])
-            for place in range(len(ended[row]))
-        ] + [
-            (matches_at(text, place, context), int(group[row] == group[other]), -other, place, text)
-            for other, text in enumerate(rows)
-            for place in range(len(text))
-        ]
         # Of rows with equal matches at equal places the first.
-        match, _, _, place, text = max(found, key=lambda each: (each[0], each[1], each[3], each[2]))
-        tokens = []
-        for token in text[place + 1 : place + 1 + MOST]:
-            if token < 0:
-                break
-            tokens.append(token)
-        yield (match, tokens if match else [])
+        texts = [(2, 0, ended[row])]
+        texts += [
+            (int(group[row] == g), -n, text)
+            for n, (g, text) in enumerate(zip(group, rows, strict=True))
+        ]
+        match, _, place, _, text = max(
+            (matches_at(text, place, context), rank, place, order, text)
+            for rank, order, text in texts
+            for place in range(len(text))
+        )
+        tokens = itertools.takewhile(lambda token: token >= 0, text[place + 1 : place + 1 + MOST])
+        yield (match, [*tokens] if match else [])
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -56,13 +47,8 @@ def test_a_draft_is_what_followed_the_longest_match(seed):
     draw = np.random.default_rng(seed)
     count, words = 5, 2 + seed
     rows = [draw.integers(0, words, draw.integers(1, 40)).tolist() for _ in range(count)]
-    ended = []
-    for _ in range(count):
-        texts = [
-            draw.integers(0, words, draw.integers(0, 30)).tolist()
-            for _ in range(draw.integers(0, 4))
-        ]
-        ended.append([token for text in texts for token in (*text, -1)])
+    text = lambda: [*draw.integers(0, words, draw.integers(0, 30)).tolist(), -1]
+    ended = [sum((text() for _ in range(draw.integers(0, 4))), []) for _ in range(count)]
     group = draw.integers(0, 2, count)
     texts = Texts(jnp.array(lines(ended, 130)), jnp.array(group))
     lengths = jnp.array([len(row) for row in rows])
@@ -93,13 +79,8 @@ def test_chances_fall_along_a_draft_and_are_0_behind_it():
 
 def test_the_likeliest_tokens_of_all_rows_share_a_budget():
     chances = jnp.array([[0.9, 0.5, 0.2], [0.6, 0.5, 0.4], [0, 0, 0]])
-    for budget, shares in (
-        (0, [0, 0, 0]),
-        (1, [1, 0, 0]),
-        (3, [2, 1, 0]),
-        (4, [2, 2, 0]),
-        (9, [3, 3, 0]),
-    ):
+    expected = {0: [0, 0, 0], 1: [1, 0, 0], 3: [2, 1, 0], 4: [2, 2, 0], 9: [3, 3, 0]}
+    for budget, shares in expected.items():
         assert draft_search.shares(chances, jnp.int32(budget)).tolist() == shares
 
 

@@ -15,26 +15,14 @@ import pytest
 
 from pallas_kernels import decode_attention
 from qerl_jax.config import LoraConfig
-from qerl_jax.generation import (
-    decode_step,
-    device_pool,
-    engine,
-    kv_capacity,
-    programs,
-    scheduler,
-)
+from qerl_jax.generation import decode_step, device_pool, engine, kv_capacity, programs, scheduler
 from qerl_jax.generation.engine import Engine, EngineSpec
 from qerl_jax.generation.sampling_params import SamplingParams
 from qerl_jax.generation.scheduler import QueuedPrompt
 from qerl_jax.generation.stop_strings import StopStrings
 from qerl_jax.model import architecture, layers
-from qerl_jax.model.transformer import (
-    Transformer,
-    head,
-    init_params,
-    noise_shapes,
-    random_base,
-)
+from qerl_jax.model.transformer import Transformer, head, init_params, noise_shapes, random_base
+from tests.pallas_kernels.common import slow
 
 C, WIDTH = 9, 82
 # Two padded lengths, more rows than slots, and a prompt of which nothing is prefilled.
@@ -70,20 +58,33 @@ def prompts(seed=0, lengths=LENGTHS, groups=GROUPS, limit=C):
     ]
 
 
-def run(queue, temperature=1.0, max_concurrent=None, **options):
+def complete(subject, queue, temperature=1.0, variables=None, **limits):
+    """Returns the complete rows of an engine by number, in the order in which they ended."""
+    limits = {"max_prompt_length": WIDTH} | limits
+    rows = subject.completions(variables or policy()[1], queue, temperature, **limits)
+    return {row.row: row for row in rows}
+
+
+def values(rows):
     """Returns (tokens, log-probabilities, why it ended) of every row."""
-    rows = [([], [], []) for prompt in queue for _ in prompt.keys]
-    stream = make(**options).stream(
-        policy()[1], queue, temperature, max_prompt_length=WIDTH, max_concurrent=max_concurrent
-    )
-    for pieces in stream:
-        for piece in pieces:
-            tokens, logps, ended = rows[piece.row]
-            assert not ended, "a row that has ended brings nothing more"
-            tokens += piece.tokens.tolist()
-            logps += piece.behaviour_logps.tolist()
-            ended += [piece.ended] if piece.ended else []
-    return [(tokens, logps, *ended) for tokens, logps, ended in rows]
+    in_order = (rows[number] for number in sorted(rows))
+    return [(row.tokens.tolist(), row.behaviour_logps.tolist(), row.ended) for row in in_order]
+
+
+def run(queue, temperature=1.0, max_concurrent=None, **options):
+    return values(complete(make(**options), queue, temperature, max_concurrent=max_concurrent))
+
+
+def tagged(tokens):
+    """Converts tokens to a text in which none is part of another."""
+    return "".join(f"<{token}>" for token in tokens)
+
+
+def noting(monkeypatch, target, name, note):
+    """Makes a function of a module call `note` with its arguments before it runs."""
+    function = getattr(target, name)
+    noted = lambda *args, **options: (note(*args), function(*args, **options))[1]
+    monkeypatch.setattr(target, name, noted)
 
 
 @functools.cache
@@ -111,13 +112,17 @@ def assert_same(actual, expected):
 def test_completions_are_the_rows_of_a_stream_put_together():
     options = {"max_prompt_length": WIDTH, "max_concurrent": 4}
     subject = make(stop_tokens=stops())
-    done = list(subject.completions(policy()[1], prompts(), 1.0, **options))
-    assert [row.row for row in done] != sorted(row.row for row in done)
-    streamed = run(prompts(), max_concurrent=4, stop_tokens=stops())
-    assert len(done) == len(streamed)
-    for row in done:
-        assert (row.tokens.tolist(), row.behaviour_logps.tolist(), row.ended) == streamed[row.row]
-        assert (row.tokens.dtype, row.behaviour_logps.dtype) == (np.int32, np.float32)
+    done = complete(subject, prompts(), **options)
+    assert [*done] != sorted(done) == [*range(10)]
+    rows = [([], [], []) for _ in done]
+    for piece in itertools.chain(*subject.stream(policy()[1], prompts(), 1.0, **options)):
+        tokens, logps, ended = rows[piece.row]
+        assert not ended, "a row that has ended brings nothing more"
+        tokens += piece.tokens.tolist()
+        logps += piece.behaviour_logps.tolist()
+        ended += [piece.ended] if piece.ended else []
+        assert (piece.tokens.dtype, piece.behaviour_logps.dtype) == (np.int32, np.float32)
+    assert [(tokens, logps, *ended) for tokens, logps, ended in rows] == values(done)
 
 
 @pytest.mark.parametrize("wanted,rows,expected", [(None, None, 3), (4, None, 4), (None, 2, 2)])
@@ -133,26 +138,24 @@ def test_without_a_report_of_memory_the_default_is_what_the_assumed_memory_holds
 
 
 def test_rows_end_with_a_stop_token_or_at_their_limit():
-    for tokens, logps, ended in whole():
+    for (tokens, logps, ended), (unbounded, *_) in zip(whole(), run(prompts()), strict=True):
+        assert tokens == unbounded[: len(tokens)]
         assert np.isin(tokens, stops()).tolist() == [False] * (len(tokens) - 1) + [ended == "stop"]
         assert ended == "stop" or len(tokens) == C
         assert len(logps) == len(tokens) and max(logps) < 0
 
 
-def test_rows_that_wait_for_a_slot_are_those_sampled_at_once():
-    assert_same(run(prompts(), max_concurrent=4, stop_tokens=stops()), whole())
-
-
-@pytest.mark.slow
-def test_pages_and_chunks_of_another_size_give_the_same_rows():
-    options = {"chunk": 3, "page_size": 7}
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"kv_cache_tokens": 90},  # room for hardly more than one row of the longest prompt
+        pytest.param({"chunk": 3, "page_size": 7}, marks=pytest.mark.slow),
+    ],
+    ids=["a slot", "pages", "other sizes"],
+)
+def test_rows_that_wait_are_those_sampled_at_once(options):
     assert_same(run(prompts(), max_concurrent=4, stop_tokens=stops(), **options), whole())
-
-
-def test_rows_that_wait_for_pages_are_those_sampled_at_once():
-    """There is room for hardly more than one row of the longest prompt."""
-    tight = {"stop_tokens": stops(), "max_concurrent": 4, "kv_cache_tokens": 90}
-    assert_same(run(prompts(), **tight), whole())
 
 
 def test_an_error_whose_traceback_is_kept_keeps_no_cache_on_the_device():
@@ -224,14 +227,13 @@ def test_each_prompt_has_its_own_limit():
 def test_rows_of_a_benchmark_end_at_the_lengths_that_it_names():
     """They end as by a stop token, which itself ends nothing; lengths go on from call to call."""
     lengths, unbounded = (2, 5, C, 1, 30, 3, 7), run(prompts())
-    engine, variables = make(row_lengths=lengths, stop_tokens=stops()), policy()[1]
+    engine = make(row_lengths=lengths, stop_tokens=stops())
     for call in range(2):
-        limits = {"max_prompt_length": WIDTH, "max_concurrent": 4}
-        rows = {row.row: row for row in engine.completions(variables, prompts(), 1.0, **limits)}
+        rows = values(complete(engine, prompts(), max_concurrent=4))
         for number, (tokens, *_) in enumerate(unbounded):
             length = lengths[(call * len(unbounded) + number) % len(lengths)]
-            assert rows[number].tokens.tolist() == tokens[:length]
-            assert rows[number].ended == ("stop" if length < C else "length")
+            assert rows[number][0] == tokens[:length]
+            assert rows[number][2] == ("stop" if length < C else "length")
 
 
 def test_at_a_fixed_number_of_slots_a_row_is_bitwise_independent_of_the_others():
@@ -263,16 +265,12 @@ def test_rows_that_are_parked_find_what_kernels_wrote(slots):
     model, policy = layers_of_7b()
     queue = prompts(0, np.random.default_rng(0).integers(150, 200, slots), [2] * slots, limit=200)
     limits = {"max_prompt_length": 200, "max_concurrent": slots}
-    found, parked = [], []
+    results, parked = [], []
     for tokens in (None, slots * 300):
         sampler = Engine(model, EngineSpec(4000, chunk=8), compact=False, kv_cache_tokens=tokens)
-        rows = sampler.completions(policy, queue, 1.0, **limits)
-        found.append({row.row: (row.tokens.tolist(), row.behaviour_logps.tolist()) for row in rows})
+        results.append(values(complete(sampler, queue, 1.0, policy, **limits)))
         parked.append(sampler.times_parked)
-    assert found[0] == found[1] and parked[0] == 0 < parked[1]
-
-
-SLOTS_BESIDE = [(32, 300, 0), (64, 300, 0), (128, 300, 1)]
+    assert results[0] == results[1] and parked[0] == 0 < parked[1]
 
 
 @pytest.mark.gpu
@@ -280,7 +278,7 @@ SLOTS_BESIDE = [(32, 300, 0), (64, 300, 0), (128, 300, 1)]
     ("slots", "shortest", "shares"),
     [
         *[(8, 1, 0), (128, 300, 0), (8, 1, 1), (32, 300, 1)],
-        *[pytest.param(*case, marks=pytest.mark.slow) for case in SLOTS_BESIDE],
+        *[slow(32, 300, 0), slow(64, 300, 0), slow(128, 300, 1)],
     ],
 )
 def test_a_row_is_bitwise_independent_of_the_others_through_all_kernels(
@@ -298,17 +296,13 @@ def test_a_row_is_bitwise_independent_of_the_others_through_all_kernels(
         queue = prompts(seed, [*lengths], [*groups], limit=int(draw.integers(20, 90)))
         queue[slots // 2 : slots // 2 + 3] = mine
         first = sum(len(prompt.keys) for prompt in queue[: slots // 2])
-        rows = [([], []) for prompt in queue for _ in prompt.keys]
-        limits = {"max_prompt_length": 400}
-        for pieces in sampler.stream(policy, queue, 1.0, max_concurrent=slots, **limits):
-            for piece in pieces:
-                rows[piece.row][0].extend(piece.tokens.tolist())
-                rows[piece.row][1].extend(piece.behaviour_logps.tolist())
+        limits = {"max_prompt_length": 400, "max_concurrent": slots}
+        rows = values(complete(sampler, queue, 1.0, policy, **limits))
         return rows[first : first + 6], rows[0]
 
     mine = prompts(7, (300, 390, 400), (1, 3, 2), limit=100)
     (expected, other), *others = (sampled(seed, mine) for seed in range(3))
-    assert [len(tokens) for tokens, _ in expected] == [100] * 6
+    assert [len(tokens) for tokens, *_ in expected] == [100] * 6
     for actual, neighbour in others:
         assert actual == expected and neighbour != other
 
@@ -351,9 +345,8 @@ def test_other_rows_adapters_and_noise_reach_the_rows_without_recompiling():
         (prompts(), first | {"noise": moved["noise"]}, 1.0),
         (other_prompts, moved, 0.0),
     ]:
-        limits = {"max_prompt_length": WIDTH, "max_concurrent": 4}
-        pieces = [p for ps in sampler.stream(values, queue, temperature, **limits) for p in ps]
-        logps.append(np.concatenate([piece.behaviour_logps for piece in pieces if piece.row == 0]))
+        rows = complete(sampler, queue, temperature, values, max_concurrent=4)
+        logps.append(rows[0].behaviour_logps)
         compiled.append([program._cache_size() for program in programs])
     assert compiled == [compiled[0]] * 4
     for changed in logps[1:3]:
@@ -361,14 +354,15 @@ def test_other_rows_adapters_and_noise_reach_the_rows_without_recompiling():
 
 
 class Recorder:
-    """A policy with almost no layers, which records the shapes that it is traced for."""
+    """A policy with almost no layers and the same scores after any token, which records the shapes of its steps."""
 
     arch = architecture.Architecture("qwen2", 4, 2, 16, 1, 1, 1, 2)
     dtype, weights, group, tensor, over = jnp.float32, "float32", 1, 1, None
     own_part = property(lambda self: self)
 
-    def __init__(self):
+    def __init__(self, probabilities=(0.5, 0.4, 0.1)):
         self.decoded, self.prefilled = [], []
+        self.variables = {"frozen": {"embed_tokens": jnp.log(jnp.array(probabilities))[:, None]}}
 
     def apply(self, variables, tokens, *, cache, adapter):
         note = self.decoded if tokens.shape[1] == 1 else self.prefilled
@@ -376,31 +370,24 @@ class Recorder:
         return jnp.ones((*tokens.shape, 1)), cache
 
 
-def record(counts, lengths, width=5, limit=40, max_concurrent=None, **options):
+def record(count, prompts=1, limit=40, max_concurrent=None, **options):
+    """Samples rows of prompts of five tokens each; returns the batch sizes of the steps, and the prefills."""
     model = Recorder()
     subject = Engine(model, EngineSpec(3, chunk=8), stop_tokens=(2,), page_size=4, **options)
-    variables = {"frozen": {"embed_tokens": jnp.log(jnp.array([0.5, 0.4, 0.1]))[:, None]}}
-    queue = [
-        QueuedPrompt(
-            np.zeros(length, np.int32), np.arange(2 * n, dtype=np.uint32).reshape(n, 2), limit
-        )
-        for n, length in zip(counts, lengths, strict=True)
-    ]
-    sizes = {"max_prompt_length": width, "max_concurrent": max_concurrent}
-    pieces = sum(subject.stream(variables, queue, 1.0, **sizes), [])
+    keys = np.arange(2 * count, dtype=np.uint32).reshape(count, 2)
+    queue = [QueuedPrompt(np.zeros(5, np.int32), keys, limit)] * prompts
+    sizes = {"max_prompt_length": 5, "max_concurrent": max_concurrent}
+    rows = complete(subject, queue, 1.0, model.variables, **sizes)
     jax.effects_barrier()
-    ended = {piece.row: piece.ended for piece in pieces if piece.ended}
-    assert sorted(ended) == list(range(sum(counts)))
-    return model, pieces
+    assert sorted(rows) == list(range(count * prompts))
+    return [rows for rows, _ in model.decoded], model.prefilled
 
 
 def test_the_batch_shrinks_as_rows_end_and_by_few_sizes():
-    model, _ = record([64], [5], limit=80)
-    sizes = [rows for rows, _ in model.decoded]
+    sizes, _ = record(64, limit=80)
     assert sizes == sorted(sizes, reverse=True)
     assert {64, 8} <= set(sizes) <= {64, 32, 16, 8}
-    model, _ = record([64], [5], limit=80, compact=False)
-    assert {rows for rows, _ in model.decoded} == {64}
+    assert set(record(64, limit=80, compact=False)[0]) == {64}
 
 
 @pytest.mark.parametrize(
@@ -412,21 +399,16 @@ def test_the_batch_shrinks_as_rows_end_and_by_few_sizes():
 )
 def test_the_device_goes_on_while_the_host_reads_unless_a_row_waits(monkeypatch, slots, events):
     seen = []
-
-    def noting(name, function):
-        return lambda *args, **options: seen.append(name) or function(*args, **options)
-
-    monkeypatch.setattr(engine, "decode", noting("start", engine.decode))
-    monkeypatch.setattr(jax, "device_get", noting("read", jax.device_get))
+    noting(monkeypatch, engine, "decode", lambda *_: seen.append("start"))
+    noting(monkeypatch, jax, "device_get", lambda *_: seen.append("read"))
     run(prompts(0, (5, 5), (1, 1), limit=12), max_concurrent=slots)
     assert " ".join(seen) == events
 
 
 def test_rows_are_given_when_the_next_chunk_is_under_way(monkeypatch):
     """The device does not wait for what is done with them."""
-    seen, decode = [], engine.decode
-    noted = lambda *args, **options: seen.append("start") or decode(*args, **options)
-    monkeypatch.setattr(engine, "decode", noted)
+    seen = []
+    noting(monkeypatch, engine, "decode", lambda *_: seen.append("start"))
     queue, sizes = prompts(0, (5, 5, 5), (1, 1, 1), limit=4), {"max_prompt_length": WIDTH}
     for pieces in make().stream(policy()[1], queue, 1.0, max_concurrent=1, **sizes):
         seen += [piece.row for piece in pieces]
@@ -435,17 +417,9 @@ def test_rows_are_given_when_the_next_chunk_is_under_way(monkeypatch):
 
 def test_a_row_that_a_stop_string_ended_runs_one_chunk_too_far_at_most(monkeypatch):
     free, live = run(prompts(0, (5, 5), (1, 1), limit=40)), []
-    decode = engine.decode
-    monkeypatch.setattr(
-        engine,
-        "decode",
-        lambda variables, pool, rows, *args, **options: (
-            live.append(int(rows.tree().live.sum()))
-            or decode(variables, pool, rows, *args, **options)
-        ),
-    )
-    texts = lambda tokens: "".join(f"<{token}>" for token in tokens)
-    stops = StopStrings((texts(free[0][0][:2]),), texts)
+    note = lambda variables, pool, rows, *_: live.append(int(rows.tree().live.sum()))
+    noting(monkeypatch, engine, "decode", note)
+    stops = StopStrings((tagged(free[0][0][:2]),), tagged)
     rows = run(prompts(0, (5, 5), (1, 1), limit=40), stop_strings=stops)
     assert len(rows[0][0]) == 2 and len(rows[1][0]) == 40
     assert live == [2, 2] + [1] * 8
@@ -494,13 +468,13 @@ def test_a_penalty_remembers_what_chunks_made_that_the_host_has_not_read():
 
 
 def test_the_completions_of_a_prompt_pay_for_one_prefill():
-    model, _ = record([8] * 16, [5] * 16)
-    assert model.prefilled == [(16, 16)]
+    assert record(8, prompts=16)[1] == [(16, 16)]
 
 
 def test_a_row_that_fits_runs_though_its_bound_would_not():
     few = prompts(0, (20,), (2,))
     assert_same(run(few, kv_cache_tokens=19 + C, page_size=8), run(few, page_size=8))
+    assert run([]) == []
 
 
 def test_the_cache_is_released_with_the_last_row(monkeypatch):
@@ -512,20 +486,18 @@ def test_the_cache_is_released_with_the_last_row(monkeypatch):
     assert len(shapes) == 1 and shapes[0] not in {array.shape for array in jax.live_arrays()}
 
 
-def test_no_prompts_are_no_rows():
-    assert run([]) == []
-
-
-def test_a_row_that_cannot_fit_is_an_error_before_anything_runs():
-    message = "prompt 1: the KV cache has space for 80 tokens; a row may need 90"
+@pytest.mark.parametrize(
+    ("lengths", "options", "message"),
+    [
+        (LENGTHS, {"kv_cache_tokens": 80}, "prompt 1: .* space for 80 tokens; a row may need 90"),
+        (LENGTHS, {"kv_cache_fraction": 0.5}, "does not report its memory: give kv_cache_tokens"),
+        ((3, 83), {}, "prompt 1: got 83 tokens; must have 1 to"),
+        ((0,), {}, "prompt 0: got 0 tokens"),
+    ],
+)
+def test_a_row_that_cannot_fit_is_an_error_before_anything_runs(lengths, options, message):
     with pytest.raises(ValueError, match=message):
-        run(prompts(), kv_cache_tokens=80)
-    with pytest.raises(ValueError, match="does not report its memory: give kv_cache_tokens"):
-        run(prompts(), kv_cache_fraction=0.5)
-    with pytest.raises(ValueError, match="prompt 1: got 83 tokens; must have 1 to"):
-        run(prompts(0, (3, 83), (1, 1)))
-    with pytest.raises(ValueError, match="prompt 0: got 0 tokens"):
-        run(prompts(0, (0,), (1,)))
+        run(prompts(0, lengths, [1] * len(lengths)), **options)
 
 
 @pytest.mark.parametrize(
@@ -545,20 +517,19 @@ def test_the_cache_takes_what_rows_can_need_or_what_there_is(options, free, page
     beside = 0 if "kv_cache_fraction" in options else 500
     stats = free and {"bytes_limit": free + beside + 1000, "bytes_in_use": 1000}
     monkeypatch.setattr(engine.runtime, "memory_stats", lambda: stats)
-    monkeypatch.setattr(kv_capacity, "workspace", lambda *_: {"scores": 400, "prefill": 100})
+    monkeypatch.setattr(kv_capacity.Demand, "workspace", lambda *_: {"scores": 400, "prefill": 100})
 
     def pool(arch, num_pages, *_):
         raise NotImplementedError(f"{num_pages} pages")
 
     monkeypatch.setattr(engine.kv_cache, "pool", pool)
     with pytest.raises(NotImplementedError, match=f"^{pages} pages$"):
-        record([8], [5], max_concurrent=8, **options)
+        record(8, max_concurrent=8, **options)
 
 
 def test_absent_slots_are_as_many_as_the_cache_is_expected_to_hold():
     """A row can need eleven of 27 pages, and needs four if it ends after a quarter of its limit."""
-    model, _ = record([8], [5], kv_cache_tokens=100)
-    assert {rows for rows, _ in model.decoded} == {6}
+    assert set(record(8, kv_cache_tokens=100)[0]) == {6}
 
 
 @pytest.mark.parametrize(("rows", "slots"), [(2, 2), (3, 2), (4, 2), (5, 5)])
@@ -576,10 +547,7 @@ def test_absent_slots_are_no_number_with_which_fused_layers_would_be_faster(
 def test_rows_that_are_parked_are_those_that_never_were(options, monkeypatch):
     """Their pages go to the host and come back as they are, so results are equal bit for bit."""
     parked = []
-    park = scheduler.Schedule._park
-    monkeypatch.setattr(
-        scheduler.Schedule, "_park", lambda self, row: parked.append(row.index) or park(self, row)
-    )
+    noting(monkeypatch, scheduler.Schedule, "_park", lambda _, row: parked.append(row.index))
     options = options | {"max_concurrent": 6, "page_size": 4, "chunk": 1}
     queue = prompts(0, (5, 9, 3, 7, 4), (2, 3, 1, 4, 2))
     rows = run(queue, kv_cache_tokens=40, **options)
@@ -594,24 +562,24 @@ def test_rows_that_are_parked_are_those_that_never_were(options, monkeypatch):
 
 
 @jax.jit
-def scores(tokens, last):
+def plain_pass(padded):
     model, variables = policy()
-    hidden, _ = model.apply(variables, tokens[None])
-    return layers.logits(hidden[0, last], head(variables["frozen"]))
+    return layers.logits(model.apply(variables, padded[None])[0][0], head(variables["frozen"]))
 
 
-def penalized_loop(prompt, penalty):
-    """Computes greedy tokens and their log-probabilities with one full forward pass per token."""
-    tokens, logps = np.zeros(WIDTH + C, np.int32), []
-    tokens[: len(prompt)] = prompt
-    for step in range(len(prompt), len(prompt) + C):
-        raw = np.asarray(scores(tokens, step - 1), np.float64)
-        seen = np.unique(tokens[:step])
-        bent = raw.copy()
-        bent[seen] = np.where(raw[seen] > 0, raw[seen] / penalty, raw[seen] * penalty)
-        tokens[step] = bent.argmax()
-        logps.append(raw[tokens[step]] - np.log(np.exp(raw).sum()))
-    return tokens[len(prompt) : len(prompt) + C].tolist(), logps
+def plain_scores(prompt, tokens):
+    """Computes logits [n, V] before each token of a completion by one pass over at most 122 tokens."""
+    row = np.array([*prompt, *tokens])
+    return np.float64(plain_pass(np.pad(row, (0, 122 - len(row)))))[len(prompt) - 1 : len(row) - 1]
+
+
+def likeliest(prompt, tokens, penalty):
+    """Returns the likeliest token in the place of each token of a completion, with a repetition penalty."""
+    scores = plain_scores(prompt, tokens)
+    for place, row in enumerate(scores):
+        seen = np.unique([*prompt, *tokens[:place]])
+        row[seen] = np.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
+    return scores.argmax(axis=1).tolist()
 
 
 def test_the_repetition_penalty_acts_on_tokens_of_prompt_and_completion():
@@ -619,22 +587,21 @@ def test_the_repetition_penalty_acts_on_tokens_of_prompt_and_completion():
     queue = prompts(0, LENGTHS[:2], (1, 1))
     bent = run(queue, 0.0, max_concurrent=1, repetition_penalty=1.5)
     for prompt, (tokens, logps, _) in zip(queue, bent, strict=True):
-        expected, wanted = penalized_loop(prompt.tokens, 1.5)
-        assert tokens == expected != penalized_loop(prompt.tokens, 1.0)[0]
-        np.testing.assert_allclose(logps, wanted, atol=1e-4)
+        unbent, expected = (likeliest(prompt.tokens, tokens, penalty) for penalty in (1.0, 1.5))
+        assert tokens == expected != unbent
+        wanted = jax.nn.log_softmax(plain_scores(prompt.tokens, tokens))
+        np.testing.assert_allclose(logps, wanted[np.arange(C), tokens], atol=1e-4)
 
 
 def test_a_stop_string_ends_a_row_with_the_token_that_completes_it():
     free = run(prompts())
-    decode = lambda tokens: "".join(f"<{token}>" for token in tokens)
     # Across two tokens of row 0, and within one of row 5.
-    strings = (decode(free[0][0][5:7])[1:-1], f"{free[5][0][2]}>")
-    stops = StopStrings(strings, decode)
+    stops = StopStrings((tagged(free[0][0][5:7])[1:-1], f"{free[5][0][2]}>"), tagged)
     expected = [stops.end(tokens) or len(tokens) for tokens, _, _ in free]
     assert expected[0] <= 7 and expected[5] <= 3 and max(expected) == C
-    for (tokens, logps, ended), (whole, wanted, _), length in zip(
-        run(prompts(), max_concurrent=4, stop_strings=stops), free, expected, strict=True
-    ):
+    rows = run(prompts(), max_concurrent=4, stop_strings=stops)
+    pairs = zip(rows, free, expected, strict=True)
+    for (tokens, logps, ended), (whole, wanted, _), length in pairs:
         assert tokens == whole[:length]
         np.testing.assert_allclose(logps, wanted[:length], atol=1e-5)
         assert ended == ("stop" if stops.end(tokens) else "length")

@@ -13,10 +13,8 @@ def test_lengths_are_kept_of_the_prompts_that_were_sampled_last(monkeypatch):
 
     def sampled(lengths):
         """A round in which prompt n has a completion of so many tokens."""
-        chunk = [
-            RowTokens(row, np.zeros(length), np.zeros(length), "stop")
-            for row, length in enumerate(lengths.values())
-        ]
+        tokens = map(np.zeros, lengths.values())
+        chunk = [RowTokens(row, array, array, "stop") for row, array in enumerate(tokens)]
         list(subject._remembered([prompt(n) for n in lengths], iter([chunk])))
 
     def known():

@@ -12,6 +12,7 @@ from qerl_jax.generation.engine import Engine, EngineSpec
 from qerl_jax.generation.scheduler import QueuedPrompt
 from qerl_jax.model import fused_decode
 from tests.pallas_kernels.devices import assume, like  # noqa: F401
+from tests.qerl_jax.generation.test_engine import complete
 
 
 @pytest.mark.slow
@@ -33,14 +34,11 @@ def test_the_portable_engine_samples_what_the_reference_does(assume, weights, ca
         assert is_portable == (kernels == "portable") == (fused_decode.fit(model, 2) == kernels)
         engine = Engine(model, EngineSpec(model.arch.vocab_size), kv_cache_tokens=256)
         prompt = QueuedPrompt(np.array([5, 6, 7, 8], np.int32), np.zeros((2, 2), np.uint32), 3)
-        rows = engine.stream(
-            {"frozen": frozen}, [prompt], 0.0, max_prompt_length=8, max_concurrent=2
-        )
-        found[kernels] = [row for group in rows for row in group]
-    for one, other in zip(found["reference"], found["portable"], strict=True):
-        np.testing.assert_array_equal(one.tokens, other.tokens)
-        # NF4's table is rounded to bfloat16 there, and weights are here. Float16 drops the ends of small values.
-        is_exact = weights != "nf4" and capability == "8.0"
-        np.testing.assert_allclose(
-            one.behaviour_logps, other.behaviour_logps, atol=0 if is_exact else 0.05
-        )
+        limits = {"max_prompt_length": 8, "max_concurrent": 2}
+        found[kernels] = complete(engine, [prompt], 0.0, {"frozen": frozen}, **limits)
+    # NF4's table is rounded to bfloat16 there, and weights are here. Float16 drops the ends of small values.
+    atol = 0 if weights != "nf4" and capability == "8.0" else 0.05
+    for number, row in found["reference"].items():
+        other = found["portable"][number]
+        np.testing.assert_array_equal(row.tokens, other.tokens)
+        np.testing.assert_allclose(row.behaviour_logps, other.behaviour_logps, atol=atol)

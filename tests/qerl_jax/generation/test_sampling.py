@@ -20,6 +20,8 @@ from qerl_jax.model.transformer import Transformer, head
 from qerl_jax.rl.objective import token_logps
 from tests.experiences import in_one_batch, of_lines
 from tests.golden_files import GOLDEN
+from tests.pallas_kernels.common import slow
+from tests.qerl_jax.generation.test_engine import Recorder, complete
 
 P, G, C = 3, 2, 6
 LENGTHS = np.array([3, 7, 5], np.int32)
@@ -46,51 +48,31 @@ def sampled(engine, variables, tokens, lengths, row_keys, temperature, limit=C):
         QueuedPrompt(prompt[:length], group, limit)
         for prompt, length, group in zip(tokens, lengths, groups, strict=True)
     ]
-    width = tokens.shape[1]
-    out = types.SimpleNamespace(
-        tokens=np.zeros((len(row_keys), limit), np.int32),
-        behaviour_logps=np.zeros((len(row_keys), limit), np.float32),
-        entropies=np.zeros((len(row_keys), limit), np.float32),
-        lengths=np.zeros(len(row_keys), int),
-        stopped=np.zeros(len(row_keys), bool),
-    )
-    for row in engine.completions(variables, queue, temperature, max_prompt_length=width):
-        out.tokens[row.row, : len(row.tokens)] = row.tokens
-        out.behaviour_logps[row.row, : len(row.tokens)] = row.behaviour_logps
-        if row.entropies is not None:
-            out.entropies[row.row, : len(row.tokens)] = row.entropies
-        out.lengths[row.row], out.stopped[row.row] = len(row.tokens), row.ended == "stop"
+    rows = complete(engine, queue, temperature, variables, max_prompt_length=tokens.shape[1])
+    rows = [rows[number] for number in sorted(rows)]
+    padded = lambda x: np.zeros(limit) if x is None else np.pad(x, (0, limit - len(x)))
+    out = types.SimpleNamespace(lengths=np.array([len(row.tokens) for row in rows]))
+    for name in ("tokens", "behaviour_logps", "entropies"):
+        setattr(out, name, np.stack([padded(getattr(row, name)) for row in rows]))
+    out.stopped = np.array([row.ended == "stop" for row in rows])
     return out
 
 
-def prompts(name, seed=0):
+def prompts(name):
     """Makes int32 [P, WIDTH], of which each prompt uses as many tokens as it is long."""
     vocab = policy(name)[0].arch.vocab_size
-    return np.random.default_rng(seed).integers(1, vocab, (P, WIDTH)).astype(np.int32)
+    return np.random.default_rng(0).integers(1, vocab, (P, WIDTH)).astype(np.int32)
 
 
 def keys(seed=0, rows=P * G):
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.key(seed), jnp.arange(rows))
 
 
-def sample(
-    name,
-    temperature=1.0,
-    *,
-    tokens=None,
-    lengths=LENGTHS,
-    row_keys=None,
-    stop_tokens=(),
-    num_tokens=None,
-    params=SamplingParams(),
-    entropies=False,
-):
+def sample(name, temperature=1.0, *, row_keys=None, num_tokens=None, **spec):
     model, variables = policy(name)
-    tokens = prompts(name) if tokens is None else tokens
     row_keys = keys() if row_keys is None else row_keys
-    spec = EngineSpec(num_tokens or model.arch.vocab_size, params, entropies=entropies)
-    engine = Engine(model, spec, stop_tokens=stop_tokens)
-    return sampled(engine, variables, tokens, lengths, row_keys, temperature)
+    engine = Engine(model, EngineSpec(num_tokens or model.arch.vocab_size, **spec))
+    return sampled(engine, variables, prompts(name), LENGTHS, row_keys, temperature)
 
 
 def greedy_loop(name):
@@ -114,14 +96,7 @@ def greedy_loop(name):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "qwen2_untied",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("qwen2_tied", "qwen3", "llama3", "mistral")
-        ),
-    ],
+    "name", ["qwen2_untied", *map(slow, ("qwen2_tied", "qwen3", "llama3", "mistral"))]
 )
 def test_greedy_generation_equals_a_loop_without_cache(name):
     tokens, logps = greedy_loop(name)
@@ -130,50 +105,6 @@ def test_greedy_generation_equals_a_loop_without_cache(name):
     np.testing.assert_allclose(actual.behaviour_logps, logps[ROWS], atol=1e-4)
     np.testing.assert_array_equal(actual.lengths, C)
     assert not actual.stopped.any()
-
-
-def test_rows_of_a_prompt_differ_when_sampled_and_are_one_when_greedy():
-    greedy, sampled = sample("qwen2_untied", 0.0), sample("qwen2_untied", 1.0)
-    np.testing.assert_array_equal(greedy.tokens[0::G], greedy.tokens[1::G])
-    np.testing.assert_array_equal(greedy.behaviour_logps[0::G], greedy.behaviour_logps[1::G])
-    assert (sampled.tokens[0::G] != sampled.tokens[1::G]).any(axis=1).all()
-
-
-def test_a_row_depends_on_its_own_prompt_and_key_alone():
-    tokens, row_keys = prompts("qwen2_untied"), keys()
-    order = np.array([2, 0, 1])
-    rows = (order[:, None] * G + np.arange(G)).reshape(-1)
-    before = sample("qwen2_untied")
-    moved = sample(
-        "qwen2_untied", tokens=tokens[order], lengths=LENGTHS[order], row_keys=row_keys[rows]
-    )
-    np.testing.assert_array_equal(moved.tokens, before.tokens[rows])
-    np.testing.assert_allclose(moved.behaviour_logps, before.behaviour_logps[rows], atol=1e-5)
-
-    others, other_keys = prompts("qwen2_untied", seed=1), keys(1)
-    others[1], other_keys = tokens[1], other_keys.at[G : 2 * G].set(row_keys[G : 2 * G])
-    lengths = np.array([7, LENGTHS[1], 1], np.int32)
-    mixed = sample("qwen2_untied", tokens=others, lengths=lengths, row_keys=other_keys)
-    np.testing.assert_array_equal(mixed.tokens[G : 2 * G], before.tokens[G : 2 * G])
-    assert (mixed.tokens[:G] != before.tokens[:G]).any()
-
-
-def test_a_stop_token_ends_its_row_and_no_other():
-    free = sample("qwen2_untied")
-    # Row 0 stops at its first token, row 1 in the middle, row 2 at the last possible one.
-    stops = tuple(int(free.tokens[row, step]) for row, step in [(0, 0), (1, 2), (2, C - 1)])
-    is_stop = np.isin(free.tokens, stops)
-    stopped = is_stop.any(axis=1)
-    lengths = np.where(stopped, is_stop.argmax(axis=1) + 1, C)
-    assert lengths[:3].tolist() == [1, 3, C] and stopped[:3].all() and not stopped.all()
-
-    actual = sample("qwen2_untied", stop_tokens=stops)
-    live = np.arange(C) < lengths[:, None]
-    np.testing.assert_array_equal(actual.lengths, lengths)
-    np.testing.assert_array_equal(actual.stopped, stopped)
-    np.testing.assert_array_equal(actual.tokens, np.where(live, free.tokens, 0))
-    np.testing.assert_array_equal(actual.behaviour_logps[~live], 0)
-    np.testing.assert_allclose(actual.behaviour_logps[live], free.behaviour_logps[live], atol=1e-5)
 
 
 @functools.cache
@@ -189,42 +120,27 @@ def scorer(name, num_tokens):
 
 def recomputed(name, completions, temperature, num_tokens):
     """Computes the trainer's log-probabilities and entropies of completions, [B, C] each."""
-    experience = of_lines(
-        prompts(name),
-        LENGTHS,
-        completions,
-        np.ones_like(completions, bool),
-        np.zeros_like(completions, np.float32),
-        np.zeros(P * G, np.float32),
-    )
+    mask, zeros = np.ones_like(completions, bool), np.zeros_like(completions, np.float32)
+    experience = of_lines(prompts(name), LENGTHS, completions, mask, zeros, zeros[:, 0])
     values = scorer(name, num_tokens)(policy(name)[1], in_one_batch(experience), temperature)
     return [np.reshape(x[: completions.size], completions.shape) for x in values]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
-def test_returned_log_probabilities_are_the_trainers(temperature):
-    """They are taken before truncation. There may be fewer ids than rows of the embedding."""
+def test_returned_log_probabilities_and_entropies_are_the_trainers(temperature):
+    """They are taken before truncation, and entropies change no token. There may be fewer ids than rows of the embedding."""
     options = {"num_tokens": 500, "params": SamplingParams(top_k=20, top_p=0.9)}
-    actual = sample("qwen2_untied", temperature, **options)
-    assert actual.tokens.max() < 500
-    expected, _ = recomputed("qwen2_untied", actual.tokens, temperature, 500)
-    np.testing.assert_allclose(actual.behaviour_logps, expected, atol=1e-4)
-    if temperature == 0:
-        at_one, _ = recomputed("qwen2_untied", actual.tokens, 1.0, 500)
-        np.testing.assert_array_equal(expected, at_one)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_the_samplers_entropies_are_the_trainers_and_change_no_token(temperature):
-    """They are of the distributions before params, as log-probabilities are."""
-    options = {"num_tokens": 500, "params": SamplingParams(top_k=20)}
     actual = sample("qwen2_untied", temperature, entropies=True, **options)
     without = sample("qwen2_untied", temperature, **options)
+    assert actual.tokens.max() < 500 and not without.entropies.any()
     np.testing.assert_array_equal(actual.tokens, without.tokens)
-    np.testing.assert_allclose(actual.behaviour_logps, without.behaviour_logps, atol=1e-5)
-    assert not without.entropies.any()
-    _, expected = recomputed("qwen2_untied", actual.tokens, temperature, 500)
-    np.testing.assert_allclose(actual.entropies, expected, atol=1e-4)
+    logps, entropies = recomputed("qwen2_untied", actual.tokens, temperature, 500)
+    for found in (actual, without):
+        np.testing.assert_allclose(found.behaviour_logps, logps, atol=1e-4)
+    np.testing.assert_allclose(actual.entropies, entropies, atol=1e-4)
+    if temperature == 0:
+        at_one, _ = recomputed("qwen2_untied", actual.tokens, 1.0, 500)
+        np.testing.assert_array_equal(logps, at_one)
 
 
 def test_the_mean_surprise_of_sampled_tokens_estimates_the_entropies():
@@ -234,32 +150,13 @@ def test_the_mean_surprise_of_sampled_tokens_estimates_the_entropies():
     assert abs(surplus.mean()) < 5 * surplus.std() / surplus.size**0.5
 
 
-class Memoryless:
-    """A policy with the same scores after any token; it counts its decode steps."""
-
-    arch = architecture.Architecture("qwen2", 4, 2, 16, 1, 1, 1, 2)
-    dtype, weights, group, tensor, over = jnp.float32, "float32", 1, 1, None
-    own_part = property(lambda self: self)
-
-    def __init__(self):
-        self.steps = 0
-
-    def apply(self, variables, tokens, *, cache, adapter):
-        jax.debug.callback(self._count)
-        return jnp.ones((*tokens.shape, 1)), cache
-
-    def _count(self):
-        self.steps += 1
-
-
 def memoryless(probabilities, length, stop_tokens, rows):
-    model = Memoryless()
+    model = Recorder(probabilities)
     engine = Engine(model, EngineSpec(len(probabilities)), stop_tokens=stop_tokens)
-    variables = {"frozen": {"embed_tokens": jnp.log(jnp.array(probabilities))[:, None]}}
     tokens = np.zeros((1, 1), np.int32)  # nothing to prefill
-    out = sampled(engine, variables, tokens, [1], keys(rows=rows), 1.0, limit=length)
+    out = sampled(engine, model.variables, tokens, [1], keys(rows=rows), 1.0, limit=length)
     jax.effects_barrier()
-    return out, model.steps
+    return out, len(model.decoded) + len(model.prefilled)
 
 
 def test_generation_ends_with_its_longest_row():
@@ -270,13 +167,7 @@ def test_generation_ends_with_its_longest_row():
     assert steps == out.lengths.max() + 1
 
 
-def test_without_stop_tokens_every_row_runs_to_the_end():
-    out, steps = memoryless([0.5, 0.25, 0.25], 9, (), rows=8)
-    assert (out.lengths == 9).all() and not out.stopped.any() and steps == 9 + 1
-
-
-# Chi-square quantiles at 0.999: a right sampler fails one seed in a thousand, and the seed is
-# fixed.
+# Chi-square quantiles at 0.999: a right sampler fails one seed in a thousand, and the seed is fixed.
 CRITICAL = {2: 13.82, 5: 20.52, 8: 26.12}
 
 
@@ -297,10 +188,10 @@ def test_successive_tokens_of_a_row_are_independent_and_have_their_frequencies()
 SCORES = np.array([1.0, -0.5, 0.3, 2.0, 0.0, 1.5, 9.0, 7.0], np.float32)
 
 
-def draw(temperature, params, rows=20_000, num_tokens=6):
-    scores = jnp.broadcast_to(SCORES, (rows, len(SCORES)))
-    draw = jax.jit(functools.partial(sampling.next_token, num_tokens=num_tokens, params=params))
-    return jax.device_get(draw(scores, keys(rows=rows), jnp.float32(temperature)))
+def next_tokens(scores, key, num_tokens, temperature=1.0):
+    """Samples a token for each row of scores without truncation."""
+    row_keys, params = jax.random.split(key, len(scores)), SamplingParams()
+    return sampling.next_token(scores, row_keys, jnp.float32(temperature), num_tokens, params)
 
 
 @pytest.mark.parametrize(
@@ -313,7 +204,9 @@ def draw(temperature, params, rows=20_000, num_tokens=6):
 )
 def test_sampled_frequencies_are_the_distributions(temperature, params, kept):
     """There are 20,000 draws; ids 6 and 7 have the largest scores but are not the tokenizer's."""
-    tokens, logps = draw(temperature, params)
+    scores = jnp.broadcast_to(SCORES, (20_000, len(SCORES)))
+    draw = jax.jit(functools.partial(sampling.next_token, num_tokens=6, params=params))
+    tokens, logps = jax.device_get(draw(scores, keys(rows=20_000), jnp.float32(temperature)))
     probabilities = np.exp(SCORES[:6].astype(np.float64) / temperature)
     probabilities /= probabilities.sum()
     assert set(tokens.tolist()) == set(kept)
@@ -344,20 +237,14 @@ def test_a_token_of_small_probability_is_drawn_by_bits_that_are_as_rare(monkeypa
         scores = jnp.zeros((1, vocab)).at[0, rare].set(-17)
         # No other id is in its block.
         scores = jnp.where((jnp.arange(vocab) >= 256) & (jnp.arange(vocab) != rare), -1e9, scores)
-        token, logp = sampling.next_token(
-            scores, jax.random.split(jax.random.key(0), 1), jnp.float32(1), vocab, SamplingParams()
-        )
+        token, logp = next_tokens(scores, jax.random.key(0), vocab)
         assert token[0] == rare and logp[0] < -19
 
 
 @pytest.mark.parametrize(
     ("vocab", "num_tokens", "rows"),
-    [
-        pytest.param(1000, 990, 20_000, marks=pytest.mark.slow),
-        pytest.param(256, 256, 20_000, marks=pytest.mark.slow),
-        pytest.param(100, 97, 20_000, marks=pytest.mark.slow),
-        (300, 290, 5_000),  # two blocks
-    ],
+    # The last ones are two blocks.
+    [*map(slow, (1000, 256, 100), (990, 256, 97), [20_000] * 3), (300, 290, 5_000)],
 )
 def test_draws_from_blocks_have_their_frequencies_into_the_tails(vocab, num_tokens, rows):
     """Masses are from a half to 1e-5, in 50 draws of so many rows; rare ids are counted together."""
@@ -366,13 +253,9 @@ def test_draws_from_blocks_have_their_frequencies_into_the_tails(vocab, num_toke
     exact /= exact.sum()
     scores = jnp.broadcast_to(logits, (rows, vocab))
 
-    @jax.jit
-    def counts(key):
-        tokens, _ = sampling.next_token(
-            scores, jax.random.split(key, rows), jnp.float32(1), num_tokens, SamplingParams()
-        )
-        return jnp.bincount(tokens, length=vocab)
-
+    counts = jax.jit(
+        lambda key: jnp.bincount(next_tokens(scores, key, num_tokens)[0], length=vocab)
+    )
     found = sum(np.asarray(counts(key)) for key in jax.random.split(jax.random.key(1), 50))
     assert found[num_tokens:].sum() == 0 and found.sum() == 50 * rows
     # Of ids in order of their probability, groups of which each is expected 50 times or more.
@@ -386,46 +269,10 @@ def test_draws_from_blocks_have_their_frequencies_into_the_tails(vocab, num_toke
     assert stats.chi2.sf(statistic, len(summed) - 1) > 1e-3
 
 
-@pytest.mark.parametrize("vocab", [100, 300])
-def test_a_drawn_token_leads_by_what_its_rivals_would_need(vocab):
-    """A rival drawn instead, once its score is raised by more than the lead, and not by less."""
-    rng = np.random.default_rng(vocab)
-    scores = jnp.array(3 * rng.normal(size=(64, vocab)), jnp.float32)
-    keys = jax.random.split(jax.random.key(1), 64)
-    draw = lambda logps: sampling._draw(logps, keys, jnp.float32(1))
-    logps = jax.nn.log_softmax(scores)
-    drawn, rivals = draw(logps), jnp.array(rng.integers(0, vocab, 64), jnp.int32)
-    lead = functools.partial(sampling.lead, logps, keys)
-    leads = np.array(lead(1.0, drawn, rivals))
-    assert (leads[drawn != rivals] > 0).all() and (leads[drawn == rivals] == 0).all()
-    assert_equal = np.testing.assert_array_equal
-    assert_equal(lead(1.0, rivals, drawn), -leads)
-    rows = np.arange(64)
-    assert_equal(lead(0.0, drawn, rivals), logps[rows, drawn] - logps[rows, rivals])
-    same_block = (drawn // 128 == rivals // 128) & (drawn != rivals)
-    # Within a block, so that the mass of blocks stays what it is: what the rival gets the block's others lose.
-    for share, expected in ((0.99, drawn), (1.01, rivals)):
-        raised = logps.at[jnp.arange(64), rivals].add(jnp.array(share * leads))
-        of_blocks = lambda x: sampling._mass(sampling._in_blocks(x))
-        change = jnp.repeat(of_blocks(logps) - of_blocks(raised), 128, axis=1)[:, :vocab]
-        found = draw(raised + change)
-        assert_equal(found[same_block], expected[same_block])
-
-
 def test_at_temperature_0_the_likeliest_is_taken_though_its_block_is_not():
     """There are 300 ids: the first block has the most mass, the last one the likeliest id."""
     scores = jnp.concatenate([jnp.zeros(256), jnp.full(43, -9.0), jnp.array([0.5])])[None]
-    token, _ = sampling.next_token(
-        scores, jax.random.split(jax.random.key(0), 1), jnp.float32(0), 300, SamplingParams()
-    )
-    assert token[0] == 299
-
-
-def test_temperature_zero_takes_the_likeliest_token_and_scores_it_at_temperature_one():
-    tokens, logps = draw(0.0, SamplingParams(), rows=50)
-    np.testing.assert_array_equal(tokens, 3)
-    at_one = SCORES[3] - np.log(np.exp(SCORES[:6]).sum())
-    np.testing.assert_allclose(logps, at_one, rtol=1e-6)
+    assert next_tokens(scores, jax.random.key(0), 300, temperature=0)[0] == 299
 
 
 def kept(params, logps):
@@ -436,30 +283,21 @@ def kept(params, logps):
 
 
 @pytest.mark.parametrize(
-    "params,stays",
+    ("options", "stays"),
     [
-        (SamplingParams(), "11111"),
-        (SamplingParams(top_k=1), "01000"),
-        (SamplingParams(top_k=2), "11000"),
-        (SamplingParams(top_k=5), "11111"),
-        (SamplingParams(top_k=9), "11111"),
-        (SamplingParams(top_p=0.01), "01000"),
-        (SamplingParams(top_p=1e-46), "01000"),
-        (SamplingParams(top_p=0.39), "01000"),
-        (SamplingParams(top_p=0.41), "11000"),
-        (SamplingParams(top_p=0.69), "11000"),
-        (SamplingParams(top_p=0.71), "11010"),
-        (SamplingParams(min_p=1.0), "01000"),
-        (SamplingParams(min_p=0.7), "11000"),
-        (SamplingParams(min_p=0.3), "11010"),
+        *[({}, "11111"), ({"top_k": 5}, "11111"), ({"top_k": 9}, "11111")],
+        *[({"top_k": 1}, "01000"), ({"top_k": 2}, "11000")],
+        *[({"top_p": mass}, "01000") for mass in (0.01, 1e-46, 0.39)],
+        *[({"top_p": 0.41}, "11000"), ({"top_p": 0.69}, "11000"), ({"top_p": 0.71}, "11010")],
+        *[({"min_p": 1.0}, "01000"), ({"min_p": 0.7}, "11000"), ({"min_p": 0.3}, "11010")],
         # Of the two that top_k leaves, the likelier one has 4/7 of the mass.
-        (SamplingParams(top_k=2, top_p=0.55), "01000"),
-        (SamplingParams(top_p=0.95, min_p=0.3), "11010"),
+        ({"top_k": 2, "top_p": 0.55}, "01000"),
+        ({"top_p": 0.95, "min_p": 0.3}, "11010"),
     ],
 )
-def test_truncation_by_hand(params, stays):
+def test_truncation_by_hand(options, stays):
     logps = np.log(np.array([0.3, 0.4, 0.05, 0.15, 0.1], np.float32))
-    assert kept(params, logps).tolist() == [stay == "1" for stay in stays]
+    assert kept(SamplingParams(**options), logps).tolist() == [stay == "1" for stay in stays]
 
 
 @pytest.mark.parametrize("params", [SamplingParams(top_k=2), SamplingParams(top_p=0.5)])
@@ -483,15 +321,11 @@ def truncation_oracle(params, logps):
 
 
 @pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(top_k=7),
-        SamplingParams(top_p=0.8),
-        SamplingParams(min_p=0.1),
-        SamplingParams(top_k=20, top_p=0.9, min_p=0.05),
-    ],
+    "options",
+    [{"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.9, "min_p": 0.05}],
 )
-def test_truncation_equals_a_loop_from_the_likeliest_down(params):
+def test_truncation_equals_a_loop_from_the_likeliest_down(options):
+    params = SamplingParams(**options)
     scores = np.random.default_rng(0).normal(scale=2, size=(4, 5, 60)).astype(np.float32)
     logps = np.asarray(logprobs.log_softmax(jnp.asarray(scores), 1.0, num_tokens=55))
     actual = kept(params, logps)

@@ -1,7 +1,5 @@
 """Tests the scheduler: every row runs, in its own pages, and no prefill is larger than planned."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
@@ -17,16 +15,32 @@ from qerl_jax.generation.scheduler import (
 )
 
 
+def queued(rows, tokens=(1, 2, 3), limit=100, noise=None):
+    """Makes a prompt with so many completions."""
+    return QueuedPrompt(np.array(tokens, np.int32), np.zeros((rows, 2), np.uint32), limit, noise)
+
+
+def prefilled(schedule):
+    """Fills the slots."""
+    while schedule.next_prefill() is not None:
+        pass
+    schedule.copies()
+    return schedule
+
+
+def begun(schedule):
+    """Fills the slots, and gives rows all pages that there are for them."""
+    prefilled(schedule).leaving()
+    return schedule
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_every_row_ends_and_no_page_has_two_writers(seed):
     """The schedule runs alone, with as few pages as possible, and rows end at random."""
     draw = np.random.default_rng(seed)
     size, limit, slots, width = 4, int(draw.integers(1, 90)), int(draw.integers(1, 7)), 20
     lengths, groups = draw.integers(1, width + 1, 9), draw.integers(1, 5, 9)
-    queue = [
-        QueuedPrompt(np.zeros(n, np.int32), np.zeros((g, 2), np.uint32), limit)
-        for n, g in zip(lengths, groups, strict=True)
-    ]
+    queue = [queued(g, np.zeros(n), limit) for n, g in zip(lengths, groups, strict=True)]
     table_width = -(-(width - 1 + limit) // size)
     prefills, least = (width - 1, min(slots, 9)), int(draw.integers(1, 4))
     shapes = Shapes(size, 5, table_width, 0, *prefills, (slots,), least_shared=least)
@@ -45,20 +59,11 @@ def test_every_row_ends_and_no_page_has_two_writers(seed):
         schedule.copies()
         chunk = schedule.slots(with_history=False)
         # From a row's end on its pages are its own.
-        own = [
-            page
-            for table, end, live in zip(chunk.tables, chunk.ends, chunk.live, strict=True)
-            for page in table[end // size :]
-            if live and page
-        ]
-        shared = {
-            page
-            for table, end, live in zip(chunk.tables, chunk.ends, chunk.live, strict=True)
-            for page in table[: end // size]
-            if live
-        }
-        assert chunk.live.any() and len(set(own)) == len(own)
-        assert not shared & set(own) and 0 not in shared
+        rows = [*zip(chunk.tables[chunk.live], chunk.ends[chunk.live] // size, strict=True)]
+        private = [page for table, end in rows for page in table[end:] if page]
+        shared = {page for table, end in rows for page in table[:end]}
+        assert rows and len(set(private)) == len(private)
+        assert not shared & set(private) and 0 not in shared
         # What decode attention relies on: the first page tells which rows share all of these.
         assert np.all(chunk.shared * size <= chunk.ends)
         assert np.all((chunk.shared == 0) | (chunk.shared >= least))
@@ -119,19 +124,16 @@ class Device:
 @pytest.mark.parametrize("sizes", [(6,), (6, 3)])
 def test_a_row_that_is_parked_finds_what_it_left(group, sizes):
     draw, size, limit, chunk, width = np.random.default_rng(group), 4, 60, 5, 9
-    queue = [
-        QueuedPrompt(draw.integers(1, 1000, n), np.zeros((group, 2), np.uint32), limit)
-        for n in draw.integers(1, width + 1, 24 // group)
-    ]
+    lengths = draw.integers(1, width + 1, 24 // group)
+    queue = [queued(group, draw.integers(1, 1000, n), limit) for n in lengths]
     shapes = Shapes(size, chunk, 17, width + limit, width - 1, 6, sizes)
     schedule, ended = Schedule(shapes, 40, distribute(queue)), 0
     device, live = Device(40, size), []
     while schedule.unfinished():
         brought = device.run(schedule, draw, chunk)
         live.append(int(brought[3].sum()))
-        ended += sum(
-            row.ended is not None for row in schedule.harvest(*brought, np.array([0]), None)
-        )
+        rows = schedule.harvest(*brought, np.array([0]), None)
+        ended += sum(row.ended is not None for row in rows)
     # Of the 17 pages that a row can need there are two times as many, and yet more rows than two run.
     assert ended == 24 and schedule.times_parked > 3 and max(live) > 3
     assert schedule._pages.free == 39
@@ -139,8 +141,7 @@ def test_a_row_that_is_parked_finds_what_it_left(group, sizes):
 
 def test_rows_that_have_room_take_all_their_pages_once_nothing_waits():
     """So the device continues without the host."""
-    queue = [QueuedPrompt(np.arange(1, 4), np.zeros((2, 2), np.uint32), 100)]
-    schedule = Schedule(Shapes(4, 5, 26, 0, 2, 1, (2,)), 60, distribute(queue))
+    schedule = Schedule(Shapes(4, 5, 26, 0, 2, 1, (2,)), 60, distribute([queued(2)]))
     assert schedule.leaving() == [] and schedule.next_prefill() is not None
     assert schedule.next_prefill() is None and schedule.copies() is not None
     assert (schedule.slots(False).tables > 0).sum(axis=1).tolist() == [6, 6]  # four chunks
@@ -148,33 +149,23 @@ def test_rows_that_have_room_take_all_their_pages_once_nothing_waits():
     assert (schedule.slots(False).tables > 0).sum(axis=1).tolist() == [26, 26]
 
 
+def drafted(slots, **options):
+    return Shapes(4, 5, 26, 103, 2, 1, (slots,), drafted=slots, ended=64, **options)
+
+
 @pytest.mark.parametrize(("rows", "patience"), [(8, scheduler._NEVER), (9, 2)])
-def test_a_chunk_with_drafts_ends_early_only_where_a_row_waits(rows, patience):
-    queue = [QueuedPrompt(np.arange(1, 4), np.zeros((rows, 2), np.uint32), 100)]
-    shapes = Shapes(4, 5, 26, 103, 2, 1, (8,), drafted=8, ended=64)
-    schedule = Schedule(shapes, 300, distribute(queue))
-    assert schedule.next_prefill() is not None and schedule.next_prefill() is None
-    slots = schedule.slots(False)
-    assert (slots.patience, slots.span) == (patience, 20)
-    texts = dataclasses.replace(shapes, stop_strings=True)
-    schedule = Schedule(texts, 300, distribute(queue))
-    schedule.next_prefill(), schedule.next_prefill()
-    assert schedule.slots(False).span == 5
-
-
-def begun(schedule):
-    """Fills the slots, and gives rows all pages that there are for them."""
-    while schedule.next_prefill() is not None:
-        schedule.copies()
-    schedule.leaving()
-    return schedule
+@pytest.mark.parametrize(("stop_strings", "span"), [(False, 20), (True, 5)])
+def test_a_chunk_with_drafts_ends_early_where_a_row_waits_or_a_string_may_end_it(
+    rows, patience, stop_strings, span
+):
+    shapes = drafted(8, stop_strings=stop_strings)
+    slots = prefilled(Schedule(shapes, 300, distribute([queued(rows)]))).slots(False)
+    assert (slots.patience, slots.span) == (patience, span)
 
 
 def test_where_rows_that_end_hold_up_others_the_host_looks_after_each_chunk_with_drafts():
     """Another device takes the last prompt that waits while the first one's chunk is under way."""
-    prompt = lambda: QueuedPrompt(np.arange(1, 4), np.zeros((2, 2), np.uint32), 100)
-    shapes = Shapes(4, 5, 26, 103, 2, 1, (2,), drafted=2, ended=64)
-    queues = distribute([prompt() for _ in range(3)], 2)
+    shapes, queues = drafted(2), distribute([queued(2)] * 3, 2)
     first, second = (Schedule(shapes, 300, queues, replica=replica) for replica in range(2))
     assert begun(first).slots(False).patience == 1 and queues.any()
     begun(second).slots(False)
@@ -189,9 +180,8 @@ def test_where_rows_that_end_hold_up_others_the_host_looks_after_each_chunk_with
 
 @pytest.mark.parametrize(("rows", "patience"), [(1, scheduler._NEVER), (2, 2)])
 def test_with_turns_ended_rows_hold_up_others_if_there_are_others(rows, patience):
-    queue = [QueuedPrompt(np.arange(1, 4), np.zeros((rows, 2), np.uint32), 100)]
-    shapes = Shapes(4, 5, 26, 103, 2, 1, (8,), drafted=8, ended=64)
-    schedule = begun(Schedule(shapes, 300, distribute(queue), lambda row, tokens: None))
+    queues = distribute([queued(rows)])
+    schedule = begun(Schedule(drafted(8), 300, queues, lambda row, tokens: None))
     assert schedule.slots(False).patience == patience
     assert schedule.can_run_ahead() and schedule.can_run_ahead(drafts=True) == (rows == 1)
 
@@ -223,17 +213,12 @@ def test_a_device_that_runs_dry_takes_rows_that_wait_for_another():
     schedules = [Schedule(shapes, 9, queues, replica=replica) for replica in range(2)]
     ended = [[], []]
     for turn in range(1000):
-        place = int(turn % 11 == 0)
-        schedule = schedules[place]
-        while schedule.next_prefill() is not None:
-            pass
-        schedule.copies()
-        if schedule.live:
+        replica, one = int(turn % 11 == 0), np.ones(2, int)
+        if (schedule := prefilled(schedules[replica])).live:
             chunk = schedule.slots(with_history=False)
-            done = schedule.harvest(
-                chunk.tables, chunk.tables, np.ones(2, int), np.zeros(2, bool), np.array([9]), None
-            )
-            ended[place] += [(row.row, *chunk.keys[slot]) for slot, row in enumerate(done)]
+            arrays = chunk.tables, chunk.tables, one, one == 0, 9 * one
+            done = schedule.harvest(*arrays, stop_strings=None)
+            ended[replica] += [(row.row, *chunk.keys[slot]) for slot, row in enumerate(done)]
     assert not any(schedule.unfinished() for schedule in schedules)
     assert sorted(ended[0] + ended[1]) == [(row, row // 2, row // 2) for row in range(80)]
     assert 2 <= len(ended[1]) <= 10
@@ -241,32 +226,24 @@ def test_a_device_that_runs_dry_takes_rows_that_wait_for_another():
 
 
 def test_noise_of_rows_keeps_a_group_together_on_one_device():
-    keys = np.zeros((4, 2), np.uint32)
-    shared, own = np.full(4, 7), np.arange(4)
-    parted = lambda noise: [
-        (each.first_row, len(each.prompt.keys))
-        for part in distribute([QueuedPrompt(np.zeros(2, np.int32), keys, 1, noise)], 2)._queues
-        for each in part
+    split = lambda noise: [
+        (piece.first_row, len(piece.prompt.keys))
+        for part in distribute([queued(4, noise=noise)], 2)._queues
+        for piece in part
     ]
-    assert parted(None) == parted(shared) == [(0, 2), (2, 2)]
-    assert parted(own) == [(0, 4)]
+    assert split(None) == split(np.full(4, 7)) == [(0, 2), (2, 2)]
+    assert split(np.arange(4)) == [(0, 4)]
 
 
 def test_few_rows_know_what_their_group_has_said():
     """Of completions that ended the last come last, cut to the room there is; other groups' are not there."""
     draw = np.random.default_rng(0)
-    queue = [
-        QueuedPrompt(draw.integers(1, 9, 5).astype(np.int32), np.zeros((n, 2), np.uint32), 12)
-        for n in (4, 1)
-    ]
+    queue = [queued(n, draw.integers(1, 9, 5), limit=12) for n in (4, 1)]
     shapes = Shapes(4, 4, 5, 18, 4, 2, (8, 2), drafted=2, ended=20)
     schedule = Schedule(shapes, 40, distribute(queue))
 
     def chunk(made, live):
-        while schedule.next_prefill() is not None:
-            pass
-        schedule.leaving()
-        slots = schedule.slots(with_history=False)
+        slots = begun(schedule).slots(with_history=False)
         size = len(slots.live)
         tokens = np.array(made)[:size, None] + np.arange(4)
         live, lengths = np.array(live)[:size], np.full(size, 4)

@@ -19,6 +19,13 @@ def decode(tokens):
 STOPS = StopStrings(("</ans>", "bb"), decode)
 
 
+def first_end(stops, tokens):
+    """Looks for the end by the definition: the fewest tokens whose text holds a string."""
+    ends = range(1, len(tokens) + 1)
+    holds = lambda text: any(string in text for string in stops.strings)
+    return next((n for n in ends if holds(stops.decode(tokens[:n]))), None)
+
+
 @pytest.mark.parametrize(
     "tokens,kept",
     [
@@ -39,11 +46,8 @@ def test_the_fewest_tokens_whose_text_holds_a_string(tokens, kept):
 
 def test_in_pieces_of_any_size_all_short_sequences_are_cut_as_a_whole_is():
     for tokens in itertools.product(WORDS, repeat=4):
-        whole = STOPS.end(tokens)
-        expected = next(
-            (n for n in range(1, 5) if any(s in decode(tokens[:n]) for s in STOPS.strings)), None
-        )
-        assert whole == expected
+        expected = first_end(STOPS, tokens)
+        assert STOPS.end(tokens) == expected
         if expected != 1:
             assert STOPS.end(tokens, 1) == expected
 
@@ -54,14 +58,7 @@ def test_characters_of_several_tokens_are_seen_however_the_tokens_came():
     for strings, text in itertools.product((("aé", "。x", "🙂"), ("🙂", "é")), texts):
         stops = StopStrings(strings, by_bytes)
         tokens = list(text.encode())
-        expected = next(
-            (
-                end
-                for end in range(1, len(tokens) + 1)
-                if any(string in by_bytes(tokens[:end]) for string in strings)
-            ),
-            None,
-        )
+        expected = first_end(stops, tokens)
         for seen in range(expected or len(tokens)):
             assert stops.end(tokens, seen) == expected, (text, seen)
 
@@ -86,11 +83,9 @@ def test_bytes_that_take_a_whole_run_along_hide_no_string():
         strings = draw.sample(["你", "é你", chr(1000) + "你", "🙂" + chr(1001), "éé"], 2)
         stops = StopStrings(tuple(strings), by_runs)
         tokens = [token for _ in range(8) for token in draw.choice(letters + cut)]
-        ends = range(1, len(tokens) + 1)
-        expected = next((n for n in ends if any(s in by_runs(tokens[:n]) for s in strings)), None)
         chunk = draw.choice((1, 2, 3, 5, 8))
         found = (stops.end(tokens[: seen + chunk], seen) for seen in range(0, len(tokens), chunk))
-        assert next((kept for kept in found if kept is not None), None) == expected
+        assert next(filter(None, found), None) == first_end(stops, tokens)
 
 
 def test_the_text_before_the_first_string():

@@ -2,21 +2,25 @@
 
 import concurrent.futures
 import dataclasses
-import functools
 import threading
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qerl_jax.generation import sampling
 from qerl_jax.generation.draft_control import Drafting
 from qerl_jax.generation.stop_strings import StopStrings
-from qerl_jax.model import layers
-from qerl_jax.model.transformer import head
+from tests.pallas_kernels.common import slow
 from tests.qerl_jax.generation.test_drafts import Watching, drafting
-from tests.qerl_jax.generation.test_engine import WIDTH, make, policy, prompts
+from tests.qerl_jax.generation.test_engine import (
+    WIDTH,
+    complete,
+    likeliest,
+    make,
+    plain_scores,
+    policy,
+    prompts,
+)
 
 # Ends of turns that random weights reach soon; a reply may hold one, which ends nothing.
 STOPS = tuple(range(8))
@@ -27,8 +31,8 @@ LIMIT = 40
 class Turns:
     """Gives each row the replies in turn, at once or from a thread of its own."""
 
-    def __init__(self, replies=REPLIES, late=False, gate=None):
-        self.replies, self.late, self.gate, self.asked = replies, late, gate, []
+    def __init__(self, replies=REPLIES, late=False):
+        self.replies, self.late, self.asked = replies, late, []
 
     def __call__(self, row, tokens):
         self.asked.append((row, list(tokens)))
@@ -44,19 +48,10 @@ class Turns:
         return future
 
 
-def sample(turns, queue=None, temperature=1.0, **options):
-    queue = prompts(limit=LIMIT) if queue is None else queue
-    options = {"stop_tokens": STOPS} | options
-    concurrent_rows = options.pop("max_concurrent", 4)
-    found = make(**options).completions(
-        policy()[1],
-        queue,
-        temperature,
-        max_prompt_length=WIDTH,
-        max_concurrent=concurrent_rows,
-        turns=turns,
-    )
-    return sorted(found, key=lambda row: row.row)
+def sample(turns, max_concurrent=4, **options):
+    subject, limits = make(**{"stop_tokens": STOPS} | options), {"max_concurrent": max_concurrent}
+    rows = complete(subject, prompts(limit=LIMIT), turns=turns, **limits)
+    return [rows[number] for number in sorted(rows)]
 
 
 def turns_of(row):
@@ -78,7 +73,7 @@ def assert_same(actual, expected):
         np.testing.assert_allclose(a.behaviour_logps, e.behaviour_logps, atol=1e-5)
 
 
-@pytest.mark.parametrize("positions", [pytest.param(6, marks=pytest.mark.slow), 40])
+@pytest.mark.parametrize("positions", [slow(6), 40])
 def test_replies_are_run_several_tokens_at_a_time_where_there_are_drafts(rows, positions):
     """A reply may be longer than a draft, and than the room of a step; what follows it is sampled."""
     drafts = drafting(positions)
@@ -118,39 +113,20 @@ def test_each_turn_is_what_the_policy_says_to_all_that_stands_before_it(rows):
     """Log-probabilities are compared with one plain pass over prompt, turns and replies."""
     owners = [prompt for prompt in prompts(limit=LIMIT) for _ in prompt.keys]
     for row in rows:
-        prompt = owners[row.row].tokens
-        logps = jax.nn.log_softmax(plain_scores(np.array([*prompt, *row.tokens])))
-        places = len(prompt) - 1 + np.arange(len(row.tokens))
-        found = logps[places, row.tokens]
-        np.testing.assert_allclose(row.behaviour_logps, np.where(row.given, 0, found), atol=2e-5)
-
-
-@functools.cache
-def plain_pass():
-    return jax.jit(lambda variables, tokens: policy()[0].apply(variables, tokens)[0])
-
-
-def plain_scores(tokens):
-    """Computes logits [T, V] after each of the tokens."""
-    padded = np.zeros((1, WIDTH + LIMIT), np.int32)
-    padded[0, : len(tokens)] = tokens
-    _, variables = policy()
-    hidden = plain_pass()(variables, padded)[0, : len(tokens)]
-    return layers.logits(hidden, head(variables["frozen"]))
+        logps = jax.nn.log_softmax(plain_scores(owners[row.row].tokens, row.tokens))
+        expected = np.where(row.given, 0, logps[np.arange(len(row.tokens)), row.tokens])
+        np.testing.assert_allclose(row.behaviour_logps, expected, atol=2e-5)
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"late": True},
-        pytest.param({"late": True, "max_concurrent": None}, marks=pytest.mark.slow),
-        pytest.param({"late": True, "chunk": 3, "page_size": 7}, marks=pytest.mark.slow),
-        {"late": True, "kv_cache_tokens": 130},
+        *[{}, {"kv_cache_tokens": 130}],
+        *[slow({"max_concurrent": None}), slow({"chunk": 3, "page_size": 7})],
     ],
 )
 def test_neither_late_replies_nor_slots_nor_pages_change_a_row(rows, options):
-    options = dict(options)
-    assert_same(sample(Turns(late=options.pop("late")), **options), rows)
+    assert_same(sample(Turns(late=True), **options), rows)
 
 
 def test_other_rows_go_on_while_one_waits():
@@ -160,11 +136,9 @@ def test_other_rows_go_on_while_one_waits():
     def turns(row, tokens):
         return gate if row == 0 and not ended and not gate.done() else None
 
-    queue = prompts(limit=LIMIT)
-    found = make(stop_tokens=STOPS).completions(
-        policy()[1], queue, 1.0, max_prompt_length=WIDTH, max_concurrent=4, turns=turns
-    )
-    for row in found:
+    options = {"max_prompt_length": WIDTH, "max_concurrent": 4, "turns": turns}
+    subject = make(stop_tokens=STOPS)
+    for row in subject.completions(policy()[1], prompts(limit=LIMIT), 1.0, **options):
         ended.append(row.row)
         if len(ended) == 9:
             gate.set_result([20, 21])
@@ -202,18 +176,10 @@ def test_stop_strings_end_turns_and_those_of_replies_end_nothing():
 
 def test_given_tokens_have_no_entropy_and_count_as_seen_for_the_penalty():
     """One plain pass over the row gives the likeliest token under the penalty."""
-    stop_tokens = tuple(range(0, 64, 2))
-    subject = make(stop_tokens=stop_tokens, repetition_penalty=1.5)
+    subject = make(stop_tokens=range(0, 64, 2), repetition_penalty=1.5)
     subject._spec = dataclasses.replace(subject._spec, entropies=True)
-    options = {"max_prompt_length": WIDTH, "max_concurrent": 2, "turns": Turns()}
     queue = prompts(lengths=(3, 5), groups=(1, 1), limit=LIMIT)
-    for row in subject.completions(policy()[1], queue, 0.0, **options):
+    for row in complete(subject, queue, 0.0, max_concurrent=2, turns=Turns()).values():
         assert not row.entropies[row.given].any() and row.entropies[~row.given].all()
-        assert 0 < row.given.sum()
-        before = [*queue[row.row].tokens]
-        scores = plain_scores(np.array([*before, *row.tokens]))
-        for place in np.flatnonzero(~row.given):
-            seen = np.isin(np.arange(64), [*before, *row.tokens[:place]])
-            score = jnp.asarray(scores[len(before) + place - 1])[None]
-            likeliest = np.argmax(sampling.penalize(score, jnp.asarray(seen)[None], 1.5))
-            assert row.tokens[place] == likeliest
+        expected = np.array(likeliest(queue[row.row].tokens, row.tokens, 1.5))
+        assert row.given.any() and np.all((row.tokens == expected) | row.given)
