@@ -42,6 +42,8 @@ FAMILIES = {
 # Raises NotImplementedError for a feature that a config asks for and we do not support.
 _support = functools.partial(require, error=NotImplementedError)
 
+# The field of config.json with the context length.
+_CONTEXT = "max_position_embeddings"
 # Hugging Face's names: the module of a layer that holds a fused linear's parts, and the layer's two norms.
 PARENT = {"qkv": "self_attn", "o": "self_attn", "gate_up": "mlp", "down": "mlp"}
 LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -97,11 +99,10 @@ class Architecture:
     context: int | None = None
 
     def __post_init__(self):
-        rule = f"must divide num_attention_heads = {self.num_heads}"
-        holds = self.num_heads % self.num_kv_heads == 0
-        require(holds, "num_key_value_heads", self.num_kv_heads, rule)
-        rule = "the rotation pairs halves, so it must be even"
-        require(self.head_size % 2 == 0, "head_dim", self.head_size, rule)
+        heads, kv_heads, size = self.num_heads, self.num_kv_heads, self.head_size
+        rule = f"must divide num_attention_heads = {heads}"
+        require(heads % kv_heads == 0, "num_key_value_heads", kv_heads, rule)
+        require(size % 2 == 0, "head_dim", size, "the rotation pairs halves, so it must be even")
 
     def require_context(self, prompt: int, completion: int, field: str) -> None:
         """Checks that prompt and completion fit into the context length of the base.
@@ -114,13 +115,12 @@ class Architecture:
         Raises:
             ValueError: If they do not fit; the error names the field.
         """
-        require(
-            self.context is None or prompt + completion <= self.context,
-            field,
-            completion,
-            f"with a prompt of {prompt} tokens that is more than the {self.context} that the model was "
-            "made for (max_position_embeddings)",
+        fits = self.context is None or prompt + completion <= self.context
+        rule = (
+            f"with a prompt of {prompt} tokens that is more than the {self.context} that the model was made for "
+            "(max_position_embeddings)"
         )
+        require(fits, field, completion, rule)
 
     @property
     def query_width(self) -> int:
@@ -142,14 +142,11 @@ class Architecture:
         q, k and v read the same input, and so do gate and up. So each of these groups is one matmul and shares one
         NVFP4 global scale.
         """
+        query, kv, ffn = self.query_width, self.kv_width, self.ffn_width
         return {
-            "qkv": (
-                ("q_proj", self.query_width),
-                ("k_proj", self.kv_width),
-                ("v_proj", self.kv_width),
-            ),
+            "qkv": (("q_proj", query), ("k_proj", kv), ("v_proj", kv)),
             "o": (("o_proj", self.width),),
-            "gate_up": (("gate_proj", self.ffn_width), ("up_proj", self.ffn_width)),
+            "gate_up": (("gate_proj", ffn), ("up_proj", ffn)),
             "down": (("down_proj", self.width),),
         }
 
@@ -166,12 +163,7 @@ class Architecture:
 
     def input_width(self, linear: str) -> int:
         """Returns K, the number of input features of a fused linear."""
-        return {
-            "qkv": self.width,
-            "o": self.query_width,
-            "gate_up": self.width,
-            "down": self.ffn_width,
-        }[linear]
+        return {"o": self.query_width, "down": self.ffn_width}.get(linear, self.width)
 
     def linear_size(self, linear: str) -> int:
         """Returns N * K, the number of entries in the weight of a fused linear."""
@@ -195,12 +187,8 @@ def from_hf(config: dict[str, Any]) -> Architecture:
         ValueError: If a size is missing or impossible.
     """
     model_type = config.get("model_type")
-    _support(
-        isinstance(model_type, str) and model_type in FAMILIES,
-        "model_type",
-        model_type,
-        f"supported are {', '.join(FAMILIES)}",
-    )
+    holds = isinstance(model_type, str) and model_type in FAMILIES
+    _support(holds, "model_type", model_type, f"supported are {', '.join(FAMILIES)}")
     family, act = FAMILIES[model_type], config.get("hidden_act", "silu")
     _support(act == "silu", "hidden_act", act, "only 'silu' is supported")
     _refuse_windows(config, family)
@@ -216,38 +204,37 @@ def from_hf(config: dict[str, Any]) -> Architecture:
         require(holds, f"config.json: {field}", value, "must be a positive integer")
         return value
 
-    def number(field: str, default: float) -> float:
-        value = config.get(field, default)
-        require(_is_positive(value), f"config.json: {field}", value, "must be a positive number")
-        return value
-
-    heads = size("num_attention_heads")
+    width, heads, epsilon = size("hidden_size"), size("num_attention_heads"), "rms_norm_eps"
     theta, scaling = _rope(config)
     return Architecture(
         model_type=model_type,
         vocab_size=size("vocab_size"),
-        width=size("hidden_size"),
+        width=width,
         ffn_width=size("intermediate_size"),
         num_layers=size("num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=size("num_key_value_heads") if config.get("num_key_value_heads") else heads,
         head_size=size("head_dim")
         if config.get("head_dim")
-        else family.head_size or size("hidden_size") // heads,
-        rms_norm_eps=number("rms_norm_eps", 1e-6),
+        else family.head_size or width // heads,
+        rms_norm_eps=_positive(epsilon, config.get(epsilon, 1e-6)),
         rope_theta=theta,
         rope_scaling=scaling,
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
-        context=size("max_position_embeddings")
-        if config.get("max_position_embeddings") is not None
-        else None,
+        context=None if config.get(_CONTEXT) is None else size(_CONTEXT),
     )
 
 
 def _is_positive(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value < 1e38  # the range of float32
+
+
+def _positive(field: str, value: Any) -> float:
+    """Returns the value of a field of config.json if it is a positive number; else raises an error."""
+    require(_is_positive(value), f"config.json: {field}", value, "must be a positive number")
+    return value
 
 
 def _refuse_windows(config: dict[str, Any], family: Family) -> None:
@@ -259,18 +246,15 @@ def _refuse_windows(config: dict[str, Any], family: Family) -> None:
         holds = kind == "full_attention"
         _support(holds, "layer_types", kind, "only 'full_attention' is supported")
     window = None if family.window_switch else config.get("sliding_window")
-    longest = config.get("max_position_embeddings", math.inf)
+    longest = config.get(_CONTEXT, math.inf)
     rule = "must be a positive number, or null"
-    for field, value in (("sliding_window", window), ("max_position_embeddings", longest)):
+    for field, value in (("sliding_window", window), (_CONTEXT, longest)):
         holds = value is None or value == math.inf or _is_positive(value)
         require(holds, f"config.json: {field}", value, rule)
     # A window that is as long as the longest sequence masks nothing.
-    _support(
-        window is None or window >= (longest or math.inf),
-        "sliding_window",
-        window,
-        "only full attention is supported (null, or a window of at least max_position_embeddings)",
-    )
+    holds = window is None or window >= (longest or math.inf)
+    rule = f"only full attention is supported (null, or a window of at least {_CONTEXT})"
+    _support(holds, "sliding_window", window, rule)
 
 
 def _rope(config: dict[str, Any]) -> tuple[float, Llama3Rope | None]:
@@ -282,55 +266,37 @@ def _rope(config: dict[str, Any]) -> tuple[float, Llama3Rope | None]:
     rope = config.get(name) or {}
     require(isinstance(rope, dict), f"config.json: {name}", rope, "must be an object")
     stated = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0} | config | rope
-    theta, share = stated["rope_theta"], stated["partial_rotary_factor"]
-    require(_is_positive(theta), "config.json: rope_theta", theta, "must be a positive number")
+    theta = float(_positive("rope_theta", stated["rope_theta"]))
+    share = stated["partial_rotary_factor"]
     _support(share == 1.0, "partial_rotary_factor", share, "only 1 is supported")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    _support(
-        kind in ("default", "llama3"), "rope_type", kind, "supported are 'default' and 'llama3'"
-    )
+    holds = kind in ("default", "llama3")
+    _support(holds, "rope_type", kind, "supported are 'default' and 'llama3'")
     if kind == "default":
-        return float(theta), None
+        return theta, None
     fields = [field.name for field in dataclasses.fields(Llama3Rope)]
     missing = ", ".join(field for field in fields if field not in rope)
     require(not missing, "config.json: rope_type", kind, f"it needs {missing}")
-    for field in fields:
-        rule = "must be a positive number"
-        require(_is_positive(rope[field]), f"config.json: {name}.{field}", rope[field], rule)
-    return float(theta), Llama3Rope(**{field: rope[field] for field in fields})
+    return theta, Llama3Rope(*(_positive(f"{name}.{field}", rope[field]) for field in fields))
 
 
 def _qwen2(
-    width, ffn_width, num_layers, num_heads, num_kv_heads, vocab_size, tied=False, **traits
+    width, ffn_width, layers, heads, kv_heads, vocab_size, tied=False, head_size=None, **traits
 ) -> Architecture:
-    traits = {"model_type": "qwen2", "head_size": width // num_heads} | traits
-    return Architecture(
-        vocab_size=vocab_size,
-        width=width,
-        ffn_width=ffn_width,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        tie_word_embeddings=tied,
-        **traits,
-    )
+    sizes = vocab_size, width, ffn_width, layers, heads, kv_heads, head_size or width // heads
+    traits = {"model_type": "qwen2"} | traits
+    return Architecture(traits.pop("model_type"), *sizes, tie_word_embeddings=tied, **traits)
 
 
 _qwen3 = functools.partial(
     _qwen2, vocab_size=151936, model_type="qwen3", head_size=128, qkv_bias=False, qk_norm=True
 )
+_llama = functools.partial(_qwen2, model_type="llama", rms_norm_eps=1e-5, qkv_bias=False)
 _llama3 = functools.partial(
-    _qwen2,
-    vocab_size=128256,
-    model_type="llama",
-    rms_norm_eps=1e-5,
-    rope_theta=5e5,
-    rope_scaling=Llama3Rope(8.0, 1.0, 4.0, 8192),
-    qkv_bias=False,
+    _llama, vocab_size=128256, rope_theta=5e5, rope_scaling=Llama3Rope(8.0, 1.0, 4.0, 8192)
 )
 # The scaling of Llama 3.2.
 _STRETCHED = Llama3Rope(32.0, 1.0, 4.0, 8192)
-
 
 # Published architectures, so that benchmarks and memory plans need no download.
 KNOWN = {
@@ -351,17 +317,7 @@ KNOWN = {
     "llama-3.2-3b": _llama3(3072, 8192, 28, 24, 8, rope_scaling=_STRETCHED, tied=True),
     "llama-3.1-8b": _llama3(4096, 14336, 32, 32, 8),
     "llama-3.1-70b": _llama3(8192, 28672, 80, 64, 8),
-    "mistral-7b-v0.3": _llama3(
-        4096,
-        14336,
-        32,
-        32,
-        8,
-        model_type="mistral",
-        vocab_size=32768,
-        rope_theta=1e6,
-        rope_scaling=None,
-    ),
+    "mistral-7b-v0.3": _llama(4096, 14336, 32, 32, 8, 32768, model_type="mistral", rope_theta=1e6),
 }
 
 

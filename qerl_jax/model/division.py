@@ -1,10 +1,8 @@
 """Tensor parallelism: how a policy is divided among devices that decode rows together (arXiv:1909.08053).
 
-Each device has some of the heads and some of the MLP's intermediate channels: rows of the weights of qkv and gate_up,
-columns of those of o and down. So it runs a policy of the same kind with fewer heads and a narrower MLP, and its
-products with o and down are terms of a sum over all devices.
-
-If there are fewer key/value heads than devices, several devices hold the same one, each with some of its query heads.
+Each device has some of the heads and of the MLP's channels: rows of the weights of qkv and gate_up, columns of those of
+o and down. So it runs a smaller policy of the same kind, and its products with o and down are terms of a sum over all
+devices. If there are fewer key/value heads than devices, several hold the same one, each with some of its query heads.
 Uneven parts are padded with zeros, which change no sum.
 """
 
@@ -50,20 +48,22 @@ class Division:
             ConfigError: If the policy cannot be divided so; the error names `mesh.tensor`.
         """
         arch, tile = self.arch, self._tile("columns")
-        rule = f"must not exceed the {arch.num_heads} heads of the model"
-        require(self.count <= arch.num_heads, "mesh.tensor", self.count, rule)
+        check = lambda holds, rule: require(holds, "mesh.tensor", self.count, rule)
+        heads = arch.num_heads
+        check(self.count <= heads, f"must not exceed the {heads} heads of the model")
         rule = f"blocks of {tile} must not cross the ends of rows ({self.weights}), and the model's width is {arch.width}"
-        require(arch.width % tile == 0, "mesh.tensor", self.count, rule)
+        check(arch.width % tile == 0, rule)
         queries, keys, _ = self.outputs("qkv")
-        for what, heads, size in (
+        inputs, outputs = (
             ("inputs of o_proj", queries, tile),
             ("outputs of k_proj", keys, self._tile("rows")),
-        ):
+        )
+        for what, indices, size in (inputs, outputs):
             rule = (
-                f"each device would have {heads.shape[1]} {what}, in heads of {arch.head_size}, and blocks of {size} "
+                f"each device would have {indices.shape[1]} {what}, in heads of {arch.head_size}, and blocks of {size} "
                 f"that share a scale ({self.weights}) would be divided"
             )
-            require(_has_whole_tiles(heads, size), "mesh.tensor", self.count, rule)
+            check(_has_whole_tiles(indices, size), rule)
 
     def _tile(self, axis: parts.Axis) -> int:
         """Returns the number of rows or columns of a weight that must stay on one device."""
@@ -161,12 +161,8 @@ class Division:
             return x
 
         is_part = lambda x: isinstance(x, sharding.Part)
-        return {
-            name: jax.tree_util.tree_map_with_path(part_of, tree, is_leaf=is_part)
-            if name in ("frozen", "params")
-            else tree
-            for name, tree in variables.items()
-        }
+        divided = {name: variables[name] for name in ("frozen", "params") if name in variables}
+        return variables | jax.tree_util.tree_map_with_path(part_of, divided, is_leaf=is_part)
 
     def _indices(self, linear: str) -> tuple[np.ndarray, parts.Axis]:
         """Returns the indices [count, n] of a weight that each device has, and the axis along which they lie."""
@@ -178,10 +174,9 @@ class Division:
     def _kv_heads(self) -> np.ndarray:
         """Key/value heads of each device, int [count, n]."""
         count = self.arch.num_kv_heads
-        if self.count > count:
-            heads = np.arange(self.count)[:, None] // (self.count // count)
-        else:
-            heads = _runs(count, self.count)
+        if self.count <= count:
+            return _runs(count, self.count)
+        heads = np.arange(self.count)[:, None] // (self.count // count)
         return np.where(heads < count, heads, -1)
 
     @functools.cached_property
@@ -229,5 +224,5 @@ def _has_whole_tiles(indices: np.ndarray, tile: int) -> bool:
         return False
     tiles = indices.reshape(-1, tile)
     firsts = tiles[:, :1]
-    expected = np.where(firsts < 0, -1, firsts + np.arange(tile))
-    return bool(np.array_equal(tiles, expected) and np.all(firsts[firsts >= 0] % tile == 0))
+    expected = np.where(firsts < 0, -1, firsts // tile * tile + np.arange(tile))
+    return np.array_equal(tiles, expected)

@@ -1,13 +1,9 @@
 """One decoding step through fused kernels: for each linear the product and its epilogue, and attention.
 
-`Transformer` defines the arithmetic. This module runs the same arithmetic on the same parameter trees, for at most
-128 rows of one token each, if kernels support the model (`supports`). Norms, LoRA, biases, SwiGLU and residual
-additions are computed in the epilogues. There are two sets of kernels, for Hopper and portable ones: `fit` chooses,
-and `Ops` has the functions in which they differ.
-
-With tensor parallelism, each device runs the kernels of its part (`Transformer.own_part`). The kernels of o and down
-then end after the product and LoRA: the sum over the devices comes next, and XLA computes it, the residual addition
-and the norm.
+`Transformer` defines the arithmetic. This module runs it on the same parameter trees, for at most 128 rows of one token
+each, if kernels support the model (`supports`). Norms, LoRA, biases, SwiGLU and residual additions are computed in the
+epilogues; with tensor parallelism, XLA sums the terms of o and down and computes the residual addition and the norm. Of
+the two sets of kernels, for Hopper and portable ones, `fit` chooses one, and `Ops` has the functions in which they differ.
 """
 
 import dataclasses
@@ -131,33 +127,28 @@ def slow_because(
 ) -> str | None:
     """Returns why sampling is slower on this GPU than it could be, with a remedy; None if it is not slower.
 
-    More than 256 rows are not reported: there the plain layers are faster than the fused ones with 128.
-
-    Args:
-        model: The policy.
-        rows: Largest number of rows that are sampled at a time.
-        own_noise: Whether each row has its own noise.
+    `rows` is the largest number of rows that are sampled at a time. More than 256 are not reported: there the plain
+    layers are faster than the fused ones with 128.
     """
     is_hopper = runtime.unless_hopper() is None
     if not is_hopper and runtime.unless_portable() is not None:
         return None
     requested, rows, arch = rows, min(rows, MAX_ROWS), model.arch
-    what = "sampling goes without the fused layers of decoding"
+    what = "sampling goes without the fused layers of decoding:"
     # The plain layers use the same attention, so heads without a kernel are slow there too.
     attention = decode_attention.unless_kernel(arch.num_heads, arch.num_kv_heads, arch.head_size)
     if attention is not None:
-        return f"{what}: attention {attention}: without a kernel for it, expect it to be many times slower"
+        return f"{what} attention {attention}: without a kernel for it, expect it to be many times slower"
     if model.full:
         plain = 'a base that trains (model.trainable = "full") is decoded by the plain layers'
-        return f"{what}: {plain}" if is_hopper else None
+        return f"{what} {plain}" if is_hopper else None
     if fit(model, rows, own_noise=own_noise) is not None:
         if not MAX_ROWS < requested <= 2 * MAX_ROWS:
             return None
         remedy = f"set max_concurrent to {MAX_ROWS}, which is as fast or faster"
-        return f"{what}: they take at most {MAX_ROWS} rows, got {requested}: {remedy}"
-    kernels = "hopper" if is_hopper else "portable"
+        return f"{what} they take at most {MAX_ROWS} rows, got {requested}: {remedy}"
+    kernels, remedy = "hopper" if is_hopper else "portable", "expect about half the speed"
     reason = supports(model, rows, kernels, own_noise=own_noise)
-    remedy = "expect about half the speed"
     if model.weights not in ("nvfp4", *DENSE) and is_hopper:
         remedy = (
             'each step unpacks all weights; set model.weights to "nvfp4" for four times the speed'
@@ -165,8 +156,8 @@ def slow_because(
     elif model.dtype != jnp.bfloat16:
         remedy = 'set model.dtype to "bfloat16"'
     elif own_noise:
-        remedy = 'expect about half the speed, or set noise.per to "rollout"'
-    return f"{what}: {reason}: {remedy}"
+        remedy += ', or set noise.per to "rollout"'
+    return f"{what} {reason}: {remedy}"
 
 
 def policy(
@@ -178,11 +169,7 @@ def policy(
 ) -> FusedWeights:
     """Gathers the arrays that the kernels read: converts adapters and norm scales, and does not copy the weights.
 
-    Args:
-        model: The policy.
-        variables: The collections `frozen` and, if used, `params` and `noise`.
-        adapter: Whether `params` (LoRA and trained norms) are used.
-        kernels: The result of `fit`, which must not be None.
+    Arguments are those of `extender`; `kernels` is the result of `fit`, which must not be None.
     """
     frozen, noise = variables["frozen"], flatten_dict(variables.get("noise", {}))
     params = flatten_dict(variables.get("params", {}) if adapter else {})
@@ -194,11 +181,10 @@ def policy(
         return value + noise[*path, "scale"] if (*path, "scale") in noise else value
 
     def branch(linear: str, shape: lora.LinearShape) -> PackedLora | portable.PortableLora:
-        paths = [("layers", linear, name) for name, _ in model.arch.linears()[linear]]
-        pairs = [
-            (params[*path, "a"], shape.scaled(params[*path, "b"], part))
-            for part, path in enumerate(paths)
-        ]
+        pairs = []
+        for part, (name, _) in enumerate(model.arch.linears()[linear]):
+            path = "layers", linear, name
+            pairs.append((params[*path, "a"], shape.scaled(params[*path, "b"], part)))
         return ops.pack_lora(pairs, shape.factor, weights[linear])
 
     ops, stacked, branches = OPS[kernels], frozen["layers"], _branches(model, adapter)
@@ -208,11 +194,10 @@ def policy(
         "inside": scale("layers", "post_attention_layernorm"),
         "after": jnp.concatenate([first[1:], scale("norm")[None]]),
     }
+    packed = {} if model.weights in DENSE else weights
     return FusedWeights(
         weights=weights,
-        divisors={
-            name: ops.divisor(w) for name, w in weights.items() if model.weights not in DENSE
-        },
+        divisors={name: ops.divisor(weight) for name, weight in packed.items()},
         biases={name: stacked[name]["bias"] for name in LINEARS if "bias" in stacked[name]},
         branches={name: branch(name, shape) for name, shape in branches.items()},
         embedding=frozen["embed_tokens"],
@@ -226,13 +211,9 @@ def policy(
 def extender(
     model: transformer.Transformer, variables: dict[str, Any], rows: int, *, adapter: bool = True
 ) -> Callable[[jax.Array, kv_cache.KVCache], tuple[jax.Array, kv_cache.KVCache]]:
-    """Returns a function that runs one token of each row, through fused kernels if possible, else the plain model.
+    """Returns a function that runs one token of each of B rows, through fused kernels if possible, else the plain model.
 
-    Args:
-        model: The policy.
-        variables: The collections `frozen` and, if used, `params` and `noise`.
-        rows: B.
-        adapter: Whether `params` (LoRA and trained norms) are used.
+    The variables are `frozen` and, if used, `params` and `noise`. With `adapter`, `params` are used.
 
     Returns:
         extend(tokens int32 [B], cache) -> hidden states [B, D] after the last norm, and the cache.
@@ -258,50 +239,34 @@ def extend(
 ) -> tuple[jax.Array, kv_cache.KVCache]:
     """Runs the next token of each row and puts its keys and values into the cache.
 
-    Args:
-        model: The policy.
-        policy: The result of `policy`.
-        tokens: int32 [B].
-        cache: The new keys and values are written at its `ends`, which the result moves on by one.
-
-    Returns:
-        bfloat16 [B, D] after the last norm, and the extended cache.
+    Tokens are int32 [B]. The new keys and values are written at the cache's `ends`, which the result moves on by one.
+    Returns hidden states, bfloat16 [B, D] after the last norm, and the extended cache.
     """
     arch, rows = model.arch, len(tokens)
     more = OPS[policy.kernels].padded(rows) - rows
     # Rows that pad M for the kernels have no pages: they write to the scratch page.
     tokens = jnp.pad(tokens, (0, more))
     tables, ends = jnp.pad(cache.tables, ((0, more), (0, 0))), jnp.pad(cache.ends, (0, more))
-    cos, sin = (
-        table[:, 0, 0] for table in layers.rope_tables(ends[:, None], layers.rope_frequencies(arch))
-    )
-
-    shared = None if cache.shared is None else jnp.pad(cache.shared, (0, more))
-    sequence = cache.sequence
+    angles = layers.rope_tables(ends[:, None], layers.rope_frequencies(arch))
+    angles = [table[:, 0, 0] for table in angles]
+    shared, sequence = cache.shared, cache.sequence
+    if shared is not None:
+        shared = jnp.pad(shared, (0, more))
     if sequence is not None:
         sequence = jnp.pad(sequence, (0, more), constant_values=-1)
     plan = decode_attention.plan(cache.keys, tables, ends, shared, sequence, heads=arch.num_heads)
+    options = {"plan": plan, "shared": shared, "sequence": sequence}
 
     def attend(qkv, head_norms, index, pools):
         heads = qkv.reshape(len(qkv), -1, arch.head_size)
         if arch.qk_norm:
-            query, key, value = jnp.split(
-                heads, [arch.num_heads, arch.num_heads + arch.num_kv_heads], axis=1
-            )
+            ends_of = [arch.num_heads, arch.num_heads + arch.num_kv_heads]
+            query, key, value = jnp.split(heads, ends_of, axis=1)
             query = layers.rms_norm(query, head_norms["q_norm"], arch.rms_norm_eps)
             key = layers.rms_norm(key, head_norms["k_norm"], arch.rms_norm_eps)
             heads = jnp.concatenate([query, key, value], axis=1)
         mixed, *pools = decode_attention.decode_attention(
-            heads,
-            cos,
-            sin,
-            *pools,
-            index,
-            tables,
-            ends,
-            plan=plan,
-            shared=shared,
-            sequence=sequence,
+            heads, *angles, *pools, index, tables, ends, **options
         )
         return mixed.reshape(len(qkv), arch.query_width), tuple(pools)
 
@@ -329,14 +294,18 @@ def step(
         attend: attend(qkv [M, N], head_norms, index, state) -> output [M, H * C] and the new state, where
             head_norms and index belong to one layer.
         state: The state that `attend` carries from layer to layer: the cache.
-        unroll: Layers per iteration of the loop over layers; None for the fastest choice.
+        unroll: Layers per iteration of the loop over layers; None for the faster of all and one.
         interpret: Whether to interpret Hopper's kernels, so that they run on a CPU.
 
     Returns:
         bfloat16 [M, D] after the last norm, and the state.
     """
     ops, arch = OPS[policy.kernels], model.arch
-    eps, unroll = arch.rms_norm_eps, unroll or _unrolled(policy, arch.num_layers, len(x))
+    eps, num_layers = arch.rms_norm_eps, arch.num_layers
+    if unroll is None:
+        of_layer = sum(leaf.nbytes for leaf in jax.tree.leaves(policy.weights)) // num_layers
+        is_unrolled = len(x) <= UNROLLED_ROWS or of_layer <= UNROLLED_BYTES
+        unroll = num_layers if is_unrolled else 1
 
     def run_layer(carry, slices):
         index, stream, state = carry
@@ -357,13 +326,8 @@ def step(
 
     counters, start = ops.counters(), ops.stream(x, policy.first_scale)
     # The layer number is part of the carry: a scanned array of numbers would cost a four-byte copy per layer.
-    (_, stream, state), _ = jax.lax.scan(
-        run_layer,
-        (ops.first_index(), start, state),
-        tuple(getattr(policy, name) for name in ops.sliced),
-        length=arch.num_layers,
-        unroll=unroll,
-    )
+    carry, sliced = (ops.first_index(), start, state), [getattr(policy, n) for n in ops.sliced]
+    (_, stream, state), _ = jax.lax.scan(run_layer, carry, sliced, num_layers, unroll=unroll)
     # `stream.scaled` is already rounded, so the result would be rounded twice.
     unit = ops.values(stream).astype(jnp.float32) * stream.unit(eps)[:, None]
     return rounded(unit * policy.scales["after"][-1], x.dtype), state
@@ -373,14 +337,8 @@ def step(
 class _Layer:
     """A layer of a step, as `Ops.linear` reads it.
 
-    Attributes:
-        model: The policy.
-        policy: The arrays of all layers.
-        arrays: The same with those that `Ops.sliced` names of this layer only.
-        index: The layer's index, as `Ops.first_index` begins it.
-        counters: The result of `Ops.counters`.
-        is_in_loop: Whether the layers are a loop, in which the next layer's weights are not known.
-        interpret: See `step`.
+    `arrays` are those of the policy, with the ones that `Ops.sliced` names of this layer only. `index` and `counters`
+    are as `Ops` makes them. If the layers are a loop, the next layer's weights are not known.
     """
 
     model: transformer.Transformer
@@ -448,9 +406,9 @@ def _portable_refuses(model: transformer.Transformer) -> str | None:
 def _hopper_refuses_linear(
     model: transformer.Transformer, name: str, rows: int, rank: int
 ) -> str | None:
-    sizes, is_packed = _sizes(model, name), model.weights == "nvfp4"
-    options = {"is_packed": is_packed, "rank": rank, "is_swiglu": name == "gate_up"}
-    return fused.supports(rows, sizes, model.arch.input_width(name), **options)
+    options = {"is_packed": model.weights == "nvfp4", "is_swiglu": name == "gate_up"}
+    sizes, width = _sizes(model, name), model.arch.input_width(name)
+    return fused.supports(rows, sizes, width, rank=rank, **options)
 
 
 def _portable_refuses_linear(
@@ -463,10 +421,10 @@ def _portable_refuses_linear(
 
 
 def _hopper_linear(layer: _Layer, name: str, x: Any, **options: Any) -> Any:
-    arrays, branches = layer.arrays, layer.arrays.branches
+    weights, branches = layer.arrays.weights, layer.arrays.branches
     if name != LINEARS[-1]:
         after = LINEARS[LINEARS.index(name) + 1]
-        following = arrays.weights[after], branches.get(after)
+        following = weights[after], branches.get(after)
     elif layer.is_in_loop:
         following = None
     else:
@@ -474,30 +432,17 @@ def _hopper_linear(layer: _Layer, name: str, x: Any, **options: Any) -> Any:
         # branch is used, so this layer's serves.
         of_next = lambda leaf: jax.lax.dynamic_index_in_dim(leaf, layer.index + 1, keepdims=False)
         following = jax.tree.map(of_next, layer.policy.weights["qkv"]), branches.get("qkv")
-    return fused.linear(
-        x,
-        arrays.weights[name],
-        divisor=arrays.divisors.get(name),
-        bias=arrays.biases.get(name),
-        branch=branches.get(name),
-        following=following,
-        counters=layer.counters,
-        interpret=layer.interpret,
-        **options,
-    )
+    options |= {"bias": layer.arrays.biases.get(name), "branch": branches.get(name)}
+    options |= {"divisor": layer.arrays.divisors.get(name), "following": following}
+    options |= {"counters": layer.counters, "interpret": layer.interpret}
+    return fused.linear(x, weights[name], **options)
 
 
 def _portable_linear(layer: _Layer, name: str, x: Any, **options: Any) -> Any:
-    return portable.linear(
-        x,
-        layer.arrays.weights[name],
-        layer=layer.index,
-        multiplier=layer.arrays.divisors[name],
-        sizes=_sizes(layer.model, name),
-        bias=layer.arrays.biases.get(name),
-        branch=layer.arrays.branches.get(name),
-        **options,
-    )
+    arrays, sizes = layer.arrays, _sizes(layer.model, name)
+    options |= {"bias": arrays.biases.get(name), "branch": arrays.branches.get(name)}
+    options |= {"multiplier": arrays.divisors[name], "layer": layer.index, "sizes": sizes}
+    return portable.linear(x, arrays.weights[name], **options)
 
 
 def _sizes(model: transformer.Transformer, name: str) -> list[int]:
@@ -545,12 +490,6 @@ OPS = {
         values=lambda stream: stream.values,
     ),
 }
-
-
-def _unrolled(policy: FusedWeights, num_layers: int, rows: int) -> int:
-    """Returns the fastest number of layers per iteration of the loop over layers: all or one."""
-    of_layer = sum(leaf.nbytes for leaf in jax.tree.leaves(policy.weights)) // num_layers
-    return num_layers if rows <= UNROLLED_ROWS or of_layer <= UNROLLED_BYTES else 1
 
 
 def _summed(term: jax.Array, over: str) -> jax.Array:

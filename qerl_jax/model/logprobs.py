@@ -60,12 +60,11 @@ def of_targets(
         count: int32 scalar, the number of targets that are needed, from the first on; None means all. A chunk
             without a needed target is skipped and returns 0.
         chunk: Number of rows at a time.
-        entropy_slopes: Whether the entropies need a gradient. This takes one more product with the head, and [N, D]
-            more memory.
+        entropy_slopes: Whether a gradient flows through the entropies. This takes one more product with the head, and
+            [N, D] more memory.
 
     Returns:
-        float32 [N] log-probabilities, float32 [N] entropies in nats. Without `entropy_slopes` no gradient
-        flows through the entropies.
+        float32 [N] log-probabilities, float32 [N] entropies in nats.
     """
     rows, chunk = len(hidden), min(chunk, len(hidden))
     padding = -rows % chunk
@@ -73,9 +72,8 @@ def of_targets(
     targets = jnp.pad(targets, (0, padding)).reshape(-1, chunk)
     temperature = jnp.asarray(temperature, jnp.float32)
     needed = None if count is None else jnp.arange(len(targets)) * chunk < count
-    logps, entropies = _of_chunks(
-        hidden, head, targets, needed, temperature, num_tokens, entropy_slopes
-    )
+    arrays = hidden, head, targets, needed, temperature
+    logps, entropies = _of_chunks(*arrays, num_tokens, entropy_slopes)
     return logps.reshape(-1)[:rows], entropies.reshape(-1)[:rows]
 
 
@@ -107,10 +105,9 @@ def _of_chunks_bwd(num_tokens, entropy_slopes, residuals, cotangents):
     slopes, hidden, head, targets, needed, temperature = residuals
     # The cotangents of the log-probabilities and, if entropies need a gradient, of the entropies.
     factors = cotangents[: len(slopes)]
-    dhidden = sum(
-        factor[..., None] * slope.astype(jnp.float32)
-        for factor, slope in zip(factors, slopes, strict=True)
-    ).astype(hidden.dtype)
+    pairs = zip(factors, slopes, strict=True)
+    dhidden = sum(factor[..., None] * slope.astype(jnp.float32) for factor, slope in pairs)
+    dhidden = dhidden.astype(hidden.dtype)
 
     # If the head is frozen, this result is unused and the compiler removes it.
     def of_chunk(dhead, args):

@@ -53,9 +53,6 @@ class LinearShape:
             b: float32 [R, N] of layer `index`, or of all layers [L, R, N].
             part: Index of the linear among the parts of the fused linear.
             index: The layer; None for all.
-
-        Returns:
-            An array of the shape of `b`.
         """
         if self.scaling is not None:
             return b
@@ -75,15 +72,13 @@ def shapes(lora: LoraConfig, arch: Architecture) -> Mapping[str, LinearShape]:
     Raises:
         ConfigError: If a key of `rank_pattern` or `alpha_pattern` matches no linear that has a branch.
     """
-    linears = {}
-    used: set[str] = set()
+    linears, used = {}, set()
     for linear in arch.linears():
         names = [arch.linear_names(linear, index) for index in range(arch.num_layers)]
         used |= {name for layer in names for name in layer if branch(lora, name)}
         pairs = [[branch(lora, name) or (0, 0.0) for name in layer] for layer in names]
-        ranks = tuple(tuple(rank for rank, _ in layer) for layer in pairs)
+        ranks, scalings = (tuple(tuple(p[i] for p in layer) for layer in pairs) for i in (0, 1))
         if any(map(any, ranks)):
-            scalings = tuple(tuple(factor for _, factor in layer) for layer in pairs)
             linears[linear] = LinearShape(max(map(max, ranks)), ranks, scalings)
     for field in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(lora, field) or {}:
@@ -93,11 +88,9 @@ def shapes(lora: LoraConfig, arch: Architecture) -> Mapping[str, LinearShape]:
 
 
 def branch(lora: LoraConfig, name: str) -> tuple[int, float] | None:
-    """Returns the rank and scaling of the branch of a linear such as "model.layers.0.mlp.up_proj".
+    """Returns rank and scaling of the branch of a linear such as "model.layers.0.mlp.up_proj"; None if it has none.
 
-    Returns:
-        Rank and scaling: alpha / rank, or alpha / sqrt(rank) with `use_rslora` (arXiv:2312.03732). None if the
-        linear has no branch.
+    The scaling is alpha / rank, or alpha / sqrt(rank) with `use_rslora` (arXiv:2312.03732).
     """
     if lora.target_modules is not None and not is_named(lora.target_modules, name):
         return None
@@ -106,11 +99,9 @@ def branch(lora: LoraConfig, name: str) -> tuple[int, float] | None:
 
 
 def is_named(modules: str | list[str] | tuple[str, ...], name: str) -> bool:
-    """Whether PEFT's `target_modules` matches a linear.
+    """Whether PEFT's `target_modules` matches the full name of a linear.
 
-    Args:
-        modules: A regular expression for whole names, or a list of names or of their last parts.
-        name: Full name of the linear.
+    It is a regular expression for whole names, or a list of names or of their last parts.
 
     Raises:
         ValueError: If the string is not a regular expression.

@@ -2,14 +2,8 @@
 
     flat [T]:      completion 1 | completion 2 | ... | prompt 1 | prompt 2 | ... | padding
 
-Everything that works on one token at a time (linears, norms, adapters, head) runs on that axis, where only
-the end is padding. Attention needs rows [prompt, completion]: `unfold` builds them, without gaps, in arrays
-of a few widths; `fold` goes back. Each row begins at the first slot of its array, so plain causal attention of
-right-padded rows is enough, without a mask.
-
-Several rows read one prompt, so the gradients of a prompt are summed over its rows, by a product with a matrix of
-zeros and ones. Everything else is moved by gathers, forward and backward. JAX's own gradient of a gather would be a
-scatter-add, which is slow, rounds at each addition, and has no fixed order on a GPU.
+Linears, norms, adapters and head run on that axis. Attention needs rows [prompt, completion] without gaps: `unfold`
+builds them, in arrays of a few widths, and `fold` goes back.
 """
 
 import dataclasses
@@ -17,6 +11,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+# The gradients of a prompt are summed over its rows, by a product with a matrix of zeros and ones. Everything else is
+# moved by gathers, forward and backward. JAX's own gradient of a gather would be a scatter-add, which is slow, rounds at
+# each addition, and has no fixed order on a GPU.
 
 
 @jax.tree_util.register_dataclass
@@ -109,9 +107,8 @@ def pack(
     """
     is_real = prompts >= 0
     lengths, prompt_lengths = (np.where(is_real, x, 0) for x in (lengths, prompt_lengths))
-    _, leaders, of = np.unique(
-        np.where(is_real, prompts, -1), return_index=True, return_inverse=True
-    )
+    numbers = np.where(is_real, prompts, -1)
+    _, leaders, of = np.unique(numbers, return_index=True, return_inverse=True)
     leader = leaders[of]
     leads = is_real & (leader == np.arange(len(prompts)))
     shared = np.where(leads, prompt_lengths, 0)
@@ -121,25 +118,17 @@ def pack(
     widths = np.repeat([width for _, width in arrays], [count for count, _ in arrays])
     if real > tokens or np.any(lengths + prompt_lengths > widths):
         raise ValueError(f"rows of {real} tokens do not fit into {tokens}, or into {arrays}")
-    numbers = np.arange(len(prompts))
-    rows = np.concatenate([np.repeat(numbers, lengths), np.repeat(numbers, shared)])
     counts = np.concatenate([lengths, shared])
+    rows = np.repeat(np.tile(np.arange(len(prompts)), 2), counts)
     positions = np.arange(real) - np.repeat(np.cumsum(counts) - counts, counts)
     positions[: lengths.sum()] += np.repeat(prompt_lengths, lengths)
-    return Packing(
-        rows=_filled(rows, tokens, len(prompts)),
-        positions=_filled(positions, tokens, 0),
-        prompt_starts=np.where(is_real, prompt_starts[leader], tokens).astype(np.int32),
-        prompt_lengths=prompt_lengths.astype(np.int32),
-        starts=starts.astype(np.int32),
-        lengths=lengths.astype(np.int32),
-        arrays=arrays,
-        prompt_width=prompt_width,
+    rows, positions = (
+        np.pad(values, (0, tokens - real), constant_values=fill)
+        for values, fill in ((rows, len(prompts)), (positions, 0))
     )
-
-
-def _filled(values: np.ndarray, size: int, fill: int) -> np.ndarray:
-    return np.pad(values, (0, size - len(values)), constant_values=fill).astype(np.int32)
+    prompt_starts = np.where(is_real, prompt_starts[leader], tokens)
+    fields = rows, positions, prompt_starts, prompt_lengths, starts, lengths
+    return Packing(*(field.astype(np.int32) for field in fields), arrays, prompt_width)
 
 
 def _taken(x: jax.Array, index: jax.Array) -> jax.Array:
@@ -183,17 +172,12 @@ def _unfold(packing: Packing, flat: jax.Array) -> tuple[jax.Array, ...]:
 
 def _unfold_bwd(packing: Packing, slopes: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
     width = min(packing.prompt_width, max(x.shape[1] for x in slopes))
-    prompts = jnp.concatenate(
-        [
-            jnp.pad(x[:, :width], ((0, 0), (0, width - x[:, :width].shape[1]), (0, 0)))
-            for x in slopes
-        ]
-    )
+    pad = lambda x: jnp.pad(x, ((0, 0), (0, width - x.shape[1]), (0, 0)))
+    prompts = jnp.concatenate([pad(x[:, :width]) for x in slopes])
     in_prompt = jnp.arange(width) < packing.prompt_lengths[:, None]
     sums = _sums_by_prompt(packing, jnp.where(in_prompt[..., None], prompts, 0))
-    index = jnp.where(
-        packing.is_prompt, packing.rows * width + packing.positions, sums.shape[0] * width
-    )
+    is_prompt, rows = packing.is_prompt, packing.rows * width
+    index = jnp.where(is_prompt, rows + packing.positions, sums.shape[0] * width)
     of_prompts = _taken(sums.reshape(-1, sums.shape[-1]), index)
     return None, jnp.where(packing.is_prompt[:, None], of_prompts, _folded(packing, slopes))
 
@@ -205,9 +189,8 @@ def _folded(packing: Packing, arrays: tuple[jax.Array, ...]) -> jax.Array:
     flat = 0
     for (first, count, width), x in zip(_parts(packing), arrays, strict=True):
         row = packing.rows - first
-        index = jnp.where(
-            (row >= 0) & (row < count), row * width + packing.positions, count * width
-        )
+        is_inside = (row >= 0) & (row < count)
+        index = jnp.where(is_inside, row * width + packing.positions, count * width)
         flat = flat + _taken(x.reshape(count * width, -1), index)
     return flat
 

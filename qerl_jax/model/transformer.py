@@ -1,21 +1,9 @@
 """The model as Linen modules, which define the names and shapes of the variables. The arithmetic is in `layers.py`.
 
-There are three collections of variables:
-- `params` holds exactly what trains, in float32: LoRA A and B, and the layer norms with `train_norms`; or all weights
-  of the layers, if the model is `full`.
-- `frozen` holds everything else: packed or dense linears, biases, norms, embedding, head. It never changes.
-- `noise` is optional. It holds float32 vectors that are added to the norm scales (AQN), one for all rows or one for
-  each row, and changes from step to step.
-
-A fourth one, `prepared`, is optional: the adapter's matrices in the form that decoding steps read. A decoding loop
-makes it once (`with_prepared_adapter`).
-
-Layers are stacked: every leaf under `layers` has a leading axis L, and the forward pass scans over it.
-
-Some linears of a packed base may be dense, in 16 bits (`DenseLinears`). A linear that is dense in all layers is an
-ordinary dense stack. A linear that is dense in some layers has a packed weight in every layer, so that all layers have
-the same structure, and `frozen["dense_overrides"]` holds its dense weights as a stack. A layer with a dense weight uses
-it and does not read its packed weight.
+Of the collections of variables, `params` holds exactly what trains, in float32: the adapter and, with `train_norms`, the
+layer norms; or all weights of the layers, if the model is `full`. `frozen` holds everything else. `noise` is optional:
+float32 vectors that are added to the norm scales (AQN), for all rows or for each row. `prepared` is optional, too: see
+`with_prepared_adapter`. Every leaf under `layers` has a leading axis L, over which the forward pass scans.
 """
 
 import dataclasses
@@ -41,21 +29,18 @@ from qerl_jax.model.lora import shapes as lora_shapes
 # For each `remat`, the linears whose outputs are saved for the backward pass. It does not need the output of "down".
 _SAVED_ACTIVATIONS = {"products": ("qkv", "o", "gate_up"), "mlp": ("qkv", "o"), "layer": ()}
 
-
-# Linears of a packed base that are in 16 bits: (name, indices of the layers in which they are).
+# Linears of a packed base that are dense, in 16 bits: (name, indices of the layers in which they are). If a linear is
+# dense in some layers only, it has a packed weight in every layer, so that all layers have the same structure, and
+# `frozen["dense_overrides"]` holds its dense weights as a stack. A layer with a dense weight does not read its packed one.
 type DenseLinears = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class Role(enum.Enum):
-    """The use of a module's weights.
+    """The use of a module's weights."""
 
-    FROZEN: they belong to the base and do not train. ADAPTED: the same, and an adapter in `params` trains beside
-    them. TRAINED: they are in `params` themselves and train.
-    """
-
-    FROZEN = enum.auto()
-    ADAPTED = enum.auto()
-    TRAINED = enum.auto()
+    FROZEN = enum.auto()  # they belong to the base and do not train
+    ADAPTED = enum.auto()  # the same, and an adapter in `params` trains beside them
+    TRAINED = enum.auto()  # they are in `params` themselves and train
 
 
 class Norm(nn.Module):
@@ -75,11 +60,9 @@ class Norm(nn.Module):
 
     @nn.compact
     def __call__(self, x, rows=None):
-        """Normalizes the last axis of x.
+        """Normalizes the last axis of x, [..., D]; it is [B, T, D] if rows have their own noise.
 
-        Args:
-            x: [..., D]; [B, T, D] if rows have their own noise.
-            rows: int32 [T], the row of each token, if B is 1 and several rows are packed on the token axis.
+        `rows`, int32 [T], has the row of each token if B is 1 and several rows are packed on the token axis.
         """
         shape = x.shape[-1:]
         if self.role is Role.TRAINED:
@@ -91,12 +74,10 @@ class Norm(nn.Module):
             scale = self.param("scale", lambda _: scale)
         if self.has_variable("noise", "scale"):
             noise = self.get_variable("noise", "scale")
-            # [D] for all rows of x, or [B, D] if each row has its own noise.
-            if noise.ndim == 2:
+            if noise.ndim == 2:  # [B, D]: each row has its own noise
                 noise = noise[:, None] if rows is None else noise.at[rows].get(mode="clip")
             scale = scale + noise
-        norm = layers.split_norm if self.split else layers.rms_norm
-        return norm(x, scale, self.eps)
+        return (layers.split_norm if self.split else layers.rms_norm)(x, scale, self.eps)
 
 
 class Adapter(nn.Module):
@@ -108,11 +89,9 @@ class Adapter(nn.Module):
 
     @nn.compact
     def __call__(self, x, rank_mask=None):
-        """Returns x after dropout [..., K], A float32 [K, rank] and B float32 [rank, features].
+        """Returns x [..., K] after dropout (with the rng "dropout"), A float32 [K, rank] and B float32 [rank, features].
 
-        Args:
-            x: [..., K]. Dropout needs the rng "dropout".
-            rank_mask: bool [rank], the ranks that this branch has, used in initialization only; None for all.
+        `rank_mask`, bool [rank], marks the ranks that a new branch has; None for all.
         """
         width, rank = x.shape[-1], self.rank or self.lora.rank
         # PEFT's Kaiming-uniform with a = sqrt(5) is uniform within 1/sqrt(K).
@@ -180,10 +159,9 @@ class FusedLinear(nn.Module):
             weight = self.stored.whole(self.name, weight)
         branches, bias = [], None
         if self.role is Role.ADAPTED:
-            if self.has_variable("prepared", "branches"):
-                branches = self.get_variable("prepared", "branches")
-            else:
-                branches = self._branches(x, index)
+            is_prepared = self.has_variable("prepared", "branches")
+            prepared = functools.partial(self.get_variable, "prepared", "branches")
+            branches = prepared() if is_prepared else self._branches(x, index)
         if self.bias:
             zeros = lambda _: jnp.zeros((features,), _dtype(self.weights))
             bias = rounded(self._base("bias", zeros), x.dtype)
@@ -236,7 +214,7 @@ class Block(nn.Module):
         lora: Config of the adapter.
         role: The role of the weights.
         dense: Linears that are not packed, whatever `weights` says.
-        stored: The division by which the weights of linears are stored in parts; None if they are stored whole.
+        stored: See `FusedLinear`.
         over: The mesh axis whose devices each run a part of the layer; None if each device runs all of it.
     """
 
@@ -250,10 +228,10 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, carry, index, tables, packed=None, plan=None, dense_overrides=None):
-        """Runs the layer on the carry (x [B, T, D], cache or None), and returns (the new carry, None) for `nn.scan`.
+        """Runs the layer, and returns (the new carry, None) for `nn.scan`.
 
         Args:
-            carry: Residual stream and cache.
+            carry: Residual stream [B, T, D], and cache or None.
             index: The layer number.
             tables: The result of `layers.rope_tables`.
             packed: The layout of a single packed row; None for ordinary rows.
@@ -266,9 +244,7 @@ class Block(nn.Module):
         x, cache = self._attention(x, cache, index, tables, packed, plan, overrides)
         rows = None if packed is None else packed.rows
         normed = self._norm("post_attention_layernorm", split=True)(x, rows)
-        gate_up = self._linear("gate_up")(
-            normed, index=index, dense_override=overrides.get("gate_up")
-        )
+        gate_up = self._linear("gate_up")(normed, None, index, overrides.get("gate_up"))
         down = self._linear("down")(layers.swiglu(gate_up), x, index, overrides.get("down"))
         return (down, cache), None
 
@@ -276,9 +252,7 @@ class Block(nn.Module):
         arch = self.arch
         rows = None if packed is None else packed.rows
         normed = self._norm("input_layernorm", split=True)(x, rows)
-        qkv = self._linear("qkv", bias=arch.qkv_bias)(
-            normed, index=index, dense_override=overrides.get("qkv")
-        )
+        qkv = self._linear("qkv", arch.qkv_bias)(normed, None, index, overrides.get("qkv"))
         batch, length, _ = qkv.shape
         heads = qkv.reshape(batch, length, -1, arch.head_size)
         query, key, value = jnp.split(
@@ -289,19 +263,11 @@ class Block(nn.Module):
             key = self._norm("k_norm")(key)
             heads = jnp.concatenate([query, key, value], axis=2)
         if cache is not None and length == 1:
-            cos, sin = (table[:, 0, 0] for table in tables)
-            pools = cache.keys, cache.values
+            angles = [table[:, 0, 0] for table in tables]
+            pages = cache.keys, cache.values, index, cache.tables, cache.ends
+            options = {"plan": plan, "shared": cache.shared, "sequence": cache.sequence}
             mixed, keys, values = decode_attention.decode_attention(
-                heads[:, 0],
-                cos,
-                sin,
-                *pools,
-                index,
-                cache.tables,
-                cache.ends,
-                plan=plan,
-                shared=cache.shared,
-                sequence=cache.sequence,
+                heads[:, 0], *angles, *pages, **options
             )
             cache = dataclasses.replace(cache, keys=keys, values=values)
         else:
@@ -364,7 +330,7 @@ class Transformer(nn.Module):
 
     @property
     def group(self) -> int:
-        """Number of devices that share the layers' weights."""
+        """The number of devices that share the layers' weights."""
         return self.fsdp * self.tensor
 
     @property
@@ -438,31 +404,18 @@ class Transformer(nn.Module):
         )
         dense, partly = self.split_dense()
         stored = self.division if self.tensor > 1 else None
-        stack = scan(
-            arch,
-            self.weights,
-            self.lora,
-            self._role(adapter),
-            dense,
-            stored,
-            self.over,
-            name="layers",
-        )
+        role = Role.ADAPTED if adapter and self.lora is not None else Role.FROZEN
+        role = Role.TRAINED if self.full else role
+        options = arch, self.weights, self.lora, role, dense, stored, self.over
+        stack = scan(*options, name="layers")
         dense_overrides = self._dense_overrides(partly)
         x = embedding[tokens].astype(self.dtype)
         plan = None
         if extends:
-            plan = decode_attention.plan(
-                cache.keys,
-                cache.tables,
-                cache.ends,
-                cache.shared,
-                cache.sequence,
-                heads=self.arch.num_heads,
-            )
-        (x, cache), _ = stack(
-            (x, cache), jnp.arange(arch.num_layers), tables, packed, plan, dense_overrides
-        )
+            pages = cache.keys, cache.tables, cache.ends, cache.shared, cache.sequence
+            plan = decode_attention.plan(*pages, heads=arch.num_heads)
+        carry, indices = (x, cache), jnp.arange(arch.num_layers)
+        (x, cache), _ = stack(carry, indices, tables, packed, plan, dense_overrides)
         if cache is not None:
             cache = dataclasses.replace(cache, ends=cache.ends + tokens.shape[1])
         rows = None if packed is None else packed.rows
@@ -484,28 +437,16 @@ class Transformer(nn.Module):
         if not partly:
             return {}
 
-        def random():
-            stacks = {}
-            for name, at in partly.items():
-                features = sum(size for _, size in self.arch.linears()[name])
-                shape = (len(at), features, self.arch.input_width(name))
-                stacks[name] = self._random(shape, jnp.bfloat16)
-            return stacks
+        def random(name, count):
+            features = sum(size for _, size in self.arch.linears()[name])
+            return self._random((count, features, self.arch.input_width(name)), jnp.bfloat16)
 
-        stacks = self.variable("frozen", "dense_overrides", random).value
-        indices = {
-            name: jnp.array(
-                [at.index(i) if i in at else -1 for i in range(self.arch.num_layers)], jnp.int32
-            )
-            for name, at in partly.items()
-        }
-        return {name: (stacks[name], indices[name]) for name in partly}
-
-    def _role(self, adapter: bool) -> Role:
-        """Returns the role of the layers' weights."""
-        if self.full:
-            return Role.TRAINED
-        return Role.ADAPTED if adapter and self.lora is not None else Role.FROZEN
+        start = lambda: {name: random(name, len(at)) for name, at in partly.items()}
+        stacks, overrides = self.variable("frozen", "dense_overrides", start).value, {}
+        for name, at in partly.items():
+            indices = [at.index(i) if i in at else -1 for i in range(self.arch.num_layers)]
+            overrides[name] = stacks[name], jnp.array(indices, jnp.int32)
+        return overrides
 
     def _random(self, shape, dtype):
         return 0.02 * jax.random.normal(self.make_rng("params"), shape, dtype)
@@ -517,15 +458,9 @@ def head(frozen: dict[str, Any]) -> jax.Array:
 
 
 def random_base(model: Transformer, key: jax.Array, places: Any = None) -> dict[str, Any]:
-    """Makes a base of random weights on the device. It is packed layer by layer and never exists in 16 bits.
+    """Makes a `frozen` tree of random weights on the device. It is packed layer by layer and never exists in 16 bits.
 
-    Args:
-        model: The model that the base is for.
-        key: Random key.
-        places: The sharding of each array; None puts all on one device.
-
-    Returns:
-        The `frozen` tree.
+    `places` has the sharding of each array; None puts all on one device.
     """
 
     def packed(key):
@@ -549,10 +484,8 @@ def init_params(model: Transformer, frozen: dict[str, Any], key: jax.Array) -> d
 
     @jax.jit
     def init(frozen, key):
-        tokens = jnp.zeros((1, 1), jnp.int32)
-        return model.apply({"frozen": frozen}, tokens, rngs={"params": key}, mutable=["params"])[
-            1
-        ].get("params", {})
+        tokens, how = jnp.zeros((1, 1), jnp.int32), {"rngs": {"params": key}, "mutable": ["params"]}
+        return model.apply({"frozen": frozen}, tokens, **how)[1].get("params", {})
 
     return init(frozen, key)
 
@@ -590,15 +523,8 @@ def with_prepared_adapter(
     """Adds the collection `prepared`: LoRA's matrices in the form that products with this many rows read.
 
     A decoding loop calls this once; otherwise each layer of each step would convert its matrices again. It is for
-    sampling only: no gradient flows through `prepared`, and dropout is not applied.
-
-    Args:
-        model: A policy with an adapter.
-        variables: `params` and `frozen`, and the other collections in use.
-        rows: Number of tokens that run at a time.
-
-    Returns:
-        The variables with `prepared`.
+    sampling only: no gradient flows through `prepared`, and dropout is not applied. `rows` is the number of tokens that
+    run at a time.
     """
     stacked, params = variables["frozen"]["layers"], variables["params"]["layers"]
     _, partly = model.split_dense()
@@ -609,16 +535,10 @@ def with_prepared_adapter(
         # If a layer may use a dense weight instead, or gathers its weight from several devices, the matrices are
         # prepared for any kind of weight.
         weight = None if linear in partly or model.group > 1 else stacked[linear]["weight"]
-        bias, has_unit = stacked[linear].get("bias"), linear in ("qkv", "gate_up")
-        of_layer = functools.partial(
-            prepare_lora,
-            scaling=shape.factor,
-            weight=weight,
-            dtype=model.dtype,
-            rows=rows,
-            has_unit=has_unit,
-        )
-        return {"branches": jax.vmap(of_layer)(matrices, bias)}
+        options = {"weight": weight, "dtype": model.dtype, "rows": rows}
+        options |= {"scaling": shape.factor, "has_unit": linear in ("qkv", "gate_up")}
+        of_layer = functools.partial(prepare_lora, **options)
+        return {"branches": jax.vmap(of_layer)(matrices, stacked[linear].get("bias"))}
 
     shapes = lora_shapes(model.lora, model.arch).items()
     return variables | {"prepared": {"layers": {name: branches(name, s) for name, s in shapes}}}
@@ -627,15 +547,10 @@ def with_prepared_adapter(
 def run_layer(
     model: Transformer, layer: dict[str, Any], x: jax.Array
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Runs one layer of a bare base by itself, for calibration.
+    """Runs one layer of a bare base by itself, for calibration, on hidden states x [B, T, D] of right-padded rows.
 
-    Args:
-        model: The model, for its architecture and the format of the linears.
-        layer: The `frozen` tree of that layer, without a leading axis.
-        x: Hidden states [B, T, D] of right-padded rows.
-
-    Returns:
-        The hidden states [B, T, D] after the layer, and the input [B, T, K] of each of its linears, by name.
+    `layer` is its `frozen` tree, without a leading axis. Returns the hidden states after the layer, and the input
+    [B, T, K] of each of its linears, by name.
     """
     positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
     tables = layers.rope_tables(positions, layers.rope_frequencies(model.arch))
@@ -647,11 +562,9 @@ def run_layer(
 
 def noise_shapes(arch: Architecture, final_norm: bool = False) -> dict[str, Any]:
     """Returns the shapes of the `noise` collection: the two norms of each layer and, with `final_norm`, the last."""
-    per_layer = {"scale": jax.ShapeDtypeStruct((arch.num_layers, arch.width), jnp.float32)}
-    last = {"norm": {"scale": jax.ShapeDtypeStruct((arch.width,), jnp.float32)}}
-    return {"layers": {name: dict(per_layer) for name in LAYER_NORMS}} | (
-        last if final_norm else {}
-    )
+    scale = lambda *shape: {"scale": jax.ShapeDtypeStruct(shape, jnp.float32)}
+    shapes = {"layers": {name: scale(arch.num_layers, arch.width) for name in LAYER_NORMS}}
+    return shapes | ({"norm": scale(arch.width)} if final_norm else {})
 
 
 # Rows repeat prompts and are padded, so the flat axis is saved for the backward pass, not the rows.

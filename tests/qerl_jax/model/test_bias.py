@@ -63,7 +63,7 @@ def flat(tree):
 
 
 def truth(tokens):
-    return flat(jax.grad(lambda theta: probabilities(theta, tokens) @ rewards(tokens))(POLICY))
+    return slope_of(lambda theta: probabilities(theta, tokens) @ rewards(tokens))
 
 
 def estimate(tokens, *, behaviour=NOISY, old="behaviour", mode=None, clip_max=np.inf, **options):
@@ -73,16 +73,14 @@ def estimate(tokens, *, behaviour=NOISY, old="behaviour", mode=None, clip_max=np
     old_logps = logps(behaviour if old == "behaviour" else POLICY)
     weights = None
     if mode is not None:
-        weights = grpo.truncated_importance_weights(
-            old_logps, logps(behaviour), mask(tokens), mode=mode, clip_max=clip_max
-        )
+        arrays = old_logps, logps(behaviour), mask(tokens)
+        weights = grpo.truncated_importance_weights(*arrays, mode=mode, clip_max=clip_max)
+    cfg = unclipped(loss_type="dr_grpo", **options)
+    totals = grpo.BatchTotals(rows=1, max_completion_length=1)
 
     def loss(theta):
-        batch = grpo.LossInputs(
-            logps(theta), old_logps, advantages, mask(tokens), sampling_weights=weights
-        )
-        cfg = unclipped(loss_type="dr_grpo", **options)
-        return grpo.policy_loss(cfg, batch, grpo.BatchTotals(rows=1, max_completion_length=1))[0]
+        arrays = logps(theta), old_logps, advantages, mask(tokens)
+        return grpo.policy_loss(cfg, grpo.LossInputs(*arrays, sampling_weights=weights), totals)[0]
 
     return -flat(jax.grad(loss)(POLICY))
 
@@ -92,8 +90,15 @@ def error(found, tokens):
     return np.linalg.norm(found - exact) / np.linalg.norm(exact)
 
 
+def slope_of(function):
+    return flat(jax.grad(function)(POLICY))
+
+
+assert_equal = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-14)
+
+
 def assert_unbiased(found, tokens):
-    np.testing.assert_allclose(found, truth(tokens), rtol=0, atol=1e-14)
+    assert_equal(found, truth(tokens))
 
 
 def test_the_ratio_to_the_behaviour_policy_is_unbiased_for_one_unclipped_step_of_one_token():
@@ -102,17 +107,15 @@ def test_the_ratio_to_the_behaviour_policy_is_unbiased_for_one_unclipped_step_of
 
 
 def test_a_recomputed_ratio_is_biased_under_noise_and_only_there():
-    assert error(estimate(1, old="recompute"), 1) > 0.1
-    assert error(estimate(2, old="recompute"), 2) > 0.1
-    assert_unbiased(estimate(1, old="recompute", behaviour=POLICY), 1)
-    assert_unbiased(estimate(2, old="recompute", behaviour=POLICY), 2)
+    for tokens in (1, 2):
+        assert error(estimate(tokens, old="recompute"), tokens) > 0.1
+        assert_unbiased(estimate(tokens, old="recompute", behaviour=POLICY), tokens)
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask"])
 def test_untruncated_weights_make_a_recomputed_ratio_the_behaviour_ratio_in_its_first_step(mode):
     for tokens in (1, 2):
-        found = estimate(tokens, old="recompute", mode=mode)
-        np.testing.assert_allclose(found, estimate(tokens), rtol=0, atol=1e-14)
+        assert_equal(estimate(tokens, old="recompute", mode=mode), estimate(tokens))
     assert_unbiased(estimate(1, old="recompute", mode=mode), 1)
 
 
@@ -153,9 +156,7 @@ def test_leave_one_out_is_unbiased_where_the_mean_of_two_shrinks_the_gradient_by
     def surrogate(theta):
         return jnp.sum(chance * advantages * jnp.sum(logps(theta), axis=1)[pairs]) / 2
 
-    np.testing.assert_allclose(
-        flat(jax.grad(surrogate)(POLICY)), factor * truth(2), rtol=0, atol=1e-14
-    )
+    assert_equal(slope_of(surrogate), factor * truth(2))
 
 
 def divergence(theta, other):
@@ -167,15 +168,12 @@ def divergence(theta, other):
 def expected_kl(kind, theta, *, corrected=False, sampler=POLICY):
     """Computes the expectation of the loss's KL term over the sampler's first tokens."""
 
+    options = {"beta": 1.0, "kl_estimator": kind, "bias_correction": corrected}
+    cfg = unclipped(loss_type="dapo", reference=unchecked(ReferenceConfig(), **options))
+
     def term(logp, old, ref):
-        reference = unchecked(
-            ReferenceConfig(), beta=1.0, kl_estimator=kind, bias_correction=corrected
-        )
-        cfg = unclipped(loss_type="dapo", reference=reference)
-        batch = grpo.LossInputs(
-            logp[None], old[None], jnp.zeros(1), mask(1)[:1], ref_logps=ref[None]
-        )
-        return grpo.policy_loss(cfg, batch)[0]
+        arrays = logp[None], old[None], jnp.zeros(1), mask(1)[:1]
+        return grpo.policy_loss(cfg, grpo.LossInputs(*arrays, ref_logps=ref[None]))[0]
 
     terms = jax.vmap(term)(logps(theta), logps(sampler), logps(NOISY))
     return probabilities(sampler, 1) / 3 @ terms
@@ -185,10 +183,6 @@ def expected_kl(kind, theta, *, corrected=False, sampler=POLICY):
 def test_k1_and_k3_estimate_the_divergence_without_bias(kind, unbiased):
     gap = abs(expected_kl(kind, POLICY) - divergence(POLICY, NOISY))
     assert gap < 1e-14 if unbiased else gap > 1e-3
-
-
-def slope_of(function):
-    return flat(jax.grad(function)(POLICY))
 
 
 @pytest.mark.parametrize(
@@ -203,13 +197,12 @@ def test_as_a_loss_k1_is_noise_k2_the_divergence_and_k3_the_one_from_the_other_s
     kind, what_its_derivative_estimates
 ):
     found = slope_of(functools.partial(expected_kl, kind))
-    np.testing.assert_allclose(found, slope_of(what_its_derivative_estimates), rtol=0, atol=1e-14)
+    assert_equal(found, slope_of(what_its_derivative_estimates))
 
 
 @pytest.mark.parametrize("sampler", [POLICY, NOISY], ids=["on policy", "off policy"])
 @pytest.mark.parametrize("kind", ["k1", "k3"])
 def test_times_the_ratio_k1_and_k3_have_the_divergence_and_its_derivative(kind, sampler):
     corrected = functools.partial(expected_kl, kind, corrected=True, sampler=sampler)
-    np.testing.assert_allclose(corrected(POLICY), divergence(POLICY, NOISY), rtol=0, atol=1e-14)
-    expected = slope_of(lambda theta: divergence(theta, NOISY))
-    np.testing.assert_allclose(slope_of(corrected), expected, rtol=0, atol=1e-14)
+    assert_equal(corrected(POLICY), divergence(POLICY, NOISY))
+    assert_equal(slope_of(corrected), slope_of(lambda theta: divergence(theta, NOISY)))

@@ -18,29 +18,12 @@ from qerl_jax.config import LoraConfig
 from qerl_jax.model import architecture, fused_decode, transformer
 from qerl_jax.model.transformer import Transformer
 from tests.combinations import spread
+from tests.pallas_kernels.common import slow
 from tests.pallas_kernels.devices import h200, portable  # noqa: F401
 from tests.qerl_jax.model import caches
 
-ARCH = architecture.from_hf(
-    {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": 256,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "vocab_size": 64,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e4,
-        "tie_word_embeddings": True,
-        "hidden_act": "silu",
-        "max_position_embeddings": 512,
-    }
-)
-
-
+TRAITS = {"rope_theta": 1e4, "tie_word_embeddings": True, "qkv_bias": False, "qk_norm": True}
+ARCH = architecture.Architecture("qwen3", 64, 256, 256, 2, 4, 2, 64, context=512, **TRAITS)
 # Nothing but heads in whole tiles of 64; a gate that ends within one.
 ODD = dataclasses.replace(ARCH, width=80, ffn_width=112, num_heads=2, num_kv_heads=1)
 # SmolLM2-135M, of two layers and few words: no width is 256 or twice as much.
@@ -72,18 +55,54 @@ def prepared(variables, prepare=layout.prepare):
     return variables | {"frozen": variables["frozen"] | {"layers": layers}}
 
 
+def transformer_of(**traits):
+    return Transformer(**{"arch": ARCH, "weights": "nvfp4", "dtype": jnp.bfloat16} | traits)
+
+
+def error(actual, expected):
+    """Returns the share of values that differ, and the size of the difference relative to the expected values."""
+    actual, expected = np.float32(actual), np.float32(expected)
+    difference = actual - expected
+    return np.mean(difference != 0), np.sqrt(np.mean(difference**2) / np.mean(expected**2))
+
+
+def assert_extended(actual, expected, cache, most=(0.02, 0.001)):
+    """Compares hidden states and the new keys and values of two steps from a cache, in shares and sizes of `error`.
+
+    A sum in another order may go the other way in bfloat16, which two layers do not spread far. A rounding left out
+    changes half of all values and more.
+    """
+    (hidden, extended), (wanted, grown) = actual, expected
+    # The token's place, slot 5 of a row's first page; those that fill up M write to page 0.
+    new = np.s_[:, cache.tables[:, 0], :, 5]
+    pairs = [
+        (getattr(extended, name)[new], getattr(grown, name)[new]) for name in ("keys", "values")
+    ]
+    for pair in [(hidden, wanted[:, 0]), *pairs]:
+        assert np.all(np.array(error(*pair)) <= most)
+    np.testing.assert_array_equal(extended.ends, grown.ends)
+
+
+def assert_meets_the_plain_model(arch, weights, rows, kernels):
+    """Compares a step on this device with one of the plain model, in which sums have another order."""
+    plain, variables, cache = policy_of(weights, rows=rows, arch=arch)
+    assert fused_decode.fit(plain, rows) == kernels
+    tokens = jnp.arange(rows) % 64
+    step = lambda variables, *a: fused_decode.extender(plain, variables, rows)(*a)
+    actual, extended = jax.jit(step)(variables, tokens, cache)
+    expected, grown = jax.jit(plain.apply)(variables, tokens[:, None], cache=cache)
+    assert error(actual, expected[:, 0])[1] < 0.01
+    np.testing.assert_array_equal(extended.ends, grown.ends)
+
+
 @pytest.mark.skipif(runtime.is_hopper(), reason="interprets the kernels, on a CPU")
 @pytest.mark.parametrize(
     ("arch", "weights"),
     [
-        (ARCH, "bfloat16"),
-        pytest.param(ARCH, "nvfp4", marks=pytest.mark.slow),
-        # gate_up is finished inside its product.
-        pytest.param(ARCH, "nvfp4-paired", marks=pytest.mark.slow),
-        pytest.param(ODD, "bfloat16", marks=pytest.mark.slow),
-        pytest.param(ODD, "nvfp4", marks=pytest.mark.slow),
-        pytest.param(SMALL, "bfloat16", marks=pytest.mark.slow),
-        pytest.param(SMALL, "nvfp4", marks=pytest.mark.slow),
+        *[(ARCH, "bfloat16"), slow(ARCH, "nvfp4")],
+        slow(ARCH, "nvfp4-paired"),  # gate_up is finished inside its product
+        *[slow(ODD, "bfloat16"), slow(ODD, "nvfp4")],
+        *[slow(SMALL, "bfloat16"), slow(SMALL, "nvfp4")],
     ],
 )
 def test_the_fused_step_rounds_where_the_plain_model_does(monkeypatch, arch, weights):
@@ -92,7 +111,7 @@ def test_the_fused_step_rounds_where_the_plain_model_does(monkeypatch, arch, wei
     # Of SMALL's 1,536 columns of random weights one value of `gate_up` that goes the other way changes half
     # of what follows. These tokens have none.
     tokens = jnp.array([2, 30, 50] if arch is SMALL else [1, 40, 63])
-    expected, grown = plain.apply(variables, tokens[:, None], cache=cache)
+    expected = plain.apply(variables, tokens[:, None], cache=cache)
 
     step = 256 if arch is ARCH else 64
     monkeypatch.setattr(fused, "_config", lambda m, n, k, _: Config(1, step, 2, layout.tiles(n)))
@@ -101,37 +120,15 @@ def test_the_fused_step_rounds_where_the_plain_model_does(monkeypatch, arch, wei
     if paired:
         gate_up = variables["frozen"]["layers"]["gate_up"]
         gate_up["weight"] = layout.prepare(layout.unprepare(gate_up["weight"]), is_paired=True)
-        monkeypatch.setattr(
-            gated_config, "pick_config", lambda *_, **__: gated_config.Config(1, 128, 2, 3)
-        )
-    actual, extended = fused_decode.extend(
-        plain, fused_decode.policy(plain, variables), tokens, cache
-    )
-
-    # A sum in another order may go the other way in bfloat16, which two layers do not spread far. A
-    # rounding left out changes half of all values and more.
-    def assert_mostly_equal(actual, expected):
-        difference = np.float32(actual) - np.float32(expected)
-        assert np.mean(difference != 0) < 0.02
-        assert np.sqrt(np.mean(difference**2) / np.mean(np.float32(expected) ** 2)) < 0.001
-
-    assert_mostly_equal(actual, expected[:, 0])
-    np.testing.assert_array_equal(extended.ends, grown.ends)
-    for name in ("keys", "values"):
-        # The token's place, slot 5 of a row's first page; those that fill up M write to page 0.
-        new = np.s_[:, cache.tables[:, 0], :, 5]
-        assert_mostly_equal(getattr(extended, name)[new], getattr(grown, name)[new])
+        config = gated_config.Config(1, 128, 2, 3)
+        monkeypatch.setattr(gated_config, "pick_config", lambda *_, **__: config)
+    policy = fused_decode.policy(plain, variables)
+    assert_extended(fused_decode.extend(plain, policy, tokens, cache), expected, cache)
 
 
 @pytest.mark.parametrize(
     ("arch", "weights"),
-    [
-        (ODD, "nvfp4"),
-        (ARCH, "nvfp4"),
-        (ARCH, "mxfp4"),
-        (ARCH, "nf4"),
-        (SMALL, "nvfp4"),
-    ],
+    [(ODD, "nvfp4"), (ARCH, "nvfp4"), (ARCH, "mxfp4"), (ARCH, "nf4"), (SMALL, "nvfp4")],
 )
 @pytest.mark.slow
 def test_the_portable_step_rounds_where_the_plain_model_does(portable, arch, weights):  # noqa: F811
@@ -139,26 +136,15 @@ def test_the_portable_step_rounds_where_the_plain_model_does(portable, arch, wei
         plain, variables, cache = policy_of(weights, arch=arch)
         assert fused_decode.fit(plain, 3) is None
         tokens = jnp.array([1, 40, 63] if arch is ARCH else [7, 30, 50])
-        expected, grown = jax.jit(plain.apply)(variables, tokens[:, None], cache=cache)
+        expected = jax.jit(plain.apply)(variables, tokens[:, None], cache=cache)
 
     assert fused_decode.fit(plain, 3) == "portable"
     variables = prepared(variables, jax.jit(portable_layout.prepare))
     step = jax.jit(lambda *a: fused_decode.extender(plain, variables, 3)(*a))
-    actual, extended = step(tokens, cache)
     # NF4's scales meet sums here, and not weights, which are then rounded. Of SMALL, as above, one value changes half.
     is_exact = weights != "nf4" and arch is not SMALL
-    share, size = (0.02, 0.001) if is_exact else (1.0, 0.01)
-
-    def assert_mostly_equal(actual, expected):
-        difference = np.float32(actual) - np.float32(expected)
-        assert np.mean(difference != 0) <= share
-        assert np.sqrt(np.mean(difference**2) / np.mean(np.float32(expected) ** 2)) < size
-
-    assert_mostly_equal(actual, expected[:, 0])
-    np.testing.assert_array_equal(extended.ends, grown.ends)
-    for name in ("keys", "values"):
-        new = np.s_[:, cache.tables[:, 0], :, 5]
-        assert_mostly_equal(getattr(extended, name)[new], getattr(grown, name)[new])
+    most = (0.02, 0.001) if is_exact else (1.0, 0.01)
+    assert_extended(step(tokens, cache), expected, cache, most)
 
 
 @pytest.mark.gpu
@@ -167,15 +153,7 @@ def test_the_portable_step_rounds_where_the_plain_model_does(portable, arch, wei
     spread([3, 40, 128], [ARCH, SMALL], ["nvfp4", "mxfp4", "nf4"], every=3),
 )
 def test_on_its_device_the_portable_step_meets_the_plain_model(portable, arch, weights, rows):  # noqa: F811
-    plain, variables, cache = policy_of(weights, rows=rows, arch=arch)
-    assert fused_decode.fit(plain, rows) == "portable"
-    tokens = jnp.arange(rows) % 64
-    step = jax.jit(lambda *a: fused_decode.extender(plain, variables, rows)(*a))
-    actual, extended = step(tokens, cache)
-    expected, grown = jax.jit(plain.apply)(variables, tokens[:, None], cache=cache)
-    difference = np.float32(actual) - np.float32(expected[:, 0])
-    assert np.sqrt(np.mean(difference**2) / np.mean(np.float32(expected) ** 2)) < 0.01
-    np.testing.assert_array_equal(extended.ends, grown.ends)
+    assert_meets_the_plain_model(arch, weights, rows, "portable")
 
 
 @pytest.mark.gpu
@@ -186,15 +164,7 @@ def test_on_its_device_the_portable_step_meets_the_plain_model(portable, arch, w
 def test_on_its_device_the_fused_step_meets_the_plain_model(monkeypatch, arch, weights, rows):
     # So that with more than 32 rows the layers are a loop, as those of large models are.
     monkeypatch.setattr(fused_decode, "UNROLLED_BYTES", 0)
-    plain, variables, cache = policy_of(weights, rows=rows, arch=arch)
-    assert fused_decode.supports(plain, rows) is None
-    tokens = jnp.arange(rows) % 64
-    policy = fused_decode.policy(plain, variables)
-    actual, extended = jax.jit(functools.partial(fused_decode.extend, plain))(policy, tokens, cache)
-    expected, grown = jax.jit(plain.apply)(variables, tokens[:, None], cache=cache)
-    difference = np.float32(actual) - np.float32(expected[:, 0])
-    assert np.sqrt(np.mean(difference**2) / np.mean(np.float32(expected) ** 2)) < 0.01
-    np.testing.assert_array_equal(extended.ends, grown.ends)
+    assert_meets_the_plain_model(arch, weights, rows, "hopper")
 
 
 @pytest.mark.gpu
@@ -203,15 +173,7 @@ def test_on_its_device_the_fused_step_meets_the_plain_model(monkeypatch, arch, w
 )
 def test_on_its_device_more_rows_are_decoded_as_the_plain_model_does(arch, weights):
     """LoRA's matrices are prepared as a loop of steps prepares them."""
-    plain, variables, cache = policy_of(weights, rows=160, arch=arch)
-    tokens = jnp.arange(160) % 64
-    actual, extended = jax.jit(
-        lambda variables, tokens, cache: fused_decode.extender(plain, variables, 160)(tokens, cache)
-    )(variables, tokens, cache)
-    expected, grown = jax.jit(plain.apply)(variables, tokens[:, None], cache=cache)
-    difference = np.float32(actual) - np.float32(expected[:, 0])
-    assert np.sqrt(np.mean(difference**2) / np.mean(np.float32(expected) ** 2)) < 0.01
-    np.testing.assert_array_equal(extended.ends, grown.ends)
+    assert_meets_the_plain_model(arch, weights, 160, None)
 
 
 @pytest.mark.parametrize("rows", [1, 24, 64, 128])
@@ -220,7 +182,8 @@ def test_on_its_device_more_rows_are_decoded_as_the_plain_model_does(arch, weigh
 def test_models_of_any_width_are_decoded_so_on_a_hopper_card(h200, arch, rank, rows):  # noqa: F811
     lora = None if rank is None else LoraConfig(rank, float(rank))
     for weights in ("bfloat16", "nvfp4"):
-        assert fused_decode.supports(Transformer(arch, weights, lora, jnp.bfloat16), rows) is None
+        model = transformer_of(arch=arch, weights=weights, lora=lora)
+        assert fused_decode.supports(model, rows) is None
 
 
 def test_a_slow_way_on_a_fast_card_is_told_with_its_remedy():
@@ -248,7 +211,7 @@ def test_a_slow_way_on_a_fast_card_is_told_with_its_remedy():
     ],
 )
 def test_attention_without_a_kernel_is_said_to_be_many_times_slower(changes, reason):
-    model = Transformer(dataclasses.replace(ARCH, **changes), "nvfp4", None, jnp.bfloat16)
+    model = transformer_of(arch=dataclasses.replace(ARCH, **changes))
     whole = model.clone(weights="bfloat16", full=True)
     with runtime.on(runtime.H200, "hopper"):
         for each, rows in ((model, 8), (model, 512), (whole, 8)):
@@ -267,9 +230,8 @@ def test_each_product_asks_for_the_next_ones_words(monkeypatch, unroll, asked):
     plain, variables, _ = policy_of("nvfp4")
     policy = fused_decode.policy(plain, prepared(variables))
     attend = lambda qkv, norms, index, state: (qkv[:, : ARCH.query_width], state)
-    step = functools.partial(
-        fused_decode.step, plain, policy, attend=attend, state=(), unroll=unroll
-    )
+    options = {"attend": attend, "state": (), "unroll": unroll}
+    step = functools.partial(fused_decode.step, plain, policy, **options)
     x = jnp.zeros((8, ARCH.width), jnp.bfloat16)
     # In a loop over layers the last one does not know where the next layer's lie.
     assert str(jax.make_jaxpr(step)(x)).count("async_prefetch") == asked
@@ -296,24 +258,24 @@ def test_off_a_hopper_card_the_plain_model_takes_the_step():
     ],
 )
 def test_what_the_fused_layers_refuse_is_decoded_plainly_on_a_hopper_card(change, rows):
-    policy = Transformer(
-        **({"arch": ARCH, "lora": LoraConfig(8, 8.0), "dtype": jnp.bfloat16} | change)
-    )
+    policy = transformer_of(**{"lora": LoraConfig(8, 8.0)} | change)
     frozen = transformer.abstract_base(dataclasses.replace(policy, full=False))
     parts = functools.partial(transformer.trainable, policy)
     params, frozen = jax.eval_shape(parts, frozen, jax.random.key(0))
     variables = {"params": params, "frozen": frozen}
     cache = jax.eval_shape(lambda: caches.create(ARCH, rows, 64, policy.dtype))
     tokens = jax.ShapeDtypeStruct((rows,), jnp.int32)
-
-    def extend(variables, tokens, cache):
-        return fused_decode.extender(policy, variables, rows)(tokens, cache)
-
+    extend = lambda variables, *a: fused_decode.extender(policy, variables, rows)(*a)
     with runtime.on(runtime.H200):
         assert fused_decode.supports(policy, rows) is not None
         traced = jax.make_jaxpr(extend)(variables, tokens, cache)
     # The paged cache is read by the attention kernel here, too, wherever that has heads of this kind.
     assert ("decode_attention_sm90" in str(traced)) == (policy.dtype == jnp.bfloat16)
+
+
+MANY_HEADS = {"arch": dataclasses.replace(ARCH, num_heads=17, num_kv_heads=1)}
+WIDE_HEADS = {"arch": dataclasses.replace(ARCH, head_size=96)}
+LARGE_RANK = {"lora": LoraConfig(640, 640.0)}
 
 
 @pytest.mark.parametrize(
@@ -322,24 +284,14 @@ def test_what_the_fused_layers_refuse_is_decoded_plainly_on_a_hopper_card(change
         ({"dtype": jnp.float32}, "needs activations in bfloat16"),
         ({"weights": "mxfp4"}, "and weights in mxfp4"),
         ({"full": True}, "needs frozen weights"),
-        (
-            {"arch": dataclasses.replace(ARCH, num_heads=17, num_kv_heads=1)},
-            "attention needs at most 16 query heads per key head; got 17",
-        ),
-        (
-            {"arch": dataclasses.replace(ARCH, head_size=96)},
-            "attention needs a head size of 64 or 128; got 96",
-        ),
-        (
-            {"lora": LoraConfig(640, 640.0)},
-            "needs 245760 bytes of shared memory of 231424 to finish M = 96 rows of LoRA of rank 640",
-        ),
+        (MANY_HEADS, "attention needs at most 16 query heads per key head; got 17"),
+        (WIDE_HEADS, "attention needs a head size of 64 or 128; got 96"),
+        (LARGE_RANK, "needs 245760 bytes of shared memory of 231424 to finish M = 96 rows of LoRA"),
     ],
 )
 def test_what_cannot_be_decoded_so_is_refused_with_its_reason(h200, change, reason):  # noqa: F811
-    policy = Transformer(**({"arch": ARCH, "weights": "nvfp4", "dtype": jnp.bfloat16} | change))
-    assert reason in fused_decode.supports(policy, 96)
-    assert fused_decode.supports(Transformer(ARCH, "bfloat16", None, jnp.bfloat16), 96) is None
+    assert reason in fused_decode.supports(transformer_of(**change), 96)
+    assert fused_decode.supports(transformer_of(weights="bfloat16"), 96) is None
 
 
 @pytest.mark.parametrize(
@@ -349,16 +301,16 @@ def test_what_cannot_be_decoded_so_is_refused_with_its_reason(h200, change, reas
         ("8.9", {"weights": "mxfp4", "dense_linears": (("down", (0, 1)),)}, "are kept in 16 bits"),
         ("7.5", {"weights": "mxfp4"}, "needs compute capability 8.0 for MXFP4"),
         ("8.9", {"weights": "bfloat16"}, "activations in bfloat16 and packed weights; got"),
-        ("8.9", {"arch": dataclasses.replace(ARCH, head_size=96)}, "attention needs heads of size"),
-        ("8.9", {"lora": LoraConfig(640, 640.0)}, "qkv needs LoRA of rank <= 256; got 640"),
+        ("8.9", WIDE_HEADS, "attention needs heads of size"),
+        ("8.9", LARGE_RANK, "qkv needs LoRA of rank <= 256; got 640"),
         ("7.0", {}, "needs compute capability 7.5 or more"),
     ],
 )
 def test_what_the_portable_layers_cannot_decode_is_refused(capability, change, reason):
     card = dataclasses.replace(runtime.H200, compute_capability=capability, has_packages=True)
     with runtime.on(card, "auto"):
-        policy = Transformer(**({"arch": ARCH, "weights": "nvfp4", "dtype": jnp.bfloat16} | change))
+        policy = transformer_of(**change)
         assert reason in fused_decode.supports(policy, 96, "portable")
         assert fused_decode.fit(policy, 96) is None
         fits = "portable" if capability >= "7.5" else None
-        assert fused_decode.fit(Transformer(ARCH, "nvfp4", None, jnp.bfloat16), 96) == fits
+        assert fused_decode.fit(transformer_of(), 96) == fits

@@ -34,18 +34,18 @@ def qkv(length, heads, groups, *, rows=3, size=8, dtype=np.float32):
     return [rng.normal(size=(rows, length, n, size)).astype(dtype) for n in (heads, groups, groups)]
 
 
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
 def assert_close(actual, expected, atol=2e-6):
     np.testing.assert_allclose(np.asarray(actual, np.float64), expected, atol=atol)
 
 
-GROUPINGS = pytest.mark.parametrize("heads,groups", [(4, 4), (4, 2), (7, 1), (14, 2)])
-
-
-@GROUPINGS
+@pytest.mark.parametrize("heads,groups", [(4, 4), (4, 2), (7, 1), (14, 2)])
 def test_causal_attention_equals_its_definition(heads, groups):
-    query, key, value = qkv(6, heads, groups)
-    expected = oracle(query, key, value)
-    assert_close(ATTENTION(query, key, value), expected)
+    arrays = qkv(6, heads, groups)
+    assert_close(ATTENTION(*arrays), oracle(*arrays))
 
 
 def test_what_follows_the_end_of_a_right_padded_row_changes_no_bit_of_it():
@@ -61,9 +61,8 @@ def test_what_follows_the_end_of_a_right_padded_row_changes_no_bit_of_it():
 
 
 def test_bfloat16_attention_stays_within_two_of_its_steps():
-    query, key, value = (x.astype(jnp.bfloat16) for x in qkv(6, 4, 2))
-    expected = oracle(query, key, value)
-    actual = ATTENTION(query, key, value)
+    arrays = [x.astype(jnp.bfloat16) for x in qkv(6, 4, 2)]
+    expected, actual = oracle(*arrays), ATTENTION(*arrays)
     assert actual.dtype == jnp.bfloat16
     assert_close(actual, expected, atol=2 * 2**-8 * np.abs(expected).max())
 
@@ -86,9 +85,8 @@ def test_on_its_device_attention_and_its_derivatives_meet_the_plain_one(shape, l
 
     actual = mixed_and_gradients(layers.attention, *filled)
     exact = [x.astype(jnp.float32) for x in filled]
-    for got, wanted in zip(
-        actual, mixed_and_gradients(layers.plain_attention, *exact), strict=True
-    ):
+    expected = mixed_and_gradients(layers.plain_attention, *exact)
+    for got, wanted in zip(actual, expected, strict=True):
         assert got.dtype == jnp.bfloat16
         got, wanted = (np.asarray(jnp.where(live, x, 0), np.float32) for x in (got, wanted))
         assert np.isfinite(got).all()
@@ -111,22 +109,9 @@ def test_rotation_turns_the_halves_of_a_head_by_position_times_frequency():
     np.testing.assert_allclose(actual, [np.cos(3), np.cos(0.3), np.sin(3), np.sin(0.3)], atol=1e-6)
 
 
-def test_rotation_keeps_norms_and_position_zero_is_the_identity():
-    x = jax.random.normal(jax.random.key(0), (2, 5, 3, 8))
-    positions = jnp.array([[0, 1, 2, 50, 900], [0, 7, 8, 9, 10]])
-    actual = rotated(x, positions)
-    np.testing.assert_array_equal(actual[:, 0], x[:, 0])
-    norms = [jnp.linalg.norm(y, axis=-1) for y in (actual, x)]
-    np.testing.assert_allclose(*norms, rtol=1e-5)
-    assert np.abs(actual[:, 1:] - x[:, 1:]).max() > 0.1
-
-
 def test_rotated_products_depend_on_the_distance_alone():
     query, key = jax.random.normal(jax.random.key(1), (2, 1, 1, 1, 8))
-
-    def product(m, n):
-        return jnp.vdot(rotated(query, jnp.array([[m]])), rotated(key, jnp.array([[n]])))
-
+    product = lambda *at: jnp.vdot(*map(rotated, (query, key), [jnp.array([[n]]) for n in at]))
     near = [product(3 + shift, shift) for shift in (0, 1, 40, 500)]
     np.testing.assert_allclose(near, near[0], atol=1e-4)
     assert abs(product(4, 0) - near[0]) > 1e-2
@@ -134,19 +119,18 @@ def test_rotated_products_depend_on_the_distance_alone():
 
 def test_llama3_keeps_short_wavelengths_and_stretches_long_ones():
     """The window is 64, the bounds 1 and 4: fewer than 1 turn within it is long, more than 4 turns are short."""
-    scaling = architecture.Llama3Rope(8.0, 1.0, 4.0, 64)
-    plain = layers.rope_frequencies(dataclasses.replace(ARCH, rope_theta=1e4))
-    scaled = layers.rope_frequencies(
-        dataclasses.replace(ARCH, rope_theta=1e4, rope_scaling=scaling)
+    scalings = None, architecture.Llama3Rope(8.0, 1.0, 4.0, 64)
+    plain, scaled = (
+        layers.rope_frequencies(dataclasses.replace(ARCH, rope_theta=1e4, rope_scaling=scaling))
+        for scaling in scalings
     )
     turns = 64 * plain / (2 * np.pi)  # 10.2, 1.02, .102, .0102
     np.testing.assert_array_equal(scaled[turns > 4], plain[turns > 4])
     np.testing.assert_array_equal(scaled[turns < 1], plain[turns < 1] / np.float32(8))
     between = (turns > 1) & (turns < 4)
     blend = (turns[between] - 1) / 3
-    np.testing.assert_allclose(
-        scaled[between], plain[between] * (blend + (1 - blend) / 8), rtol=1e-5
-    )
+    expected = plain[between] * (blend + (1 - blend) / 8)
+    np.testing.assert_allclose(scaled[between], expected, rtol=1e-5)
     assert between.sum() == 1
 
 
@@ -175,16 +159,13 @@ def test_noise_far_below_a_step_acts_on_a_split_norm_in_full_on_average():
 
 def test_rms_norm_by_hand():
     """The mean square of (1, 7) is 25; with eps = 11 the root is 6."""
-    np.testing.assert_allclose(
-        layers.rms_norm(jnp.array([1.0, 7.0]), jnp.array([6.0, 12.0]), 11.0), [1.0, 14.0], rtol=1e-6
-    )
+    actual = layers.rms_norm(jnp.array([1.0, 7.0]), jnp.array([6.0, 12.0]), 11.0)
+    np.testing.assert_allclose(actual, [1.0, 14.0], rtol=1e-6)
 
 
 def test_a_split_norm_is_the_whole_one_to_what_is_linear_in_it():
-    x, scale, weight, dy = (
-        jax.random.normal(jax.random.key(i), shape)
-        for i, shape in enumerate([(2, 3, 32), (32,), (8, 32), (2, 3, 8)])
-    )
+    shapes = [(2, 3, 32), (32,), (8, 32), (2, 3, 8)]
+    x, scale, weight, dy = (normal(i, *shape) for i, shape in enumerate(shapes))
 
     def after(x, scale):
         normed = layers.split_norm(x, scale, 0.1)
@@ -218,12 +199,9 @@ def test_swiglu_by_hand():
 
 @pytest.mark.parametrize("same", [True, False], ids=["one x", "an x of each"])
 def test_branches_are_scaled_low_rank_products(same):
-    draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)
-    x = draw(0, 2, 3, 8)
-    adapters = [
-        (x if same else i * x, draw(1 + i, 8, 2), draw(5 + i, 2, n))
-        for i, n in enumerate((5, 4, 3))
-    ]
+    x = normal(0, 2, 3, 8)
+    branch = lambda i, n: (x if same else i * x, normal(1 + i, 8, 2), normal(5 + i, 2, n))
+    adapters = [branch(i, n) for i, n in enumerate((5, 4, 3))]
     found = layers.branches(adapters, 0.5)
     assert len(found) == 3
     for (down, up), (x, a, b) in zip(found, adapters, strict=True):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.traverse_util import flatten_dict
+from flax.traverse_util import flatten_dict, path_aware_map
 
 from qerl_jax.checkpoint import peft
 from qerl_jax.config import LoraConfig
@@ -47,12 +47,7 @@ def params():
         values = 0.1 * jax.random.normal(next(key), leaf.shape)
         return jnp.where(real(path, leaf), values, 0)
 
-    flat = flatten_dict(fresh)
-    made = {path: moved(path, leaf) for path, leaf in flat.items()}
-    layers = {}
-    for (_, linear, part, leaf), value in made.items():
-        layers.setdefault(linear, {}).setdefault(part, {})[leaf] = value
-    return {"layers": layers}
+    return path_aware_map(moved, fresh)
 
 
 def real(path, leaf):
@@ -86,10 +81,11 @@ def test_each_branch_adds_its_own_factor_times_its_own_matrices(params):
                 if found := rank_and_factor(part, layer):
                     pair = params["layers"][linear][part]
                     rank, factor = found
-                    delta = pair["a"][layer][:, :rank] @ pair["b"][layer][:rank]
-                    frozen["layers"][linear]["weight"][layer, first : first + size] += (
-                        factor * np.asarray(delta).T
+                    delta = factor * np.asarray(
+                        pair["a"][layer][:, :rank] @ pair["b"][layer][:rank]
                     )
+                    weight = frozen["layers"][linear]["weight"]
+                    weight[layer, first : first + size] += delta.T
             first += size
     bare = MODEL.clone(lora=None)
     expected = bare.apply({"frozen": frozen}, TOKENS)[0]
@@ -156,9 +152,8 @@ def test_a_pattern_that_names_no_branch_is_refused(field, pattern):
 
 
 def test_the_order_and_number_of_names_make_no_other_shape():
-    assert LoraConfig(target_modules=("v_proj", "q_proj")) == LoraConfig(
-        target_modules=["q_proj", "v_proj", "q_proj"]
-    )
+    names, twice = ("v_proj", "q_proj"), ["q_proj", "v_proj", "q_proj"]
+    assert LoraConfig(target_modules=names) == LoraConfig(target_modules=twice)
     every = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     assert LoraConfig(target_modules=every, rank_pattern={}) == LoraConfig()
     assert hash(SHAPE) == hash(LoraConfig(**vars(SHAPE)))

@@ -13,17 +13,12 @@ from qerl_jax.model.architecture import Architecture
 from qerl_jax.model.transformer import Transformer, head, init_params, random_base
 from qerl_jax.rl import objective
 from qerl_jax.rl.experience import PackedRows
+from tests.pallas_kernels.common import slow
 
 # Two prompts, 1 2 and 5 6 7. Completions: 3 4 and 13 14 of the first, 8 9 and 18 of the second. The
 # long row stands in the first array of attention, others in the second, where one row is empty.
-LAYOUT = packing.pack(
-    np.array([1, 0, 0, 1, -1]),
-    np.array([3, 2, 2, 3, 0]),
-    np.array([2, 2, 2, 1, 9]),
-    tokens=14,
-    arrays=((1, 6), (4, 4)),
-    prompt_width=3,
-)
+ROWS = np.array([1, 0, 0, 1, -1]), np.array([3, 2, 2, 3, 0]), np.array([2, 2, 2, 1, 9])
+LAYOUT = packing.pack(*ROWS, tokens=14, arrays=((1, 6), (4, 4)), prompt_width=3)
 FLAT = jnp.array([8, 9, 3, 4, 13, 14, 18, 5, 6, 7, 1, 2, 90, 91], jnp.float32)[:, None]
 ARRAYS = (
     [[5, 6, 7, 8, 9, 0]],
@@ -32,17 +27,11 @@ ARRAYS = (
 
 
 def test_a_row_is_a_prompt_and_one_of_its_completions_without_a_gap():
-    found = LAYOUT.unfold(FLAT)
-    assert tuple(x[..., 0].tolist() for x in found) == ARRAYS
-
-
-def test_positions_are_the_slots_of_a_row():
+    unfolded = LAYOUT.unfold(FLAT)
+    assert tuple(x[..., 0].tolist() for x in unfolded) == ARRAYS
     assert LAYOUT.positions.tolist() == [3, 4, 2, 3, 2, 3, 3, 0, 1, 2, 0, 1, 0, 0]
-
-
-def test_folding_brings_every_real_token_back_to_its_place():
-    folded = LAYOUT.fold(LAYOUT.unfold(FLAT))
-    assert folded[:, 0].tolist() == FLAT[:12, 0].tolist() + [0, 0]
+    # Folding brings every real token back to its place.
+    assert LAYOUT.fold(unfolded)[:, 0].tolist() == FLAT[:12, 0].tolist() + [0, 0]
 
 
 def test_the_first_token_of_a_completion_is_predicted_by_its_prompts_last():
@@ -51,13 +40,9 @@ def test_the_first_token_of_a_completion_is_predicted_by_its_prompts_last():
 
 
 def test_values_of_completions_stand_by_row():
-    assert LAYOUT.by_row(FLAT[:, 0]).tolist() == [
-        [8, 9, 0, 0, 0, 0],
-        [3, 4, 0, 0, 0, 0],
-        [13, 14, 0, 0, 0, 0],
-        [18, 0, 0, 0, 0, 0],
-        [0, 0, 0, 0, 0, 0],
-    ]
+    rows = LAYOUT.by_row(FLAT[:, 0])
+    assert rows[:, :2].tolist() == [[8, 9], [3, 4], [13, 14], [18, 0], [0, 0]]
+    assert rows.shape == (5, 6) and not rows[:, 2:].any()
 
 
 def numbered(like):
@@ -68,9 +53,7 @@ def numbered(like):
 @pytest.mark.parametrize("name", ["unfold", "before", "by_row"])
 def test_slopes_are_those_of_a_product_with_a_matrix(name):
     """Each function is linear: its matrix is read column by column, and transposed."""
-    f = lambda x: jnp.concatenate(
-        [y.reshape(-1) for y in jax.tree.leaves(getattr(LAYOUT, name)(x))]
-    )
+    f = lambda x: jnp.concatenate([y.ravel() for y in jax.tree.leaves(getattr(LAYOUT, name)(x))])
     x = FLAT[:, 0] if name == "by_row" else FLAT
     columns = [f(jnp.zeros_like(x).at[i].set(1)) for i in range(len(x))]
     matrix = np.stack(columns, axis=1)
@@ -93,14 +76,7 @@ def test_slopes_go_back_through_folding():
 )
 def test_rows_that_do_not_fit_are_an_error(tokens, arrays):
     with pytest.raises(ValueError, match="rows of 12 tokens do not fit"):
-        packing.pack(
-            np.array([1, 0, 0, 1, -1]),
-            np.array([3, 2, 2, 3, 0]),
-            np.array([2, 2, 2, 1, 9]),
-            tokens=tokens,
-            arrays=arrays,
-            prompt_width=3,
-        )
+        packing.pack(*ROWS, tokens=tokens, arrays=arrays, prompt_width=3)
 
 
 # Against the model on right-padded rows -------------------------------------------------------------
@@ -124,10 +100,8 @@ def drawn_rows(share, rows=7, seed=0):
     prompt_lengths = rng.integers(1, 6, rows)[prompts]
     lengths = rng.integers(1, 9, rows)
     texts = {p: rng.integers(0, 64, n) for p, n in zip(prompts, prompt_lengths, strict=True)}
-    tokens = [
-        np.concatenate([texts[p], rng.integers(0, 64, n)])
-        for p, n in zip(prompts, lengths, strict=True)
-    ]
+    pairs = zip(prompts, lengths, strict=True)
+    tokens = [np.concatenate([texts[p], rng.integers(0, 64, n)]) for p, n in pairs]
     return prompts, prompt_lengths, lengths, tokens
 
 
@@ -151,20 +125,13 @@ def plain_logps(variables, prompt_lengths, tokens):
     )
 
 
-@pytest.mark.parametrize("remat", ["none", pytest.param("layer", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "share",
-    [
-        pytest.param(True, id="shared"),
-        pytest.param(False, id="alone", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("remat", ["none", slow("layer")])
+@pytest.mark.parametrize("share", [True, slow(False)])
 @pytest.mark.parametrize(
     ("tokens", "arrays"),
     [
         (100, ((7, 13),)),
-        pytest.param(128, ((2, 14), (9, 13)), marks=pytest.mark.slow),
-        pytest.param(97, ((5, 20), (1, 13), (3, 13)), marks=pytest.mark.slow),
+        *[slow(128, ((2, 14), (9, 13))), slow(97, ((5, 20), (1, 13), (3, 13)))],
     ],
 )
 def test_packed_rows_have_the_log_probabilities_and_slopes_of_rows_by_themselves(
@@ -172,15 +139,9 @@ def test_packed_rows_have_the_log_probabilities_and_slopes_of_rows_by_themselves
 ):
     prompts, prompt_lengths, lengths, rows = drawn_rows(share)
     missing = sum(n for n, _ in arrays) - len(rows)
-    filled = lambda x, fill: np.pad(x, (0, missing), constant_values=fill)
-    layout = packing.pack(
-        filled(prompts, -1),
-        filled(prompt_lengths, 0),
-        filled(lengths, 0),
-        tokens=tokens,
-        arrays=arrays,
-        prompt_width=5,
-    )
+    of_rows = zip((prompts, prompt_lengths, lengths), (-1, 0, 0), strict=True)
+    filled = [np.pad(x, (0, missing), constant_values=fill) for x, fill in of_rows]
+    layout = packing.pack(*filled, tokens=tokens, arrays=arrays, prompt_width=5)
     completions = [row[n:] for row, n in zip(rows, prompt_lengths, strict=True)]
     firsts = np.unique(prompts, return_index=True)[1]
     # By the order of `pack`: completions, then each prompt once.
@@ -190,16 +151,11 @@ def test_packed_rows_have_the_log_probabilities_and_slopes_of_rows_by_themselves
     weights = jax.random.normal(jax.random.key(3), (lengths.sum(),))
     unused = {"mask": None, "behaviour_logps": None, "advantages": None, "fixed": {}}
     batch = PackedRows(layout, jnp.asarray(flat, jnp.int32), **unused)
+    options = {"temperature": 0.7, "num_tokens": 64, "remat": remat}
 
     def packed(params):
-        logps, _ = objective.token_logps(
-            model,
-            variables | {"params": params},
-            batch,
-            temperature=0.7,
-            num_tokens=64,
-            remat=remat,
-        )
+        with_params = variables | {"params": params}
+        logps, _ = objective.token_logps(model, with_params, batch, **options)
         return jnp.sum(weights * logps[: lengths.sum()]), logps[: lengths.sum()]
 
     def plain(params):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import pathlib
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qerl_jax.checkpoint import base_model, peft
+from qerl_jax.checkpoint import base_model, peft, safetensors
 from qerl_jax.config import LoraConfig
 from qerl_jax.model import architecture, layers, logprobs, transformer
 from qerl_jax.model.transformer import (
@@ -24,6 +25,7 @@ from qerl_jax.model.transformer import (
     trainable,
 )
 from tests import golden_files
+from tests.pallas_kernels.common import slow
 from tests.qerl_jax.model import caches
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
@@ -50,28 +52,30 @@ def scores(model, variables, tokens, **options):
     return layers.logits(hidden, head(variables["frozen"])), cache
 
 
-def full_forward(model, variables, reference, side, **options):
-    """Computes logits of recorded rows; rows with padding on the left get it on the right here."""
-    mask = reference[f"{side}.attention_mask"]
-    tokens = rolled(reference[f"{side}.input_ids"], mask)
-    logits, _ = scores(model, variables, tokens, **options)
-    return rolled(np.asarray(logits), mask, back=True)
-
-
 def assert_live_rows_close(actual, expected, mask, atol):
     difference = np.abs(np.asarray(actual) - expected) * mask[..., None]
     assert difference.max() < atol
 
 
-@pytest.mark.parametrize("side", ["left", pytest.param("right", marks=pytest.mark.slow)])
+def assert_logits(model, variables, folder, side, atol=ATOL, name="logits", **options):
+    """Compares logits of recorded rows; rows with padding on the left get it on the right here."""
+    reference = reference_of(folder)
+    mask, expected = reference[f"{side}.attention_mask"], reference[f"{side}.{name}"]
+    tokens = rolled(reference[f"{side}.input_ids"], mask)
+    logits, _ = scores(model, variables, tokens, **options)
+    actual = rolled(np.asarray(logits), mask, back=True)
+    assert_live_rows_close(actual, expected, mask, atol)
+
+
+def reference_of(folder):
+    return golden_files.load(folder / "reference.safetensors")
+
+
+@pytest.mark.parametrize("side", ["left", slow("right")])
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_equal_transformers(name, side):
-    reference = golden_files.load(GOLDEN / "models" / name / "reference.safetensors")
     model, frozen = load(GOLDEN / "models" / name)
-    actual = full_forward(model, {"frozen": frozen}, reference, side)
-    assert_live_rows_close(
-        actual, reference[f"{side}.logits"], reference[f"{side}.attention_mask"], ATOL
-    )
+    assert_logits(model, {"frozen": frozen}, GOLDEN / "models" / name, side)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -83,17 +87,16 @@ def test_both_spellings_of_the_config_give_one_architecture(name, tmp_path):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_prefill_and_single_steps_through_the_cache_equal_transformers(name):
-    reference = golden_files.load(GOLDEN / "models" / name / "reference.safetensors")
+    reference = reference_of(GOLDEN / "models" / name)
     model, frozen = load(GOLDEN / "models" / name)
     variables = {"frozen": frozen}
     tokens, mask = reference["right.input_ids"], reference["right.attention_mask"]
-    ends = mask.sum(axis=1)
     rows, length = tokens.shape
     # Rows of different lengths are prefilled together with the junk after their ends; then every
     # row goes on from its own end. A page ends in the middle of both.
     prefill = length - 4
     cache = caches.create(model.arch, rows, length, model.dtype, page_size=4)
-    first = np.minimum(ends, prefill).astype(np.int32)
+    first = np.minimum(mask.sum(axis=1), prefill).astype(np.int32)
     actual, cache = scores(model, variables, tokens[:, :prefill], cache=cache)
     cache = dataclasses.replace(cache, ends=jnp.asarray(first))
     actual = np.pad(np.asarray(actual), ((0, 0), (0, length - prefill), (0, 0)))
@@ -108,19 +111,13 @@ def test_prefill_and_single_steps_through_the_cache_equal_transformers(name):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("name", MODELS)
 def test_log_probabilities_and_entropies_equal_the_reference(name, temperature):
-    reference = golden_files.load(GOLDEN / "models" / name / "reference.safetensors")
+    reference = reference_of(GOLDEN / "models" / name)
     model, frozen = load(GOLDEN / "models" / name)
     tokens, mask = reference["right.input_ids"], reference["right.attention_mask"]
     hidden, _ = model.apply({"frozen": frozen}, tokens)
-    states = hidden[:, :-1].reshape(-1, hidden.shape[-1])
-    logps, entropy = logprobs.of_targets(
-        states,
-        head(frozen),
-        tokens[:, 1:].reshape(-1),
-        temperature=temperature,
-        num_tokens=model.arch.vocab_size,
-        chunk=7,
-    )
+    states, targets = hidden[:, :-1].reshape(-1, hidden.shape[-1]), tokens[:, 1:].reshape(-1)
+    options = {"temperature": temperature, "num_tokens": model.arch.vocab_size, "chunk": 7}
+    logps, entropy = logprobs.of_targets(states, head(frozen), targets, **options)
     live = mask[:, 1:].reshape(-1)
     for actual, key in ((logps, "next_logps"), (entropy, "entropy")):
         expected = reference[f"right.{key}_t{temperature}"].reshape(-1)
@@ -128,24 +125,16 @@ def test_log_probabilities_and_entropies_equal_the_reference(name, temperature):
 
 
 def test_bfloat16_logits_stay_within_two_percent_of_the_largest():
-    reference = golden_files.load(GOLDEN / "models/qwen2_untied/reference.safetensors")
-    model, frozen = load(GOLDEN / "models/qwen2_untied", weights="bfloat16", dtype=jnp.bfloat16)
-    actual = full_forward(model, {"frozen": frozen}, reference, "right")
-    expected = reference["right.logits"]
-    assert_live_rows_close(
-        actual, expected, reference["right.attention_mask"], 2e-2 * np.abs(expected).max()
-    )
+    folder = GOLDEN / "models/qwen2_untied"
+    model, frozen = load(folder, weights="bfloat16", dtype=jnp.bfloat16)
+    largest = np.abs(reference_of(folder)["right.logits"]).max()
+    assert_logits(model, {"frozen": frozen}, folder, "right", atol=2e-2 * largest)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_compressed_tensors_checkpoint_gives_its_reference_logits(side):
-    folder = GOLDEN / "nvfp4/qwen2_untied"
-    reference = golden_files.load(folder / "reference.safetensors")
-    model, frozen = load(folder, weights="nvfp4")
-    actual = full_forward(model, {"frozen": frozen}, reference, side)
-    assert_live_rows_close(
-        actual, reference[f"{side}.logits"], reference[f"{side}.attention_mask"], ATOL
-    )
+    model, frozen = load(GOLDEN / "nvfp4/qwen2_untied", weights="nvfp4")
+    assert_logits(model, {"frozen": frozen}, GOLDEN / "nvfp4/qwen2_untied", side)
 
 
 def test_quantizing_on_load_gives_the_bytes_of_llm_compressor(tmp_path):
@@ -158,22 +147,14 @@ def test_quantizing_on_load_gives_the_bytes_of_llm_compressor(tmp_path):
         ours, theirs = (tree["layers"][linear]["weight"] for tree in (actual, expected))
         assert ours.global_scale.shape == theirs.global_scale.shape == (3, 1)
         np.testing.assert_array_equal(ours.global_scale, theirs.global_scale)
-        np.testing.assert_array_equal(
-            np.asarray(ours.scales, np.float32), np.asarray(theirs.scales, np.float32)
-        )
-        np.testing.assert_array_equal(
-            _without_minus_zero(ours.codes), _without_minus_zero(theirs.codes)
-        )
+        np.testing.assert_array_equal(*(np.float32(leaf.scales) for leaf in (ours, theirs)))
+        np.testing.assert_array_equal(*(_without_minus_zero(leaf.codes) for leaf in (ours, theirs)))
 
 
 def _write_bfloat16_copy(source, target):
-    import ml_dtypes
-    from safetensors.numpy import save_file
-
     tensors = golden_files.load(source / "model.safetensors")
-    save_file(
-        {k: v.astype(ml_dtypes.bfloat16) for k, v in tensors.items()}, target / "model.safetensors"
-    )
+    tensors = {name: tensor.astype(jnp.bfloat16) for name, tensor in tensors.items()}
+    safetensors.write(target / "model.safetensors", tensors)
     (target / "config.json").write_text((source / "config.json").read_text())
 
 
@@ -191,32 +172,20 @@ def load_adapter(base, weights):
     return model, {"params": peft.import_adapter(LORA_GOLDEN, model), "frozen": frozen}
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_adapter_logits_equal_peft(side):
-    reference = golden_files.load(LORA_GOLDEN / "reference.safetensors")
-    model, variables = load_adapter(GOLDEN / "models/qwen2_untied", "float32")
-    actual = full_forward(model, variables, reference, side)
-    assert_live_rows_close(
-        actual, reference[f"{side}.logits"], reference[f"{side}.attention_mask"], 2e-4
-    )
-
-
-def test_adapter_off_equals_the_base():
-    reference = golden_files.load(LORA_GOLDEN / "reference.safetensors")
-    model, variables = load_adapter(GOLDEN / "models/qwen2_untied", "float32")
-    actual = full_forward(model, variables, reference, "left", adapter=False)
-    assert_live_rows_close(
-        actual, reference["left.logits_adapter_off"], reference["left.attention_mask"], 2e-4
-    )
-
-
-def test_adapter_over_the_packed_base_equals_peft():
-    reference = golden_files.load(LORA_GOLDEN / "reference.safetensors")
-    model, variables = load_adapter(GOLDEN / "nvfp4/qwen2_untied", "nvfp4")
-    actual = full_forward(model, variables, reference, "left")
-    assert_live_rows_close(
-        actual, reference["left.logits_nvfp4_base"], reference["left.attention_mask"], 2e-4
-    )
+@pytest.mark.parametrize(
+    ("base", "side", "name"),
+    [
+        ("models", "left", "logits"),
+        ("models", "right", "logits"),
+        ("models", "left", "logits_adapter_off"),
+        ("nvfp4", "left", "logits_nvfp4_base"),
+    ],
+)
+def test_adapter_logits_equal_peft_on_both_bases_and_with_the_adapter_off(base, side, name):
+    weights = "nvfp4" if base == "nvfp4" else "float32"
+    model, variables = load_adapter(GOLDEN / base / "qwen2_untied", weights)
+    adapter = not name.endswith("off")
+    assert_logits(model, variables, LORA_GOLDEN, side, 2e-4, name, adapter=adapter)
 
 
 def test_the_more_is_kept_the_fewer_products_are_computed_again():
@@ -239,12 +208,9 @@ def test_the_more_is_kept_the_fewer_products_are_computed_again():
     assert {remat: products(remat) - none for remat in again} == again
 
 
-@pytest.mark.parametrize(
-    "remat",
-    ["none", *(pytest.param(r, marks=pytest.mark.slow) for r in ("products", "mlp", "layer"))],
-)
+@pytest.mark.parametrize("remat", ["none", *map(slow, ("products", "mlp", "layer"))])
 def test_adapter_gradients_equal_peft(remat):
-    reference = golden_files.load(LORA_GOLDEN / "reference.safetensors")
+    reference = reference_of(LORA_GOLDEN)
     model, variables = load_adapter(GOLDEN / "models/qwen2_untied", "float32")
     mask = reference["left.attention_mask"]
     tokens, mask = rolled(reference["left.input_ids"], mask), rolled(mask, mask)
@@ -268,9 +234,15 @@ def test_adapter_gradients_equal_peft(remat):
     assert checked == 12
 
 
-def tiny(**changes):
+TOKENS = jax.random.randint(jax.random.key(2), (2, 9), 0, 512)
+
+
+def tiny(weights="nvfp4", dtype=jnp.float32, **lora):
+    """Makes a small model with a fresh adapter: the model, `frozen` and `params`."""
     arch = architecture.load(GOLDEN / "models/qwen2_untied")
-    return Transformer(arch, "nvfp4", LoraConfig(4, 8.0, **changes), jnp.float32)
+    model = Transformer(arch, weights, LoraConfig(4, 8.0, **lora), dtype)
+    frozen = random_base(model, jax.random.key(0))
+    return model, frozen, init_params(model, frozen, jax.random.key(1))
 
 
 def test_a_linear_rounds_products_and_its_result_and_nothing_between():
@@ -298,20 +270,11 @@ def test_a_linear_rounds_products_and_its_result_and_nothing_between():
 
 @pytest.mark.parametrize(
     ("weights", "dtype"),
-    [
-        ("nvfp4", jnp.float32),
-        ("nf4", jnp.bfloat16),
-        pytest.param("bfloat16", jnp.bfloat16, marks=pytest.mark.slow),
-        pytest.param("nvfp4", jnp.bfloat16, marks=pytest.mark.slow),
-        pytest.param("nf4", jnp.float32, marks=pytest.mark.slow),
-        pytest.param("bfloat16", jnp.float32, marks=pytest.mark.slow),
-    ],
+    [*itertools.product(("nvfp4", "nf4", "bfloat16"), (jnp.float32, jnp.bfloat16))],
 )
 @pytest.mark.slow
 def test_an_adapter_prepared_for_decoding_gives_the_same_bits(weights, dtype):
-    model = dataclasses.replace(tiny(), weights=weights, dtype=dtype)
-    frozen = random_base(model, jax.random.key(0))
-    params = init_params(model, frozen, jax.random.key(1))
+    model, frozen, params = tiny(weights, dtype)
     params = jax.tree.map(lambda p: p + 0.1 * jax.random.normal(jax.random.key(2), p.shape), params)
     variables, tokens = {"frozen": frozen, "params": params}, jnp.arange(12).reshape(3, 4)
     prepared = transformer.with_prepared_adapter(model, variables, 12)
@@ -322,62 +285,42 @@ def test_an_adapter_prepared_for_decoding_gives_the_same_bits(weights, dtype):
 
 
 def test_fresh_adapter_changes_nothing_and_trained_norms_start_at_the_base():
-    model = tiny(train_norms=True)
-    frozen = random_base(model, jax.random.key(0))
+    model, frozen, _ = tiny(train_norms=True)
     frozen["layers"]["input_layernorm"]["scale"] *= 1.5
     params = init_params(model, frozen, jax.random.key(1))
-    tokens = jax.random.randint(jax.random.key(2), (2, 9), 0, 512)
-    variables = {"params": params, "frozen": frozen}
-    np.testing.assert_array_equal(params["layers"]["input_layernorm"]["scale"], 1.5)
-    on, _ = scores(model, variables, tokens)
-    off, _ = scores(model, variables, tokens, adapter=False)
-    np.testing.assert_allclose(on, off, atol=1e-6)
-
-
-def test_trained_norms_are_switched_off_with_the_adapter():
-    model = tiny(train_norms=True)
-    frozen = random_base(model, jax.random.key(0))
-    params = init_params(model, frozen, jax.random.key(1))
-    tokens = jax.random.randint(jax.random.key(2), (2, 9), 0, 512)
-    before, _ = scores(model, {"params": params, "frozen": frozen}, tokens, adapter=False)
-    params["layers"]["input_layernorm"]["scale"] += 0.5
-    variables = {"params": params, "frozen": frozen}
-    np.testing.assert_array_equal(scores(model, variables, tokens, adapter=False)[0], before)
-    assert np.abs(scores(model, variables, tokens)[0] - before).max() > 1e-3
+    variables, norm = {"params": params, "frozen": frozen}, params["layers"]["input_layernorm"]
+    np.testing.assert_array_equal(norm["scale"], 1.5)
+    off, _ = scores(model, variables, TOKENS, adapter=False)
+    np.testing.assert_allclose(scores(model, variables, TOKENS)[0], off, atol=1e-6)
+    # They are switched off with the adapter.
+    norm["scale"] += 0.5
+    np.testing.assert_array_equal(scores(model, variables, TOKENS, adapter=False)[0], off)
+    assert np.abs(scores(model, variables, TOKENS)[0] - off).max() > 1e-3
 
 
 def test_noise_acts_as_a_changed_norm_scale():
     """Equation 10 of arXiv 2510.11696 is RMSNorm with w + Z, for q/k/v and gate/up, and nowhere else."""
-    model = dataclasses.replace(tiny(), lora=None)
-    frozen = random_base(model, jax.random.key(0))
-    tokens = jax.random.randint(jax.random.key(2), (2, 9), 0, 512)
-    shapes = noise_shapes(model.arch)
+    model, frozen, _ = tiny()
+    model, shapes = model.clone(lora=None), noise_shapes(model.arch)
     assert set(shapes) == {"layers"}
     assert set(shapes["layers"]) == {"input_layernorm", "post_attention_layernorm"}
-    noise = jax.tree.map(
-        lambda s: 0.1 * jax.random.normal(jax.random.key(3), s.shape, s.dtype), shapes
-    )
-    moved = jax.tree.map(lambda x: x, frozen)
+    draw = lambda shape: 0.1 * jax.random.normal(jax.random.key(3), shape.shape, shape.dtype)
+    noise, moved = jax.tree.map(draw, shapes), jax.tree.map(lambda x: x, frozen)
     for name, leaf in noise["layers"].items():
-        moved["layers"][name] = {
-            "scale": frozen["layers"][name]["scale"].astype(jnp.float32) + leaf["scale"]
-        }
-    actual, _ = scores(model, {"frozen": frozen, "noise": noise}, tokens)
-    expected, _ = scores(model, {"frozen": moved}, tokens)
+        scale = frozen["layers"][name]["scale"].astype(jnp.float32) + leaf["scale"]
+        moved["layers"][name] = {"scale": scale}
+    actual, _ = scores(model, {"frozen": frozen, "noise": noise}, TOKENS)
+    expected, _ = scores(model, {"frozen": moved}, TOKENS)
     np.testing.assert_allclose(actual, expected, atol=1e-6)
-    assert np.abs(actual - scores(model, {"frozen": frozen}, tokens)[0]).max() > 1e-3
+    assert np.abs(actual - scores(model, {"frozen": frozen}, TOKENS)[0]).max() > 1e-3
 
 
 def test_dropout_acts_only_where_a_key_is_given():
-    model = tiny(dropout=0.5)
-    frozen = random_base(model, jax.random.key(0))
-    params = init_params(model, frozen, jax.random.key(1))
-    params = jax.tree.map(lambda x: x + 0.1, params)
-    variables = {"params": params, "frozen": frozen}
-    tokens = jax.random.randint(jax.random.key(2), (2, 9), 0, 512)
-    plain = scores(dataclasses.replace(model, lora=LoraConfig(4, 8.0)), variables, tokens)[0]
-    np.testing.assert_array_equal(scores(model, variables, tokens)[0], plain)
-    dropped = scores(model, variables, tokens, rngs={"dropout": jax.random.key(4)})[0]
+    model, frozen, params = tiny(dropout=0.5)
+    variables = {"params": jax.tree.map(lambda x: x + 0.1, params), "frozen": frozen}
+    plain = scores(model.clone(lora=LoraConfig(4, 8.0)), variables, TOKENS)[0]
+    np.testing.assert_array_equal(scores(model, variables, TOKENS)[0], plain)
+    dropped = scores(model, variables, TOKENS, rngs={"dropout": jax.random.key(4)})[0]
     assert np.abs(dropped - plain).max() > 1e-3
 
 
@@ -390,44 +333,35 @@ def test_padding_rows_of_the_embedding_have_no_probability():
 
 
 def test_chunked_log_probabilities_and_their_gradient_equal_the_whole():
-    hidden, weight = (
-        jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(10, 8), (32, 8)])
-    )
-    targets = jnp.arange(10) * 3
+    normal = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)
+    arrays, targets = (normal(0, 10, 8), normal(1, 32, 8)), jnp.arange(10) * 3
+    options = {"temperature": 0.8, "num_tokens": 30, "chunk": 4}
 
-    def chunked(hidden, weight=weight):
-        return logprobs.of_targets(
-            hidden, weight, targets, temperature=0.8, num_tokens=30, chunk=4
-        )[0]
+    def chunked(hidden, weight):
+        return logprobs.of_targets(hidden, weight, targets, **options)[0]
 
-    def whole(hidden, weight=weight):
+    def whole(hidden, weight):
         logps = jax.nn.log_softmax((hidden @ weight.T / 0.8)[:, :30], axis=-1)
         return jnp.take_along_axis(logps, targets[:, None], axis=-1)[:, 0]
 
-    np.testing.assert_allclose(chunked(hidden), whole(hidden), atol=1e-5)
-    weights = jnp.linspace(-1, 1, 10)
-    slopes, expected = (
-        jax.jit(jax.grad(lambda h, w, f=f: f(h, w) @ weights, argnums=(0, 1)))(hidden, weight)
-        for f in (chunked, whole)
-    )
-    np.testing.assert_allclose(slopes[0], expected[0], atol=1e-5)
-    np.testing.assert_allclose(slopes[1], expected[1], atol=1e-5)
+    def both(function):
+        logps, pull = jax.vjp(function, *arrays)
+        return [logps, *pull(jnp.linspace(-1, 1, 10))]
+
+    for actual, expected in zip(jax.jit(both, static_argnums=0)(chunked), both(whole), strict=True):
+        np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
 def test_memory_of_log_probabilities_does_not_grow_with_rows_times_vocabulary():
     def temporaries(rows, vocabulary=4096, width=8):
+        options = {"temperature": 1.0, "num_tokens": vocabulary, "chunk": 32}
+
         def loss(hidden, weight, targets):
-            logps, entropies = logprobs.of_targets(
-                hidden, weight, targets, temperature=1.0, num_tokens=vocabulary, chunk=32
-            )
+            logps, entropies = logprobs.of_targets(hidden, weight, targets, **options)
             return jnp.sum(logps), entropies
 
-        shapes = (
-            jax.ShapeDtypeStruct((rows, width), jnp.float32),
-            jax.ShapeDtypeStruct((vocabulary, width), jnp.float32),
-            jax.ShapeDtypeStruct((rows,), jnp.int32),
-        )
-        compiled = jax.jit(jax.grad(loss, has_aux=True)).lower(*shapes).compile()
+        arrays = np.zeros((rows, width)), np.zeros((vocabulary, width)), np.zeros(rows, int)
+        compiled = jax.jit(jax.grad(loss, has_aux=True)).lower(*arrays).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     # Nine times the rows: 2048 more, whose logits would be 32 MiB, and whose states are 64 KiB.
@@ -436,30 +370,18 @@ def test_memory_of_log_probabilities_does_not_grow_with_rows_times_vocabulary():
 
 def test_known_shapes_have_their_published_sizes():
     """Parameters are in units of 10^9, from the model cards."""
-    billions = {name: arch.num_parameters() / 1e9 for name, arch in architecture.KNOWN.items()}
-    expected = {
-        "qwen2.5-3b": 3.09,
-        "qwen2.5-7b": 7.62,
-        "qwen2.5-14b": 14.77,
-        "qwen2.5-32b": 32.76,
-        "qwen3-0.6b": 0.6,
-        "qwen3-8b": 8.19,
-        "qwen3-32b": 32.76,
-        "llama-3.2-1b": 1.24,
-        "llama-3.2-3b": 3.21,
-        "llama-3.1-8b": 8.03,
-        "llama-3.1-70b": 70.55,
-        "mistral-7b-v0.3": 7.25,
-    }
+    expected = {"qwen2.5-3b": 3.09, "qwen2.5-7b": 7.62, "qwen2.5-14b": 14.77, "qwen2.5-32b": 32.76}
+    expected |= {"qwen3-0.6b": 0.6, "qwen3-8b": 8.19, "qwen3-32b": 32.76, "mistral-7b-v0.3": 7.25}
+    expected |= {"llama-3.2-1b": 1.24, "llama-3.2-3b": 3.21}
+    expected |= {"llama-3.1-8b": 8.03, "llama-3.1-70b": 70.55}
     for name, size in expected.items():
-        assert round(billions[name], 2) == size
+        assert round(architecture.KNOWN[name].num_parameters() / 1e9, 2) == size
 
 
-@pytest.mark.parametrize("name", ["qwen2_tied", pytest.param("qwen3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["qwen2_tied", slow("qwen3")])
 def test_a_full_model_trains_its_layers_with_the_gradient_of_the_bare_base(name):
-    reference = golden_files.load(GOLDEN / "models" / name / "reference.safetensors")
     bare, frozen = load(GOLDEN / "models" / name)
-    tokens = reference["right.input_ids"][:, :6]
+    tokens = reference_of(GOLDEN / "models" / name)["right.input_ids"][:, :6]
     full = bare.clone(full=True)
     params, rest = trainable(full, frozen, jax.random.key(0))
     assert set(params) == {"layers"} and set(rest) == set(frozen) - {"layers"}
@@ -488,9 +410,8 @@ def test_rounding_the_weights_once_changes_no_score():
     params, rest = trainable(model, frozen, jax.random.key(0))
     params = jax.tree.map(lambda leaf: leaf * 1.001, params)  # no longer on bfloat16's grid
     rounded = as_computed(params, model.dtype)
-    types = {
-        path[-1].key: leaf.dtype for path, leaf in jax.tree_util.tree_leaves_with_path(rounded)
-    }
+    leaves = jax.tree_util.tree_leaves_with_path(rounded)
+    types = {path[-1].key: leaf.dtype for path, leaf in leaves}
     assert types == {"weight": jnp.bfloat16, "bias": jnp.bfloat16, "scale": jnp.float32}
     tokens = jnp.arange(6)[None]
     both = [scores(model, {"params": p, "frozen": rest}, tokens)[0] for p in (params, rounded)]
