@@ -495,6 +495,7 @@ def _problem(
     for name in {prompt_column, *_FIELD.findall(cfg.prompt_template or "")} & row.keys():
         require_unicode(row[name], f"{where}, column {name!r}")
     named = system_prompt(cfg)
+    require_unicode([named, cfg.prompt_template], "data.system_prompt, data.prompt_template")
     instruction = SYSTEM_PROMPTS.get(named, named)
     if cfg.apply_chat_template or instruction or not is_text:
         prompt = _messages(prompt, f"{where}, column {prompt_column!r}")

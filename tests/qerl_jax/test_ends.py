@@ -35,13 +35,16 @@ def base(tmp_path_factory):
     return folder
 
 
-def test_a_base_ends_where_its_template_ends_a_turn(base, tiny, capsys):
+def test_a_base_ends_where_its_template_ends_a_turn(base, tiny, capsys, tmp_path):
     policy = qerl_jax.load(base, dtype="float32")
     assert "ends a turn with '<|im_end|>', which no config names" in capsys.readouterr().err
     ours, right = (one.generate(PROMPTS, **GREEDY) for one in (policy, tiny))
     for output, expected in zip(ours, right, strict=True):
         assert output.outputs[0].token_ids.tolist() == expected.outputs[0].token_ids.tolist()
         assert output.outputs[0].finish_reason == "stop" and expected.text == output.text
+    hf_folder.copy_companions(base, tmp_path)  # as all exports do
+    generation = json.loads((tmp_path / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == [419, END]
     ended = policy.generate(PROMPTS, **GREEDY, ignore_eos=True, stop=["<|im_end|>"])
     assert [output.outputs[0].token_ids[-1] for output in ended] == [END, END]
 
