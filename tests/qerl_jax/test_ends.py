@@ -10,12 +10,16 @@ import pytest
 import qerl_jax
 from qerl_jax.api import runs
 from qerl_jax.checkpoint import hf_folder
-from qerl_jax.data import chat_template, tokenizer
+from qerl_jax.checkpoint.policy import find_policy
+from qerl_jax.config.run_file import write_run
+from qerl_jax.data.datasets import from_rows
+from qerl_jax.system.checked import from_table
 from qerl_jax.training import check
 
 GREEDY = {"temperature": 0.0, "max_tokens": 40}
 PROMPTS = ["What is 2+3?", "What is (5-3)*3?"]
 END = 421  # <|im_end|>, with which the tiny base and its template end a turn
+ROW = [{"role": "user", "content": "?"}]
 
 
 @pytest.fixture(scope="module")
@@ -86,64 +90,54 @@ def test_a_prompt_with_half_a_character_is_refused(tiny):
         qerl_jax.train("quickstart", rows, eval=None)
 
 
-def settings(folder, base, **fields):
-    return {
-        "output_dir": str(folder),
-        "model": {"model_name_or_path": str(base), "dtype": "float32"},
-        "data": {"max_prompt_length": 48},
-        "rollout": {"num_generations": 4, "max_completion_length": 32},
+ROWS = [{"prompt": f"What is {a}+2?", "answer": a + 2} for a in range(8)]
+
+
+def checked(folder, base, model=(), **rollout):
+    """Checks a run on ROWS, as `train` does before it loads weights."""
+    lengths = {"num_generations": 4, "max_completion_length": 32}
+    table = {
+        "model": {"model_name_or_path": str(base), "dtype": "float32"} | dict(model),
+        "data": {"dataset": "rows", "max_prompt_length": 48},
+        "rewards": {"functions": ["accuracy_reward"]},
+        "rollout": lengths | rollout,
         "optim": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
-        "save_steps": 1,
-        "eval": None,
-    } | fields
+    }
+    cfg = from_table(qerl_jax.RunConfig, table | {"output_dir": str(folder), "max_steps": 2})
+    return check.check(cfg, problems=from_rows(cfg.data, ROWS, "rows"))
 
 
-def test_a_run_ends_turns_as_its_template_and_keeps_the_date_on_which_it_began(
-    base, tmp_path, monkeypatch
-):
-    folder, dates = tmp_path / "model", []
-    shutil.copytree(base, folder)
-    path = folder / "tokenizer_config.json"
+def test_a_run_keeps_the_date_on_which_it_began(base, tmp_path, monkeypatch):
+    model, run = tmp_path / "model", tmp_path / "run"
+    shutil.copytree(base, model)
+    path = model / "tokenizer_config.json"
     config = json.loads(path.read_text())
-    config["chat_template"] = "{{ strftime_now('%d') }}" + config["chat_template"]
+    config["chat_template"] = "{{ strftime_now('%d %b') }}" + config["chat_template"]
     path.write_text(json.dumps(config))
-    plain = chat_template.render
-    monkeypatch.setattr(
-        tokenizer.chat_template,
-        "render",
-        lambda *args, date, **others: dates.append(date) or plain(*args, date=date, **others),
-    )
-    rows = [{"prompt": f"What is {a}+2?", "answer": a + 2} for a in range(8)]
-    cfg = settings(tmp_path / "run", folder)
-    for steps, today in ((1, "2026-03-01"), (2, "2026-03-09")):
-        now = datetime.datetime.fromisoformat(today)
-        clock = types.SimpleNamespace(now=lambda zone, now=now: now)
-        monkeypatch.setattr(
-            check, "datetime", types.SimpleNamespace(datetime=clock, UTC=datetime.UTC)
-        )
-        run = qerl_jax.train(cfg, rows, "accuracy_reward", quiet=True, max_steps=steps)
-        assert {*dates} == {"2026-03-01"}
-        assert run.config.model.chat_template_date == "2026-03-01"
-    assert (run.metrics["completions/clipped_ratio"] < 1).all()
-    assert "completions/missed_end" not in run.metrics
+    for today in ("2026-03-01", "2026-03-09"):
+        clock = types.SimpleNamespace(now=lambda zone, day=today: datetime.date.fromisoformat(day))
+        module = types.SimpleNamespace(datetime=clock, UTC=datetime.UTC)
+        monkeypatch.setattr(check, "datetime", module)
+        subject = checked(run, model)
+        assert subject.task.tokenizer.render([ROW])[0].startswith("01 Mar")
+        assert subject.task.tokenizer.stop_tokens == (419, END)
+        (run / "adapter").mkdir(parents=True, exist_ok=True)
+        write_run(run, subject.cfg)
+    policy = find_policy(None, run, base=True)
+    assert policy.model.chat_template_date == "2026-03-01"
     with pytest.raises(ValueError, match="chat_template_date"):
-        changed = cfg["model"] | {"chat_template_date": "2026-03-02"}
-        qerl_jax.train(cfg | {"model": changed}, rows, "accuracy_reward", quiet=True, max_steps=3)
+        checked(run, model, {"chat_template_date": "2026-03-02"})
 
 
 def test_a_run_without_a_date_in_its_template_has_none_and_refuses_impossible_stops(tmp_path):
-    rows = [{"prompt": "What is 1+2?", "answer": 3}] * 4
-    cfg = settings(tmp_path / "run", "qerl-tiny", max_steps=1)
+    assert checked(tmp_path, "qerl-tiny").cfg.model.chat_template_date is None
     for field, value in (("stop", ["a<|im_end|>"]), ("stop_token_ids", [5000])):
-        cfg["rollout"] = cfg["rollout"] | {field: value}
         with pytest.raises(ValueError, match=rf"^rollout\.{field}: got"):
-            qerl_jax.train(cfg, rows, "accuracy_reward", quiet=True)
-        del cfg["rollout"][field]
+            checked(tmp_path, "qerl-tiny", **{field: value})
     with pytest.raises(
         ValueError, match=r"^model\.chat_template_date: got 'today'; must be a date"
     ):
-        model = {"model": cfg["model"] | {"chat_template_date": "today"}}
-        qerl_jax.train(cfg | model, rows, "accuracy_reward", quiet=True)
+        checked(tmp_path, "qerl-tiny", {"chat_template_date": "today"})
 
 
 def test_of_a_stream_as_many_rows_are_read_as_the_run_asks(tmp_path):
