@@ -353,9 +353,16 @@ def model_config(header: Header) -> dict[str, Any]:
     sizes = (optional(n, head) for n in ("rope.dimension_count", "attention.value_length"))
     if set(sizes) != {head}:
         raise GGUFError(f"{arch}.rope.dimension_count: only rotations of whole heads can be read")
-    scaling = fields.get(f"{arch}.rope.scaling.type", "none")
-    if scaling != "none" and fields.get(f"{arch}.rope.scaling.factor", 1) != 1:
-        raise GGUFError(f"{arch}.rope.scaling.type: got {scaling!r}; only 'none' can be read")
+    kind = fields.get(f"{arch}.rope.scaling.type", "none")
+    scaling = None
+    if kind != "none" and fields.get(f"{arch}.rope.scaling.factor", 1) != 1:
+        if kind not in ("linear", "yarn") or _ROPE_FACTORS in header.entries:
+            rule = f"only 'none', 'linear' and 'yarn' can be read, and not beside {_ROPE_FACTORS}"
+            raise GGUFError(f"{arch}.rope.scaling.type: got {kind!r}; {rule}")
+        scaling = {"rope_type": kind, "factor": number("rope.scaling.factor", float)}
+        if kind == "yarn":
+            original = optional("rope.scaling.original_context_length", number("context_length"))
+            scaling["original_max_position_embeddings"] = original
     # A float32 as a Python float shows more digits than it had.
     short = lambda value: float(f"{value:.6g}")
     theta = short(number("rope.freq_base", float)) if f"{arch}.rope.freq_base" in fields else 1e4
@@ -372,7 +379,7 @@ def model_config(header: Header) -> dict[str, Any]:
         "max_position_embeddings": number("context_length"),
         "rms_norm_eps": short(number("attention.layer_norm_rms_epsilon", float)),
         "rope_theta": theta,
-        "rope_scaling": None,
+        "rope_scaling": scaling,
         "vocab_size": header.entries["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in header.entries,
         "torch_dtype": "bfloat16",

@@ -60,6 +60,37 @@ class Llama3Rope:
 
 
 @dataclasses.dataclass(frozen=True)
+class LinearRope:
+    """Positions divided by a factor (transformers: `rope_type = "linear"`)."""
+
+    factor: float
+
+
+@dataclasses.dataclass(frozen=True)
+class YarnRope:
+    """YaRN's scaling of the rotary wavelengths (arXiv 2309.00071; transformers: `rope_type = "yarn"`).
+
+    Attributes:
+        factor: How many times longer the context is than the original one.
+        original_max_position_embeddings: The original context, in tokens.
+        attention_factor: What cosines and sines are multiplied by.
+        beta_fast: Wavelengths with more rotations in the original context are not scaled.
+        beta_slow: Wavelengths with fewer rotations are scaled by the whole factor.
+        truncate: Whether the bounds between the two are rounded to whole pairs of channels.
+    """
+
+    factor: float
+    original_max_position_embeddings: float
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+type Rope = LinearRope | Llama3Rope | YarnRope
+
+
+@dataclasses.dataclass(frozen=True)
 class Architecture:
     """Sizes and traits of one model.
 
@@ -74,12 +105,13 @@ class Architecture:
         head_size: C.
         rms_norm_eps: Epsilon that every RMSNorm adds to the mean square.
         rope_theta: Base of the rotary wavelengths.
-        rope_scaling: Llama 3's scaling, or None.
+        rope_scaling: The scaling of the rotary wavelengths, or None.
         tie_word_embeddings: Whether the LM head shares the embedding's weight.
         qkv_bias: Whether q, k and v have a bias.
         qk_norm: Whether queries and keys are normalized per head.
-        context: The context length of the base, in tokens (`max_position_embeddings`); None if the config does not
-            state it.
+        context: The longest row that the base is for, in tokens: `max_position_embeddings`, that which YaRN extends
+            it to, or the window of its attention if that is shorter. None if the config does not state it.
+        window: The window if it is what limits `context`, else None. In rows that fit in it, attention is full.
     """
 
     model_type: str
@@ -92,11 +124,12 @@ class Architecture:
     head_size: int
     rms_norm_eps: float = 1e-6
     rope_theta: float = 1e6
-    rope_scaling: Llama3Rope | None = None
+    rope_scaling: Rope | None = None
     tie_word_embeddings: bool = False
     qkv_bias: bool = True
     qk_norm: bool = False
     context: int | None = None
+    window: int | None = None
 
     def __post_init__(self):
         heads, kv_heads, size = self.num_heads, self.num_kv_heads, self.head_size
@@ -116,10 +149,10 @@ class Architecture:
             ValueError: If they do not fit; the error names the field.
         """
         fits = self.context is None or prompt + completion <= self.context
-        rule = (
-            f"with a prompt of {prompt} tokens that is more than the {self.context} that the model was made for "
-            "(max_position_embeddings)"
-        )
+        limit = f"the {self.context} that the model was made for (max_position_embeddings)"
+        if self.window is not None:
+            limit = f"the window of its attention (sliding_window = {self.window}); only full attention is supported"
+        rule = f"with a prompt of {prompt} tokens that is more than {limit}"
         require(fits, field, completion, rule)
 
     @property
@@ -182,7 +215,7 @@ def from_hf(config: dict[str, Any]) -> Architecture:
     """Makes an `Architecture` from the contents of a Hugging Face `config.json`.
 
     Raises:
-        NotImplementedError: For a model family, activation, bias, rotary scaling or attention window that is not
+        NotImplementedError: For a model family, activation, bias, rotary scaling or kind of attention that is not
             supported.
         ValueError: If a size is missing or impossible.
     """
@@ -191,7 +224,6 @@ def from_hf(config: dict[str, Any]) -> Architecture:
     _support(holds, "model_type", model_type, f"supported are {', '.join(FAMILIES)}")
     family, act = FAMILIES[model_type], config.get("hidden_act", "silu")
     _support(act == "silu", "hidden_act", act, "only 'silu' is supported")
-    _refuse_windows(config, family)
     for field in ("attention_bias", "mlp_bias"):
         # In Llama and Qwen3 these fields add biases to o_proj and the MLP too; Qwen2 does not have
         # them.
@@ -205,7 +237,13 @@ def from_hf(config: dict[str, Any]) -> Architecture:
         return value
 
     width, heads, epsilon = size("hidden_size"), size("num_attention_heads"), "rms_norm_eps"
-    theta, scaling = _rope(config)
+    longest = None if config.get(_CONTEXT) is None else size(_CONTEXT)
+    theta, scaling = _rope(config, longest)
+    if isinstance(scaling, YarnRope) and longest is not None:
+        longest = max(longest, int(scaling.factor * scaling.original_max_position_embeddings))
+    window = _window(config, family, size("num_hidden_layers"))
+    # A window that is as long as the longest row hides nothing.
+    window = None if longest is not None and window is not None and window >= longest else window
     return Architecture(
         model_type=model_type,
         vocab_size=size("vocab_size"),
@@ -223,7 +261,8 @@ def from_hf(config: dict[str, Any]) -> Architecture:
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
-        context=None if config.get(_CONTEXT) is None else size(_CONTEXT),
+        context=longest if window is None else window,
+        window=window,
     )
 
 
@@ -237,27 +276,30 @@ def _positive(field: str, value: Any) -> float:
     return value
 
 
-def _refuse_windows(config: dict[str, Any], family: Family) -> None:
-    switch = config.get("use_sliding_window")
-    _support(not switch, "use_sliding_window", switch, "only full attention is supported")
+def _window(config: dict[str, Any], family: Family, num_layers: int) -> int | None:
+    """Returns the window of the layers that have one; None if all attention is full."""
     layers = config.get("layer_types") or []
     require(isinstance(layers, list), "config.json: layer_types", layers, "must be a list")
     for kind in layers:
-        holds = kind == "full_attention"
+        holds = kind in ("full_attention", "sliding_attention")
         _support(holds, "layer_types", kind, "only 'full_attention' is supported")
-    window = None if family.window_switch else config.get("sliding_window")
-    longest = config.get(_CONTEXT, math.inf)
-    rule = "must be a positive number, or null"
-    for field, value in (("sliding_window", window), (_CONTEXT, longest)):
-        holds = value is None or value == math.inf or _is_positive(value)
-        require(holds, f"config.json: {field}", value, rule)
-    # A window that is as long as the longest sequence masks nothing.
-    holds = window is None or window >= (longest or math.inf)
-    rule = f"only full attention is supported (null, or a window of at least {_CONTEXT})"
-    _support(holds, "sliding_window", window, rule)
+    window = config.get("sliding_window", 4096)  # transformers' default
+    holds = window is None or (type(window) is int and window > 0)
+    rule = "must be a positive whole number, or null"
+    require(holds, "config.json: sliding_window", window, rule)
+    if layers:
+        is_used = "sliding_attention" in layers
+    elif family.window_switch:
+        first = config.get("max_window_layers", 28)  # transformers' default
+        require(type(first) is int, "config.json: max_window_layers", first, "must be a number")
+        is_used = bool(config.get("use_sliding_window")) and first < num_layers
+    else:
+        is_used = True
+    return window if is_used else None
 
 
-def _rope(config: dict[str, Any]) -> tuple[float, Llama3Rope | None]:
+def _rope(config: dict[str, Any], longest: int | None) -> tuple[float, Rope | None]:
+    """Returns the base of the wavelengths and their scaling; `longest` is `max_position_embeddings`."""
     newer, older = config.get("rope_parameters"), config.get("rope_scaling")
     # If they differ, transformers 5 uses `rope_scaling` and drops the theta of `rope_parameters`.
     rule = f"differs from rope_parameters = {newer!r}: write all of it there"
@@ -270,14 +312,46 @@ def _rope(config: dict[str, Any]) -> tuple[float, Llama3Rope | None]:
     share = stated["partial_rotary_factor"]
     _support(share == 1.0, "partial_rotary_factor", share, "only 1 is supported")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    holds = kind in ("default", "llama3")
-    _support(holds, "rope_type", kind, "supported are 'default' and 'llama3'")
-    if kind == "default":
+    kinds = ("default", "linear", "dynamic", "yarn", "llama3")
+    _support(kind in kinds, "rope_type", kind, f"supported are {', '.join(kinds)}")
+    # As transformers: the field beside the table wins, and the default is the whole context.
+    original = config.get("original_max_position_embeddings")
+    if original is None:
+        original = rope.get("original_max_position_embeddings", longest)
+    rope = rope | {"original_max_position_embeddings": original}
+
+    def number(field: str, default: float | None = None) -> float:
+        value = rope.get(field)
+        value = default if value is None else value
+        require(value is not None, "config.json: rope_type", kind, f"it needs {field}")
+        return _positive(f"{name}.{field}", value)
+
+    if kind in ("default", "dynamic"):
+        # Dynamic scaling begins beyond the context, and longer rows are refused.
+        is_known = kind == "default" or longest is not None
+        require(is_known, "config.json: rope_type", kind, f"it needs {_CONTEXT}")
         return theta, None
-    fields = [field.name for field in dataclasses.fields(Llama3Rope)]
-    missing = ", ".join(field for field in fields if field not in rope)
-    require(not missing, "config.json: rope_type", kind, f"it needs {missing}")
-    return theta, Llama3Rope(*(_positive(f"{name}.{field}", rope[field]) for field in fields))
+    if kind == "linear":
+        return theta, LinearRope(number("factor"))
+    if kind == "llama3":
+        fields = [field.name for field in dataclasses.fields(Llama3Rope)]
+        return theta, Llama3Rope(**{field: number(field) for field in fields})
+    original = number("original_max_position_embeddings")
+    factor = number("factor", longest and longest / original)
+    rule = "must be greater than 1 for YaRN"
+    require(theta > 1, "config.json: rope_theta", theta, rule)
+    # Attention grows sharper with the context: the paper's equation 22, and DeepSeek's variant of it.
+    scale = lambda weight: 1 + 0.1 * weight * math.log(max(factor, 1))
+    weights = [rope.get(field) and number(field) for field in ("mscale", "mscale_all_dim")]
+    default = scale(weights[0]) / scale(weights[1]) if all(weights) else scale(1)
+    return theta, YarnRope(
+        factor,
+        original,
+        number("attention_factor", default),
+        number("beta_fast", 32.0),
+        number("beta_slow", 1.0),
+        bool(rope.get("truncate", True)),
+    )
 
 
 def _qwen2(

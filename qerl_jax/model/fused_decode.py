@@ -247,7 +247,7 @@ def extend(
     # Rows that pad M for the kernels have no pages: they write to the scratch page.
     tokens = jnp.pad(tokens, (0, more))
     tables, ends = jnp.pad(cache.tables, ((0, more), (0, 0))), jnp.pad(cache.ends, (0, more))
-    angles = layers.rope_tables(ends[:, None], layers.rope_frequencies(arch))
+    angles = layers.rope_tables(ends[:, None], arch)
     angles = [table[:, 0, 0] for table in angles]
     shared, sequence = cache.shared, cache.sequence
     if shared is not None:

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import rounded, runtime
 from pallas_kernels.linear import LoraTerm
-from qerl_jax.model.architecture import Architecture
+from qerl_jax.model.architecture import Architecture, LinearRope, Llama3Rope, YarnRope
 
 
 class Normed(NamedTuple):
@@ -136,18 +136,46 @@ def rope_frequencies(arch: Architecture) -> np.ndarray:
     frequency = (1.0 / arch.rope_theta**exponent).astype(np.float32)
     if (scaling := arch.rope_scaling) is None:
         return frequency
-    # Llama 3: wavelengths longer than the original window are stretched by `factor`, short ones are kept,
-    # those between the two bounds are interpolated.
-    rotations = scaling.original_max_position_embeddings * frequency / (2 * np.pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    blend = np.clip((rotations - low) / (high - low), 0.0, 1.0)
+    # Long wavelengths are stretched by `factor`, short ones are kept, those between two bounds are interpolated.
+    match scaling:
+        case LinearRope():
+            blend = np.zeros_like(frequency)
+        case Llama3Rope():
+            rotations = scaling.original_max_position_embeddings * frequency / (2 * np.pi)
+            low, high = scaling.low_freq_factor, scaling.high_freq_factor
+            blend = np.clip((rotations - low) / (high - low), 0.0, 1.0)
+        case YarnRope():
+            blend = _yarn_blend(scaling, arch.head_size, arch.rope_theta)
     return ((1 - blend) * frequency / scaling.factor + blend * frequency).astype(np.float32)
 
 
-def rope_tables(positions: jax.Array, frequencies: np.ndarray) -> tuple[jax.Array, jax.Array]:
-    """Computes cosine and sine of position * frequency: int32 [B, T] -> two float32 [B, T, 1, C/2]."""
-    angle = positions[..., None, None].astype(jnp.float32) * frequencies
-    return jnp.cos(angle), jnp.sin(angle)
+def _yarn_blend(scaling: YarnRope, head_size: int, theta: float) -> np.ndarray:
+    """Computes how much of each frequency is kept under YaRN (arXiv 2309.00071): float64 [C/2].
+
+    The bounds are those pairs of channels that rotate `beta_fast` and `beta_slow` times in the original context.
+    """
+    rotations = 2 * np.pi * np.array([scaling.beta_fast, scaling.beta_slow])
+    original = scaling.original_max_position_embeddings
+    low, high = head_size * np.log(original / rotations) / (2 * np.log(theta))
+    if scaling.truncate:
+        low, high = np.floor(low), np.ceil(high)
+    low, high = max(low, 0), min(high, head_size - 1)
+    high += 0.001 * (low == high)
+    return 1 - np.clip((np.arange(head_size // 2) - low) / (high - low), 0.0, 1.0)
+
+
+def rope_tables(positions: jax.Array, arch: Architecture) -> tuple[jax.Array, jax.Array]:
+    """Computes cosine and sine of position * frequency: int32 [B, T] -> two float32 [B, T, 1, C/2].
+
+    Under YaRN both are multiplied by its attention factor, so the logits of attention grow by its square.
+    """
+    angle = positions[..., None, None].astype(jnp.float32) * rope_frequencies(arch)
+    tables = jnp.cos(angle), jnp.sin(angle)
+    if not isinstance(arch.rope_scaling, YarnRope):
+        return tables
+    return tables[0] * arch.rope_scaling.attention_factor, tables[
+        1
+    ] * arch.rope_scaling.attention_factor
 
 
 def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:

@@ -384,7 +384,7 @@ class Transformer(nn.Module):
             slots = packed.positions[None]
         if cache is not None:
             slots = slots + cache.ends[:, None]
-        tables = layers.rope_tables(slots, layers.rope_frequencies(arch))
+        tables = layers.rope_tables(slots, arch)
 
         block = Block
         if remat != "none":
@@ -553,7 +553,7 @@ def run_layer(
     [B, T, K] of each of its linears, by name.
     """
     positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
-    tables = layers.rope_tables(positions, layers.rope_frequencies(model.arch))
+    tables = layers.rope_tables(positions, model.arch)
     ((x, _), _), seen = Block(model.arch, model.weights).apply(
         {"frozen": layer}, (x, None), 0, tables, mutable=["intermediates"]
     )

@@ -359,6 +359,21 @@ def test_what_cannot_be_read_is_named(tmp_path, changes, said):
         base(hf_folder.local_folder(str(file)))
 
 
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_scaled_rotations_are_those_of_the_same_config(kind, tmp_path):
+    """golden/rope has what transformers makes of such a config."""
+    folder, fields, tensors = contents("qwen2_untied")
+    scaling = {"type": kind, "factor": 4.0, "original_context_length": 64}
+    fields |= {f"qwen2.rope.scaling.{name}": value for name, value in scaling.items()}
+    arch = architecture.load(
+        hf_folder.local_folder(str(write(tmp_path / "m.gguf", fields, tensors)))
+    )
+    config = json.loads((folder / "config.json").read_text())
+    table = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 64}
+    rope = config["rope_parameters"] | table
+    assert arch == architecture.from_hf(config | {"rope_parameters": rope})
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -97,7 +97,7 @@ ARCH = architecture.Architecture("llama", 32, 32, 64, 1, 4, 2, 8, rope_theta=100
 
 
 def rotated(x, positions, arch=ARCH):
-    return layers.rotate(x, layers.rope_tables(positions, layers.rope_frequencies(arch)))
+    return layers.rotate(x, layers.rope_tables(positions, arch))
 
 
 def test_rotation_turns_the_halves_of_a_head_by_position_times_frequency():
