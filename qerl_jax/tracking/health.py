@@ -39,6 +39,8 @@ class Health:
         self.steps = self.taught = 0
         self._step = 0
         self._are_equal = self._are_graded = False
+        # Steps in which a function gave only None, by its name; -inf if it ever gave a number.
+        self._silent: dict[str, float] = {}
         self._values: dict[str, list[float]] = {}
         self._warned: set[Check] = set()
         self._missed_end: str | None = None
@@ -98,6 +100,9 @@ class Health:
         self.taught += row.get("frac_reward_zero_std", 0) < 1 and idle < max(1, updates)
         # Functions that returned the same number for all completions have a spread of 0.
         spreads = {match[1]: row[name] for name in row if (match := _SPREAD.fullmatch(name))}
+        for name in spreads:
+            is_silent = row.get(f"{name}/judged_ratio", 1) == 0
+            self._silent[name] = self._silent.get(name, 0) + 1 if is_silent else -math.inf
         self._are_equal = bool(spreads) and not any(spreads.values())
         means = {name: row.get(f"{name}/mean") for name in spreads}
         self._are_graded = any(_are_graded(means[name], spreads[name]) for name in spreads)
@@ -278,6 +283,16 @@ def _cost_of_truncation(health: Health) -> str | None:
     return None
 
 
+def _silence(health: Health) -> str | None:
+    names = [name for name, steps in health._silent.items() if steps >= _EARLY]
+    if names and health.latest("completions/judged_ratio") != 0:
+        return (
+            f"{', '.join(names)}: returned None for every completion of the first {_EARLY} steps, so the reward is that of "
+            "the other functions. Likely cause: rows without the column or the answer that it reads"
+        )
+    return None
+
+
 def _mismatch(health: Health) -> str | None:
     name = "sampling/sampling_logp_difference/mean"
     (first, last), bound, latest = health.course(name), health.usual_mismatch, health.latest(name)
@@ -322,6 +337,6 @@ def _non_finite(health: Health) -> str | None:
 
 _CHECKS: tuple[Check, ...] = (
     *(_entropy, _length, _nothing, _reward, _truncation, _cost_of_truncation, _mismatch),
-    *(_evaluation, _non_finite),
+    *(_silence, _evaluation, _non_finite),
 )
 _SPREAD = re.compile(r"(rewards/.+)/std")

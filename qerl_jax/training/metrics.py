@@ -78,6 +78,8 @@ def of_rollout(scored: rollouts.Scored, functions: Sequence[scoring.Named]) -> d
         values = column[~np.isnan(column)]
         metrics[f"rewards/{name}/mean"] = float(values.mean()) if values.size else 0.0
         metrics[f"rewards/{name}/std"] = float(values.std(ddof=1)) if values.size > 1 else 0.0
+        if values.size < column.size:
+            metrics[f"rewards/{name}/judged_ratio"] = values.size / column.size
     return metrics
 
 
