@@ -14,7 +14,7 @@ import numpy as np
 from qerl_jax.checkpoint.safetensors import Tensors
 from qerl_jax.config import Linear, LoraConfig
 from qerl_jax.model import architecture, lora, transformer
-from qerl_jax.system.checked import ConfigError, require
+from qerl_jax.system.checked import ConfigError, require, tell
 from qerl_jax.system.files import read_json, whole_folder
 from qerl_jax.system.process_pool import Failure, Pool
 
@@ -180,6 +180,7 @@ def read_lora(folder: str | pathlib.Path) -> LoraConfig:
     # Repetitions could keep `re` busy forever, and `lora.shapes` matches without a time limit.
     is_simple = not any(set(pattern) & set("*+?{") for pattern in patterns)
     if is_listed and is_simple and not config.get("exclude_modules") and _all_layers(config):
+        config |= _used_patterns(folder, config)
         return LoraConfig(
             config["r"],
             alpha,
@@ -194,6 +195,25 @@ def read_lora(folder: str | pathlib.Path) -> LoraConfig:
     if root or rank != config["r"]:
         alpha = rank * (alpha / (math.sqrt(config["r"]) if root else config["r"]))
     return LoraConfig(rank, alpha, 0.0, trains_norms)
+
+
+def _used_patterns(folder: str | pathlib.Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the patterns of rank and alpha that match a linear with a branch; PEFT ignores others, and warns."""
+    path = pathlib.Path(folder)
+    if not list(path.glob("adapter_model*.safetensors")):
+        return {}
+    names = [name.removeprefix(_PEFT_PREFIX) for name in Tensors(path, "adapter_model")]
+    names = [name.removesuffix(".lora_A.weight") for name in names if ".lora_A." in name]
+    used = {}
+    for field in ("rank_pattern", "alpha_pattern"):
+        patterns = config.get(field) or {}
+        used[field] = {p: v for p, v in patterns.items() if any(lora.matches(p, n) for n in names)}
+        for pattern in (p for p in patterns if p not in used[field]):
+            tell(
+                f"warning: {path / 'adapter_config.json'}: {field}: {pattern!r} matches no linear of the adapter, and has "
+                "no effect"
+            )
+    return used
 
 
 def _all_layers(config: dict[str, Any]) -> bool:

@@ -12,6 +12,7 @@ import math
 import numbers
 import operator
 import re
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterable
@@ -49,6 +50,12 @@ Closed01 = Annotated[float, Rule(lambda x: 0 <= x <= 1, "must be in [0, 1]")]
 HalfOpen01 = Annotated[float, Rule(lambda x: 0 <= x < 1, "must be in [0, 1)")]
 Open01 = Annotated[float, Rule(lambda x: 0 < x < 1, "must be in (0, 1)")]
 NotEmpty = Annotated[str, Rule(bool, "must not be empty")]
+
+
+@functools.cache
+def tell(line: str) -> None:
+    """Writes a line to the standard error, once in a process."""
+    sys.stderr.write(f"{line}\n")
 
 
 def is_seed(value: Any) -> bool:

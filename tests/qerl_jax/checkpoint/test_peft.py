@@ -198,6 +198,28 @@ def test_rslora_divides_by_the_root_of_the_rank(tmp_path):
     )
 
 
+def test_patterns_that_match_nothing_are_ignored_with_a_warning(tmp_path, capsys):
+    """As PEFT does (issue 3582 there)."""
+    patterns = {
+        "rank_pattern": {"lm_head": 4, "layers.9.mlp.up_proj": 2},
+        "alpha_pattern": {"^up_proj$": 1.0, "q_proj": 16},
+    }
+    folder = changed_adapter(tmp_path, **patterns)
+    form = peft.read_lora(folder)
+    assert (form.rank_pattern, form.alpha_pattern) == (
+        peft.read_lora(ADAPTER).rank_pattern,
+        {"q_proj": 16.0},
+    )
+    model = adapter_model(rank_pattern=form.rank_pattern, alpha_pattern=form.alpha_pattern)
+    trees = peft.import_adapter(folder, model), peft.import_adapter(ADAPTER, adapter_model())
+    assert_trees_equal(*trees)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3 and all(
+        line.startswith(f"warning: {folder}/adapter_config.json: ") for line in lines
+    )
+    assert "rank_pattern: 'lm_head' matches no linear of the adapter, and has no effect" in lines[0]
+
+
 def test_patterns_of_rank_and_alpha_become_one_rank_and_one_alpha(tmp_path):
     """Each linear's alpha / rank * B A is what the patterns make of the tensors."""
     held = dict(golden_files.load(ADAPTER / "adapter_model.safetensors"))
