@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import pathlib
 import shutil
 from collections.abc import Callable, Hashable, Mapping
@@ -13,6 +14,7 @@ import numpy as np
 from qerl_jax.checkpoint import gguf, safetensors
 from qerl_jax.data import tokenizer
 from qerl_jax.model.transformer import Transformer, abstract_base
+from qerl_jax.system import hub
 from qerl_jax.system.checked import meant, require
 from qerl_jax.system.files import read_json, whole_folder
 
@@ -38,24 +40,28 @@ def local_folder(name_or_path: str, *, weights: bool = True) -> pathlib.Path:
     if name_or_path == "qerl-tiny":
         return TINY
     folder = pathlib.Path(name_or_path).expanduser()
-    if folder.is_dir():
+    if os.path.isdir(folder):
         return folder
-    if folder.suffix == ".gguf" and folder.is_file():
+    is_gguf = folder.suffix == ".gguf"
+    if is_gguf and os.path.isfile(folder):
         return gguf.as_folder(folder)
-    if folder.is_absolute() or name_or_path.startswith("."):
-        raise FileNotFoundError(f"model or adapter: got {name_or_path!r}; no such folder")
+    if is_gguf or hub.is_local(os.path.expanduser(name_or_path)):
+        rule = "no such file" if is_gguf else "no such folder"
+        if os.path.lexists(folder):
+            rule = "must be a model folder, or a .gguf file"
+        raise FileNotFoundError(f"model or adapter: got {name_or_path!r}; {rule}")
     import huggingface_hub
 
     patterns = ["*.json", "*.txt", "*.jinja", "tokenizer*"] + (["*.safetensors"] if weights else [])
     try:
-        return pathlib.Path(
-            huggingface_hub.snapshot_download(name_or_path, allow_patterns=patterns)
-        )
+        with hub.quiet():
+            path = huggingface_hub.snapshot_download(name_or_path, allow_patterns=patterns)
     except Exception as error:
         raise FileNotFoundError(
             f"{name_or_path!r} is no local folder, and the hub did not give it{meant(name_or_path, ['qerl-tiny'], 0.8)}: "
-            f"{type(error).__name__}: {error}"
+            f"{hub.reason(error)}"
         ) from error
+    return pathlib.Path(path)
 
 
 def open_weights(folder: str | pathlib.Path) -> safetensors.Tensors | gguf.Tensors:

@@ -50,10 +50,14 @@ def drop_output() -> None:
 def in_one_line(error: BaseException) -> str:
     """The text of an error without its line breaks, or its type where it has no text.
 
+    An error of the system names its path first.
     The middle of a very long text is left out.
     """
     if isinstance(error, MemoryError) and not str(error):
         return "this machine has no memory left"
+    if isinstance(error, OSError) and error.filename is not None:  # from the system
+        names = " to ".join(map(str, filter(None, (error.filename, error.filename2))))
+        return f"{names}: could not be used: {error.strerror}; what was saved before is intact"
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 2 * _SHOWN else f"{text[:_SHOWN]} [...] {text[-_SHOWN:]}"
 

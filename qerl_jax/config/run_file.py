@@ -109,7 +109,8 @@ def _find(path: str | pathlib.Path) -> pathlib.Path:
     if path.stem in known:
         rule += f"; the package has it as {path.stem}"
     elif not path.is_dir():
-        rule += meant(path.name, [beside.name for beside in path.parent.glob("*.toml")])
+        beside = [file.name for file in path.parent.glob("*.toml") if file.is_file()]
+        rule += meant(path.name, beside)
     raise ConfigError(f"config file: got {str(path)!r}; {rule}")
 
 

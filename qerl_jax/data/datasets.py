@@ -20,6 +20,7 @@ import numpy as np
 
 from qerl_jax.config import DataConfig
 from qerl_jax.data import answers, arithmetic, tokenizer
+from qerl_jax.system import hub
 from qerl_jax.system.checked import ConfigError, require, require_unicode
 from qerl_jax.system.files import parse_json
 
@@ -365,17 +366,19 @@ def load_rows(name: str, path: str | None, config: str | None, split: str):
             form = _FILE_FORMATS[folder.suffix]
             rows = datasets.load_dataset(form, data_files=files, split=split)
             return _as_written(rows, folder) if form == "json" else rows
-        hub = os.fspath(folder) if source is None or path else source.hub
+        name_there = os.fspath(folder) if source is None or path else source.hub
         if config is None and source is not None and source.config is not None:
             # A copy on disk may have been made without the hub's configurations.
-            known = datasets.get_dataset_config_names(hub) if path else [source.config]
+            known = datasets.get_dataset_config_names(name_there) if path else [source.config]
             config = source.config if source.config in known else None
-        return datasets.load_dataset(hub, config, split=split)
+        with hub.quiet():
+            return datasets.load_dataset(name_there, config, split=split)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetGenerationError) as error:
         which = f"split {split!r}" + (f" of {config!r}" if config else "")
         is_far = isinstance(error, ConnectionError)
         remedy = "; without a network, give a copy on disk by `path`" if is_far else ""
-        reason = (has_rows and _json_fault(folder)) or error.__cause__ or error
+        reason = hub.reason(error) if is_far else error.__cause__ or error
+        reason = (has_rows and _json_fault(folder)) or reason
         if "Value is too" in str(reason):
             remedy = ": write whole numbers of more than 64 bits as texts"
         raise ValueError(

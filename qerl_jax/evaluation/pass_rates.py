@@ -67,7 +67,8 @@ def select(
         ValueError: If an argument is invalid, or `<out>.measured` was made with other settings.
     """
     out = pathlib.Path(out)
-    require(out.suffix == ".jsonl", "out", os.fspath(out), "must be a .jsonl file")
+    is_file = out.suffix == ".jsonl" and not out.is_dir()
+    require(is_file, "out", os.fspath(out), "must be a .jsonl file")
     require(0 <= low <= high <= 1, "low, high", (low, high), "must be in order, between 0 and 1")
     require(samples >= 1, "samples", samples, "must be at least 1")
     require(batch_size >= 1, "batch_size", batch_size, "must be at least 1")

@@ -29,7 +29,7 @@ from qerl_jax.model import architecture, transformer
 from qerl_jax.quantization import awq, gptq, sensitivity
 from qerl_jax.quantization.calibration import Calibration, HiddenStates, token_rows
 from qerl_jax.system.checked import require
-from qerl_jax.system.files import Progress, read_json
+from qerl_jax.system.files import Progress, read_json, writing
 
 REPORT = "quantization_report.json"
 
@@ -183,7 +183,7 @@ def quantize(
         ValueError: If the source is already quantized, cannot be packed, or will not fit on the disk.
     """
     job = _open(hf_folder.local_folder(source), pathlib.Path(target).resolve(), recipe)
-    with job.progress:
+    with job.progress, writing(job.folder):
         return _quantize(job, recipe, log, move, with_sensitivity=with_sensitivity)
 
 

@@ -54,19 +54,32 @@ class DiskError(OSError):
 def writing(path: str | os.PathLike) -> Iterator[None]:
     """Turns errors inside the block, in which a path is written, into a `DiskError`.
 
+    Errors of files in other folders, which the block reads, stay as they are, and so do those with their own text.
+
     Raises:
-        DiskError: For any `OSError`, and for a library's error that says that the disk is full.
+        DiskError: For an `OSError`, and for a library's error that says that the disk is full.
     """
     try:
         yield
-    except DiskError:
-        raise
     except OSError as error:
+        has_text = error.errno is None and type(error) is not OSError
+        names = [name for name in (error.filename, error.filename2) if isinstance(name, str)]
+        is_of_path = not names or any(_is_part(pathlib.Path(name), path) for name in names)
+        if isinstance(error, DiskError) or has_text or not is_of_path:
+            raise
         raise DiskError(path, error.errno, error.strerror or str(error)) from error
     except Exception as error:
         if os.strerror(errno.ENOSPC) not in str(error):
             raise
         raise DiskError(path, errno.ENOSPC) from error
+
+
+def _is_part(name: pathlib.Path, path: str | os.PathLike) -> bool:
+    """Whether a name is a path, is in it or in a temporary folder of it, or is one of its parents."""
+    name, path = name.absolute(), pathlib.Path(path).absolute()
+    inside = name.relative_to(path.parent).parts if name.is_relative_to(path.parent) else ()
+    first = inside[0] if inside else ""
+    return path.is_relative_to(name) or first == path.name or first.startswith(f".{path.name}.")
 
 
 def write_whole(path: pathlib.Path, text: str) -> None:
@@ -149,13 +162,15 @@ def whole_folder(
             others may read it already.
 
     Raises:
+        DiskError: If it cannot be written.
         FileExistsError: If the folder has other files.
     """
     folder = pathlib.Path(folder).resolve()
     partial, previous = _partial(folder), folder.with_name(f".{folder.name}.previous")
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        with _locked(folder.parent):
+        with writing(folder), _locked(folder.parent):
             if previous.exists() and not folder.exists():
                 # The process was killed between the two renames below.
                 os.replace(previous, folder)
@@ -166,6 +181,7 @@ def whole_folder(
             partial.mkdir()
             stack.callback(shutil.rmtree, partial, ignore_errors=True)
             lock(stack.enter_context(_opened(partial)))
+        stack.enter_context(writing(folder))
         yield partial
         with _locked(folder.parent):
             if folder.exists() and not first_wins:

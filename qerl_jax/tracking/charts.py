@@ -14,6 +14,8 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from qerl_jax.system.files import writing
+
 # Okabe and Ito's colours, distinct for colour-blind readers; the page has lighter ones for dark mode.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#a8508c", "#8a6d00", "#3a8fc4")
 # Lines also differ in their dashes, because colours may look alike in print.
@@ -151,7 +153,8 @@ def png(chart: Chart, path: str | pathlib.Path) -> None:
         figure = Figure(figsize=(6, 3.6))
         # Axes have a fixed position, because a layout engine would take most of the time.
         _draw_whole(figure.add_axes((0.11, 0.13, 0.86, 0.78)), chart)
-        figure.savefig(path, dpi=150)
+        with writing(path):
+            figure.savefig(path, dpi=150)
 
 
 def grid(charts: Sequence[Chart], columns: int = 3) -> Figure:

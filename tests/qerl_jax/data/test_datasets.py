@@ -284,7 +284,7 @@ def test_a_set_that_cannot_be_reached_is_an_error_with_a_remedy(monkeypatch):
         raise ConnectionError("Couldn't reach the Hub")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    said = r"'gsm8k' \(split 'train' of 'main'\): Couldn't reach the Hub; .* on disk by `path`"
+    said = r"'gsm8k' \(split 'train' of 'main'\): the hub cannot be reached; .* on disk by `path`"
     with pytest.raises(ValueError, match=said):
         load("gsm8k")
 
