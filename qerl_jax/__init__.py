@@ -13,8 +13,10 @@ import importlib
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from qerl_jax.system import lazy_names
+
 if TYPE_CHECKING:
-    from qerl_jax import rl
+    import qerl_jax.rl as rl
     from qerl_jax.api.jobs import evaluate, export, plan, quantize, report
     from qerl_jax.api.policy import CompletionOutput, Policy, RequestOutput, load
     from qerl_jax.api.runs import Run, load_run, train
@@ -48,42 +50,8 @@ if TYPE_CHECKING:
 
     __version__: str
 
-# The module of each public name. The imports above list the same names for editors and type checkers.
-_MODULES = {
-    "api.jobs": ("evaluate", "export", "plan", "quantize", "report"),
-    "api.policy": ("CompletionOutput", "Policy", "RequestOutput", "load"),
-    "api.runs": ("Run", "load_run", "train"),
-    "system.checked": ("ConfigError",),
-    "config": (
-        "AdaptiveNoiseConfig",
-        "CorrectionConfig",
-        "DataConfig",
-        "DynamicSamplingConfig",
-        "EntropyConfig",
-        "EvalConfig",
-        "GrpoConfig",
-        "LoraConfig",
-        "MaskConfig",
-        "MeshConfig",
-        "MismatchConfig",
-        "ModelConfig",
-        "NoiseConfig",
-        "OptimConfig",
-        "ReferenceConfig",
-        "RewardConfig",
-        "RolloutConfig",
-        "RunConfig",
-        "SapoConfig",
-        "ToolsConfig",
-        "VespoConfig",
-    ),
-    "data.datasets": ("Problem",),
-    "evaluation.options": ("EvalOptions",),
-    "generation.sampling_params": ("SamplingParams",),
-}
-_PLACES = {name: module for module, names in _MODULES.items() for name in names}
-
-__all__ = ["__version__", "rl", *sorted(_PLACES)]
+_imported, _, _all = lazy_names.attach(__name__, __file__)
+__all__ = ["__version__", "rl", *_all]
 
 
 def __getattr__(name: str) -> Any:
@@ -92,11 +60,7 @@ def __getattr__(name: str) -> Any:
         return metadata.version("qerl-jax")
     if name == "rl":
         return importlib.import_module("qerl_jax.rl")
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
-    globals()[name] = value
-    return value
+    return _imported(name)
 
 
 def __dir__() -> list[str]:

@@ -34,27 +34,25 @@ class Supply:
             return {"drawn": self.drawn}
         rollout = self.surplus.rollout
         talks, masks = rollout.conversations, rollout.observation_mask
-        rows: list[dict[str, Any]] = []
-        for i, ids in enumerate(rollout.completion_ids):
-            rows.append(
-                {
-                    "completion": ids.tolist(),
-                    "logps": rollout.behaviour_logps[i].tolist(),
-                    "stopped": rollout.stopped[i],
-                    "per_function": _without_nan(self.surplus.per_function[i]),
-                }
-            )
-            if rollout.entropies:
-                rows[i]["entropy"] = rollout.entropies[i]
-            if talks and masks:
-                rows[i] |= {"given": masks[i].tolist(), "talk": dataclasses.asdict(talks[i])}
-        # An environment's first observation is not part of the data, so prompts with tools are stored.
-        prompts = {"prompts": [ids.tolist() for ids in rollout.prompt_ids]} if talks else {}
-        return prompts | {
-            "drawn": self.drawn,
-            "positions": self.surplus.positions.tolist(),
-            "rewards": _without_nan(self.surplus.rewards),
-            "rows": rows,
+        columns: dict[str, list[Any]] = {
+            "completion": [ids.tolist() for ids in rollout.completion_ids],
+            "logps": [logps.tolist() for logps in rollout.behaviour_logps],
+            "stopped": list(rollout.stopped),
+            "per_function": _without_nan(self.surplus.per_function),
+        }
+        if rollout.entropies:
+            columns["entropy"] = list(rollout.entropies)
+        table: dict[str, Any] = {"drawn": self.drawn, "positions": self.surplus.positions.tolist()}
+        if talks and masks:
+            columns |= {"given": [mask.tolist() for mask in masks]}
+            columns |= {"talk": [dataclasses.asdict(talk) for talk in talks]}
+            # An environment's first observation is not part of the data, so prompts with tools are stored.
+            table["prompts"] = [ids.tolist() for ids in rollout.prompt_ids]
+        rows = zip(*columns.values(), strict=True)
+        rewards = _without_nan(self.surplus.rewards)
+        return table | {
+            "rewards": rewards,
+            "rows": [dict(zip(columns, row, strict=True)) for row in rows],
         }
 
     @classmethod
@@ -70,41 +68,35 @@ class Supply:
         """
         if "rows" not in table:
             return cls(table["drawn"])
-        rows = table["rows"]
+        rows, masks, talks = table["rows"], None, None
         problems = tuple(problem_at(position) for position in table["positions"])
-        completions = tuple(np.array(row["completion"], np.int32) for row in rows)
-        observation_mask = talks = None
+        arrays = lambda values, dtype: tuple(np.array(value, dtype) for value in values)
+        column = lambda name: tuple(row[name] for row in rows)
         if "prompts" not in table:
             prompts = encode(problems, tokenizer)
-            texts = tuple(tokenizer.decode(row["completion"]) for row in rows)
+            texts = tuple(map(tokenizer.decode, column("completion")))
         else:
-            prompts = tuple(np.array(ids, np.int32) for ids in table["prompts"])
-            observation_mask = tuple(np.array(row["given"], bool) for row in rows)
+            prompts = arrays(table["prompts"], np.int32)
+            masks = arrays(column("given"), bool)
             talks = tuple(
-                Conversation(**row["talk"] | {"messages": tuple(row["talk"]["messages"])})
-                for row in rows
+                Conversation(**talk | {"messages": tuple(talk["messages"])})
+                for talk in column("talk")
             )
             texts = tuple(talk.text for talk in talks)
         rollout = rollouts.Rollout(
-            problems=problems,
-            prompt_ids=prompts,
-            texts=texts,
-            completion_ids=completions,
-            behaviour_logps=tuple(np.array(row["logps"], np.float32) for row in rows),
-            stopped=tuple(row["stopped"] for row in rows),
-            entropies=tuple(row["entropy"] for row in rows) if "entropy" in rows[0] else None,
-            observation_mask=observation_mask,
+            problems,
+            prompts,
+            texts,
+            completion_ids=arrays(column("completion"), np.int32),
+            behaviour_logps=arrays(column("logps"), np.float32),
+            stopped=column("stopped"),
+            entropies=column("entropy") if "entropy" in rows[0] else None,
+            observation_mask=masks,
             conversations=talks,
         )
-        return cls(
-            table["drawn"],
-            rollouts.Scored(
-                rollout,
-                np.array(table["positions"], np.int32),
-                np.array(table["rewards"], np.float32),
-                np.array([row["per_function"] for row in rows], np.float32),
-            ),
-        )
+        scored = (table["positions"], table["rewards"], column("per_function"))
+        dtypes = (np.int32, np.float32, np.float32)
+        return cls(table["drawn"], rollouts.Scored(rollout, *map(np.array, scored, dtypes)))
 
 
 def by_reward(scored: rollouts.Scored) -> np.ndarray:
@@ -113,9 +105,8 @@ def by_reward(scored: rollouts.Scored) -> np.ndarray:
 
 
 def by_functions(weights: Mapping[int, float]) -> Callable[[rollouts.Scored], np.ndarray]:
-    """Makes a function that marks the informative groups, bool [P], by some of the rewards.
+    """Makes a function that marks the groups, bool [P], whose completions differ in the weighted sum of some rewards.
 
-    A group is informative if the weighted sum of these rewards differs between its completions.
     Completions for which all of these functions abstained are not compared.
 
     Args:
@@ -139,17 +130,15 @@ def gather(
 ) -> tuple[rollouts.Scored, rollouts.Scored, Supply, dict[str, float]]:
     """Samples in rounds until there are enough informative groups for a rollout (DAPO, arXiv:2503.14476).
 
-    Groups left over from the last rollout come first, and the surplus of this one is kept for the next. So no
-    group waits for more than one rollout, and the surplus is smaller than a rollout. After `max_rounds` the
-    batch is filled up with groups that are not informative. The caller must set their advantages to 0: their
-    rewards may still differ, for example in form or length, but not in quality.
+    Groups left over from the last rollout come first, and the surplus of this one is kept for the next. So no group
+    waits for more than one rollout. After `max_rounds` the batch is filled up with groups that are not informative. The
+    caller must set their advantages to 0: their rewards may still differ, for example in form or length.
 
     Args:
         sample: sample(drawn, round) samples and scores the P problems from position `drawn` on.
         supply: The position in the data, and left-over groups.
         max_rounds: The most rounds, at least 1; None makes one round and keeps all of its groups.
-        informative: Marks the groups of a rollout, bool [P], whose completions differ in quality. By default
-            those whose rewards differ; see `by_functions`.
+        informative: Marks the groups of a rollout, bool [P], whose completions differ in quality; see `by_functions`.
 
     Returns:
         The P groups to learn from; all groups that were sampled in this call (for metrics of the policy,
@@ -198,11 +187,9 @@ def choose(scored: rollouts.Scored, groups: Sequence[int] | np.ndarray) -> rollo
         for name, values in vars(scored.rollout).items()
         if values is not None
     }
+    per_function, positions = scored.per_function[rows], scored.positions[groups]
     return rollouts.Scored(
-        rollouts.Rollout(**rollout),
-        scored.positions[groups],
-        scored.rewards[groups],
-        scored.per_function[rows],
+        rollouts.Rollout(**rollout), positions, scored.rewards[groups], per_function
     )
 
 
@@ -212,10 +199,6 @@ def join(parts: Sequence[rollouts.Scored]) -> rollouts.Scored:
         name: None if first is None else sum((getattr(part.rollout, name) for part in parts), ())
         for name, first in vars(parts[0].rollout).items()
     }
-    return rollouts.Scored(
-        rollouts.Rollout(**columns),
-        *(
-            np.concatenate([getattr(part, name) for part in parts])
-            for name in ("positions", "rewards", "per_function")
-        ),
-    )
+    names = ("positions", "rewards", "per_function")
+    arrays = (np.concatenate([getattr(part, name) for part in parts]) for name in names)
+    return rollouts.Scored(rollouts.Rollout(**columns), *arrays)

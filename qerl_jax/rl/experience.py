@@ -128,15 +128,9 @@ class Experience:
         tokens[len(index) :][: len(rows)] = self.prompts[index_of_prompts]
         advantages: Any = np.where(numbers >= 0, self.advantages[numbers], 0)
         noise: Any = None if self.noise is None else self.noise[prompts]
-        return PackedRows(
-            layout,
-            tokens,
-            flat(self.mask),
-            flat(self.behaviour_logps),
-            advantages,
-            {name: flat(x) for name, x in fixed.items()},
-            noise,
-        )
+        mask, logps = flat(self.mask), flat(self.behaviour_logps)
+        per_token = {name: flat(x) for name, x in fixed.items()}
+        return PackedRows(layout, tokens, mask, logps, advantages, per_token, noise)
 
 
 def make_experience(
@@ -167,15 +161,15 @@ def make_experience(
         prompts = [ids for ids in prompts for _ in range(rollout.num_generations)]
     judged = np.ones(len(rollout.texts), bool) if judged is None else np.reshape(judged, -1)
     counts = judged & np.array(rollout.stopped) if mask_truncated_completions else judged
-    masks = [np.full(n, is_counted) for n, is_counted in zip(rollout.lengths, counts, strict=True)]
+    masks = list(map(np.full, rollout.lengths, counts))
     if rollout.observation_mask is not None:
-        masks = [
-            mask & ~observed for mask, observed in zip(masks, rollout.observation_mask, strict=True)
-        ]
+        masks = [mask & ~seen for mask, seen in zip(masks, rollout.observation_mask, strict=True)]
     ends = [int(np.max(np.flatnonzero(mask) + 1, initial=0)) for mask in masks]
-    joined = lambda rows, dtype: np.concatenate(
-        [row[:end] for row, end in zip(rows, ends, strict=True)], dtype=dtype
-    )
+
+    def joined(rows: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+        rows = [row[:end] for row, end in zip(rows, ends, strict=True)]
+        return np.concatenate(rows, dtype=dtype)
+
     return Experience(
         prompts=np.concatenate(prompts, dtype=np.int32),
         prompt_offsets=_offsets([len(ids) for ids in prompts]),

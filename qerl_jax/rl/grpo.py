@@ -1,12 +1,9 @@
 """GRPO, DAPO and their variants as equations on arrays.
 
-The functions are in the order of a step: `combine_rewards` turns the scores of several reward functions
-into one number per completion, `group_advantages` compares it with the other completions of its prompt,
-and `policy_loss` weights log-probabilities with the result. Formulas and option names are those of
-TRL's `GRPOTrainer`; the tests compare values and gradients with it.
-
-Shapes: P prompts, G completions each, B = P * G rows (the completions of a prompt are neighbours),
-T completion tokens.
+In the order of a step: `combine_rewards` makes one number of the scores of several reward functions, `group_advantages`
+compares it with the other completions of the prompt, and `policy_loss` weights log-probabilities with the result.
+Formulas and option names are those of TRL's `GRPOTrainer`; the tests compare values and gradients with it. Shapes: P
+prompts, G completions of each, B = P * G rows (the completions of a prompt are neighbours), T completion tokens.
 """
 
 import dataclasses
@@ -19,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from qerl_jax.config import LOSS_TYPES, CorrectionConfig, GrpoConfig, SapoConfig, VespoConfig
+from qerl_jax.config import LOSS_TYPES, GrpoConfig, SapoConfig, VespoConfig
 from qerl_jax.rl import masked
 from qerl_jax.system.checked import require
 
@@ -28,11 +25,12 @@ _STD_EPSILON = 1e-4
 # Bounds of the logarithms of VESPO's ratios; the values are TRL's.
 _LEAST_LOG_RATIO, _MOST_LOG_RATIO = math.log(1e-8), 20.0
 
+type Scale = Literal["group", "batch", "none"]
+type Estimator = Literal["grpo", "rloo"]
+
 
 # Functions of a whole batch are jitted: without jit they would be about sixty programs, each of which takes a tenth
 # of a second to compile on a GPU.
-
-
 @jax.jit
 def combine_rewards(per_function: Array, weights: Array) -> Array:
     """Adds up the weighted rewards of each row, skipping functions that abstained.
@@ -44,9 +42,8 @@ def combine_rewards(per_function: Array, weights: Array) -> Array:
         weights: [number of functions].
 
     Returns:
-        The rewards [B]; NaN for a row for which every function abstained. A number there would be
-        compared with the group's: 0 would be better than a wrong answer that scores -1. (TRL returned
-        0 until its pull request 5902 of June 2026.)
+        The rewards [B]; NaN for a row for which every function abstained, because 0 would be better than a wrong
+        answer that scores -1.
     """
     applies = ~jnp.isnan(per_function)
     rewards = masked.sum(per_function * weights[None, :], applies, axis=1)
@@ -55,13 +52,10 @@ def combine_rewards(per_function: Array, weights: Array) -> Array:
 
 @jax.jit
 def informative(rewards: Array) -> Array:
-    """Marks the groups whose rewards differ; only these give a gradient.
+    """Marks the groups whose rewards differ, bool [P]: only these give a gradient.
 
     Args:
         rewards: [P, G] rewards, or advantages computed from them; NaN for rows without one.
-
-    Returns:
-        bool [P]. DAPO's dynamic sampling (arXiv:2503.14476, section 3.2) keeps only these groups.
     """
     # The standard deviation is not used, because rounding can make it positive for equal rewards.
     judged = ~jnp.isnan(rewards)
@@ -71,30 +65,22 @@ def informative(rewards: Array) -> Array:
 
 @functools.partial(jax.jit, static_argnames=("scale", "estimator"))
 def group_advantages(
-    rewards: Array,
-    *,
-    scale: Literal["group", "batch", "none"] = "group",
-    estimator: Literal["grpo", "rloo"] = "grpo",
+    rewards: Array, *, scale: Scale = "group", estimator: Estimator = "grpo"
 ) -> Array:
-    """Compares each completion with the others of its prompt.
+    """Computes the advantages [P, G]: compares each completion with the others of its prompt.
 
         A = (r - b) / (s + 1e-4)
 
-    The baseline b is the mean over the group ("grpo") or over the group's other completions
-    ("rloo": leave-one-out, arXiv:2402.14740). The latter does not contain the completion's own
-    reward, so the estimate of the gradient is unbiased. s is the standard deviation (with divisor
-    n - 1) of the group (GRPO, arXiv:2402.03300) or of the whole batch (arXiv:2508.08221); with
-    "none" there is no division (Dr. GRPO, arXiv:2503.20783). Equal rewards give advantages of
-    exactly 0. A row without a reward has advantage 0, and counts in neither b nor s, as in TRL
-    (since June 2026).
+    The baseline b is the mean over the group ("grpo") or over the group's other completions ("rloo": leave-one-out,
+    arXiv:2402.14740), with which the estimate of the gradient is unbiased. s is the standard deviation (with divisor
+    n - 1) of the group (GRPO, arXiv:2402.03300) or of the whole batch (arXiv:2508.08221); with "none" there is no
+    division (Dr. GRPO, arXiv:2503.20783). Equal rewards give advantages of exactly 0. A row without a reward has
+    advantage 0, and counts in neither b nor s, as in TRL.
 
     Args:
         rewards: [P, G]; NaN for rows without one.
         scale: "group", "batch" or "none".
         estimator: "grpo" or "rloo".
-
-    Returns:
-        The advantages [P, G].
 
     Raises:
         ValueError: for fewer than two completions per prompt, or an unknown scale or estimator.
@@ -120,33 +106,26 @@ def group_advantages(
 
 @functools.partial(jax.jit, static_argnames=("scale", "estimator"))
 def decoupled_advantages(
-    per_function: Array,
-    weights: Array,
-    *,
-    scale: Literal["group", "batch", "none"] = "group",
-    estimator: Literal["grpo", "rloo"] = "grpo",
+    per_function: Array, weights: Array, *, scale: Scale = "group", estimator: Estimator = "grpo"
 ) -> Array:
-    """Compares each completion with the others of its prompt, separately for each reward function.
+    """Computes advantages [P, G] separately for each reward function, and adds them up.
 
         a_f = (r_f - mean of r_f over the group) / (s_f + 1e-4)
         A   = (a - mean of a) / (std of a + 1e-4),        a = sum over f of w_f a_f
 
-    where s_f is the standard deviation of that function's rewards alone, and the second line is computed
-    over the whole batch. So a function with widely spread rewards does not outweigh the others. This is
-    GDPO (arXiv:2601.05242), TRL's `normalize_then_sum`, which only has the scale "group".
+    where s_f is the standard deviation of that function's rewards alone, and the second line is computed over the
+    whole batch. So a function with widely spread rewards does not outweigh the others. This is GDPO (arXiv:2601.05242),
+    TRL's `normalize_then_sum`, which only has the scale "group". A row without a reward has advantage 0, and so has a
+    group whose completions get the same rewards from every function.
 
     Args:
         per_function: [P, G, number of functions]; NaN where a function does not apply to a row.
         weights: [number of functions].
-        scale: the standard deviation s_f is that of the "group" or of the "batch"; "none" only centres.
+        scale: As in `group_advantages`, for s_f.
         estimator: As in `group_advantages`.
 
-    Returns:
-        The advantages [P, G]; 0 for a row without a reward, and in a group whose completions get the
-        same rewards from every function.
-
     Raises:
-        ValueError: for fewer than two completions per prompt, or an unknown scale or estimator.
+        ValueError: As in `group_advantages`.
     """
     by_function = [
         group_advantages(rewards, scale=scale, estimator=estimator)
@@ -168,19 +147,15 @@ def token_kl(logps: Array, ref_logps: Array, kind: Literal["k1", "k2", "k3"] = "
 
         k1 = -d,   k2 = d^2 / 2,   k3 = exp(d) - d - 1,   d = ref_logp - logp
 
-    For tokens that the policy sampled, k1 and k3 are unbiased, and k2 and k3 are never negative. In a
-    loss only the gradient matters. In expectation, the gradient of k1 is 0, that of k2 is the gradient
-    of KL(policy || reference), and that of k3 is the gradient of KL(reference || policy). Multiplied by
-    the importance ratio (`policy_loss`, `reference.bias_correction`), k1 and k3 have the gradient of
-    KL(policy || reference), too.
+    For tokens that the policy sampled, k1 and k3 are unbiased, and k2 and k3 are never negative. In expectation, the
+    gradient of k1 is 0, that of k2 is the gradient of KL(policy || reference), and that of k3 is the gradient of
+    KL(reference || policy). Multiplied by the importance ratio (`reference.bias_correction`), k1 and k3 have the
+    gradient of KL(policy || reference), too.
 
     Args:
-        logps: log-probabilities under the policy, in nats, of any shape.
-        ref_logps: those under the reference, of the same shape.
+        logps: log-probabilities under the policy, in nats, of any shape; so is the result.
+        ref_logps: those under the reference.
         kind: "k1", "k2" or "k3".
-
-    Returns:
-        The estimates in nats, of the same shape.
 
     Raises:
         ValueError: for an unknown kind.
@@ -196,16 +171,13 @@ def token_kl(logps: Array, ref_logps: Array, kind: Literal["k1", "k2", "k3"] = "
 def log_importance_ratio(
     logps: Array, old_logps: Array, mask: Array, level: Literal["token", "sequence"] = "token"
 ) -> Array:
-    """Returns log(policy / old policy) for each token, or its mean for each sequence.
+    """Returns log(policy / old policy) of tokens, or the mean over a row's tokens (GSPO, arXiv:2507.18071).
 
     Args:
         logps: [B, T] log-probabilities under the policy; gradients flow through them at both levels.
-        old_logps: [B, T] log-probabilities under the old policy, the denominator of the ratio.
+        old_logps: [B, T] log-probabilities under the old policy.
         mask: [B, T], nonzero at the tokens that count.
-        level: "token", or "sequence": the mean over the row's tokens (GSPO, arXiv:2507.18071).
-
-    Returns:
-        [B, T], 0 at masked-out tokens; or [B, 1], 0 for a row without tokens.
+        level: "token" gives [B, T], 0 at masked-out tokens; "sequence" [B, 1], 0 for a row without tokens.
 
     Raises:
         ValueError: for an unknown level.
@@ -229,12 +201,11 @@ def truncated_importance_weights(
 
         w = old policy / behaviour policy, per token, or as the product over a row's tokens
 
-    A weight above `clip_max` becomes `clip_max` ("..._truncate") or 0 ("..._mask"), and one below
-    `clip_min` likewise. "token_mask" with both bounds is IcePop (arXiv:2510.18855, section 3.2).
+    A weight above `clip_max` becomes `clip_max` ("..._truncate") or 0 ("..._mask"), and one below `clip_min` likewise.
+    "token_mask" with both bounds is IcePop (arXiv:2510.18855, section 3.2).
 
     Args:
-        old_logps: [B, T] log-probabilities under the old policy, the denominator of the ratio in
-            `policy_loss`.
+        old_logps: [B, T] log-probabilities under the old policy, the denominator of the ratio in `policy_loss`.
         behaviour_logps: [B, T] log-probabilities under the policy that sampled.
         mask: [B, T], nonzero at the tokens that count.
         mode: "token_truncate", "token_mask", "sequence_truncate" or "sequence_mask".
@@ -245,8 +216,7 @@ def truncated_importance_weights(
         [B, T] (masked-out tokens have the weight of ratio 1) or [B, 1], without gradient.
 
     Raises:
-        ValueError: for an unknown mode, a `clip_max` that is not positive, or a `clip_min` that is not
-            below it.
+        ValueError: for an unknown mode, a `clip_max` that is not positive, or a `clip_min` that is not below it.
     """
     require(clip_max > 0, "clip_max", clip_max, "must be positive")
     below = clip_min is None or clip_min < clip_max
@@ -280,9 +250,9 @@ def sampling_mask(
 
         lowest <= r <= highest,    r = policy / behaviour policy
 
-    r is the ratio of each token, or of a row: the product ("sequence") or the geometric mean
-    ("geometric") of its tokens' ratios. The geometric mean is exp(-k1), with k1 the row's mean estimate
-    of KL(behaviour || policy). Unlike the product, it does not grow with the length.
+    r is the ratio of each token, or of a row: the product ("sequence") or the geometric mean ("geometric") of its
+    tokens' ratios, which does not grow with the length: it is exp(-k1), with k1 the row's mean estimate of
+    KL(behaviour || policy).
 
     Args:
         logps: [B, T] log-probabilities under the policy of the trainer.
@@ -348,10 +318,10 @@ def sampling_weights(
     advantages: Array,
     mask: Array,
 ) -> Array | None:
-    """Computes the weights of the policy term of the loss; None if the config has none.
+    """Computes the weights of the policy term of the loss, [B, T] or [B, 1], without gradient.
 
-    They are the product of `truncated_importance_weights`, `sampling_mask` and `off_policy_mask`, each if it
-    is switched on. For VESPO the first is part of the row's own weight instead, see `sampling_correction`.
+    They are the product of `truncated_importance_weights`, `sampling_mask` and `off_policy_mask`, each if it is switched
+    on. For VESPO the first is part of the row's own weight instead, see `LossInputs.correction`.
 
     Args:
         cfg: The objective.
@@ -362,54 +332,37 @@ def sampling_weights(
         mask: [B, T], nonzero at the tokens that count.
 
     Returns:
-        [B, T] or [B, 1], without gradient; or None.
+        The weights; None if the config has none.
     """
-    trainer, weights = logps if old_logps is None else old_logps, []
     if cfg.mismatch is None:
         return None
-    if cfg.correction and cfg.loss_type != "vespo":
-        weights.append(_corrections(cfg.correction, trainer, behaviour_logps, mask))
-    if cfg.mismatch.mask:
+    ours, theirs, weights = logps if old_logps is None else old_logps, behaviour_logps, []
+    if cfg.loss_type != "vespo":
+        weights.append(sampling_correction(cfg, ours, theirs, mask))
+    if bounds := cfg.mismatch.mask:
+        level, highest, lowest = bounds.level, bounds.ratio_max, bounds.ratio_min
         weights.append(
-            sampling_mask(
-                trainer,
-                behaviour_logps,
-                mask,
-                level=cfg.mismatch.mask.level,
-                highest=cfg.mismatch.mask.ratio_max,
-                lowest=cfg.mismatch.mask.ratio_min,
-            )
+            sampling_mask(ours, theirs, mask, level=level, highest=highest, lowest=lowest)
         )
-    if cfg.mismatch.off_policy_threshold is not None:
-        threshold = cfg.mismatch.off_policy_threshold
-        weights.append(off_policy_mask(logps, behaviour_logps, mask, advantages, threshold))
-    return functools.reduce(jnp.multiply, weights) if weights else None
+    if (threshold := cfg.mismatch.off_policy_threshold) is not None:
+        weights.append(off_policy_mask(logps, theirs, mask, advantages, threshold))
+    factors = [factor for factor in weights if factor is not None]
+    return functools.reduce(jnp.multiply, factors) if factors else None
 
 
 def sampling_correction(
     cfg: GrpoConfig, trainer_logps: Array, behaviour_logps: Array, mask: Array
 ) -> Array | None:
-    """Computes the sampling correction for VESPO's weights, [B, T] or [B, 1]; None if the config has none.
-
-    Args:
-        cfg: The objective.
-        trainer_logps: [B, T] log-probabilities of the trainer's policy before the update.
-        behaviour_logps: [B, T] log-probabilities under the policy that sampled.
-        mask: [B, T], nonzero at the tokens that count.
-    """
-    if cfg.loss_type != "vespo" or cfg.correction is None:
+    """Computes `truncated_importance_weights` by the config; None if it has no correction."""
+    if (correction := cfg.correction) is None:
         return None
-    return _corrections(cfg.correction, trainer_logps, behaviour_logps, mask)
-
-
-def _corrections(cfg: CorrectionConfig, trainer: Array, behaviour: Array, mask: Array) -> Array:
     return truncated_importance_weights(
-        trainer, behaviour, mask, mode=cfg.mode, clip_max=cfg.clip_max, clip_min=cfg.clip_min
+        trainer_logps, behaviour_logps, mask, **dataclasses.asdict(correction)
     )
 
 
 class RowMetrics(NamedTuple):
-    """Counts of `policy_loss` for each row; each field is [B].
+    """Counts of `policy_loss` for each row, [B] each; None if the objective does not have that part.
 
     The rows of all micro-batches are concatenated or stacked (as by `jax.lax.scan`), and `summarize` computes
     the metrics of one large batch from them.
@@ -417,30 +370,23 @@ class RowMetrics(NamedTuple):
 
     tokens: Array  # tokens that count
     ratios: Array  # importance ratios that count: one per token, or one per sequence
-    low_clipped: Array | None  # ratios below 1 - epsilon, advantage negative; None for other losses
-    high_clipped: Array | None  # ratios above 1 + epsilon_high, advantage positive; likewise
-    kl: Array | None  # sum of the KL estimates; None without a reference
-    capped: Array | None = (
-        None  # ratios above the cap whose advantage is negative; None without one
-    )
-    dropped: Array | None = None  # tokens whose sampling weight is 0; None without weights
-    truncated: Array | None = None  # CISPO's ratios above its bound, advantage positive; else None
+    low_clipped: Array | None  # ratios below 1 - epsilon, advantage negative
+    high_clipped: Array | None  # ratios above 1 + epsilon_high, advantage positive
+    kl: Array | None  # sum of the KL estimates
+    capped: Array | None = None  # ratios above the cap whose advantage is negative
+    dropped: Array | None = None  # tokens whose sampling weight is 0
+    truncated: Array | None = None  # CISPO's ratios above its bound, advantage positive
     phi: Array | None = None  # VESPO's weight of the row
-    entropy: Array | None = (
-        None  # sum of the entropies of the tokens of the bonus; None without one
-    )
+    entropy: Array | None = None  # sum of the entropies of the tokens of the bonus
 
 
 def summarize(rows: RowMetrics) -> dict[str, Array]:
     """Turns counts per row into metrics under TRL's names.
 
-    `clip_ratio/{low,high,region}_mean` are fractions of all ratios, `kl` is the mean over tokens.
-    `clip_ratio/low_min` and `clip_ratio/high_max` are the smallest and largest fraction of a single
-    row; rows without tokens are left out. `clip_ratio/delta_mean` is the fraction of all ratios that
-    exceed the cap (`GrpoConfig.ratio_cap`) with a negative advantage, `sampling/masked_mean` the
-    fraction of tokens whose sampling weight is 0, `cispo_clip_ratio` the fraction of ratios that exceed
-    CISPO's bound with a positive advantage, and `vespo/phi_seq_mean` the mean of VESPO's weights over rows
-    with tokens. A metric is absent if the objective does not have that part.
+    `clip_ratio/{low,high,delta,region}_mean` and `cispo_clip_ratio` are fractions of all ratios, `sampling/masked_mean`
+    is a fraction of tokens, and `kl` a mean over tokens. `clip_ratio/low_min` and `clip_ratio/high_max` are the smallest
+    and largest fraction of a single row, and `vespo/phi_seq_mean` is a mean over rows; rows without tokens are left out.
+    A metric is absent if the objective does not have that part.
 
     Args:
         rows: counts of any shape, for example [B] or [micro-batches, B].
@@ -450,7 +396,7 @@ def summarize(rows: RowMetrics) -> dict[str, Array]:
     """
     counted = rows.ratios > 0
     per_row = jnp.maximum(rows.ratios, 1)
-    total = jnp.maximum(jnp.sum(rows.ratios), 1)
+    total, tokens = (jnp.maximum(jnp.sum(x), 1) for x in (rows.ratios, rows.tokens))
     metrics: dict[str, Array] = {}
     if rows.low_clipped is not None and rows.high_clipped is not None:
         low, high = jnp.sum(rows.low_clipped) / total, jnp.sum(rows.high_clipped) / total
@@ -466,13 +412,11 @@ def summarize(rows: RowMetrics) -> dict[str, Array]:
     if rows.phi is not None:
         metrics["vespo/phi_seq_mean"] = masked.mean(rows.phi, rows.tokens > 0)
     if rows.kl is not None:
-        metrics["kl"] = jnp.sum(rows.kl) / jnp.maximum(jnp.sum(rows.tokens), 1)
+        metrics["kl"] = jnp.sum(rows.kl) / tokens
     if rows.capped is not None:
         metrics["clip_ratio/delta_mean"] = jnp.sum(rows.capped) / total
     if rows.dropped is not None:
-        metrics["sampling/masked_mean"] = jnp.sum(rows.dropped) / jnp.maximum(
-            jnp.sum(rows.tokens), 1
-        )
+        metrics["sampling/masked_mean"] = jnp.sum(rows.dropped) / tokens
     return metrics
 
 
@@ -485,7 +429,7 @@ class LossInputs(NamedTuple):
     mask: Array  # [B, T], nonzero at the tokens that count
     ref_logps: Array | None = None  # [B, T] under the reference; needed for a KL term
     sampling_weights: Array | None = None  # [B, T] or [B, 1], see `sampling_weights`
-    correction: Array | None = None  # [B, T] or [B, 1], see `sampling_correction`
+    correction: Array | None = None  # [B, T] or [B, 1], see `sampling_correction`; used by VESPO
     entropies: Array | None = None  # [B, T], in nats; needed for an entropy bonus
     high_entropy: Array | None = None  # [B, T], nonzero at the tokens that the policy learns from
 
@@ -527,13 +471,12 @@ def policy_loss(
         sapo   f_t = sigmoid(tau (rho_t - 1)) 4 / tau A                         arXiv:2511.20347
         vespo  f_t = sg(phi(rho)) A log policy_t, see `vespo_weights`           arXiv:2602.10693
 
-    sg stops the gradient. `delta` (`GrpoConfig.ratio_cap`) bounds the unclipped term, which otherwise has
-    no bound for a negative advantage (dual clip, arXiv:1912.09729; two-sided clipping, arXiv:2505.07291).
-    CISPO clips the weight and not the update, so each token keeps a gradient; its `epsilon_high` is the
-    bound itself, as in TRL. SAPO's temperature tau is `sapo.temperature_pos` if A > 0, else
-    `sapo.temperature_neg`. A token whose sampling weight w is 0, or that is not of high entropy, still
-    counts in the denominators below. With `reference.bias_correction` the KL estimate k_t is multiplied by
-    rho_t, and gradients flow through that factor, too (arXiv:2512.02556).
+    sg stops the gradient. `delta` (`GrpoConfig.ratio_cap`) bounds the unclipped term, which otherwise has no bound for a
+    negative advantage (dual clip, arXiv:1912.09729; two-sided clipping, arXiv:2505.07291). CISPO clips the weight and
+    not the update, so each token keeps a gradient; its `epsilon_high` is the bound itself, as in TRL. SAPO's temperature
+    tau is `sapo.temperature_pos` if A > 0, else `sapo.temperature_neg`. A token whose sampling weight w is 0, or that is
+    not of high entropy, still counts in the denominators below. With `reference.bias_correction` the KL estimate k_t is
+    multiplied by rho_t, and gradients flow through that factor, too (arXiv:2512.02556).
 
     How token losses are averaged depends on `loss_type`; every sum runs over tokens that count:
 
@@ -543,12 +486,11 @@ def policy_loss(
         dapo, cispo, vespo  sum / tokens                                    arXiv:2503.14476
         bnpo     sum / tokens of this micro-batch, / num_micro_batches      arXiv:2506.02864
 
-    With an entropy bonus, the coefficient times the mean entropy over the tokens of the bonus is
-    subtracted, whatever the `loss_type`.
+    With an entropy bonus, the coefficient times the mean entropy over the tokens of the bonus is subtracted.
 
-    An optimizer batch may be divided into micro-batches whose losses and gradients are summed: pass the
-    `totals` of the whole batch, and the sum does not depend on the division, except for bnpo (this is its
-    difference from dapo). A row or batch without tokens gives loss 0 and gradient 0.
+    An optimizer batch may be divided into micro-batches whose losses and gradients are summed: pass the `totals` of the
+    whole batch, and the sum does not depend on the division, except for bnpo (this is its difference from dapo). A row
+    or batch without tokens gives loss 0 and gradient 0.
 
     Args:
         cfg: The objective.
@@ -562,7 +504,7 @@ def policy_loss(
         ValueError: for inconsistent shapes, an unknown option, or a missing `ref_logps`, `entropies` or
             `max_completion_length`.
     """
-    _check_shapes(batch)
+    _require_shapes(batch)
     mask, advantage = batch.mask, batch.advantages[:, None]
     ratio = jnp.exp(
         log_importance_ratio(batch.logps, batch.old_logps, mask, cfg.importance_sampling_level)
@@ -580,18 +522,16 @@ def policy_loss(
     tokens = jnp.sum(mask != 0, axis=1).astype(batch.logps.dtype)
     counted = mask if cfg.importance_sampling_level == "token" else (tokens > 0)[:, None]
     count = lambda which: masked.sum(which.astype(tokens.dtype), counted, axis=1)
-    clips = cfg.clips
+    bound = cfg.epsilon_high if cfg.loss_type == "cispo" else None
     metrics = RowMetrics(
         tokens=tokens,
         ratios=jnp.sum(counted != 0, axis=1).astype(tokens.dtype),
-        low_clipped=count((ratio < 1 - cfg.epsilon) & (advantage < 0)) if clips else None,
-        high_clipped=count((ratio > cfg.highest) & (advantage > 0)) if clips else None,
+        low_clipped=count((ratio < 1 - cfg.epsilon) & (advantage < 0)) if cfg.clips else None,
+        high_clipped=count((ratio > cfg.highest) & (advantage > 0)) if cfg.clips else None,
         kl=None if kl is None else masked.sum(kl, mask, axis=1),
         capped=None if cfg.ratio_cap is None else count((ratio > cfg.ratio_cap) & (advantage < 0)),
         dropped=_dropped(batch),
-        truncated=count((ratio > cfg.epsilon_high) & (advantage > 0))
-        if cfg.loss_type == "cispo" and cfg.epsilon_high is not None
-        else None,
+        truncated=None if bound is None else count((ratio > bound) & (advantage > 0)),
         phi=None if phi is None else phi[:, 0],
         entropy=_bonus_entropies(cfg, batch),
     )
@@ -607,12 +547,8 @@ def vespo_weights(cfg: GrpoConfig, batch: LossInputs) -> Array:
         phi(rho) = exp(lambda) rho^k exp(-lambda rho),     rho = product over the row's tokens of the
                                                            ratio and of its correction
 
-    with `vespo.k_pos` and `vespo.lambda_pos` where A >= 0, else `vespo.k_neg` and `vespo.lambda_neg`. As
-    in TRL the logarithm of a token's ratio is bounded by 20, that of the row's by log 1e-8 and 20.
-
-    Args:
-        cfg: The objective.
-        batch: Rows of the micro-batch.
+    with `vespo.k_pos` and `vespo.lambda_pos` where A >= 0, else `vespo.k_neg` and `vespo.lambda_neg`. As in TRL the
+    logarithm of a token's ratio is bounded by 20, that of the row's by log 1e-8 and 20.
 
     Returns:
         [B, 1], without gradient.
@@ -700,11 +636,7 @@ def _token_kls(cfg: GrpoConfig, batch: LossInputs, ratio: Array) -> Array | None
 
 
 def _averaged(
-    loss_type: str,
-    token_loss: Array,
-    mask: Array,
-    tokens: Array,
-    totals: BatchTotals,
+    loss_type: str, token_loss: Array, mask: Array, tokens: Array, totals: BatchTotals
 ) -> Array:
     """Averages token losses [B, T] into the loss of a micro-batch; `tokens` [B] counts each row's tokens."""
     rows = len(mask) if totals.rows is None else totals.rows
@@ -727,19 +659,13 @@ def _averaged(
     raise ValueError(f"loss_type must be one of {known}; got {loss_type!r}")
 
 
-def _check_shapes(batch: LossInputs) -> None:
+def _require_shapes(batch: LossInputs) -> None:
     rows, length = batch.logps.shape
-    expected: dict[str, list[tuple[int, ...]]] = {
-        "old_logps": [(rows, length)],
-        "advantages": [(rows,)],
-        "mask": [(rows, length)],
-        "ref_logps": [(rows, length)],
-        "sampling_weights": [(rows, length), (rows, 1)],
-        "correction": [(rows, length), (rows, 1)],
-        "entropies": [(rows, length)],
-        "high_entropy": [(rows, length)],
-    }
-    for name, shapes in expected.items():
-        shape = getattr(getattr(batch, name), "shape", None)
+    of_tokens = [(rows, length)]
+    others = {"advantages": [(rows,)]} | dict.fromkeys(
+        ("sampling_weights", "correction"), [*of_tokens, (rows, 1)]
+    )
+    for name, value in batch._asdict().items():
+        shape, shapes = getattr(value, "shape", None), others.get(name, of_tokens)
         allowed = " or ".join(map(str, shapes))
         require(shape in (None, *shapes), name, shape, f"must be {allowed} beside logps")

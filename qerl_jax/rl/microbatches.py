@@ -12,15 +12,14 @@ import numpy as np
 from qerl_jax.config import OptimConfig
 from qerl_jax.model import packing
 from qerl_jax.model.architecture import Architecture
+from qerl_jax.system.checked import require
 
 # Sizes of micro-batches: (divisor of the token budget, factor on attention rows per token compared with full size).
 _SIZES = ((1, 1), (2, 1), (12, 2))
 # The same if all rows have one width, so that there are fewer other shapes.
 _SIZES_OF_ONE_WIDTH = ((1, 1), (2, 1), (4, 2), (16, 4))
-# Tokens of the largest micro-batch by default.
-_TOKENS = 8192
-# Tokens of the smallest micro-batch.
-_FEWEST = 128
+# Tokens of the largest micro-batch by default, and of the smallest.
+_TOKENS, _FEWEST = 8192, 128
 # Token slots of the attention rows, as multiples of a micro-batch's tokens: in the widest rows, the middle ones and
 # the narrowest. Slots of short rows cost little, so there are more of them.
 _SLOTS = (1, 1.5, 2)
@@ -89,13 +88,12 @@ class Rows:
 
     def take(self, chosen: np.ndarray) -> Self:
         """Returns some of the rows, by indices or a mask [N]."""
-        return type(self)(*(getattr(self, f.name)[chosen] for f in dataclasses.fields(self)))
+        return type(self)(*(x[chosen] for x in vars(self).values()))
 
     def in_slots(self, slots: np.ndarray) -> Self:
         """Returns the rows of a micro-batch by their indices int [n]; -1 gives an empty row, with number -1."""
-        values = (self.numbers, self.lengths, self.prompts, self.prompt_lengths)
-        padded = (np.append(x, fill) for x, fill in zip(values, _EMPTY_ROW, strict=True))
-        return type(self)(*(x[slots] for x in padded))
+        values = zip(vars(self).values(), _EMPTY_ROW, strict=True)
+        return type(self)(*(np.append(x, fill)[slots] for x, fill in values))
 
     @property
     def tokens(self) -> int:
@@ -171,17 +169,14 @@ def shapes(
         completion_width: The most tokens of a completion.
         group: Completions that share a prompt.
         max_rows: The most rows that are ever divided at once.
-        overhead: See the function `overhead`.
+        overhead: See the function `overhead`; only the choice between the shapes depends on it.
 
     Raises:
         ValueError: If the longest row does not fit into the budget.
     """
     longest = prompt_width + completion_width
-    if budget < longest:
-        raise ValueError(
-            f"max_tokens_per_microbatch: got {budget}; must hold a prompt and a completion, "
-            f"{prompt_width} + {completion_width} tokens"
-        )
+    rule = f"must hold a prompt and a completion, {prompt_width} + {completion_width} tokens"
+    require(budget >= longest, "max_tokens_per_microbatch", budget, rule)
     # Tokens of the longest row, with its share of a prompt that the group has in common.
     longest_share = completion_width + prompt_width / group
     chosen = []
@@ -203,49 +198,35 @@ def shapes(
 
 
 def update_shapes(
-    optim: OptimConfig,
-    loss_type: str,
-    *,
-    group: int,
-    prompt_width: int,
-    completion_width: int,
-    overhead: float = 0.0,
+    optim: OptimConfig, loss_type: str, *, group: int, overhead: float = 0.0, **widths: int
 ) -> tuple[Shape, ...]:
     """Returns all shapes that the micro-batches of an update can have.
 
     Args:
         optim: Sizes of optimizer batches and micro-batches.
         loss_type: For "bnpo" micro-batches have a fixed number of rows.
-        group: Completions that share a prompt.
-        prompt_width: The most tokens of a prompt.
-        completion_width: The most tokens of a completion.
-        overhead: See the function `overhead`; only the choice between the shapes depends on it.
+        group: See `shapes`.
+        overhead: See `shapes`.
+        **widths: `prompt_width` and `completion_width` of `shapes`.
     """
-    widths = {"prompt_width": prompt_width, "completion_width": completion_width}
     micro_rows = optim.per_device_train_batch_size
     rows = micro_rows * optim.gradient_accumulation_steps
     if loss_type == "bnpo":
         # Rows of a prompt are neighbours in groups of this size.
         prompts = micro_rows // math.gcd(micro_rows, math.gcd(rows, group))
         return shapes_of_rows(micro_rows, prompts=prompts, **widths)
-    budget = token_budget(optim, group=group, **widths)
-    return shapes(
-        budget,
-        group=math.gcd(rows, group),
-        max_rows=rows,
-        overhead=overhead,
-        **widths,
-    )
+    budget, sharing = token_budget(optim, group=group, **widths), math.gcd(rows, group)
+    return shapes(budget, group=sharing, max_rows=rows, overhead=overhead, **widths)
 
 
 def token_budget(
     optim: OptimConfig, *, group: int, prompt_width: int, completion_width: int
 ) -> int:
-    """Returns the most tokens of a micro-batch; arguments as for `update_shapes`.
+    """Returns the most tokens of a micro-batch; arguments as for `shapes`.
 
-    By default it is 8192, but at least the longest row, and at most all rows of an optimizer step. More tokens would
-    not make matrix products faster, and the division would be coarser. If two of the longest rows have a little more
-    than 8192 tokens, the default is their size, so that one such row fills half a micro-batch.
+    By default it is 8192, but at least the longest row, and at most all rows of an optimizer step: more tokens would
+    not make matrix products faster. If two of the longest rows have a little more than 8192 tokens, the default is
+    their size, so that one such row fills half a micro-batch.
     """
     if optim.max_tokens_per_microbatch is not None:
         return optim.max_tokens_per_microbatch
@@ -295,16 +276,11 @@ def divide(rows: Rows, shapes: Sequence[Shape]) -> list[MicroBatch]:
 
 
 def divide_for(rows: Rows, shapes: Sequence[Shape], devices: int) -> list[MicroBatch]:
-    """Divides rows as `divide` does, but with smaller micro-batches if large ones would leave devices idle.
+    """Divides rows as `divide` does, but with smaller micro-batches if large ones would leave some `devices` idle.
 
     It tries micro-batches of at most the whole budget of tokens, then a half, and so on; only rows that are too long
     for these get larger ones. It returns the first division in which no device exceeds its share of the work by more
     than 5%, else the one with the least work for the busiest device.
-
-    Args:
-        rows: See `divide`.
-        shapes: See `divide`.
-        devices: Number of devices.
     """
     if devices == 1:
         return divide(rows, shapes)
@@ -332,29 +308,22 @@ def sets_of_one_shape(
 
     Incomplete sets are filled up with micro-batches without rows, which have no index.
     """
+    if width == 1:
+        return [((number,), [batch]) for number, batch in enumerate(batches)]
     by_shape: dict[Shape, list[int]] = {}
     for number, batch in enumerate(batches):
         by_shape.setdefault(batch.shape, []).append(number)
-    if width == 1:
-        return [((number,), [batch]) for number, batch in enumerate(batches)]
-    sets = [
-        (numbers, [batches[number] for number in numbers])
-        for of_shape in by_shape.values()
-        for numbers in itertools.batched(of_shape, width)
-    ]
-    empty = lambda like: MicroBatch(like.shape, empty_rows(len(like.rows.numbers)))
-    return [
-        (numbers, [*chosen, *[empty(chosen[0])] * (width - len(chosen))])
-        for numbers, chosen in sets
-    ]
+    sets = []
+    for shape, of_shape in by_shape.items():
+        for numbers in itertools.batched(of_shape, width):
+            chosen = [batches[number] for number in numbers]
+            empty = MicroBatch(shape, empty_rows(len(chosen[0].rows.numbers)))
+            sets.append((numbers, chosen + [empty] * (width - len(chosen))))
+    return sets
 
 
 def assign(batches: Sequence[MicroBatch], devices: int) -> list[int]:
-    """Distributes micro-batches, the costliest first, each to the device with the least work so far.
-
-    Returns:
-        The index of each micro-batch's device.
-    """
+    """Distributes micro-batches, the costliest first, to the device with the least work so far; returns its index."""
     loads, owners = np.zeros(devices), [0] * len(batches)
     for number in sorted(range(len(batches)), key=lambda n: -batches[n].shape.cost):
         owners[number] = int(np.argmin(loads))
@@ -414,16 +383,13 @@ class _Filling:
         free = [n - len(a) for (n, _), a in zip(self.shape.arrays, self.arrays, strict=True)]
         numbers = []
         for i in chosen:
-            # Finds the narrowest array that is wide enough and has a free row.
-            number = len(free) - 1
-            while number >= 0 and (
-                free[number] == 0 or self.shape.arrays[number][1] < self.spans[i]
-            ):
-                number -= 1
-            if number < 0:
+            wide = [
+                n for n, (_, w) in enumerate(self.shape.arrays) if free[n] and w >= self.spans[i]
+            ]
+            if not wide:
                 return False
-            free[number] -= 1
-            numbers.append(number)
+            free[wide[-1]] -= 1  # the narrowest, which comes last
+            numbers.append(wide[-1])
         for i, number in zip(chosen, numbers, strict=True):
             self.arrays[number].append(i)
         self.prompts.add(prompt)
@@ -440,17 +406,12 @@ class _Filling:
 
 def _fill(shape: Shape, groups: list[list[int]], rows: Rows, spans: np.ndarray) -> _Filling:
     """Fills a micro-batch of a shape with rows by prompt, longest first."""
-    filling, taken = _Filling(shape, rows, spans), set()
-
-    def take_singly(group):
-        taken.update(i for i in group if i not in taken and filling.take([i]))
-
-    take_singly(groups[0])
-    for group in groups[1:]:
-        if filling.take(group):
-            taken.update(group)
-    for group in groups[1:]:
-        take_singly(group)
+    filling, (first, *others) = _Filling(shape, rows, spans), groups
+    for i in first:
+        filling.take([i])
+    for group in [group for group in others if not filling.take(group)]:
+        for i in group:
+            filling.take([i])
     return filling
 
 

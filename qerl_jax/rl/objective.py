@@ -48,12 +48,11 @@ def token_logps(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the log-probability of every completion token, and the entropy of its distribution.
 
-    Each prompt is computed once for all of its completions. If rows have their own noise, `variables` has it as
-    `RowNoise`, and it is computed from the rows' numbers.
+    Each prompt is computed once for all of its completions.
 
     Args:
         model: The policy.
-        variables: Its collections `frozen`, `params` (the adapter) and `noise`.
+        variables: Its collections `frozen`, `params` (the adapter) and `noise`, which may be a `RowNoise`.
         batch: The completions and their prompts, T tokens: see `Experience.pack`.
         temperature: Divides the logits.
         num_tokens: Number of ids that the tokenizer has.
@@ -109,12 +108,8 @@ def loss(
         `update_metrics.drift`, and the sum of the entropies in nats.
     """
     cfg, lora, layout = objective.grpo, objective.model.lora, batch.packing
-    logps, entropies = token_logps(
-        objective.model,
-        _variables(params, frozen, noise),
-        batch,
-        temperature=objective.temperature,
-        num_tokens=objective.num_tokens,
+    logps, entropies = _of_policy(
+        *(objective, params, frozen, noise, batch),
         remat=objective.remat,
         dropout_key=dropout_key if lora is not None and lora.dropout else None,
         entropy_slopes=cfg.entropy is not None,
@@ -137,7 +132,9 @@ def loss(
         mask,
         fixed.get("ref_logps"),
         weights,
-        correction=grpo.sampling_correction(cfg, old_logps, behaviour_logps, mask),
+        correction=grpo.sampling_correction(cfg, old_logps, behaviour_logps, mask)
+        if cfg.loss_type == "vespo"
+        else None,
         entropies=layout.by_row(entropies) if cfg.entropy else None,
         high_entropy=fixed.get("high_entropy"),
     )
@@ -153,11 +150,11 @@ def score(objective, params, frozen, noise, batch, adapter, of="logps"):
     """Computes log-probabilities of the tokens of a micro-batch, or entropies of their distributions.
 
     Args:
-        objective: The policy and its loss; static.
-        params: The trained parameters.
-        frozen: The rest of the policy.
-        noise: AQN's noise, or None.
-        batch: A `PackedRows` of T tokens. If devices share a base, its arrays have a leading axis [group].
+        objective: See `loss`; static.
+        params: See `loss`.
+        frozen: See `loss`.
+        noise: See `loss`.
+        batch: T tokens. If devices share a base, its arrays have a leading axis [group].
         adapter: Whether the adapter is applied; static.
         of: "logps" or "entropies"; static.
 
@@ -167,14 +164,7 @@ def score(objective, params, frozen, noise, batch, adapter, of="logps"):
     """
 
     def scored(params, frozen, noise, batch):
-        logps, entropies = token_logps(
-            objective.model,
-            _variables(params, frozen, noise),
-            batch,
-            temperature=objective.temperature,
-            num_tokens=objective.num_tokens,
-            adapter=adapter,
-        )
+        logps, entropies = _of_policy(objective, params, frozen, noise, batch, adapter=adapter)
         return {"logps": logps, "entropies": entropies}[of]
 
     in_group = sharding.in_group(objective.model.group, scored, own=(3,), gives_own=True)
@@ -190,5 +180,8 @@ def compiler_options(objective: Objective) -> dict[str, bool]:
     return {} if objective.remat == "layer" else {"xla_gpu_enable_dynamic_slice_fusion": False}
 
 
-def _variables(params, frozen, noise):
-    return {"params": params, "frozen": frozen} | ({} if noise is None else {"noise": noise})
+def _of_policy(objective, params, frozen, noise, batch, **options):
+    """Returns `token_logps` of the objective's policy."""
+    variables = {"params": params, "frozen": frozen} | ({} if noise is None else {"noise": noise})
+    scale = {"temperature": objective.temperature, "num_tokens": objective.num_tokens}
+    return token_logps(objective.model, variables, batch, **scale, **options)

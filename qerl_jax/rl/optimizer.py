@@ -57,7 +57,7 @@ def step(
     opt_state: Any,
     params: Any,
 ) -> tuple[Any, Any]:
-    """Does one step of an optimizer, or none if `keep` is false.
+    """Does one step of an optimizer, or none if `keep` is false; returns the parameters and the state of `tx`.
 
     This is a branch, not a selection between the new and the old state. So XLA updates the state in
     place, and a step needs no second copy of the moments.
@@ -65,13 +65,10 @@ def step(
     Args:
         tx: Any optax transformation; its updates are multiplied by the rate and subtracted.
         rate: Learning rate, a scalar.
-        keep: Whether the step is made, a scalar; if it is false, nothing changes.
+        keep: Whether the step is made, a scalar.
         grads: Gradients, a tree like `params`.
         opt_state: State of `tx`.
         params: Float32 tree.
-
-    Returns:
-        The parameters and the state of `tx` after the step.
     """
 
     def moved(grads, opt_state, params):

@@ -1,7 +1,7 @@
 """Samples completions of problems, and computes their rewards."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,14 +11,13 @@ from qerl_jax.config import RolloutConfig
 from qerl_jax.data.datasets import Problem, collate
 from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.distributed.hosts import Hosts
-from qerl_jax.distributed.mesh import Replicas
 from qerl_jax.generation.sampler import Sampler, row_keys
 from qerl_jax.generation.sampling_params import EngineLimits, from_section
 from qerl_jax.model.transformer import Transformer
 from qerl_jax.rewards import scoring
 from qerl_jax.rl import grpo
 from qerl_jax.system.checked import require
-from qerl_jax.tools.conversations import Conversation, Tools
+from qerl_jax.tools.conversations import Conversation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,10 +94,6 @@ def make_sampler(
     model: Transformer,
     tokenizer: Tokenizer,
     cfg: RolloutConfig,
-    *,
-    max_prompt_length: int,
-    tools: Tools | None = None,
-    replicas: Replicas = Replicas(),
     **options: Any,
 ) -> Sampler:
     """Makes a sampler from a config.
@@ -107,22 +102,11 @@ def make_sampler(
         model: The policy.
         tokenizer: The policy's tokenizer.
         cfg: The sampling options.
-        max_prompt_length: The most tokens of a prompt.
-        tools: Tools that the policy may call.
-        replicas: The devices that sample.
-        **options: `entropies`, for rollouts with the sampler's entropies; `poll` and `row_lengths` of `Engine`.
+        **options: `max_prompt_length`, `tools` and `replicas` of `Sampler.of`; `entropies`, for rollouts with the
+            sampler's entropies; `poll` and `row_lengths` of `Engine`.
     """
-    return Sampler.of(
-        model,
-        tokenizer,
-        from_section(cfg),
-        EngineLimits.of(cfg),
-        max_prompt_length=max_prompt_length,
-        tools=tools,
-        replicas=replicas,
-        compact=cfg.compact,
-        **options,
-    )
+    params, limits = from_section(cfg), EngineLimits.of(cfg)
+    return Sampler.of(model, tokenizer, params, limits, compact=cfg.compact, **options)
 
 
 def collect(
@@ -156,7 +140,9 @@ def collect(
     completions = sampler.ask(variables, problems, keys, groups=groups, on_text=on_text)
     done = sorted(completions, key=lambda completion: completion.row.row)
     rows, firsts = [completion.row for completion in done], done[:: sampler.params.n]
-    entropies = _unless_none(row.entropies for row in rows)
+    total = lambda entropies: float(np.sum(entropies, dtype=np.float64))
+    # None if rows have no entropies, masks or conversations.
+    present = lambda values: tuple(value for value in values if value is not None) or None
     return Rollout(
         problems=tuple(first.problem for first in firsts),
         prompt_ids=tuple(first.prompt_ids for first in firsts),
@@ -164,17 +150,10 @@ def collect(
         completion_ids=tuple(row.tokens for row in rows),
         behaviour_logps=tuple(row.behaviour_logps for row in rows),
         stopped=tuple(row.ended == "stop" for row in rows),
-        entropies=None
-        if entropies is None
-        else tuple(float(np.sum(of_row, dtype=np.float64)) for of_row in entropies),
-        observation_mask=_unless_none(row.given for row in rows),
-        conversations=_unless_none(completion.conversation for completion in done),
+        entropies=present(None if x is None else total(x) for x in (row.entropies for row in rows)),
+        observation_mask=present(row.given for row in rows),
+        conversations=present(completion.conversation for completion in done),
     )
-
-
-def _unless_none[Value](values: Iterable[Value | None]) -> tuple[Value, ...] | None:
-    """Returns the values of all rows; None if rows have none."""
-    return tuple(value for value in values if value is not None) or None
 
 
 def score(
@@ -187,9 +166,6 @@ def score(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Computes the rewards of a rollout: each function is called once, on all B rows, with TRL's arguments.
 
-    Prompts and columns come from the problems, each repeated for its G rows. `grpo.combine_rewards` combines the
-    functions' rewards of a row.
-
     Args:
         rollout: The completions to judge.
         functions: Names and functions, from `scoring.resolve`.
@@ -200,22 +176,19 @@ def score(
             others.
 
     Returns:
-        The combined rewards, float32 [P, G], NaN where every function abstained; and the rewards of each
-        function, float32 [B, number of functions], NaN where it abstained.
+        The rewards combined by `grpo.combine_rewards`, float32 [P, G], NaN where every function abstained; and the
+        rewards of each function, float32 [B, number of functions], NaN where it abstained.
 
     Raises:
         RewardError: If a function raises, or does not return one finite number or None per row.
         ValueError: If the numbers of weights and functions differ, or a column has the name of an argument.
     """
     weights = [1.0] * len(functions) if weights is None else weights
-    require(
-        len(weights) == len(functions),
-        "weights",
-        len(weights),
-        f"must be one for each of {len(functions)} functions",
-    )
+    rule = f"must be one for each of {len(functions)} functions"
+    require(len(weights) == len(functions), "weights", len(weights), rule)
     group = rollout.num_generations
-    prompts, columns = collate([problem for problem in rollout.problems for _ in range(group)])
+    problems = [problem for problem in rollout.problems for _ in range(group)]
+    prompts, columns = collate(problems)
     talks = rollout.conversations
     if talks is None:
         completions = list(map(scoring.as_completion, prompts, rollout.texts))
@@ -226,17 +199,8 @@ def score(
         ]
         if talks[0].public is not None:
             columns["environments"] = [talk.snapshot for talk in talks]
-    per_function = hosts.told(
-        lambda: scoring.evaluate(
-            functions,
-            prompts,
-            completions,
-            [ids.tolist() for ids in rollout.completion_ids],
-            columns,
-            extras,
-            record,
-            rows=[problem.row for problem in rollout.problems for _ in range(group)],
-        )
-    )
+    ids, rows = [ids.tolist() for ids in rollout.completion_ids], [p.row for p in problems]
+    judged = (functions, prompts, completions, ids, columns, extras, record)
+    per_function = hosts.told(lambda: scoring.evaluate(*judged, rows=rows))
     combined = grpo.combine_rewards(per_function, np.asarray(weights, np.float32))
     return np.asarray(combined).reshape(-1, group), per_function

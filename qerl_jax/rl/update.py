@@ -86,19 +86,15 @@ def init_state(
         keep_reference: Whether to keep a copy of `params` as the reference policy.
         control: Initial state of an adaptive entropy bonus; None without one.
     """
+    copied = jax.jit(lambda params: jax.tree.map(jnp.copy, params))
     return TrainState(
         step=jnp.int32(0),
         params=params,
         opt_state=optimizer.transformation(cfg).init(params),
         skipped=jnp.int32(0),
-        reference=_copied(params) if keep_reference else None,
+        reference=copied(params) if keep_reference else None,
         entropy=jax.tree.map(jnp.asarray, control),
     )
-
-
-@jax.jit
-def _copied(params):
-    return jax.tree.map(jnp.copy, params)
 
 
 @jax.jit
@@ -114,9 +110,8 @@ def _accumulator(objective: Objective):
     )
     def accumulate(sums, *micro_batch):
         # Sums, rows and dropout key (arguments 0, 4 and 6) differ between the devices of a replica.
-        return sharding.in_group(
-            objective.model.group, added, own=(0, 4, 6), gives_own=(True, True)
-        )(sums, *micro_batch)
+        sharded = {"own": (0, 4, 6), "gives_own": (True, True)}
+        return sharding.in_group(objective.model.group, added, **sharded)(sums, *micro_batch)
 
     def added(sums, *micro_batch):
         (value, counts), grads = gradient(objective, *micro_batch)
@@ -201,13 +196,11 @@ class Updater:
 
     A rollout is shuffled with the key, and divided into optimizer batches of m * a rows; rows of a prompt stay
     together if an optimizer batch can hold them. All `num_iterations` passes use the same order, as in TRL. An
-    optimizer batch is divided into micro-batches of at most `max_tokens_per_microbatch` tokens, with little padding
-    (`microbatches.divide`). For `bnpo`, whose value depends on this division, there are `a` micro-batches of m rows.
-    Gradients are summed, so memory is needed for one micro-batch at a time. A program is compiled for each shape of
-    micro-batches: at most five, or six with bnpo.
-
-    With several devices the micro-batches are distributed. The devices' sums are added up once, before the
-    optimizer's step, which each device computes.
+    optimizer batch is divided into micro-batches of at most `max_tokens_per_microbatch` tokens (`microbatches.divide`),
+    or for `bnpo`, whose value depends on this division, into `a` micro-batches of m rows. Gradients are summed, so
+    memory is needed for one micro-batch at a time. A program is compiled for each shape of micro-batches: at most five,
+    or six with bnpo. With several devices the micro-batches are distributed, and the devices' sums are added up once,
+    before the optimizer's step, which each device computes.
 
     Attributes:
         objective: The policy and its loss.
@@ -253,12 +246,9 @@ class Updater:
 
         Returns:
             The new state, and metrics: scalars, mostly means over the optimizer steps, under TRL's names.
-            `sampling/...` compare the policy before its first step with the sampler, on the rows of that step;
-            `sampling/kl` and `sampling/kl_k3` estimate KL(sampler || policy), in nats per token. These, `entropy`,
-            `kl` and `clip_ratio/...` cover only the computed rows; without a KL term and an entropy bonus these are
-            the rows with an advantage. `update/rows` is their mean number in an optimizer step. `update/padding` is
-            the share of the tokens through the linears that were padding or repeated prompts. `update/programs` is
-            the number of different shapes of micro-batches.
+            `sampling/...` compare the policy before its first step with the sampler, on the rows of that step. These,
+            `entropy`, `kl` and `clip_ratio/...` cover only the computed rows; without a KL term and an entropy bonus
+            these are the rows with an advantage. `update/...` are those of `_packing_metrics`.
         """
         order_key, step_key = jax.random.split(key)
         schedule_step = int(state.step) if schedule_step is None else schedule_step
@@ -273,25 +263,13 @@ class Updater:
             rows, policy = batches[index % len(batches)], (state.params, frozen, noise)
             per_token = fixed | _high_entropy(learner, policy, experience, rows)
             coef = _entropy_coef(cfg, state.entropy)
+            parts, dropout_key = divided[index % len(batches)], jax.random.fold_in(step_key, index)
             sums, counts = summed_gradient(
-                learner,
-                policy,
-                experience,
-                per_token,
-                rows,
-                divided[index % len(batches)],
-                jax.random.fold_in(step_key, index),
-                coef,
+                learner, policy, experience, per_token, rows, parts, dropout_key, coef
             )
-            state, metrics = apply(
-                state,
-                sums,
-                np.any(learns[rows]),
-                np.int32(schedule_step + index),
-                grpo_cfg=cfg,
-                optim_cfg=self.optim,
-                total_steps=self.total_steps,
-            )
+            has_signal, now = np.any(learns[rows]), np.int32(schedule_step + index)
+            static = {"optim_cfg": self.optim, "total_steps": self.total_steps}
+            state, metrics = apply(state, sums, has_signal, now, grpo_cfg=cfg, **static)
             # The earlier state was donated and is lost, so from here on the rollout must be finished.
             learner = dataclasses.replace(self, poll=lambda: None)
             metrics, counts = jax.device_get((metrics, counts))
@@ -308,19 +286,10 @@ class Updater:
                 control = jax.device_get(state.entropy)
                 metrics["entropy_coef"] = coef if control is None else control.coef
             if self.on_non_finite and metrics["updates/non_finite"]:
-                self.on_non_finite(
-                    NonFinite(
-                        int(state.step) - 1,
-                        params=state.params,
-                        experience=experience.take(rows),
-                        fixed={
-                            name: x[experience.tokens_of(rows.reshape(-1))]
-                            for name, x in per_token.items()
-                        },
-                        noise=noise,
-                        entropy_coef=coef,
-                    )
-                )
+                index_of_tokens = experience.tokens_of(rows.reshape(-1))
+                of_rows = {name: x[index_of_tokens] for name, x in per_token.items()}
+                step, taken = int(state.step) - 1, experience.take(rows)
+                self.on_non_finite(NonFinite(step, state.params, taken, of_rows, noise, coef))
         metrics = update_metrics.reduced(records) | update_metrics.of_sampling(records[0][2])
         return state, metrics | _packing_metrics(experience, divided)
 
@@ -330,9 +299,7 @@ def make_updater(
     model: transformer.Transformer,
     num_tokens: int,
     total_steps: int,
-    on_non_finite: Callable[[NonFinite], None] | None = None,
-    replicas: Replicas = Replicas(),
-    poll: Callable[[], None] = lambda: None,
+    **options: Any,
 ) -> Updater:
     """Makes an updater from a config.
 
@@ -341,27 +308,17 @@ def make_updater(
         model: The policy.
         num_tokens: Number of ids that the tokenizer has.
         total_steps: Optimizer steps of the whole run.
-        on_non_finite: See `Updater`.
-        replicas: See `Updater`.
-        poll: See `Updater`.
+        **options: `on_non_finite`, `replicas` and `poll` of `Updater`.
     """
     remat = cfg.model.gradient_checkpointing
     assert remat != "auto", "the plan chooses it"
     return Updater(
-        Objective(
-            model,
-            cfg.grpo,
-            temperature=cfg.rollout.temperature,
-            num_tokens=num_tokens,
-            remat=remat,
-        ),
+        Objective(model, cfg.grpo, cfg.rollout.temperature, num_tokens, remat),
         cfg.optim,
         total_steps,
         max_prompt_length=cfg.data.max_prompt_length,
         max_completion_length=cfg.rollout.max_completion_length,
-        on_non_finite=on_non_finite,
-        replicas=replicas,
-        poll=poll,
+        **options,
     )
 
 
@@ -388,8 +345,7 @@ def anchors(
         fixed["old_logps"] = _scores(updater, (state.params, frozen, noise), experience, rows)
     if cfg.reference is not None:
         adapter = state.reference is not None
-        params = state.reference if adapter else state.params
-        policy = (params, frozen, None)
+        policy = (state.reference if adapter else state.params, frozen, None)
         fixed["ref_logps"] = _scores(updater, policy, experience, rows, adapter=adapter)
     return fixed
 
@@ -425,18 +381,11 @@ def _computed[Result](
     compute: Callable[[Sequence[int], Sequence[microbatches.MicroBatch], int], Result],
     program: Any,
 ) -> list[Result]:
-    """Computes a result for each micro-batch; replicas compute in parallel.
+    """Computes a result for each micro-batch, in their order; replicas compute in parallel.
 
-    Args:
-        updater: The updater that computes them.
-        batches: The micro-batches.
-        compute: Called as compute(numbers, micro-batches, replica) with one micro-batch per device of replica number
-            `replica` of this host, all of one shape, and their indices in `batches`. If a replica has several devices,
-            arrays of the result have a leading axis for them.
-        program: Identifies the program.
-
-    Returns:
-        The results, in the order of `batches`. With several hosts or devices per replica, arrays are on the host.
+    `compute` is called with one micro-batch per device of a replica of this host, all of one shape, with their indices
+    in `batches`, and with the replica's number. If a replica has several devices, arrays of the result have a leading
+    axis for them. `program` identifies the program. With several hosts or devices per replica, results are on the host.
     """
     replicas = updater.replicas
     sets = microbatches.sets_of_one_shape(batches, replicas.group)
@@ -472,10 +421,9 @@ def _computed[Result](
 def _high_entropy(
     updater: Updater, policy: Policy, experience: Experience, rows: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Returns the mask float32 [N] of tokens of an optimizer batch [n, k] that the policy learns from.
+    """Returns the mask float32 [N] of high-entropy tokens of an optimizer batch [n, k], or {} without a quantile.
 
-    The result is empty if it learns from all tokens. All rows with tokens are computed, even those without a signal,
-    because the quantile is that of the whole batch.
+    All rows with tokens are computed, because the quantile is that of the whole batch.
     """
     quantile = updater.objective.grpo.top_entropy_quantile
     if quantile == 1:
@@ -521,12 +469,9 @@ def micro_batches(
     the tokens of a micro-batch, all rows are kept.
     """
     chosen, cfg = rows.reshape(-1), updater.objective.grpo
-    if cfg.loss_type == "bnpo":
-        return divide_rows(updater, experience, chosen)
-    learned = chosen[_learns(cfg, experience)[chosen]]
+    learned = chosen[_learns(cfg, experience)[chosen] | (cfg.loss_type == "bnpo")]
     if len(learned):
         return divide_rows(updater, experience, learned)
-    # The last micro-batch is kept, only to compare policy and sampler.
     return divide_rows(updater, experience, _with_tokens(experience, chosen))[-1:]
 
 
@@ -546,7 +491,7 @@ def summed_gradient(
         updater: The updater that computes them.
         policy: The policy that learns.
         experience: The rollout.
-        fixed: Its fixed log-probabilities, see `anchors`, and the mask of high-entropy tokens, if they are used.
+        fixed: See `NonFinite.fixed`, for the whole rollout.
         rows: int [n, k], indices of the batch's rows.
         batches: The micro-batches of these rows.
         key: Key of LoRA's dropout.
@@ -648,7 +593,11 @@ def _rows_of(divided: Sequence[Sequence[microbatches.MicroBatch]]) -> np.ndarray
 def _packing_metrics(
     experience: Experience, divided: Sequence[Sequence[microbatches.MicroBatch]]
 ) -> dict[str, float]:
-    """Returns metrics of packing: the number of computed rows, the share of padding, and the number of shapes."""
+    """Returns metrics of packing.
+
+    `update/rows` is the mean number of computed rows in an optimizer step, `update/padding` the share of the tokens
+    through the linears that were padding or repeated prompts, and `update/programs` the number of different shapes.
+    """
     real = sum(experience.rows_to_divide(_rows_of([part])).tokens for part in divided)
     shapes = [batch.shape for part in divided for batch in part]
     return {

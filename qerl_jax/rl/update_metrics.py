@@ -12,14 +12,11 @@ from qerl_jax.rl.experience import PackedRows
 
 
 def drift(logps: jax.Array, batch: PackedRows) -> dict[str, jax.Array]:
-    """Measures how far the policy is from the sampler, on the tokens of one micro-batch.
+    """Measures how far the policy is from the sampler on a micro-batch: sums and extremes over its T tokens.
 
     Args:
         logps: float32 [T], the policy's log-probabilities in nats.
         batch: The micro-batch, with those of the sampler.
-
-    Returns:
-        Sums and extremes over the tokens, each a scalar; `differences` is float32 [T].
     """
     mask = batch.mask
     difference = jnp.where(mask, logps - batch.behaviour_logps, 0.0)
@@ -67,13 +64,10 @@ def of_sampling(drift: dict[str, np.ndarray]) -> dict[str, Any]:
     Args:
         drift: The results of `drift` for all micro-batches of the step, joined by `joined`.
     """
-    tokens = max(drift["tokens"].sum(), 1)
-    lowest = drift["ratio_min"].min()
-    differences = drift["differences"]
+    count, lowest = drift["tokens"].sum(), drift["ratio_min"].min()
+    tokens, differences = max(count, 1), drift["differences"]
     # Without tokens the list is a single 0. NaN is kept: the step is skipped, and the metrics show it.
-    differences = np.append(
-        differences[~(differences < 0)], np.zeros(int(drift["tokens"].sum() == 0))
-    )
+    differences = np.append(differences[~(differences < 0)], np.zeros(int(count == 0)))
     with np.errstate(invalid="ignore"):  # between two infinite values
         p99 = np.quantile(differences, 0.99)
     return {
