@@ -139,7 +139,7 @@ def test_the_fused_layers_take_the_cases_that_the_list_says_and_no_others(mesh):
         shared = {name: mesh.get(name, 1) for name in ("fsdp", "tensor")}
         full, dtype = case["trains"] == "full", jnp.dtype(case["dtype"])
         model = Transformer(arch, case["weights"], cfg.lora, dtype, full=full, **shared).own_part
-        own_noise = cfg.noise is not None and cfg.noise.per != "rollout"
+        own_noise = cfg.has_row_noise
         with runtime.on(runtime.H200):
             reason = fused_decode.supports(model, min(case["rows"], 128), own_noise=own_noise)
         # The engine asks for up to 128 rows only.

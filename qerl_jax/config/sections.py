@@ -660,6 +660,11 @@ class RunConfig(Checked):
         return across_sections(self)
 
     @property
+    def has_row_noise(self) -> bool:
+        """Whether rows differ in their noise while completions are sampled."""
+        return self.noise is not None and self.noise.per != "rollout"
+
+    @property
     def keeps_reference(self) -> bool:
         """Whether the reference policy is a copy of what trains, and not the base."""
         reference = self.grpo.reference

@@ -79,7 +79,7 @@ class Card:
             model = memory.sampled_policy(cfg)
             most = fused_decode.MAX_ROWS
             rows = min(cfg.generation_batch_size, cfg.rollout.max_concurrent or most, most)
-            options = {"own_noise": cfg.noise is not None and cfg.noise.per != "rollout"}
+            options = {"own_noise": cfg.has_row_noise}
             tested = "run on an H200 only" if self.capability == "9.0" else "compiled, never run"
             kinds = f"{runtime.tensor_core_type()} (extra triton; {tested})"
             names = {"hopper": "Hopper kernels", "portable": f"portable kernels, in {kinds}"}

@@ -80,10 +80,10 @@ def check(
 
     Args:
         cfg: The run.
-        problems: Problems to train on, instead of those that `cfg.data` names.
-        reward_functions: Rewards, instead of those that `cfg.rewards` names.
-        tools: Tools, instead of those that `cfg.tools` names.
-        environment: An environment class, or several by name, instead of those that `cfg.tools` names.
+        problems: As for `trainer.train`.
+        reward_functions: As for `trainer.train`.
+        tools: As for `trainer.train`.
+        environment: The `environment_factory` of `trainer.train`.
         stop: Tells whether a signal has asked the run to end; sampling checks it between chunks of tokens.
 
     Raises:
@@ -96,45 +96,28 @@ def check(
         lambda: (before := run_folder.earlier_run(cfg)) and config.to_table(before)
     )
     replicas = devices.choose(cfg, hosts)
-    plan = memory.plan(cfg, limit=memory.device_memory())
-    require(
-        plan.limit is not None or cfg.rollout.kv_cache_fraction is None,
-        "rollout.kv_cache_fraction",
-        cfg.rollout.kv_cache_fraction,
-        "this device does not report its memory: give rollout.kv_cache_tokens",
-    )
+    plan, fraction = memory.plan(cfg, limit=memory.device_memory()), cfg.rollout.kv_cache_fraction
+    rule = "this device does not report its memory: give rollout.kv_cache_tokens"
+    can_divide = plan.limit is not None or fraction is None
+    require(can_divide, "rollout.kv_cache_fraction", fraction, rule)
     plan.require()
     earlier_peak = memory.peak_memory()
     adapter = _starting_adapter(cfg)
     # Hosts may be in several time zones, and a run may be resumed on another day.
     today = hosts.told(lambda: f"{datetime.datetime.now(datetime.UTC):%F}")
     dated = run_folder.with_date(cfg, earlier, today)
-    task = make_task(
-        dated,
-        hosts,
-        problems=problems,
-        reward_functions=reward_functions,
-        tools=tools,
-        environment=environment,
-    )
+    task = make_task(dated, hosts, problems, reward_functions, tools, environment)
     notes = [*devices.about(cfg, replicas), *config_rules.advice(cfg), *config.about_tiers(cfg)]
     notes += [f"update: {plan.about_update}", *task.notes]
     if "strftime_now" in task.tokenizer.chat_template:
         cfg = dated
+    model, key = task.model, stream_key(cfg, EVAL)
     evaluator = Evaluator.of_run(
-        cfg,
-        task.model,
-        task.tokenizer,
-        stream_key(cfg, EVAL),
-        notes.append,
-        stop.poll,
-        task.tools,
-        replicas,
+        cfg, model, task.tokenizer, key, notes.append, stop.poll, task.tools, replicas
     )
-    notes += devices.about_slow_sampling(cfg, task.model)
-    aqn = exploration.make_exploration(
-        cfg.noise, task.model, stream_key(cfg, NOISE), task.total_steps
-    )
+    notes += devices.about_slow_sampling(cfg, model)
+    key = stream_key(cfg, NOISE)
+    aqn = exploration.make_exploration(cfg.noise, model, key, task.total_steps)
 
     files = run_state.StateFiles(cfg.output_dir, cfg.save_total_limit)
     resumed = hosts.told(files.newest)
@@ -146,30 +129,13 @@ def check(
     if resumed is not None and earlier is not None:
         notes += _about_resuming(cfg, task, resumed, stored["drawn"], earlier)
     return CheckedRun(
-        cfg,
-        plan,
-        replicas,
-        task,
-        adapter,
-        aqn,
-        evaluator,
-        files,
-        resumed,
-        stored,
-        began_with,
-        stop,
-        notes,
-        began,
-        earlier_peak,
+        *(cfg, plan, replicas, task, adapter, aqn, evaluator, files, resumed, stored, began_with),
+        *(stop, notes, began, earlier_peak),
     )
 
 
 def _starting_adapter(cfg: config.RunConfig) -> pathlib.Path | None:
-    """Returns the folder of the adapter to start from, or None.
-
-    Raises:
-        ConfigError: If the adapter's shape or scaling differs from the config.
-    """
+    """Returns the folder of the adapter to start from, or None; refuses one of another shape or scaling."""
     if cfg.model.adapter_name_or_path is None:
         return None
     folder = hf_folder.local_folder(cfg.model.adapter_name_or_path)
@@ -185,23 +151,20 @@ def _about_resuming(
 ) -> list[str]:
     """Returns lines about the step after which a run continues, and about its schedules if it was made longer."""
     now, total = schedule_step(cfg, step, drawn), task.total_steps
-    if now < total:
-        lines = [f"resumed: the run in {cfg.output_dir} goes on after step {step} of {total}"]
-    else:
-        lines = [
+    line = f"resumed: the run in {cfg.output_dir} goes on after step {step} of {total}"
+    if now >= total:
+        line = (
             f"nothing left to do: the run in {cfg.output_dir} has ended after all of its {step} steps. Raise max_steps "
             "to continue it, or choose another output_dir"
-        ]
+        )
     before = config.from_table(config.RunConfig, earlier).total_steps(len(task.problems))
     if before == total:
-        return lines
+        return [line]
     last = float(optimizer.learning_rate(cfg.optim, before)(max(0, now - 1)))
     rate = float(optimizer.learning_rate(cfg.optim, total)(now))
-    schedules = (
-        "learning rate and noise now follow" if cfg.noise else "the learning rate now follows"
-    )
-    lines.append(
-        f"this run was planned for {before} optimizer steps, and now for {total}: {schedules} the schedule "
-        f"of {total} steps (the next rate is {rate:.3g}, the last one was {last:.3g})"
-    )
-    return lines
+    follow = "learning rate and noise now follow" if cfg.noise else "the learning rate now follows"
+    return [
+        line,
+        f"this run was planned for {before} optimizer steps, and now for {total}: {follow} the schedule "
+        f"of {total} steps (the next rate is {rate:.3g}, the last one was {last:.3g})",
+    ]

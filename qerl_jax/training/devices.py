@@ -71,7 +71,6 @@ def about(cfg: config.RunConfig, replicas: Replicas) -> list[str]:
 def about_slow_sampling(cfg: config.RunConfig, model: transformer.Transformer) -> list[str]:
     """Returns a line about why rollouts are slower on this GPU than they could be, if they are."""
     most = cfg.rollout.max_concurrent or fused_decode.MAX_ROWS
-    rows = min(cfg.generation_batch_size, most)
-    own_noise = cfg.noise is not None and cfg.noise.per != "rollout"
-    slow = fused_decode.slow_because(model.own_part, rows, own_noise=own_noise)
+    rows, noise = min(cfg.generation_batch_size, most), cfg.has_row_noise
+    slow = fused_decode.slow_because(model.own_part, rows, own_noise=noise)
     return [slow] if slow else []

@@ -28,12 +28,7 @@ def gather(
 ) -> Groups:
     """Samples and scores groups of completions until there are enough to learn from.
 
-    Args:
-        run: The run.
-        position: Its position.
-        noise: The noise of the sampling policy.
-        trace: Takes the times, and what reward functions log.
-        row_ended: Called when a row has ended, in any thread.
+    `trace` gets the times and what reward functions log, and `row_ended` is called when a row has ended, in any thread.
     """
     variables = run.variables(position.state.params) | noise.variables
     chosen, sampled, supply, metrics = dynamic_sampling.gather(
@@ -80,13 +75,12 @@ def _sample(
             begin(row, text)
 
     parked, drafted = run.sampler.engine.times_parked, run.sampler.engine.drafted
+    key = jax.random.fold_in(stream_key(cfg, SAMPLE), trace.step)
+    positions = np.arange(drawn, drawn + count, dtype=np.int32)
     rollout = rollouts.collect(
-        run.sampler,
-        variables,
-        problems,
-        jax.random.fold_in(stream_key(cfg, SAMPLE), trace.step),
+        *(run.sampler, variables, problems, key),
         first_row=sampling_round * count * cfg.rollout.num_generations,
-        groups=np.arange(drawn, drawn + count),
+        groups=positions,
         on_text=on_text,
     )
     trace.parked += run.sampler.engine.times_parked - parked
@@ -100,22 +94,15 @@ def _sample(
     run.stop.poll_together()
     trace.records.append(record)
     trace.lap("reward")
-    return rollouts.Scored(
-        rollout, np.arange(drawn, drawn + count, dtype=np.int32), combined, per_function
-    )
+    return rollouts.Scored(rollout, positions, combined, per_function)
 
 
 def _advantages(
     cfg: config.GrpoConfig, scored: rollouts.Scored, weights: Sequence[float]
 ) -> jax.Array:
     """Computes the advantage of each completion [P, G] over the others of its prompt."""
+    options = {"scale": cfg.scale_rewards, "estimator": cfg.advantage_estimator}
     if cfg.multi_objective_aggregation == "sum_then_normalize":
-        return grpo.group_advantages(
-            scored.rewards, scale=cfg.scale_rewards, estimator=cfg.advantage_estimator
-        )
-    return grpo.decoupled_advantages(
-        np.asarray(scored.per_function).reshape(*scored.rewards.shape, -1),
-        np.asarray(weights, np.float32),
-        scale=cfg.scale_rewards,
-        estimator=cfg.advantage_estimator,
-    )
+        return grpo.group_advantages(scored.rewards, **options)
+    per_function = np.asarray(scored.per_function).reshape(*scored.rewards.shape, -1)
+    return grpo.decoupled_advantages(per_function, np.asarray(weights, np.float32), **options)

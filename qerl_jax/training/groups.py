@@ -37,26 +37,15 @@ class Groups:
 def to_experience(
     cfg: config.RunConfig, scored: rollouts.Scored, advantages: np.ndarray, noise: Any
 ) -> Experience:
-    """Returns scored groups as the input of the updater.
-
-    Args:
-        cfg: The run.
-        scored: The groups.
-        advantages: [P, G], the advantages of their completions.
-        noise: The noise that they were sampled with, or None.
-    """
+    """Returns scored groups with advantages [P, G] as the input of the updater; `noise` is that of sampling, or None."""
+    numbers = None
+    if isinstance(noise, RowNoise):
+        numbers = noise.numbers(scored.positions, scored.rollout.num_generations)
     return make_experience(
         scored.rollout,
         advantages,
         mask_truncated_completions=cfg.grpo.mask_truncated_completions,
         share_prompts=cfg.optim.share_prompts,
         judged=~np.isnan(scored.rewards),
-        noise=_noise_numbers(noise, scored),
+        noise=numbers,
     )
-
-
-def _noise_numbers(noise: Any, batch: rollouts.Scored) -> np.ndarray | None:
-    """Returns the numbers [P, G] of the rows' noise, as in sampling; None if rows do not have their own."""
-    if not isinstance(noise, RowNoise):
-        return None
-    return noise.numbers(batch.positions, batch.rollout.num_generations)

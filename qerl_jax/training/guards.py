@@ -39,13 +39,7 @@ def check(
     experience: Experience,
     learned: Mapping[str, Any],
 ) -> None:
-    """Checks a run after a step: weights are finite, and the same in all processes.
-
-    Args:
-        run: The run.
-        state: The state after the step.
-        experience: What it learned from.
-        learned: Metrics of the update.
+    """Checks the state after a step, with metrics `learned`: finite, and the same in all processes.
 
     Raises:
         ValueError: If weights or the optimizer's state are not finite.
@@ -112,17 +106,13 @@ def adapter_share(
         without: Those without the adapter, in the same shape.
         sampled: The sampler's log-probabilities, in the same shape.
         mask: bool in the same shape, the tokens that count.
-
-    Returns:
-        The share, with its error. Share 0 and an infinite error if fewer than two tokens are left, or if the adapter
-        has no effect.
     """
     base = np.asarray(without, np.float64)[mask]
     effect = np.asarray(with_adapter, np.float64)[mask] - base
     chosen = np.argsort(-np.abs(effect), kind="stable")[_OUTLIERS:]
     effect, seen = effect[chosen], (np.asarray(sampled, np.float64)[mask] - base)[chosen]
     power = np.sum(effect**2)
-    if effect.size < 2 or power == 0:
+    if effect.size < 2 or power == 0:  # too few tokens are left, or the adapter has no effect
         return AdapterShare(0.0, np.inf, np.inf)
     share = np.sum(effect * seen) / power
     noise = np.sqrt(np.sum((seen - share * effect) ** 2) / power)
@@ -141,29 +131,18 @@ def is_due(step: int, updates_per_rollout: int) -> bool:
 def check_sampler(
     run: PreparedRun, position: Position, sampled: rollouts.Scored, noise: Any
 ) -> dict[str, float]:
-    """Runs `check_adapter` on groups of a step, if a check is due and there is an adapter.
-
-    Args:
-        run: The run.
-        position: Its position, with the adapter that the groups were sampled with.
-        sampled: The groups of this step, without those left over from another.
-        noise: The noise that they were sampled with, or None.
-    """
+    """Runs `check_adapter` on the groups that a step sampled with `noise`, if a check is due and there is an adapter."""
     cfg = run.cfg
     if not run.task.model.lora or not is_due(position.step, cfg.updates_per_rollout):
         return {}
-    if isinstance(noise, RowNoise) and noise.per != "group":
-        # The trainer's rows cannot have noise per token, nor noise per row if rows share a prompt.
-        if noise.per == "token" or cfg.optim.share_prompts:
-            return {}
-    groups = (
-        dynamic_sampling.choose(sampled, [number])
-        for number in range(min(_CHECKED_GROUPS, len(sampled.rewards)))
-    )
-    experiences = (
-        to_experience(cfg, group, np.zeros_like(group.rewards), noise) for group in groups
-    )
-    return check_adapter(run.updater, position.state.params, run.frozen, noise, experiences)
+    # The trainer's rows cannot have noise per token, nor noise per row if rows share a prompt.
+    without = ("token", "sequence") if cfg.optim.share_prompts else ("token",)
+    if isinstance(noise, RowNoise) and noise.per in without:
+        return {}
+    count = min(_CHECKED_GROUPS, len(sampled.rewards))
+    groups = (dynamic_sampling.choose(sampled, [number]) for number in range(count))
+    rows = (to_experience(cfg, group, np.zeros_like(group.rewards), noise) for group in groups)
+    return check_adapter(run.updater, position.state.params, run.frozen, noise, rows)
 
 
 def check_adapter(
@@ -241,10 +220,7 @@ def require_same(hosts: Hosts, params: Any, step: int) -> None:
     Raises:
         RuntimeError: If the parameters differ; all processes raise it.
     """
-    if hosts.count == 1:
-        return
-    fingerprints = hosts.gathered(int(_fingerprint(params)))
-    if len(set(fingerprints)) > 1:
+    if hosts.count > 1 and len(set(hosts.gathered(int(_fingerprint(params))))) > 1:
         raise RuntimeError(
             f"the {hosts.count} processes of this run have different weights after step {step}: are their devices and "
             "drivers alike? Nothing of that step was saved; start all of them again, and they go on from the last "

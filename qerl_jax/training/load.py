@@ -56,15 +56,12 @@ class PreparedRun(CheckedRun):
 def load(
     checked: CheckedRun, *, row_lengths: Sequence[int] | None = None, quiet: bool = True
 ) -> PreparedRun:
-    """Loads the weights of a run that was checked, and its state if the run is resumed.
+    """Loads the base and the initial or resumed state of a run that was checked onto the device.
 
     Args:
         checked: The result of `check`.
         row_lengths: For benchmarks: the lengths at which sampled rows end, see `Engine`.
         quiet: Do not show progress while the base is read.
-
-    Returns:
-        The run, with its state and the base on the device.
 
     Raises:
         MemoryError: If the device runs out of memory; the message names the setting that helps.
@@ -75,31 +72,26 @@ def load(
         if exhausted := checked.plan.exhaustion(error, "always"):
             raise exhausted from error
         raise
-    cfg, task, replicas, poll = checked.cfg, checked.task, checked.replicas, checked.stop.poll
+    cfg, task, replicas = checked.cfg, checked.task, checked.replicas
+    model, tokenizer = task.model, task.tokenizer
+    shared = {"replicas": replicas, "poll": checked.stop.poll}
     write_batch = functools.partial(replay.write, cfg.output_dir)
     return PreparedRun(
         **vars(checked) | {"notes": [*checked.notes, *lines]},
         frozen=frozen,
         start=_start(checked, state),
         sampler=rollouts.make_sampler(
-            task.model,
-            task.tokenizer,
-            dataclasses.replace(cfg.rollout, drafts=cfg.drafts),
+            *(model, tokenizer, dataclasses.replace(cfg.rollout, drafts=cfg.drafts)),
             max_prompt_length=cfg.data.max_prompt_length,
             entropies=True,
-            poll=poll,
             tools=task.tools,
-            replicas=replicas,
             row_lengths=row_lengths,
+            **shared,
         ),
         updater=update.make_updater(
-            checked.plan.cfg,
-            task.model,
-            task.tokenizer.num_tokens,
-            task.total_steps,
+            *(checked.plan.cfg, model, tokenizer.num_tokens, task.total_steps),
             on_non_finite=write_batch if replicas.hosts.leads else None,
-            replicas=replicas,
-            poll=poll,
+            **shared,
         ),
     )
 
@@ -140,11 +132,7 @@ def _start(checked: CheckedRun, state: update.TrainState) -> Position:
         return datasets.batch(task.problems, index, batch_size=1, seed=cfg.seed)[0]
 
     progress = {name: value for name, value in stored.get("progress", {}).items() if name != "ends"}
-    return Position(
-        cfg,
-        state,
-        dynamic_sampling.Supply.from_table({"drawn": 0} | stored, problem, task.tokenizer),
-        stored.get("sigma", checked.aqn.first),
-        Progress(**progress | {"sources": checked.sources}),
-        int(state.step),
-    )
+    progress = Progress(**progress | {"sources": checked.sources})
+    supply = dynamic_sampling.Supply.from_table({"drawn": 0} | stored, problem, task.tokenizer)
+    sigma = stored.get("sigma", checked.aqn.first)
+    return Position(cfg, state, supply, sigma, progress, int(state.step))

@@ -14,6 +14,9 @@ from qerl_jax.training.load import PreparedRun
 from qerl_jax.training.position import Position
 from qerl_jax.training.trace import Trace
 
+# Turns up to this number have their own metrics.
+_MOST_TURNS = 8
+
 
 def row(
     run: PreparedRun,
@@ -25,13 +28,8 @@ def row(
 ) -> dict[str, Any]:
     """Returns the metrics of a step: its row of metrics.jsonl, without those of an evaluation.
 
-    Args:
-        run: The run.
-        trace: Times of the step.
-        position: The position before the step.
-        groups: What was sampled and scored.
-        state: The state after the step.
-        learned: Metrics of the update, of the checks and of the noise.
+    `position` is that before the step, `state` that after it, and `learned` has the metrics of the update, of the
+    checks and of the noise.
     """
     # Metrics of reward functions come first, so that they cannot replace the run's own.
     return {
@@ -84,14 +82,7 @@ def of_rollout(scored: rollouts.Scored, functions: Sequence[scoring.Named]) -> d
 
 
 def of_turns(rollout: rollouts.Rollout) -> dict[str, float]:
-    """Computes metrics of turns and tool calls, with TRL's names where it has them; empty without tools.
-
-    `tools/call_frequency` is the mean number of calls of a row, `tools/failure_frequency` the share of calls
-    that were answered with an error, and `tools/tokens` the mean number of a row's tokens that tools returned.
-    `turns/mean` and `turns/max` count the policy's turns, and `turns/limited` is the share of rows whose last call
-    was not answered. For turn number K, `turns/K/share` is the share of rows that have this turn, and
-    `turns/K/mean_length` its mean number of tokens.
-    """
+    """Computes the metrics of turns and tool calls that `docs/environments.md` lists; empty without tools."""
     talks = rollout.conversations
     if talks is None:
         return {}
@@ -113,10 +104,6 @@ def of_turns(rollout: rollouts.Rollout) -> dict[str, float]:
     return metrics
 
 
-# Turns up to this number have their own metrics.
-_MOST_TURNS = 8
-
-
 def _turn_lengths(observation_mask: np.ndarray) -> list[int]:
     """Returns the number of tokens of each turn of the policy."""
     edges = np.flatnonzero(np.diff(observation_mask.astype(np.int8))) + 1
@@ -126,21 +113,17 @@ def _turn_lengths(observation_mask: np.ndarray) -> list[int]:
 def truncation(
     learned: rollouts.Scored, advantages: np.ndarray, is_masked: bool
 ) -> dict[str, float]:
-    """Computes the share of truncated completions in all tokens, and in the sum of all |advantages|.
+    """Computes the share of truncated completions in all tokens, and in the sum of all |advantages| [P, G].
 
-    Args:
-        learned: The groups that are learned from.
-        advantages: [P, G], the advantages of these groups.
-        is_masked: Whether truncated completions are left out of the loss.
+    If `is_masked`, truncated completions are left out of the loss, and have no advantage.
     """
     lengths, truncated = learned.rollout.sampled_lengths, ~np.array(learned.rollout.stopped)
     weights = np.where(truncated & is_masked, 0, np.abs(np.asarray(advantages)).reshape(-1))
     whole = weights.sum()
+    signal = weights[truncated].sum() / whole if 0 < whole < np.inf else 0.0
     return {
         "completions/truncated_tokens": float(lengths[truncated].sum() / max(1, lengths.sum())),
-        "completions/truncated_signal": float(weights[truncated].sum() / whole)
-        if 0 < whole < np.inf
-        else 0.0,
+        "completions/truncated_signal": float(signal),
     }
 
 
@@ -170,11 +153,8 @@ def completion_rows(
 ) -> list[dict[str, Any]]:
     """Returns one row of the log for each completion that was sampled.
 
-    Args:
-        sampled: All groups that were sampled.
-        learned: The groups that were learned from.
-        advantages: [P, G], the learned groups' advantages; None is logged for groups that were not used.
-        columns: Columns that reward functions added, one entry per completion.
+    `advantages` [P, G] are those of the `learned` groups; None is logged for groups that were not used. `columns` are
+    those that reward functions added, with one entry per completion.
     """
     rollout, group = sampled.rollout, sampled.rollout.num_generations
     texts = rollout.texts

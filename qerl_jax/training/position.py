@@ -55,25 +55,13 @@ class Position:
         return schedule_step(self.cfg, self.step, self.supply.drawn)
 
     def after(
-        self,
-        aqn: Exploration,
-        groups: Groups,
-        state: update.TrainState,
-        row: Mapping[str, Any],
+        self, aqn: Exploration, groups: Groups, state: update.TrainState, row: Mapping[str, Any]
     ) -> Self:
-        """Returns the position after a step.
-
-        Args:
-            aqn: The noise of the run, which adapts its sigma.
-            groups: The groups of the step.
-            state: The state after it.
-            row: Its metrics.
-        """
+        """Returns the position after a step with these groups, state and metrics; `aqn` adapts its sigma."""
         sigma = aqn.adapted(self.sigma, self.schedule_step, row)
-        position = dataclasses.replace(
-            self, state=state, supply=groups.supply, sigma=sigma, step=int(state.step)
-        )
-        return position.with_progress(num_tokens=row["num_tokens"])
+        progress = dataclasses.replace(self.progress, num_tokens=row["num_tokens"])
+        step = int(state.step)
+        return type(self)(self.cfg, state, groups.supply, sigma, progress, step)
 
     def with_progress(self, **changes: Any) -> Self:
         """Returns the same position with other values in `progress`."""
@@ -93,13 +81,8 @@ class Position:
 def schedule_step(cfg: RunConfig, step: int, drawn: int) -> int:
     """Returns a run's position on its schedules, in optimizer steps; the run ends at `total_steps`.
 
-    With `max_steps` this is the step. With `num_train_epochs` it is the step that a run without dynamic sampling would
-    have reached with the same number of problems.
-
-    Args:
-        cfg: The run.
-        step: Number of optimizer steps that were done.
-        drawn: Number of problems that were sampled.
+    With `max_steps` this is the number of steps that were done. With `num_train_epochs` it is the step that a run
+    without dynamic sampling would have reached with the problems `drawn` so far.
     """
     if cfg.num_train_epochs is None:
         return step

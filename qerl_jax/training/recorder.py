@@ -34,19 +34,17 @@ def open_log(run: PreparedRun, *, quiet: bool) -> Logger | Unheard:
     """Writes the config into the run folder, and opens its log; only the first process does so."""
     if not run.leads:
         return Unheard()
-    cfg = run.cfg
-    folder = pathlib.Path(cfg.output_dir)
+    cfg, folder = run.cfg, pathlib.Path(run.cfg.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     config.write_run(folder, cfg, run.task.given_rows)
+    names = ("log_completions", "report_to", "run_name")
     return Logger(
         folder,
         total_steps=run.task.total_steps,
         step=run.start.step,
         quiet=quiet,
-        log_completions=cfg.log_completions,
-        report_to=cfg.report_to,
-        run_name=cfg.run_name,
         settings=config.to_table(cfg),
+        **{name: getattr(cfg, name) for name in names},
     )
 
 
@@ -73,19 +71,13 @@ class Recorder:
         self._health = health.Health.of(run.cfg, rows)
 
     def begin(self) -> Position:
-        """Does the work before the first step, and returns the position of the run.
-
-        This is the evaluation of the untrained policy, or one that was interrupted when the run was stopped.
-        """
+        """Evaluates the untrained policy, or again what was stopped in an evaluation, and returns the run's position."""
         position, pending = self._position, self._position.progress.pending
         if position.schedule_step < self._run.task.total_steps:
-            self._logger.note(
-                "compiling: the first evaluation and the first step take longer than others"
-            )
-        if pending is not None:
-            return self._record(position, dict(pending))
-        if self._run.evaluator and position.step == 0:
-            return self._record(position, {})
+            line = "compiling: the first evaluation and the first step take longer than others"
+            self._logger.note(line)
+        if pending is not None or (self._run.evaluator and position.step == 0):
+            return self._record(position, dict(pending or {}))
         return position
 
     def begin_step(self) -> Trace:
@@ -95,15 +87,9 @@ class Recorder:
         return self._trace
 
     def __call__(self, position: Position, row: dict[str, Any], groups: Groups) -> Position:
-        """Writes what a step has given: completions, metrics, and what is due: an evaluation, a checkpoint.
+        """Writes completions and metrics of a step, and what is due: an evaluation, a checkpoint.
 
-        Args:
-            position: The position after the step.
-            row: Metrics of the step.
-            groups: Its completions.
-
-        Returns:
-            The position, with the best accuracy so far.
+        Takes the position after the step, and returns it with the best accuracy so far.
         """
         if row["completions/without_reward"] and not self._has_warned:
             self._has_warned = True
@@ -116,11 +102,7 @@ class Recorder:
         return self._record(position, row)
 
     def _record(self, position: Position, row: dict[str, Any]) -> Position:
-        """Writes the metrics of a step, with an evaluation if one is due.
-
-        It also writes `best` and `best.json` if held-out accuracy is the highest so far, and a checkpoint if one is
-        due.
-        """
+        """Writes metrics, `best` and `best.json` if held-out accuracy is the highest so far, and what is due."""
         run, cfg, step = self._run, self._run.cfg, position.step
         self._position = position.with_progress(pending=row)
         over = position.schedule_step >= run.task.total_steps
@@ -194,32 +176,25 @@ class Recorder:
             Stopped: If a signal has stopped the run, with a line about its progress.
             MemoryError: If the device ran out of memory, with the line of the memory plan and its setting.
         """
-        if not isinstance(error, Exception | Stopped):
-            return
-        step = self._position.step
+        run, step = self._run, self._position.step
         if isinstance(error, Exception):
             error.add_note(self._doing())
-            # The position is still that of the last step. On several hosts the others have not stopped at the same
-            # place.
-            if isinstance(error, RewardError) and self._run.hosts.count == 1 and step > self._saved:
+            # The position is still that of the last step; on several hosts it may not be that of the others.
+            if isinstance(error, RewardError) and run.hosts.count == 1 and step > self._saved:
                 self._save()
             if self._saved:
                 error.add_note(f"step {self._saved} is saved: the same command goes on from there")
-            if exhausted := self._run.plan.exhaustion(error, self._phase()):
+            if exhausted := run.plan.exhaustion(error, self._phase()):
                 raise exhausted from error
-            return
-        name = error.signal.name
-        if step == 0:
-            raise Stopped(
-                error.signal, f"stopped by {name} before the first step was done: nothing to save"
-            ) from error
-        if step != self._saved:
-            self._save()
-        raise Stopped(
-            error.signal,
-            f"stopped by {name} after step {step} of {self._run.task.total_steps}, which is saved in "
-            f"{self._run.cfg.output_dir}: the same command goes on from there",
-        ) from error
+        if isinstance(error, Stopped):
+            if step not in (0, self._saved):
+                self._save()
+            saved = (
+                f"after step {step} of {run.task.total_steps}, which is saved in {run.cfg.output_dir}: the same "
+                "command goes on from there"
+            )
+            when = saved if step else "before the first step was done: nothing to save"
+            raise Stopped(error.signal, f"stopped by {error.signal.name} {when}") from error
 
     def _phase(self) -> memory.Phase:
         """Returns the phase of the device, from the finished phases of the step."""
@@ -240,8 +215,7 @@ class Recorder:
         """Writes a checkpoint of the last complete position; `ends` as for `Position.to_table`."""
         position, pending = self._position, self._position.progress.pending
         if pending is not None:
-            plain_row = {name: plain(value) for name, value in pending.items()}
-            position = position.with_progress(pending=plain_row)
+            position = position.with_progress(pending={k: plain(v) for k, v in pending.items()})
         guards.require_finite(position.state)
         if self._run.leads:
             self._run.files.save(position.state, position.to_table(ends=ends))
@@ -256,28 +230,24 @@ def _crosses(cfg: config.RunConfig, step: int, every: int) -> bool:
 
 def export(run: PreparedRun, folder: pathlib.Path, params: Any) -> None:
     """Writes the trained weights: a PEFT adapter, or a whole model."""
-    source = run.cfg.model.model_name_or_path
+    source, model = run.cfg.model.model_name_or_path, run.task.model
     with writing(folder):
-        if run.task.model.lora:
-            peft.export_adapter(folder, params, run.task.model.lora, source)
+        if model.lora:
+            peft.export_adapter(folder, params, model.lora, source)
         else:
-            hf_folder.export_model(
-                folder,
-                run.task.model,
-                run.frozen | params,
-                hf_folder.local_folder(source, weights=False),
-            )
+            base = hf_folder.local_folder(source, weights=False)
+            hf_folder.export_model(folder, model, run.frozen | params, base)
 
 
 def _about_unjudged(step: int, scored: rollouts.Scored) -> str:
     """Returns a warning about completions without a reward, which is shown once per run."""
-    group, at = np.argwhere(np.isnan(scored.rewards))[0]
-    text = scored.rollout.texts[group * scored.rollout.num_generations + at]
+    unjudged = np.flatnonzero(np.isnan(scored.rewards))
+    row, group = unjudged[0], unjudged[0] // scored.rollout.num_generations
+    prompt, text = scored.rollout.problems[group].prompt, scored.rollout.texts[row]
     return (
-        f"warning: in step {step} every reward function returned None for "
-        f"{np.isnan(scored.rewards).sum()} of {scored.rewards.size} completions. They are left out of "
-        "baseline and loss; completions/without_reward counts them in every step. The first one "
-        f"answers {terminal.asked(scored.rollout.problems[group].prompt)[:200]!r} with {text[:200]!r}."
+        f"warning: in step {step} every reward function returned None for {len(unjudged)} of {scored.rewards.size} "
+        "completions. They are left out of baseline and loss; completions/without_reward counts them in every step. The "
+        f"first one answers {terminal.asked(prompt)[:200]!r} with {text[:200]!r}."
     )
 
 

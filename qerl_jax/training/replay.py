@@ -1,7 +1,6 @@
 """Saves optimizer steps whose loss or gradient was not finite, and runs them again to find the cause."""
 
 import dataclasses
-import os
 import pathlib
 import zipfile
 import zlib
@@ -24,26 +23,20 @@ from qerl_jax.system.files import writing
 _KEPT = 3
 # Trees whose leaves are numbered in a file; the experience and the fixed log-probabilities have names.
 _TREES = ("params", "noise")
+_FIELDS = {field.name for field in dataclasses.fields(experience.Experience)}
 
 
 def write(run_folder: str | pathlib.Path, failure: update.NonFinite) -> pathlib.Path | None:
     """Writes `<run_folder>/non_finite/step_<step>.npz`: rows, weights and noise of a skipped step.
 
-    Only the first three steps of a run are written.
-
-    Returns:
-        The path, or None if nothing was written.
+    Only the first three steps of a run are written; returns the path, or None if nothing was written.
     """
     path = pathlib.Path(run_folder) / "non_finite" / f"step_{failure.step:06d}.npz"
     path.parent.mkdir(parents=True, exist_ok=True)
     if len(list(path.parent.glob("step_*.npz"))) >= _KEPT:
         return None
-    arrays = {
-        "step": np.int32(failure.step),
-        "entropy_coef": np.float32(failure.entropy_coef),
-    }
-    fields = [field.name for field in dataclasses.fields(failure.experience)]
-    values = {name: getattr(failure.experience, name) for name in fields}
+    arrays = {"step": np.int32(failure.step), "entropy_coef": np.float32(failure.entropy_coef)}
+    values = {name: getattr(failure.experience, name) for name in _FIELDS}
     arrays |= {f"experience/{name}": x for name, x in values.items() if x is not None}
     arrays |= {f"fixed/{name}": value for name, value in failure.fixed.items()}
     for name in _TREES:
@@ -53,7 +46,7 @@ def write(run_folder: str | pathlib.Path, failure: update.NonFinite) -> pathlib.
     with writing(path):
         with partial.open("wb") as file:
             np.savez(file, **arrays)
-        os.replace(partial, path)
+        partial.replace(path)
     return path
 
 
@@ -83,15 +76,9 @@ def run(path: str | pathlib.Path) -> list[str]:
     noise = _filled(exploration.abstract_noise(cfg.noise, model), leaves) if leaves else None
     plan = memory.plan(cfg, model.arch, limit=memory.device_memory())
     updater = update.make_updater(plan.cfg, model, tokenizer.num_tokens, total_steps=1)
-    fixed = _under("fixed", arrays)
-    loss, grads = update.replay_step(
-        updater,
-        (params, frozen, noise),
-        rows,
-        fixed,
-        jax.random.key(0),
-        float(arrays.get("entropy_coef", 0.0)),
-    )
+    fixed, coef = _under("fixed", arrays), float(arrays.get("entropy_coef", 0.0))
+    policy, key = (params, frozen, noise), jax.random.key(0)
+    loss, grads = update.replay_step(updater, policy, rows, fixed, key, coef)
     norm = np.float32(optax.tree.norm(grads))
     lines = [
         f"step {arrays['step']}: loss {np.float32(loss)}, grad_norm {norm}",
@@ -114,20 +101,17 @@ def _read(path: pathlib.Path) -> dict[str, np.ndarray]:
             arrays = dict(file)
     except (ValueError, zipfile.BadZipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path}: is not a step that a run has skipped: {error}") from error
-    fields = {field.name for field in dataclasses.fields(experience.Experience)}
     names = _under("experience", arrays).keys()
-    if "step" not in arrays or not fields - {"judged", "noise"} <= names <= fields:
+    if "step" not in arrays or not _FIELDS - {"judged", "noise"} <= names <= _FIELDS:
         raise ValueError(f"{path}: is not a step that a run has skipped")
     return arrays
 
 
 def _bad_rows(rows: experience.Experience, fixed: dict[str, np.ndarray]) -> list[str]:
     """Reports the rows whose inputs to the step were not finite."""
-    tokens = {"behaviour_logps": rows.behaviour_logps, **fixed}
-    bad = {
-        name: np.unique(rows.row_of_token[rows.mask & ~np.isfinite(value)])
-        for name, value in tokens.items()
-    }
+    bad = {}
+    for name, value in {"behaviour_logps": rows.behaviour_logps, **fixed}.items():
+        bad[name] = np.unique(rows.row_of_token[rows.mask & ~np.isfinite(value)])
     bad["advantages"] = np.flatnonzero(~np.isfinite(rows.advantages))
     return [f"row {row}: {name} not finite" for name, indices in bad.items() for row in indices]
 

@@ -33,22 +33,13 @@ class RunFolder(contextlib.ExitStack):
     """
 
     def __init__(self, path: str, *, leads: bool):
-        """Does nothing yet.
-
-        Args:
-            path: The folder.
-            leads: Whether this is the first process of the run.
-        """
+        """Does nothing yet; `leads` says whether this is the first process of the run."""
         super().__init__()
         self._path, self._leads = pathlib.Path(path), leads
         self._warning: str | None = None
 
     def __enter__(self) -> Self:
-        """Locks the folder if it exists.
-
-        Raises:
-            Busy: If another run uses it.
-        """
+        """Locks the folder if it exists; raises `Busy` if another run uses it."""
         super().__enter__()
         self._is_new = self._leads and not self._path.is_dir()
         if self._leads and not self._is_new:
@@ -67,13 +58,12 @@ class RunFolder(contextlib.ExitStack):
             with files.writing(self._path):
                 self._path.mkdir(parents=True, exist_ok=True)
             self._warning = self.enter_context(locks.held(self._path))
-            require(
-                not (self._path / "config.toml").exists(),
-                "output_dir",
-                str(self._path),
+            rule = (
                 "another run has begun there in the meantime: start the command again to go on with it, or choose "
-                "another folder",
+                "another folder"
             )
+            is_free = not (self._path / "config.toml").exists()
+            require(is_free, "output_dir", str(self._path), rule)
         return [] if self._warning is None else [self._warning]
 
 
@@ -104,14 +94,12 @@ def earlier_run(cfg: config.RunConfig) -> config.RunConfig | None:
     }
     changed = [name for name in files.changes(before, now) if name not in free]
     fields = [field for name in changed for field in _differences(name, before, now)]
-    require(
-        not changed,
-        "output_dir",
-        cfg.output_dir,
+    rule = (
         f"it holds a run with another {', '.join(fields)}: choose another folder, or remove that one "
         "(in the same folder max_steps or num_train_epochs may only be raised; mesh, memory settings and report_to may "
-        "change)",
+        "change)"
     )
+    require(not changed, "output_dir", cfg.output_dir, rule)
     return earlier
 
 
@@ -128,8 +116,4 @@ def _differences(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -
     if not all(isinstance(value, Mapping) for value in pair):
         shown = ("a section" if isinstance(value, Mapping) else repr(value) for value in pair)
         return [f"{name} ({' there, '.join(shown)} here)"]
-    return [
-        f"{name}.{difference}"
-        for field in files.changes(*pair)
-        for difference in _differences(field, *pair)
-    ]
+    return [f"{name}.{x}" for field in files.changes(*pair) for x in _differences(field, *pair)]

@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -55,13 +55,7 @@ class Stop:
         self._before: dict[int, Any] = {}
 
     def poll(self) -> None:
-        """Raises `Stopped` if a signal has arrived, here or in another process.
-
-        The other processes are told first, so that they do not wait for this one.
-
-        Raises:
-            Stopped: If a signal has arrived.
-        """
+        """Raises `Stopped` if a signal has arrived, here or in another process. The others are told first."""
         if self.signal is not None:
             self._hosts.ask(self.signal)
             raise Stopped(self.signal)
@@ -69,14 +63,10 @@ class Stop:
             raise Stopped(number)
 
     def poll_together(self) -> None:
-        """Raises `Stopped` in all processes if a signal has arrived in any of them. All processes must call it.
-
-        Raises:
-            Stopped: If a signal has arrived.
-        """
-        numbers = [n for n in self._hosts.gathered(self.signal) if n is not None]
-        if numbers:
-            raise Stopped(numbers[0])
+        """Raises `Stopped` in all processes if a signal has arrived in any of them. All processes must call it."""
+        for number in self._hosts.gathered(self.signal):
+            if number is not None:
+                raise Stopped(number)
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -85,15 +75,8 @@ class Stop:
 
         Outside of the main thread Python delivers no signals, and nothing is recorded.
         """
-        if threading.current_thread() is not threading.main_thread():
+        with _handled(self._hear) as self._before:
             yield
-            return
-        self._before = {number: signal.signal(number, self._hear) for number in SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in self._before.items():
-                signal.signal(number, handler)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         is_first, self.signal = self.signal is None, number
@@ -116,26 +99,30 @@ class Stop:
 def ending_at_once(command: str) -> Iterator[None]:
     """Makes SIGINT and SIGTERM end the process inside the block, with one line and the exit code 130 or 143.
 
-    It is for a command line that has nothing to save yet. Exit handlers and destructors do not run, because libraries
-    may hang or abort in them.
-
-    Args:
-        command: Name of the command, with which the line begins.
+    It is for a command line that has nothing to save yet; its name begins the line. Exit handlers and destructors do not
+    run, because libraries may hang or abort in them.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def end(number: int, frame: FrameType | None) -> None:
         _say(f"{command}: ended by {signal.Signals(number).name}; what was saved before is intact")
         os._exit(128 + number)
 
-    before = {number: signal.signal(number, end) for number in SIGNALS}
-    try:
+    with _handled(end):
         yield
+
+
+@contextlib.contextmanager
+def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[dict[int, Any]]:
+    """Handles SIGINT and SIGTERM in a block of the main thread, and gives it the handlers that were there before."""
+    if threading.current_thread() is not threading.main_thread():
+        yield {}
+        return
+    before = {number: signal.signal(number, handler) for number in SIGNALS}
+    try:
+        yield before
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 def _say(text: str) -> None:

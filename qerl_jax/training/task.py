@@ -56,7 +56,6 @@ class Task:
 def make_task(
     cfg: config.RunConfig,
     hosts: Hosts,
-    *,
     problems: Sequence[datasets.Problem] | None,
     reward_functions: Sequence[stock.RewardFunction] | None,
     tools: Sequence[environments.Tool] | None,
@@ -64,13 +63,7 @@ def make_task(
 ) -> Task:
     """Loads what a config names, and tries rewards and environments on the first two problems.
 
-    Args:
-        cfg: The run.
-        hosts: The processes of the run; the first one runs tools and rewards.
-        problems: Problems, or None for those that `cfg.data` names.
-        reward_functions: Rewards, or None for those that `cfg.rewards` names.
-        tools: Tools, or None for those that `cfg.tools` names.
-        environment: An environment class, several by name, or None for those that `cfg.tools` names.
+    The first of the hosts runs tools and rewards. The other arguments are those of `check`.
 
     Raises:
         ConfigError: For fields that cannot be used together, or with the base or the problems.
@@ -104,37 +97,28 @@ def make_task(
     )
     total_steps = cfg.total_steps(len(problems))
     notes += _about_epochs(cfg, total_steps)
+    rows = len(problems) if has_rows else None
     task = Task(
-        model,
-        tokenizer,
-        problems,
-        functions,
-        weights,
-        talks,
-        informative,
-        total_steps,
-        notes,
-        given_rows=len(problems) if has_rows else None,
+        *(model, tokenizer, problems, functions, weights, talks, informative, total_steps),
+        *(notes, rows),
     )
     try:
         _try(task, hosts, cfg.data.max_prompt_length)
     except scoring.RewardError as error:
-        raise scoring.RewardError(
-            f"{error}{_about_form(problems, error.__cause__)}"
-        ) from error.__cause__
+        cause = error.__cause__
+        raise scoring.RewardError(f"{error}{_about_form(problems, cause)}") from cause
     return task
 
 
 def _require_held_out(cfg: config.RunConfig) -> None:
     """Raises a ConfigError if the evaluation would use the rows of a file that is trained on."""
     source = cfg.data.path or cfg.data.dataset
-    require(
-        cfg.eval is None or cfg.eval.dataset is not None or not datasets.is_file(source),
-        "eval.dataset",
-        None,
+    holds = cfg.eval is None or cfg.eval.dataset is not None or not datasets.is_file(source)
+    rule = (
         f"must name held-out problems: {source} is a file, which has no other split, so the accuracy would be that of "
-        "rows that are trained on. Name a file or a data set, or switch the evaluation off: --eval None",
+        "rows that are trained on. Name a file or a data set, or switch the evaluation off: --eval None"
     )
+    require(holds, "eval.dataset", None, rule)
 
 
 def _try(task: Task, hosts: Hosts, max_prompt_length: int) -> None:
@@ -206,23 +190,16 @@ def _rewards(
     cfg: config.RunConfig, passed: Sequence[stock.RewardFunction] | None
 ) -> tuple[list[scoring.Named], list[float]]:
     """Returns the reward functions and their weights; the penalty for long completions comes last."""
-    functions = scoring.resolve(
-        cfg.rewards.functions if passed is None else passed,
-        cfg.rewards.options,
-        "rewards.functions" if passed is None else "reward_funcs",
-    )
-    weights = list(cfg.rewards.weights or [1.0] * len(functions))
-    require(
-        len(functions) == len(weights) and (bool(functions) or cfg.tools is not None),
-        "rewards.weights",
-        len(weights),
-        f"must be one for each of {len(functions)} reward functions, of which there must be at "
-        "least one",
-    )
+    named = (cfg.rewards.functions, "rewards.functions")
+    chosen, field = named if passed is None else (passed, "reward_funcs")
+    functions = scoring.resolve(chosen, cfg.rewards.options, field)
+    count, weights = len(functions), list(cfg.rewards.weights or [1.0] * len(functions))
+    holds = count == len(weights) and (count > 0 or cfg.tools is not None)
+    rule = f"must be one for each of {count} reward functions, of which there must be at least one"
+    require(holds, "rewards.weights", len(weights), rule)
     cache = cfg.rewards.soft_punish_cache
     if cache is None:
         return functions, weights
-
     punish = stock.get_soft_overlong_punishment(cfg.rollout.max_completion_length, cache)
     functions.append((punish.__name__, punish))
     return functions, [*weights, cfg.rewards.soft_punish_weight]
@@ -250,11 +227,7 @@ def informative_by(
 ) -> Callable[[rollouts.Scored], np.ndarray]:
     """Makes the function that marks the groups of a scored rollout that dynamic sampling keeps, bool [P].
 
-    Args:
-        cfg: The run.
-        functions: Names and functions of the rewards.
-        weights: One weight per function.
-        note: Called with a line that names the rewards by which groups are compared.
+    `note` is called with a line that names the rewards by which groups are compared.
 
     Raises:
         ConfigError: For the name of a reward that the run does not have, or with dynamic sampling if all rewards
@@ -262,14 +235,9 @@ def informative_by(
     """
     names, sampling = [name for name, _ in functions], cfg.grpo.dynamic_sampling
     shaping, field = cfg.rewards.shaping, "grpo.dynamic_sampling.metric"
-    metric = sampling and sampling.metric
-    known = ", ".join(names)
-    require(
-        set(shaping or ()) <= {*names},
-        "rewards.shaping",
-        shaping,
-        f"the rewards of this run are {known}",
-    )
+    metric, known = sampling and sampling.metric, ", ".join(names)
+    rule = f"the rewards of this run are {known}"
+    require(set(shaping or ()) <= {*names}, "rewards.shaping", shaping, rule)
     rule = f'must be "reward", or one of the rewards of this run: {known}'
     require(metric in (None, "reward", *names), field, metric, rule)
     shaping = stock.SHAPING if shaping is None else shaping

@@ -38,11 +38,8 @@ class Trace:
     @property
     def extras(self) -> dict[str, Any]:
         """The extra arguments of reward functions, as in TRL."""
-        return {
-            "trainer_state": types.SimpleNamespace(
-                global_step=self.step, max_steps=self.total_steps
-            )
-        }
+        state = types.SimpleNamespace(global_step=self.step, max_steps=self.total_steps)
+        return {"trainer_state": state}
 
     def lap(self, phase: str) -> None:
         """Adds the time since the last lap to a phase."""
@@ -51,51 +48,39 @@ class Trace:
 
     def metrics(self, sampled: rollouts.Rollout, learned: rollouts.Rollout) -> dict[str, float]:
         """Returns times, token rates of sampling and update, and the metrics that reward functions logged."""
-        stats = runtime.memory_stats() or {}
-        peak = (
-            {"perf/peak_memory_gb": stats["peak_bytes_in_use"] / 1e9}
-            if "peak_bytes_in_use" in stats
-            else {}
-        )
-        drafts = {
+        peak = (runtime.memory_stats() or {}).get("peak_bytes_in_use")
+        optional = {
             "drafts/accepted_per_call": self.drafted.accepted_per_call,
             "drafts/speedup": self.drafted.speedup,
+            "perf/peak_memory_gb": None if peak is None else peak / 1e9,
         }
+        sampled_tokens = int(sampled.sampled_lengths.sum())
         return {
             **self._logged(),
             "step_time": sum(self.laps.values()),
             **{f"perf/{phase}_time": seconds for phase, seconds in self.laps.items()},
-            "perf/rollout_tokens_per_second": int(sampled.sampled_lengths.sum())
-            / self.laps["rollout"],
+            "perf/rollout_tokens_per_second": sampled_tokens / self.laps["rollout"],
             "perf/update_tokens_per_second": learned.num_tokens / self.laps["update"],
             "perf/parked_rows": self.parked,
-            **{name: value for name, value in drafts.items() if value is not None},
-            **peak,
+            **{name: value for name, value in optional.items() if value is not None},
         }
 
     def columns(self) -> dict[str, list]:
         """Returns the columns that reward functions added, for all sampled rows; None for rows without a value."""
-        names = dict.fromkeys(name for record in self.records for name in record.columns)
-        return {
-            name: [
-                value
-                for record in self.records
-                for value in record.columns.get(name, [None] * record.rows)
-            ]
-            for name in names
-        }
+        columns: dict[str, list] = {name: [] for record in self.records for name in record.columns}
+        for record in self.records:
+            for name, values in columns.items():
+                values += record.columns.get(name, [None] * record.rows)
+        return columns
 
     def _logged(self) -> dict[str, float]:
-        # Names of evaluation metrics are dropped: a logged eval/accuracy could be mistaken for the run's own.
-        names = dict.fromkeys(
-            name
-            for record in self.records
-            for name in record.values
-            if not name.startswith("eval/")
-        )
-        return {
-            name: float(
-                np.mean([v for record in self.records for v in record.values.get(name, ())])
-            )
-            for name in names
-        }
+        """Returns the mean of the values that reward functions logged under a name.
+
+        Names of evaluation metrics are dropped: a logged eval/accuracy could be mistaken for the run's own.
+        """
+        logged: dict[str, list[float]] = {}
+        for record in self.records:
+            for name, values in record.values.items():
+                logged.setdefault(name, []).extend(values)
+        means = {name: float(np.mean(values)) for name, values in logged.items()}
+        return {name: mean for name, mean in means.items() if not name.startswith("eval/")}

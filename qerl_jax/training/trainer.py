@@ -1,17 +1,7 @@
-"""The training loop. Sampler and trainer share one base and one adapter.
+"""The training loop of GRPO with adaptive quantization noise (QeRL, arXiv 2510.11696).
 
-Differences from the paper (arXiv 2510.11696) and from its published code:
-
-1. Noise is sampled once per rollout from (seed, step) in float32, and is an argument of the forward pass. The paper
-   samples it per forward pass (`noise.per = "token"`); its code adds it to 16-bit weights in place, where it
-   accumulates or is lost by rounding.
-2. By default the denominator of the ratio is the sampler's own log-probabilities, noise included (`old_logprobs =
-   "behaviour"`); the original recomputes them without noise, so that its ratio is 1 and the noise is not corrected
-   for.
-3. Sampler, scorer, reference and gradient read one base in one process, so no weights are copied between them. They
-   share one model function; only a decoding step on a GPU may run the same arithmetic in fused kernels instead
-   (`model.fused_decode`).
-4. A step without a learning signal changes nothing, and is counted.
+Sampler, scorer, reference and gradient share one base and one adapter in one process. `docs/differences.md` lists the
+differences from the paper and from its published code.
 """
 
 import contextlib
@@ -48,19 +38,18 @@ def train(
 ) -> update.TrainState:
     """Trains a LoRA adapter on a frozen base (or a dense base itself) by GRPO, with noise during sampling.
 
-    Errors in the input are found before the run folder is made, and the folder is made before the base is read. A run
-    that is already in the folder is resumed, and continues as if it had never stopped.
+    Errors in the input are reported before the run folder is made, and the folder is made before the base is read. A
+    run that is already in the folder is resumed, and continues as if it had never stopped.
 
     Args:
         cfg: The run.
-        problems: Problems to train on, instead of those that `cfg.data` names; a resumed run must get the same
-            problems.
+        problems: Problems to train on, instead of those that `cfg.data` names; the same for a resumed run.
         reward_functions: Rewards by TRL's convention, instead of those that `cfg.rewards` names.
         tools: Functions that the policy may call, instead of those that `cfg.tools` names.
         environment_factory: An environment class, or several by name, instead of those that `cfg.tools` names.
-        on_step: Called as on_step(step, metrics) with each row of `metrics.jsonl`, after it is written.
-            If it returns False, the run ends after that step. It then writes a checkpoint, from which a later call
-            continues, and the trained adapter or model, as at the end of a run.
+        on_step: Called as on_step(step, metrics) with each row of `metrics.jsonl`, after it is written. If it returns
+            False, the run ends after that step with a checkpoint, from which a later call continues, and with the
+            trained adapter or model.
         row_lengths: For benchmarks: the lengths at which sampled rows end, see `generation.engine.Engine`.
         quiet: Show nothing in the terminal; files are still written.
 
