@@ -15,27 +15,25 @@ from jax import Array
 
 from qerl_jax.system.checked import require
 
+type Per = Literal["group", "sequence", "token"]
+
 
 def norm_noise(key: Array, sigma: Array | float, shapes: Any) -> Any:
-    """Samples the vectors that are added to the scales of the RMSNorms.
+    """Samples the vectors that are added to the scales of the RMSNorms: a tree like `shapes` of float32 arrays.
 
-    Each leaf has its own key, derived from its index in the tree (in JAX's order, which sorts the
-    keys of a dict), so that no two norms get the same vector.
+    Each leaf has its own key, derived from its index in the tree (in JAX's order, which sorts the keys of a dict), so
+    that no two norms get the same vector.
 
     Args:
         key: The key of the step; see `aqn.schedule.step_key`.
         sigma: Standard deviation; see `aqn.schedule.sigma_schedule`. 0 gives zeros.
         shapes: A tree whose leaves have a `.shape`, such as `jax.ShapeDtypeStruct`: [L, D] for the
             norms of L stacked layers, [D] for a single norm.
-
-    Returns:
-        A tree of the same structure, with float32 arrays.
     """
     leaves, treedef = jax.tree.flatten(shapes)
-    draws = [
-        jax.random.normal(jax.random.fold_in(key, i), leaf.shape, jnp.float32)
-        for i, leaf in enumerate(leaves)
-    ]
+    keys = [jax.random.fold_in(key, i) for i in range(len(leaves))]
+    pairs = zip(keys, leaves, strict=True)
+    draws = [jax.random.normal(key, leaf.shape, jnp.float32) for key, leaf in pairs]
     # The barrier keeps XLA from folding sigma into a factor inside `normal`. That would change the last bit under
     # jit, and a replayed step would differ from the original.
     draws = [sigma * draw for draw in jax.lax.optimization_barrier(draws)]
@@ -49,8 +47,8 @@ class RowNoise:
 
     Rows with the same number have the same noise, whatever other rows are in the batch. With "group" the number is
     that of the group: a prompt and its completions share one noisy policy. With "sequence" each completion has its
-    own number, so each has its own noise in the prompt, too. With "token" the noise also depends on the index of the
-    token; all tokens of a prompt but the last share one vector.
+    own number, and its own noise in the prompt, too. With "token" the noise also depends on the index of the token; all
+    tokens of a prompt but the last share one vector.
 
     Attributes:
         key: uint32 array, the data of the step's key (`jax.random.key_data`).
@@ -64,15 +62,10 @@ class RowNoise:
     shapes: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...] = dataclasses.field(
         metadata={"static": True}
     )
-    per: Literal["group", "sequence", "token"] = dataclasses.field(metadata={"static": True})
+    per: Per = dataclasses.field(metadata={"static": True})
 
     def numbers(self, groups: np.ndarray, size: int) -> np.ndarray:
-        """Returns the number of each row, int32 [P, G].
-
-        Args:
-            groups: int [P], distinct numbers of the groups.
-            size: G, the number of rows in a group.
-        """
+        """Returns the number of each row, int32 [P, G], from distinct numbers of the groups [P] and their size G."""
         groups = np.asarray(groups, np.int32)[:, None]
         rows = np.arange(size, dtype=np.int32)
         return groups + 0 * rows if self.per == "group" else groups * size + rows
@@ -105,16 +98,11 @@ class RowNoise:
         return tree
 
 
-def row_noise(
-    key: Array,
-    sigma: Array | float,
-    shapes: Any,
-    per: Literal["group", "sequence", "token"],
-) -> RowNoise:
+def row_noise(key: Array, sigma: Array | float, shapes: Any, per: Per) -> RowNoise:
     """Makes noise that differs between groups, sequences or tokens.
 
     Args:
-        key: The key of the step; see `aqn.schedule.step_key`.
+        key: As for `norm_noise`.
         sigma: Standard deviation.
         shapes: A tree of shapes, from `transformer.noise_shapes`.
         per: "group", "sequence" or "token".
@@ -132,13 +120,7 @@ def row_noise(
 def of_rows(
     variables: dict[str, Any], numbers: Array | None, tokens: Array | None = None
 ) -> dict[str, Any]:
-    """Returns variables for applying the model to rows, with `RowNoise` replaced by the noise of these rows.
-
-    Args:
-        variables: Collections; `noise`, if present, as vectors for all rows or as `RowNoise`.
-        numbers: int32 [B], numbers of the rows; used only with `RowNoise`.
-        tokens: int32 [B]; see `RowNoise.draw`.
-    """
+    """Returns variables for applying the model to rows, with a `RowNoise` replaced by its `draw` for these rows."""
     if not has_own(variables):
         return variables
     return variables | {"noise": variables["noise"].draw(numbers, tokens)}

@@ -106,25 +106,14 @@ class Exploration:
 def make_exploration(
     cfg: NoiseConfig | None, model: transformer.Transformer, key: jax.Array, total_steps: int
 ) -> Exploration:
-    """Makes the noise of a run from a config.
-
-    Args:
-        cfg: The noise; None for no noise.
-        model: The policy.
-        key: Random key, used only for the noise.
-        total_steps: Length of the schedule in optimizer steps.
-    """
+    """Makes the noise of a run of `total_steps` optimizer steps; `key` is used only for the noise."""
     if cfg is None:
         return Exploration(None)
-    stages = {"num_stages": cfg.num_stages, "total_steps": total_steps}
-    sigma = None
+    stages, sigma = {"num_stages": cfg.num_stages, "total_steps": total_steps}, None
     if cfg.adaptive is None:
+        start, end, exponent = cfg.sigma_start, cfg.sigma_end, cfg.exponent
         sigma = aqn.sigma_schedule(
-            cfg.schedule,
-            exponent=cfg.exponent,
-            sigma_start=cfg.sigma_start,
-            sigma_end=cfg.sigma_end,
-            **stages,
+            cfg.schedule, sigma_start=start, sigma_end=end, exponent=exponent, **stages
         )
     draw = jax.jit(lambda step, sigma: _drawn(cfg, model, aqn.step_key(key, step), sigma))
     return Exploration(cfg, lambda step: aqn.stage(step, **stages), sigma, draw)
@@ -147,34 +136,19 @@ def mean_scales(
 ) -> dict[str, float]:
     """Returns the mean |scale| over all channels and layers, by the name of each norm that has noise.
 
-    Args:
-        model: The policy.
-        params: The trained parameters; a norm in them replaces the frozen one.
-        frozen: The rest of the policy.
-        final_norm: Whether the norm before the head has noise.
+    A norm in `params` replaces the frozen one; `final_norm` says whether the norm before the head has noise.
     """
     variables = flatten_dict(frozen) | flatten_dict(params)
     paths = flatten_dict(transformer.noise_shapes(model.arch, final_norm))
-    means = _mean_sizes([variables[path] for path in paths])
+    mean_size = lambda x: jnp.mean(jnp.abs(x.astype(jnp.float32)))
+    means = jax.jit(lambda arrays: [*map(mean_size, arrays)])([variables[path] for path in paths])
     return {path[-2]: float(mean) for path, mean in zip(paths, means, strict=True)}
-
-
-@jax.jit
-def _mean_sizes(arrays: list[jax.Array]) -> list[jax.Array]:
-    return [jnp.mean(jnp.abs(x.astype(jnp.float32))) for x in arrays]
 
 
 def describe(
     cfg: NoiseConfig, model: transformer.Transformer, params: Any, frozen: Any
 ) -> list[str]:
-    """Returns lines for the start of a run: sigma relative to the norms' scales, and whether rounding exceeds it.
-
-    Args:
-        cfg: The noise.
-        model: The policy.
-        params: The trained parameters.
-        frozen: The rest of the policy.
-    """
+    """Returns lines for the start of a run: sigma relative to the norms' scales, and whether rounding exceeds it."""
     means = mean_scales(model, params, frozen, final_norm=cfg.final_norm)
     middle = sum(means.values()) / len(means)
     named = ", ".join(f"{name} {mean:.3g}" for name, mean in means.items())

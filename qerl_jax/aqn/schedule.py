@@ -31,17 +31,16 @@ FLOOR = _STEP * math.sqrt(2 / math.pi) / 2
 
 
 def stage(step: Array | int, *, num_stages: int, total_steps: int) -> Array:
-    """Returns the number of the stage that a step belongs to; stages have equal lengths.
+    """Returns the number of the stage that a step belongs to, an int32 scalar; stages have equal lengths.
 
         min(floor(step * num_stages / total_steps), num_stages - 1)
+
+    It is exact for any step: there is no float division, and no product that could overflow.
 
     Args:
         step: number of optimizer updates done so far (0 for the first), traced or not.
         num_stages: stages of the run, at least 1.
         total_steps: optimizer updates of the run, at least 1.
-
-    Returns:
-        An int32 scalar, exact for any step: no float division, no product that could overflow.
     """
     # Stage j begins at the first step with step * num_stages >= j * total_steps.
     begins = [-(-j * total_steps // num_stages) for j in range(1, num_stages)]
@@ -66,10 +65,9 @@ def sigma_schedule(
         cosine       e + (s - e) (1 + cos(pi u)) / 2
         logarithmic  s + (e - s) log10(1 + 9 u)
 
-    with u = (j - 1) / (K - 2) as in QeRL's code, where the last stage reaches e, or
-    u = (j - 1) / (K - 1) as in eq. 8 with Algorithm 1, where the last stage does not reach e. The
-    paper names the other three kinds but gives no formulas: these are the simplest that start at s
-    for u = 0 and reach e for u = 1.
+    with u = (j - 1) / (K - 2) as in QeRL's code, where the last stage reaches e, or u = (j - 1) / (K - 1) as in eq. 8
+    with Algorithm 1, where it does not. The paper names the other three kinds but gives no formulas: these are the
+    simplest that start at s for u = 0 and reach e for u = 1.
 
     Args:
         kind: "exponential", "linear", "cosine" or "logarithmic".
@@ -80,12 +78,10 @@ def sigma_schedule(
         exponent: "code" or "paper".
 
     Returns:
-        A function of the number of optimizer updates done so far, traced or not, that returns a
-        float32 scalar.
+        A function of the number of optimizer updates done so far, traced or not, that returns a float32 scalar.
 
     Raises:
-        ValueError: for an unknown option, a sigma that is not positive, no steps, or too few
-            stages to give u a meaning.
+        ValueError: for an unknown option, a sigma that is not positive, no steps, or too few stages for u.
     """
     s, e = sigma_start, sigma_end
     require(s > 0 and e > 0, "sigma_start, sigma_end", (s, e), "both must be positive")
@@ -120,9 +116,8 @@ def adapted_sigma(
         sigma * rate   where the signal is below its target,
         sigma / rate   else,                                    kept within [lowest, highest]
 
-    This is the rule of adaptive parameter noise (arXiv:1706.01905, section 3), where the signal is the
-    distance between the policies with and without noise. PSN-RLVR (arXiv:2602.02555) keeps the idea for
-    language models and follows signals that are cheaper than such a distance, as here.
+    This is the rule of adaptive parameter noise (arXiv:1706.01905, section 3), where the signal is the distance between
+    the policies with and without noise. PSN-RLVR (arXiv:2602.02555) follows cheaper signals, as here.
 
     Args:
         sigma: the current sigma.
@@ -151,14 +146,11 @@ def flips_to_signal(relative: float) -> float:
 
         sqrt(u E|z| / s - 1)
 
-    times that of AQN, with E|z| = sqrt(2 / pi) and u = 2^-7 / (2 log 2) on average over values whose
-    logarithm is uniform. Both are equal at s = 2.2e-3, `FLOOR`; at 1e-4 rounding adds 7 times as much.
+    times that of AQN, with E|z| = sqrt(2 / pi) and u = 2^-7 / (2 log 2) on average over values whose logarithm is
+    uniform. Both are equal at s = 2.2e-3, `FLOOR`; at 1e-4 rounding adds 7 times as much.
 
     Args:
-        relative: s, the noise's standard deviation over the norm's scale; positive.
-
-    Returns:
-        The ratio; 0 if s is at least u E|z|.
+        relative: s, the noise's standard deviation over the norm's scale; positive. From u E|z| on the result is 0.
     """
     return math.sqrt(max(0.0, _STEP * math.sqrt(2 / math.pi) / relative - 1))
 

@@ -75,10 +75,7 @@ class Hosts:
     def gathered(self, value: Any) -> list[Any]:
         """Sends a value to all processes, and returns those of all, in the order of processes (an all-gather).
 
-        All processes must call this.
-
-        Args:
-            value: A value that `messages.encode` accepts.
+        All processes must call this, with a value that `messages.encode` accepts.
 
         Raises:
             HostLost: If a process does not call this because it has ended.
@@ -106,11 +103,7 @@ class Hosts:
     ) -> list[Result]:
         """Calls `work` in each process, and returns the results of all. All processes must call this.
 
-        If a signal ends `work` in one process, this call ends in all.
-
-        Args:
-            work: Called by each process.
-            poll: Raises the signal that ended `work` in another process.
+        If a signal ends `work` in one process, this call ends in all: `poll` raises the signal of another process.
 
         Raises:
             HostLost: If another process was interrupted, and `poll` did not raise, or has ended.
@@ -127,11 +120,7 @@ class Hosts:
         return [result for (result,) in everyones]
 
     def send(self, name: str, value: Any) -> None:
-        """Sends a value that one other process receives; each name can be used only once in a run.
-
-        Args:
-            name: The name by which the other process asks for the value.
-            value: A value that `messages.encode` accepts.
+        """Sends a value to the process that asks for this name, which can be used only once in a run.
 
         Raises:
             HostLost: If the first process cannot be reached.
@@ -165,8 +154,8 @@ class Hosts:
 
     def asked(self) -> int | None:
         """Returns the signal that asked any process to end the run; None if there was none."""
-        found = _read(_ASKED) if self.count > 1 else None
-        return None if found is None else int(found)
+        number = _read(_ASKED) if self.count > 1 else None
+        return None if number is None else int(number)
 
     @contextlib.contextmanager
     def farewell(self) -> Iterator[None]:
@@ -210,7 +199,8 @@ def join(environment: Mapping[str, str] = os.environ) -> None:
         where = options.get("coordinator_address", "the first host of the Slurm step")
         raise HostLost(f"the other processes cannot be reached at {where}: {text}") from error
     # JAX aborts a process if another one has been silent too long, because it may wait for that one in a device call.
-    _signal(signal.SIGABRT, _aborted)
+    # A Python handler would run too late: C code raises the signal.
+    ctypes.CDLL(None).signal(ctypes.c_int(signal.SIGABRT), _aborted)
 
 
 def leave(code: int) -> None:
@@ -240,9 +230,8 @@ def _named(environment: Mapping[str, str]) -> dict[str, Any] | None:
         require(index < count, _INDEX, index, rule)
         if count == 1:
             return None
-        return {"coordinator_address": address, "num_processes": count, "process_id": index} | (
-            {} if "JAX_LOCAL_DEVICE_IDS" in environment else _ALL_CARDS
-        )
+        cards = {} if "JAX_LOCAL_DEVICE_IDS" in environment else _ALL_CARDS
+        return {"coordinator_address": address, "num_processes": count, "process_id": index} | cards
     if all(name in environment for name in _SLURM) and environment["SLURM_NTASKS"] != "1":
         # With several tasks per node, JAX gives each task its own card.
         alone = environment.get("SLURM_STEP_NUM_NODES") == environment["SLURM_NTASKS"]
@@ -283,8 +272,7 @@ def _put(key: str, data: bytes) -> None:
 
 def _awaited(key: str, is_over: Callable[[], bool] = lambda: False) -> bytes | None:
     """Waits for the message that another process writes under a key; returns None if `is_over` returns True."""
-    head = _awaited_piece(key, is_over)
-    if head is None:
+    if (head := _awaited_piece(key, is_over)) is None:
         return None
     count = int.from_bytes(head[:_NUMBER_BYTES])
     others = [_awaited_piece(f"{key}/{number}") for number in range(1, count + 1)]
@@ -330,14 +318,9 @@ def _read(key: str) -> str | None:
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int)
 def _aborted(number: int) -> None:
-    os.write(
-        2,
+    line = (
         b"qerl: another process of this run has ended, or cannot be reached (the lines above are JAX's). Start all "
-        b"processes again: the run goes on from its last checkpoint\n",
+        b"processes again: the run goes on from its last checkpoint\n"
     )
+    os.write(2, line)
     os._exit(LOST)
-
-
-def _signal(number: int, handler: Any) -> None:
-    """Sets a C handler for a signal that C code raises, because a Python handler would run too late."""
-    ctypes.CDLL(None).signal(ctypes.c_int(number), handler)

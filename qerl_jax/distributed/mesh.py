@@ -25,19 +25,14 @@ from qerl_jax.distributed import sharding
 from qerl_jax.distributed.hosts import HostLost, Hosts
 from qerl_jax.system.checked import require
 
+_ON_HOST = np.ndarray | np.generic
 # The mesh axis of the replicas.
 _DATA = "data"
 _AUTO = jax.sharding.AxisType.Auto
 
 
 def places(cfg: MeshConfig, rows: int, hosts: Hosts | None = None) -> int:
-    """Returns the number of replicas on all hosts: as configured, or as many as devices and rows allow.
-
-    Args:
-        cfg: The mesh.
-        rows: Rows of a rollout.
-        hosts: The processes; None means all that have joined.
-    """
+    """Returns the number of replicas on all hosts: as configured, or as many as devices and rows of a rollout allow."""
     if cfg.data is not None:
         return cfg.data
     # All hosts have the same number of devices; other runs are refused.
@@ -134,24 +129,21 @@ class Replicas:
         held = self.hold(tree)
         if self.group == 1:
             return tuple(_by_device(self.devices, held))
-        return tuple(
-            jax.tree.map(functools.partial(_of_group, group), held) for group in self.groups
-        )
+        parts = (functools.partial(_of_group, group) for group in self.groups)
+        return tuple(jax.tree.map(part, held) for part in parts)
 
     def apart(self, trees: Sequence[Any], replica: int) -> Any:
-        """Joins one tree per device of a replica into one tree, whose arrays have a leading axis for the devices.
+        """Joins one tree per device of this host's replica number `replica` into one with a leading axis for them.
 
-        For a replica of one device its tree is returned as it is.
-
-        Args:
-            trees: One tree per device of a replica, on the host or on the replica's devices.
-            replica: The index of the replica on this host.
+        Trees may be on the host or on these devices. For a replica of one device its tree is returned as it is.
         """
         if self.group == 1:
             return trees[0]
         group = self.groups[replica]
         spread = NamedSharding(_mesh(group, len(group)), P(sharding.GROUP))
-        return jax.device_put(jax.tree.map(_side_by_side, *trees), spread)
+        # Arrays on the host are stacked on the host.
+        stack = lambda *arrays: (np if isinstance(arrays[0], _ON_HOST) else jnp).stack(arrays)
+        return jax.device_put(jax.tree.map(stack, *trees), spread)
 
     def total(self, trees: Sequence[Any]) -> Any:
         """Sums trees over all devices of all hosts: an all-reduce in the arrays' own dtype. All hosts must call this.
@@ -161,7 +153,7 @@ class Replicas:
                 them (`apart`).
 
         Returns:
-            The sum, held by all devices.
+            The sum, on all devices.
 
         Raises:
             HostLost: If another host does not answer.
@@ -171,18 +163,11 @@ class Replicas:
             return tree
         if self.group == 1:
             return self._total(trees)
-        pairs = zip(self.groups, trees, strict=True)
-        summed = self._total(
-            [tree for group, tree_of_group in pairs for tree in _by_device(group, tree_of_group)]
-        )
-        return jax.tree.map(lambda x: x[0], summed)
+        parts = itertools.chain(*map(_by_device, self.groups, trees))
+        return jax.tree.map(lambda x: x[0], self._total([*parts]))
 
     def of_first(self, tree: Any) -> Any:
-        """Broadcasts the first process's tree to the devices of all hosts.
-
-        Args:
-            tree: The tree of this host; if it is not the first, only shapes and dtypes are used.
-        """
+        """Broadcasts the first process's tree to the devices of all hosts; of other trees only the shapes are used."""
         if self.hosts.count == 1:
             return tree
         first, *_ = _by_device(self.devices, self.hold(tree))
@@ -207,11 +192,7 @@ class Replicas:
 
         The first replica compiles it, and the others find it in JAX's compilation cache (on a CPU each compiles
         it). Two compilations may give different programs, because XLA measures each time which algorithms are
-        fastest, and these round differently.
-
-        Args:
-            device: The device that runs the program; of several, the first.
-            *program: Hashable values that identify the program.
+        fastest, and these round differently. `device` is the (first) one that runs the program.
         """
         return _one_after_the_other(device, program) if self.devices else contextlib.nullcontext()
 
@@ -227,11 +208,9 @@ class Replicas:
     def _stacked(self, *parts: jax.Array) -> jax.Array:
         """Makes one array of which each device of all hosts holds its own part; a scalar gets an axis."""
         parts = [part.reshape(-1) if part.ndim == 0 else part for part in parts]
-        first, *rest = parts[0].shape
-        mesh = self._whole_mesh
-        return jax.make_array_from_single_device_arrays(
-            (mesh.size * first, *rest), NamedSharding(mesh, P(_DATA)), parts
-        )
+        (first, *rest), mesh = parts[0].shape, self._whole_mesh
+        shape, placed = (mesh.size * first, *rest), NamedSharding(mesh, P(_DATA))
+        return jax.make_array_from_single_device_arrays(shape, placed, parts)
 
     def _reduced(self, stacked: Any) -> Any:
         """Returns the sum over all hosts."""
@@ -252,26 +231,15 @@ class Replicas:
         """A mesh with one axis of the devices of all hosts; each host uses its first devices."""
         if self.hosts.count == 1:
             return _row(self.devices)
-        chosen = [
-            device
-            for host in range(self.hosts.count)
-            for device in jax.local_devices(process_index=host)[: len(self.devices)]
-        ]
-        return _row(tuple(chosen))
+        hosts = (jax.local_devices(process_index=host) for host in range(self.hosts.count))
+        return _row(tuple(device for seen in hosts for device in seen[: len(self.devices)]))
 
 
 def _of_group(group: tuple[jax.Device, ...], whole: jax.Array) -> jax.Array:
     """Returns the part of an array that a replica's devices hold, as one array."""
-    parts = {part.device: part.data for part in whole.addressable_shards}
+    parts = _by_device(group, whole)
     placed = NamedSharding(_mesh(group, len(group)), whole.sharding.spec)
-    return jax.make_array_from_single_device_arrays(
-        whole.shape, placed, [parts[device] for device in group]
-    )
-
-
-def _side_by_side(*arrays: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
-    """Stacks the arrays along a new leading axis where they are: arrays on the host stay on the host."""
-    return (np if isinstance(arrays[0], np.ndarray | np.generic) else jnp).stack(arrays)
+    return jax.make_array_from_single_device_arrays(whole.shape, placed, parts)
 
 
 def _by_device(devices: Sequence[jax.Device], tree: Any) -> list[Any]:
@@ -299,9 +267,8 @@ def _mesh(devices: tuple[jax.Device, ...], group: int) -> Mesh:
     """Returns a mesh of replicas of `group` devices each; for a single replica of several devices, of one axis."""
     if len(devices) == group > 1:
         return Mesh(np.array(devices), (sharding.GROUP,), axis_types=(_AUTO,))
-    return Mesh(
-        np.array(devices).reshape(-1, group), (_DATA, sharding.GROUP), axis_types=(_AUTO,) * 2
-    )
+    rows = np.array(devices).reshape(-1, group)
+    return Mesh(rows, (_DATA, sharding.GROUP), axis_types=(_AUTO,) * 2)
 
 
 @functools.cache

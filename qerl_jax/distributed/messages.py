@@ -21,13 +21,10 @@ def sent[T](cls: type[T]) -> type[T]:
 
 
 def encode(value: Any) -> bytes:
-    """Encodes a value as bytes.
-
-    Args:
-        value: A value of the types that the module's docstring lists; arrays on a device are copied to the host.
+    """Encodes a value as bytes; arrays on a device are copied to the host.
 
     Raises:
-        TypeError: For a value of another type.
+        TypeError: For a value of another type than those that the module's docstring lists.
     """
     return msgpack.packb(_as_plain(value), unicode_errors="surrogatepass")
 
@@ -48,7 +45,10 @@ def _as_plain(value: Any) -> Any:
         return value
     name = type(value).__name__
     if _classes.get(name) is type(value):
-        return ["class", name, [_as_plain(part) for part in _parts(value)]]
+        parts = value
+        if dataclasses.is_dataclass(value):
+            parts = [getattr(value, field.name) for field in dataclasses.fields(value)]
+        return ["class", name, [_as_plain(part) for part in parts]]
     if type(value) in (list, tuple):
         return [type(value).__name__, [_as_plain(item) for item in value]]
     if type(value) is dict:
@@ -58,12 +58,6 @@ def _as_plain(value: Any) -> Any:
         if not array.dtype.hasobject:
             return ["array", array.dtype.name, list(array.shape), array.tobytes()]
     raise TypeError(f"{type(value).__name__} cannot be sent to another process")
-
-
-def _parts(value: Any) -> list[Any]:
-    if dataclasses.is_dataclass(value):
-        return [getattr(value, field.name) for field in dataclasses.fields(value)]
-    return list(value)
 
 
 def _restored(plain: Any) -> Any:

@@ -41,10 +41,8 @@ def axes(path: Sequence[Any], ndim: int) -> tuple[str, ...]:
 
 def spec(path: Sequence[Any], shape: Sequence[int], count: int) -> P:
     """Returns the sharding of an array in a group of `count` devices; an axis that is no multiple stays whole."""
-    placed = (RULES[name] for name in axes(path, len(shape)))
-    mesh_axes = [
-        on if on and size % count == 0 else None for on, size in zip(placed, shape, strict=True)
-    ]
+    pairs = zip(axes(path, len(shape)), shape, strict=True)
+    mesh_axes = [RULES[name] if size % count == 0 else None for name, size in pairs]
     return P(*mesh_axes) if any(mesh_axes) else P()
 
 
@@ -55,12 +53,9 @@ def specs(tree: Any, count: int) -> Any:
 
 def part(tree: Any, count: int) -> int:
     """Returns the bytes of a tree of arrays on each device of a group."""
-    sizes = jax.tree.map(
-        lambda x, at: math.prod(x.shape) * x.dtype.itemsize // (count if GROUP in at else 1),
-        tree,
-        specs(tree, count),
-    )
-    return sum(jax.tree.leaves(sizes))
+    whole = lambda x: math.prod(x.shape) * x.dtype.itemsize
+    size = lambda x, at: whole(x) // (count if GROUP in at else 1)
+    return sum(jax.tree.leaves(jax.tree.map(size, tree, specs(tree, count))))
 
 
 @jax.tree_util.register_dataclass
@@ -73,13 +68,9 @@ class Part:
 
 def gathered(tree: Any) -> Any:
     """Gathers the parts (`Part`) of a tree from all devices of the group; other arrays stay as they are."""
-    return jax.tree.map(
-        lambda x: (
-            jax.lax.all_gather(x.array, GROUP, axis=0, tiled=True) if isinstance(x, Part) else x
-        ),
-        tree,
-        is_leaf=lambda x: isinstance(x, Part),
-    )
+    is_part = lambda x: isinstance(x, Part)
+    gather = lambda x: jax.lax.all_gather(x.array, GROUP, axis=0, tiled=True)
+    return jax.tree.map(lambda x: gather(x) if is_part(x) else x, tree, is_leaf=is_part)
 
 
 def in_group(
@@ -129,19 +120,11 @@ def in_group(
             places[n] if n in places else P(GROUP) if n in own else specs(x, count)
             for n, x in enumerate(arguments)
         )
-        as_spec = {True: P(GROUP), False: P()}
-        out = jax.tree.map(
-            lambda is_own: as_spec.get(is_own, is_own),
-            gives_own,
-            is_leaf=lambda x: isinstance(x, P),
-        )
+        as_spec = lambda is_own: {True: P(GROUP), False: P()}.get(is_own, is_own)
+        out = jax.tree.map(as_spec, gives_own, is_leaf=lambda x: isinstance(x, P))
         # Results are equal on all devices because each device computes the same.
-        return jax.shard_map(
-            functools.partial(on_device, in_specs),
-            mesh=mesh,
-            in_specs=in_specs,
-            out_specs=out,
-            check_vma=False,
-        )(*arguments)
+        options = {"in_specs": in_specs, "out_specs": out, "check_vma": False}
+        mapped = jax.shard_map(functools.partial(on_device, in_specs), mesh=mesh, **options)
+        return mapped(*arguments)
 
     return on_group

@@ -16,15 +16,9 @@ from qerl_jax.system.checked import from_table, meant, require
 # Assumed share of a card's memory that JAX may use, XLA_PYTHON_CLIENT_MEM_FRACTION. JAX's default is three quarters.
 FRACTION = 0.9
 # The most bytes of shared memory of a thread block, by compute capability.
-SHARED_BYTES = {
-    "7.5": 64 << 10,
-    "8.0": 163 << 10,
-    "8.6": 99 << 10,
-    "8.9": 99 << 10,
-    "9.0": 227 << 10,
-    "10.0": 227 << 10,
-    "12.0": 99 << 10,
-}
+SHARED_BYTES = {"7.5": 64 << 10, "8.0": 163 << 10}
+SHARED_BYTES |= dict.fromkeys(("8.6", "8.9", "12.0"), 99 << 10)
+SHARED_BYTES |= dict.fromkeys(("9.0", "10.0"), 227 << 10)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,10 +56,7 @@ class Card:
         )
 
     def kernels(self, cfg: RunConfig | None = None) -> str:
-        """Says which kernels sample the rollouts of a run on this card, and how far they were tested.
-
-        Args:
-            cfg: The run; None means `recipe` of a known model.
+        """Says which kernels sample the rollouts of a run (None: `recipe` of a known model) on this card.
 
         Raises:
             ConfigError: If the run names kernels that cannot run on this card.
@@ -88,9 +79,8 @@ class Card:
             set_of_kernels = "portable" if no_hopper else "hopper"
             reason = fused_decode.supports(model, rows, set_of_kernels, **options)
             products = _product_kernels(model)
-        return (
-            f"plain layers, products by {names.get(products, products)}; no fused layers: {reason}"
-        )
+        by = names.get(products, products)
+        return f"plain layers, products by {by}; no fused layers: {reason}"
 
 
 def _product_kernels(model: Transformer) -> str:

@@ -46,8 +46,7 @@ _CHUNK = 1.5
 # Bytes of each attention score of a micro-batch in the backward pass of plain attention: two float32, taken from
 # programs for a T4 (7.9 to 8.5). A CPU needs 12.
 _SCORE = 8
-# Share of the memory that the plan's own choices may use, because estimates of workspace are not exact. At 7B that of
-# "products" was 2 % above the memory that an H200 used, that of "none" 5 %.
+# Share of the memory that the plan's own choices may use, because estimates of workspace are not exact.
 _CHOSEN_SHARE = 0.8
 _CHUNK_ROWS = 1024
 # Bytes of a weight in NVFP4: four bits, and the eight bits of a scale that 16 weights share.
@@ -66,8 +65,7 @@ class Item:
         field: The config field to change, with a better value, to make it smaller; "" if there is none.
         shortage: Text of an error if the KV cache cannot hold one row; "" otherwise.
         estimated: Whether the size is an estimate, because the compiler decides it; other sizes follow from shapes.
-        least: Size in bytes with the best value of `field`. What `lora.rank` decides is not made smaller: a lower rank
-            trains another adapter.
+        least: Size in bytes with the best value of `field`. A lower `lora.rank` would train another adapter.
     """
 
     name: str
@@ -144,14 +142,13 @@ class Plan:
             return
         required = lambda turn: sum(item.required for item in self._within(turn))
         fullest, tightest = max(_TURNS, key=self.size), max(_TURNS, key=required)
+        advice = f"change {self._changes(limit)}"
         if required(tightest) > limit:
             advice = self._instead(self._within(tightest), limit)
-        else:
-            advice = f"change {self._changes(limit)}"
-        raise ConfigError(
-            f"memory: this run needs {_gb(self.peak)} in its {fullest}; {self._offers} "
-            f"{_gb(limit)}: {advice}"
-        )
+        count = len(self.rows) * self.cfg.mesh.group
+        offers = "the device offers" if count == 1 else f"each of {count} devices offers"
+        needs = f"this run needs {_gb(self.peak)} in its {fullest}"
+        raise ConfigError(f"memory: {needs}; {offers} {_gb(limit)}: {advice}")
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -191,63 +188,46 @@ class Plan:
             f"What would help: {', '.join(would[:-1])}, or {would[-1]}"
         )
 
-    @property
-    def _offers(self) -> str:
-        count = len(self.rows) * self.cfg.mesh.group
-        return "the device offers" if count == 1 else f"each of {count} devices offers"
-
     def exhaustion(self, error: BaseException, phase: Phase) -> MemoryError | None:
         """Returns the error to raise for one that says that the device ran out of memory; None for any other.
-
-        Args:
-            error: The error that was raised.
-            phase: The phase of the run; "always" while its weights were loaded.
-        """
-        is_exhausted, size = exhausted(error)
-        if not is_exhausted or isinstance(error, OSError):
-            return None
-        return MemoryError(self.about_exhaustion(phase, size))
-
-    def about_exhaustion(self, phase: Phase, requested: int | None) -> str:
-        """Returns a line for a device that ran out of memory although the plan fitted.
 
         It names the largest estimated item of the phase (sizes that follow from shapes are exact) and the setting
         that makes it smaller. If JAX's preallocation is switched off, fragmentation is the more likely cause: memory
         is then taken in regions of doubled sizes, which may be too small for a second large array.
 
         Args:
+            error: The error that was raised.
             phase: The phase of the run; "always" while its weights were loaded.
-            requested: Bytes of the failed allocation, if known.
         """
-        lines = [item for item in self.items if item.phase == phase and item.field]
-        wrong = max(lines, key=lambda item: (item.estimated, item.size))
+        is_exhausted, requested = exhausted(error)
+        if not is_exhausted or isinstance(error, OSError):
+            return None
+        items = [item for item in self.items if item.phase == phase and item.field]
+        wrong = max(items, key=lambda item: (item.estimated, item.size))
         in_regions = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() in ("0", "false")
         doing = "preparation" if phase == "always" else phase
         asked_for = "" if requested is None else f" when it asked for {_gb(requested)}"
-        why = "is an estimate, and was too low"
-        if not wrong.estimated:
-            why = "is the largest that a setting makes smaller"
+        estimate, largest = (
+            "is an estimate, and was too low",
+            "is the largest that a setting makes smaller",
+        )
         offered = "" if self.limit is None else f" of {_gb(self.limit)}"
-        culprit = f"of which {wrong.name!r} ({_gb(wrong.size)}) {why}: change {wrong.field}"
+        culprit = f"of which {wrong.name!r} ({_gb(wrong.size)}) {estimate if wrong.estimated else largest}: "
         if in_regions:
             culprit = (
                 "which may be there, but in blocks too small for one array: "
-                f"unset XLA_PYTHON_CLIENT_PREALLOCATE, or change {wrong.field}"
+                "unset XLA_PYTHON_CLIENT_PREALLOCATE, or "
             )
-        return (
+        return MemoryError(
             f"memory: the device ran out of memory in the {doing}{asked_for}. The plan had "
-            f"{_gb(self.size(*{'always', phase}))}{offered} for it, {culprit}"
+            f"{_gb(self.size(*{'always', phase}))}{offered} for it, {culprit}change {wrong.field}"
         )
 
     def require_one_base(self, in_use: int, peak: int) -> None:
-        """Checks from measured memory that there is, and was, only one copy of the base.
+        """Checks from the bytes in use after a step, and at the peak, that there is only one copy of the base.
 
         The measured values may exceed the plan by half of the base, or 1 GiB if that is more. If the base itself is
         trained, there is no frozen base to check.
-
-        Args:
-            in_use: Bytes in use after a step.
-            peak: Peak bytes.
 
         Raises:
             RuntimeError: If more memory is or was in use; it has both numbers.
@@ -264,11 +244,7 @@ class Plan:
                 )
 
     def lines(self, measured: int | None = None) -> list[str]:
-        """Returns the plan as lines of a table.
-
-        Args:
-            measured: Measured peak in bytes; None leaves out that line.
-        """
+        """Returns the plan as lines of a table, with the measured peak in bytes if it is known."""
         rows = []
         for phase in ("always", *_TURNS):
             items = [item for item in self.items if item.phase == phase]
@@ -281,16 +257,10 @@ class Plan:
         if self.limit is not None:
             rows.append(_line("device", "what it offers", self.limit))
         group, how = self.cfg.mesh.group, "tensor" if self.cfg.mesh.tensor > 1 else "fsdp"
-        shown = itertools.product(enumerate(self.rows), range(group))
-        if len(self.rows) * group > 1:
-            rows += [
-                _line(
-                    f"device {number}",
-                    f"data {shard}{f', {how} {part}' * (group > 1)}, {count} rows of a rollout",
-                    self.peak,
-                )
-                for number, ((shard, count), part) in enumerate(shown)
-            ]
+        parts = [(*row, part) for row in enumerate(self.rows) for part in range(group)]
+        for number, (shard, count, part) in enumerate(parts if len(parts) > 1 else ()):
+            name = f"data {shard}{f', {how} {part}' * (group > 1)}, {count} rows of a rollout"
+            rows.append(_line(f"device {number}", name, self.peak))
         return rows
 
 
@@ -320,69 +290,31 @@ def plan(
     require_context(cfg, arch)
     Division(arch, cfg.mesh.tensor, cfg.model.weights).require()
     always, trained = _always(cfg, arch)
-    with runtime.on(device or runtime.device()):
-        chosen = _chosen(cfg, arch, limit, sum(item.size for item in always), trained)
-        update = _update(chosen, arch, trained)
-    devices = places(cfg.mesh, cfg.generation_batch_size)
-    ends = [cfg.generation_batch_size * device // devices for device in range(devices + 1)]
-    return Plan(
-        chosen,
-        arch,
-        (
-            *always,
-            *_phases_that_sample(cfg, arch, always, trained, limit, device),
-            *update,
-            *_gathered(cfg, arch, "update"),
-        ),
-        _about_update(cfg, chosen),
-        tuple(end - start for start, end in itertools.pairwise(ends)),
-        limit,
-    )
-
-
-def _phases_that_sample(
-    cfg: RunConfig,
-    arch: architecture.Architecture,
-    always: Sequence[Item],
-    trained: int,
-    limit: int | None,
-    device: runtime.Device | None,
-) -> list[Item]:
-    """Returns the items of rollouts and evaluations; `trained` is the bytes of the trained parameters."""
+    size, devices = sum(item.size for item in always), places(cfg.mesh, cfg.generation_batch_size)
     # With full training, the weights are copied to the sampler's dtype before the cache is allocated.
-    full = cfg.model.trainable == "full"
-    copied = trained * _width(cfg) // 4 if full else 0
-    free = None if limit is None else max(0, limit - sum(item.size for item in always) - copied)
-    # Prompts of a phase, and completions of each; replicas divide them.
-    devices = places(cfg.mesh, cfg.generation_batch_size)
-    sampling = {"rollout": (cfg.prompts_per_rollout, cfg.rollout.num_generations)}
-    if cfg.eval:
-        problems = min(cfg.eval.batch_size, cfg.eval.num_problems)
-        sampling["evaluation"] = (problems, cfg.eval.num_generations)
-    part = Division(arch, cfg.mesh.tensor, cfg.model.weights).part
-    items = []
-    for phase, (prompts, group) in sampling.items():
-        rows, noisy = prompts * group, phase == "rollout" and cfg.noise is not None
-        if noisy and cfg.noise.per == "sequence":
-            prompts = rows
-        shares = -(-prompts // devices), -(-rows // devices)
-        own_noise = noisy and cfg.noise.per != "rollout"
-        with runtime.on(device or runtime.device()):
-            fused_rows = fused_decode.most_rows(sampled_policy(cfg, arch), own_noise=own_noise)
-        items += _sampling(cfg, part, free, phase, *shares, fused_rows)
-        items += _gathered(cfg, arch, phase)
-        items += [Item("weights as sampled", copied, phase)] if full else []
-    return items
+    copied = trained * _width(cfg) // 4 if cfg.model.trainable == "full" else 0
+    free = None if limit is None else max(0, limit - size - copied)
+    # The model is traced here: with the kernels of this device, which need not be those of the device to plan for.
+    gathered = {phase: _gathered(cfg, arch, phase) for phase in _TURNS}
+    with runtime.on(device or runtime.device()):
+        chosen = _chosen(cfg, arch, limit, size, trained)
+        items = [*always]
+        for phase in ("rollout", "evaluation") if cfg.eval else ("rollout",):
+            items += _sampling(cfg, arch, free, phase, devices) + gathered[phase]
+            items += [Item("weights as sampled", copied, phase)] if copied else []
+        items += _update(chosen, arch, trained) + gathered["update"]
+    ends = [cfg.generation_batch_size * device // devices for device in range(devices + 1)]
+    rows = tuple(end - start for start, end in itertools.pairwise(ends))
+    return Plan(chosen, arch, tuple(items), _about_update(cfg, chosen), rows, limit)
 
 
 def _about_update(cfg: RunConfig, chosen: RunConfig) -> str:
     """Returns a line about the micro-batches and the recomputation of an update, and which of them the plan chose."""
-    shapes = update_shapes(chosen)
+    shapes, how = update_shapes(chosen), chosen.model.gradient_checkpointing
     tokens = max(shape.tokens for shape in shapes)
-    budget = cfg.optim.max_tokens_per_microbatch
-    by_plan = " (by the plan)" if budget is None and cfg.grpo.loss_type != "bnpo" else ""
-    how = chosen.model.gradient_checkpointing
-    auto = " (auto)" if cfg.model.gradient_checkpointing == "auto" else ""
+    is_planned = cfg.optim.max_tokens_per_microbatch is None and cfg.grpo.loss_type != "bnpo"
+    by_plan = " (by the plan)" * is_planned
+    auto = " (auto)" * (cfg.model.gradient_checkpointing == "auto")
     return (
         f"micro-batches of {tokens} tokens{by_plan} in at most {len(shapes)} shapes; "
         f"gradient_checkpointing {how}{auto}"
@@ -408,11 +340,9 @@ def require_context(cfg: RunConfig, arch: architecture.Architecture | None = Non
     Raises:
         ConfigError: If rows are too long.
     """
-    (arch or _architecture(cfg)).require_context(
-        cfg.data.max_prompt_length,
-        cfg.rollout.max_completion_length,
-        "rollout.max_completion_length",
-    )
+    prompt, completion = cfg.data.max_prompt_length, cfg.rollout.max_completion_length
+    field = "rollout.max_completion_length"
+    (arch or _architecture(cfg)).require_context(prompt, completion, field)
 
 
 def device_memory() -> int | None:
@@ -445,19 +375,19 @@ def compiled_update(plan: Plan) -> Any:
 
     No weights are allocated. The workspace depends on the kind of device.
     """
-    cfg = plan.cfg
+    cfg, shape = plan.cfg, jax.ShapeDtypeStruct
     model, params, frozen = abstract_policy(cfg, plan.arch)
     largest = max(update_shapes(cfg), key=lambda shape: (shape.tokens, shape.slots))
     layout = microbatches.MicroBatch(largest, microbatches.empty_rows(largest.num_rows)).packing
-    shape = jax.ShapeDtypeStruct
     number, logps = shape((), jnp.int32), shape((largest.tokens,), jnp.float32)
+    has = {"ref_logps": cfg.grpo.reference, "high_entropy": cfg.grpo.top_entropy_quantile < 1}
     batch = experience.PackedRows(
         jax.tree.map(lambda x: shape(x.shape, x.dtype), layout),
         tokens=shape((largest.tokens,), jnp.int32),
         mask=shape((largest.tokens,), jnp.bool_),
         behaviour_logps=logps,
         advantages=shape((largest.num_rows,), jnp.float32),
-        fixed=dict.fromkeys(_fixed(cfg), logps),
+        fixed={name: logps for name, is_used in has.items() if is_used},
     )
     totals = grpo.BatchTotals(number, number, number, cfg.optim.gradient_accumulation_steps)
     if cfg.grpo.entropy is not None:
@@ -465,51 +395,30 @@ def compiled_update(plan: Plan) -> Any:
         totals = dataclasses.replace(totals, entropy_tokens=number, entropy_coef=coef)
     objective = update.make_updater(cfg, model, model.arch.vocab_size, total_steps=1).objective
     key = jax.eval_shape(lambda: jax.random.key(0))
-    program = jax.jit(
-        functools.partial(gradient, objective), compiler_options=compiler_options(objective)
-    )
+    compute = functools.partial(gradient, objective)
+    program = jax.jit(compute, compiler_options=compiler_options(objective))
     return program.lower(params, frozen, None, batch, totals, key).compile().memory_analysis()
-
-
-def _fixed(cfg: RunConfig) -> list[str]:
-    """Returns the names of the fixed per-token arrays of a micro-batch (`PackedRows.fixed`)."""
-    quantile = ["high_entropy"] if cfg.grpo.top_entropy_quantile < 1 else []
-    return (["ref_logps"] if cfg.grpo.reference else []) + quantile
 
 
 def abstract_policy(
     cfg: RunConfig, arch: architecture.Architecture
 ) -> tuple[Transformer, Any, Any]:
     """Returns the model, and shapes and dtypes of its trained and its frozen parameters."""
-    model = Transformer(
-        arch,
-        cfg.model.weights,
-        cfg.lora,
-        jnp.dtype(cfg.model.dtype),
-        dense_linears=_dense_linears(cfg, arch),
-    )
-    base = abstract_base(model)
-    if cfg.model.trainable == "full":
-        model = model.clone(lora=None, full=True)
-    params, frozen = jax.eval_shape(
-        lambda f, key: trainable(model, f, key), base, jax.random.key(0)
-    )
-    return model, params, frozen
+    model = _model(cfg, arch)
+    base, new = abstract_base(model.clone(full=False)), functools.partial(trainable, model)
+    return model, *jax.eval_shape(new, base, jax.random.key(0))
 
 
 def sampled_policy(cfg: RunConfig, arch: architecture.Architecture | None = None) -> Transformer:
     """Returns the model that a device samples with: its part of the policy if devices decode rows together."""
-    arch, full = arch or _architecture(cfg), cfg.model.trainable == "full"
-    return Transformer(
-        arch,
-        cfg.model.weights,
-        None if full else cfg.lora,
-        jnp.dtype(cfg.model.dtype),
-        full=full,
-        dense_linears=_dense_linears(cfg, arch),
-        fsdp=cfg.mesh.fsdp,
-        tensor=cfg.mesh.tensor,
-    ).own_part
+    mesh = {"fsdp": cfg.mesh.fsdp, "tensor": cfg.mesh.tensor}
+    return _model(cfg, arch or _architecture(cfg)).clone(**mesh).own_part
+
+
+def _model(cfg: RunConfig, arch: architecture.Architecture) -> Transformer:
+    full, linears = cfg.model.trainable == "full", _dense_linears(cfg, arch)
+    lora, dtype = None if full else cfg.lora, jnp.dtype(cfg.model.dtype)
+    return Transformer(arch, cfg.model.weights, lora, dtype, full=full, dense_linears=linears)
 
 
 def _always(cfg: RunConfig, arch: architecture.Architecture) -> tuple[list[Item], int]:
@@ -543,20 +452,13 @@ def _chosen(
 ) -> RunConfig:
     """Returns the config as `plan` completes it; `always` and `adapter` are bytes of the constant items and of the
     trained parameters."""
-    remats: tuple[Remat, ...] = ("products", "mlp", "layer")
+    remats: tuple[Remat, ...] = ("layer",) if limit is None else ("products", "mlp", "layer")
     if cfg.model.gradient_checkpointing != "auto":
         remats = (cfg.model.gradient_checkpointing,)
-    elif limit is None:
-        remats = ("layer",)
-    candidates = [
-        dataclasses.replace(
-            cfg,
-            model=dataclasses.replace(cfg.model, gradient_checkpointing=remat),
-            optim=dataclasses.replace(cfg.optim, max_tokens_per_microbatch=budget),
-        )
-        for budget in _budgets(cfg, limit)
-        for remat in remats
-    ]
+    models = [dataclasses.replace(cfg.model, gradient_checkpointing=remat) for remat in remats]
+    budgets = [{"max_tokens_per_microbatch": budget} for budget in _budgets(cfg, limit)]
+    optims = [dataclasses.replace(cfg.optim, **budget) for budget in budgets]
+    candidates = [dataclasses.replace(cfg, model=m, optim=o) for o in optims for m in models]
     # If none fits, the last one is returned, and `Plan.require` then says what would help.
     for candidate in candidates[:-1]:
         size = always + sum(item.size for item in _update(candidate, arch, adapter))
@@ -578,14 +480,18 @@ def _budgets(cfg: RunConfig, limit: int | None) -> list[int | None]:
 
 
 def _sampling(
-    cfg: RunConfig,
-    arch: architecture.Architecture,
-    free: int | None,
-    phase: Phase,
-    prompts: int,
-    rows: int,
-    fused_rows: int,
+    cfg: RunConfig, arch: architecture.Architecture, free: int | None, phase: Phase, devices: int
 ) -> list[Item]:
+    """Returns the items of rollouts or evaluations, whose rows so many devices divide."""
+    prompts, group = cfg.prompts_per_rollout, cfg.rollout.num_generations
+    if phase == "evaluation":
+        prompts, group = min(cfg.eval.batch_size, cfg.eval.num_problems), cfg.eval.num_generations
+    rows, has_row_noise = prompts * group, phase == "rollout" and cfg.has_row_noise
+    if has_row_noise and cfg.noise.per == "sequence":
+        prompts = rows
+    prompts, rows = -(-prompts // devices), -(-rows // devices)
+    fused_rows = fused_decode.most_rows(sampled_policy(cfg, arch), own_noise=has_row_noise)
+    arch = Division(arch, cfg.mesh.tensor, cfg.model.weights).part
     longest = cfg.data.max_prompt_length - 1 + cfg.rollout.max_completion_length
     tokens, fraction = cfg.rollout.kv_cache_tokens, cfg.rollout.kv_cache_fraction
     page = kv_cache.PAGE_SIZE
@@ -593,16 +499,8 @@ def _sampling(
     if drafts is not None and cfg.rollout.compact:
         positions = drafts.tokens_of_a_step(cfg.rollout.max_completion_length)
     demand = kv_capacity.Demand(
-        arch,
-        rows=rows,
-        prompts=prompts,
-        max_prompt_length=cfg.data.max_prompt_length,
-        row_tokens=longest,
-        page_size=page,
-        compact=cfg.rollout.compact,
-        itemsize=_width(cfg),
-        positions=positions,
-        fused_rows=fused_rows,
+        *(arch, rows, prompts, cfg.data.max_prompt_length, longest, page, cfg.rollout.compact),
+        *(_width(cfg), positions, fused_rows),
     )
 
     def capacity(slots: int) -> int | None:
@@ -629,14 +527,14 @@ def _sampling(
     if slots == 1:
         fewer = "rollout.max_completion_length"
     size = pages * page * arch.kv_bytes(_width(cfg))
-    return [
-        Item("keys and values", size, phase, field, shortage),
-        *(
-            Item(name, size, phase, fewer, estimated=True)
-            for name, size in demand.workspace(slots).items()
-        ),
-        *(_noise(cfg, arch, slots) if phase == "rollout" else []),
-    ]
+    items = [Item("keys and values", size, phase, field, shortage)]
+    for name, size in demand.workspace(slots).items():
+        items.append(Item(name, size, phase, fewer, estimated=True))
+    if has_row_noise:
+        # Vectors for two norms per layer, and their random bits, in 4 bytes.
+        size = 2 * 2 * arch.num_layers * slots * arch.width * 4
+        items.append(Item("noise of each row's own", size, phase, "noise.per"))
+    return items
 
 
 def _gathered(cfg: RunConfig, arch: architecture.Architecture, phase: Phase) -> list[Item]:
@@ -654,14 +552,6 @@ def _gathered(cfg: RunConfig, arch: architecture.Architecture, phase: Phase) -> 
     frozen = abstract_policy(cfg, arch)[2]["layers"]
     size = (3 if together else 2) * _bytes(frozen) // arch.num_layers
     return [Item("gathered weights of two layers", size, phase, estimated=True)]
-
-
-def _noise(cfg: RunConfig, arch: architecture.Architecture, rows: int) -> list[Item]:
-    """Returns the item of separate noise for each row: vectors for two norms per layer, and their random bits."""
-    if cfg.noise is None or cfg.noise.per == "rollout":
-        return []
-    size = 2 * 2 * arch.num_layers * rows * arch.width * 4
-    return [Item("noise of each row's own", size, "rollout", "noise.per")]
 
 
 def _update(cfg: RunConfig, arch: architecture.Architecture, adapter: int) -> list[Item]:
@@ -696,39 +586,22 @@ def _update(cfg: RunConfig, arch: architecture.Architecture, adapter: int) -> li
     # The states before the head, and their gradients: from log-probabilities, and from an entropy bonus.
     states = (3 if cfg.grpo.entropy else 2) * tokens * arch.width * width
     workspace = max(mlp * width, attention * width, head + states)
-    less = 'model.gradient_checkpointing to "layer"'
-    return [
+    less = 'model.gradient_checkpointing to "layer"' if activations else ""
+    inputs, outputs = (arch.num_layers * n * width for n in (tokens * arch.width, activations))
+    items = [
         Item("gradients, summed and new", 2 * adapter, "update", _rank(cfg), least=2 * adapter),
-        Item(
-            "inputs of the layers", arch.num_layers * tokens * arch.width * width, "update", fewer
-        ),
-        Item(
-            "kept of the layers",
-            arch.num_layers * activations * width,
-            "update",
-            less if activations else "",
-        ),
+        Item("inputs of the layers", inputs, "update", fewer),
+        Item("kept of the layers", outputs, "update", less),
         Item("workspace of a layer, or of the head", workspace, "update", fewer, estimated=True),
-        *_scores(cfg, arch, shapes, fewer),
     ]
-
-
-def _scores(
-    cfg: RunConfig,
-    arch: architecture.Architecture,
-    shapes: Sequence[microbatches.Shape],
-    fewer: str,
-) -> list[Item]:
-    """Returns the item of attention scores, on GPUs without cuDNN's attention (compute capability below 8.0).
-
-    A CPU has no such attention either, but it reports no memory, and plans that are made there are for a GPU.
-    """
+    # GPUs without cuDNN's attention (compute capability below 8.0) store scores. So does a CPU, but it reports no
+    # memory, and plans that are made there are for a GPU.
     is_fused = layers.has_fused_attention(jnp.dtype(cfg.model.dtype), arch.head_size)
-    if is_fused or runtime.platform() == "cpu":
-        return []
-    most = max(sum(count * width**2 for count, width in shape.arrays) for shape in shapes)
-    size = _SCORE * arch.num_heads * most
-    return [Item("scores of attention", size, "update", fewer, estimated=True)]
+    if not is_fused and runtime.platform() != "cpu":
+        most = max(sum(count * width**2 for count, width in shape.arrays) for shape in shapes)
+        size = _SCORE * arch.num_heads * most
+        items.append(Item("scores of attention", size, "update", fewer, estimated=True))
+    return items
 
 
 def update_shapes(cfg: RunConfig) -> tuple[microbatches.Shape, ...]:
@@ -737,11 +610,9 @@ def update_shapes(cfg: RunConfig) -> tuple[microbatches.Shape, ...]:
 
 
 def _update_sizes(cfg: RunConfig) -> dict[str, int]:
-    return {
-        "group": cfg.rollout.num_generations if cfg.optim.share_prompts else 1,
-        "prompt_width": cfg.data.max_prompt_length,
-        "completion_width": cfg.rollout.max_completion_length,
-    }
+    group = cfg.rollout.num_generations if cfg.optim.share_prompts else 1
+    prompt, completion = cfg.data.max_prompt_length, cfg.rollout.max_completion_length
+    return {"group": group, "prompt_width": prompt, "completion_width": completion}
 
 
 def _architecture(cfg: RunConfig) -> architecture.Architecture:

@@ -320,8 +320,8 @@ def sampling_weights(
 ) -> Array | None:
     """Computes the weights of the policy term of the loss, [B, T] or [B, 1], without gradient.
 
-    They are the product of `truncated_importance_weights`, `sampling_mask` and `off_policy_mask`, each if it is switched
-    on. For VESPO the first is part of the row's own weight instead, see `LossInputs.correction`.
+    They are the product of `truncated_importance_weights`, `sampling_mask` and `off_policy_mask`, as far as these are
+    switched on. For VESPO the first is part of the row's own weight instead, see `LossInputs.correction`.
 
     Args:
         cfg: The objective.
@@ -384,9 +384,9 @@ def summarize(rows: RowMetrics) -> dict[str, Array]:
     """Turns counts per row into metrics under TRL's names.
 
     `clip_ratio/{low,high,delta,region}_mean` and `cispo_clip_ratio` are fractions of all ratios, `sampling/masked_mean`
-    is a fraction of tokens, and `kl` a mean over tokens. `clip_ratio/low_min` and `clip_ratio/high_max` are the smallest
-    and largest fraction of a single row, and `vespo/phi_seq_mean` is a mean over rows; rows without tokens are left out.
-    A metric is absent if the objective does not have that part.
+    is a fraction of tokens, and `kl` a mean over tokens. `clip_ratio/low_min` and `clip_ratio/high_max` are extremes of
+    the fractions of single rows, and `vespo/phi_seq_mean` is a mean over rows; rows without tokens are left out. A
+    metric is absent if the objective does not have that part.
 
     Args:
         rows: counts of any shape, for example [B] or [micro-batches, B].
@@ -471,11 +471,11 @@ def policy_loss(
         sapo   f_t = sigmoid(tau (rho_t - 1)) 4 / tau A                         arXiv:2511.20347
         vespo  f_t = sg(phi(rho)) A log policy_t, see `vespo_weights`           arXiv:2602.10693
 
-    sg stops the gradient. `delta` (`GrpoConfig.ratio_cap`) bounds the unclipped term, which otherwise has no bound for a
-    negative advantage (dual clip, arXiv:1912.09729; two-sided clipping, arXiv:2505.07291). CISPO clips the weight and
-    not the update, so each token keeps a gradient; its `epsilon_high` is the bound itself, as in TRL. SAPO's temperature
-    tau is `sapo.temperature_pos` if A > 0, else `sapo.temperature_neg`. A token whose sampling weight w is 0, or that is
-    not of high entropy, still counts in the denominators below. With `reference.bias_correction` the KL estimate k_t is
+    sg stops the gradient. `delta` (`GrpoConfig.ratio_cap`) bounds the unclipped term, which otherwise has no bound for
+    a negative advantage (dual clip, arXiv:1912.09729; two-sided clipping, arXiv:2505.07291). CISPO clips the weight and
+    not the update, so each token keeps a gradient; its `epsilon_high` is the bound itself, as in TRL. SAPO's tau is
+    `sapo.temperature_pos` if A > 0, else `sapo.temperature_neg`. A token whose sampling weight w is 0, or that is not
+    of high entropy, still counts in the denominators below. With `reference.bias_correction` the KL estimate k_t is
     multiplied by rho_t, and gradients flow through that factor, too (arXiv:2512.02556).
 
     How token losses are averaged depends on `loss_type`; every sum runs over tokens that count:

@@ -37,7 +37,7 @@ class Groups:
 def to_experience(
     cfg: config.RunConfig, scored: rollouts.Scored, advantages: np.ndarray, noise: Any
 ) -> Experience:
-    """Returns scored groups with advantages [P, G] as the input of the updater; `noise` is that of sampling, or None."""
+    """Returns groups with advantages [P, G] as the input of the updater; `noise` is that of sampling, or None."""
     numbers = None
     if isinstance(noise, RowNoise):
         numbers = noise.numbers(scored.positions, scored.rollout.num_generations)

@@ -131,7 +131,7 @@ def is_due(step: int, updates_per_rollout: int) -> bool:
 def check_sampler(
     run: PreparedRun, position: Position, sampled: rollouts.Scored, noise: Any
 ) -> dict[str, float]:
-    """Runs `check_adapter` on the groups that a step sampled with `noise`, if a check is due and there is an adapter."""
+    """Runs `check_adapter` on groups that a step sampled with `noise`, if a check is due and there is an adapter."""
     cfg = run.cfg
     if not run.task.model.lora or not is_due(position.step, cfg.updates_per_rollout):
         return {}

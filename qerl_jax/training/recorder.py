@@ -71,7 +71,7 @@ class Recorder:
         self._health = health.Health.of(run.cfg, rows)
 
     def begin(self) -> Position:
-        """Evaluates the untrained policy, or again what was stopped in an evaluation, and returns the run's position."""
+        """Evaluates the untrained policy, or repeats an evaluation that was stopped; returns the run's position."""
         position, pending = self._position, self._position.progress.pending
         if position.schedule_step < self._run.task.total_steps:
             line = "compiling: the first evaluation and the first step take longer than others"
@@ -246,8 +246,8 @@ def _about_unjudged(step: int, scored: rollouts.Scored) -> str:
     prompt, text = scored.rollout.problems[group].prompt, scored.rollout.texts[row]
     return (
         f"warning: in step {step} every reward function returned None for {len(unjudged)} of {scored.rewards.size} "
-        "completions. They are left out of baseline and loss; completions/without_reward counts them in every step. The "
-        f"first one answers {terminal.asked(prompt)[:200]!r} with {text[:200]!r}."
+        "completions. They are left out of baseline and loss; completions/without_reward counts them in every step. "
+        f"The first one answers {terminal.asked(prompt)[:200]!r} with {text[:200]!r}."
     )
 
 

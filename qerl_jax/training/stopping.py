@@ -99,8 +99,8 @@ class Stop:
 def ending_at_once(command: str) -> Iterator[None]:
     """Makes SIGINT and SIGTERM end the process inside the block, with one line and the exit code 130 or 143.
 
-    It is for a command line that has nothing to save yet; its name begins the line. Exit handlers and destructors do not
-    run, because libraries may hang or abort in them.
+    It is for a command line that has nothing to save yet; its name begins the line. Exit handlers and destructors do
+    not run, because libraries may hang or abort in them.
     """
 
     def end(number: int, frame: FrameType | None) -> None:

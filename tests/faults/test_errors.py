@@ -177,10 +177,10 @@ def test_a_plan_knows_which_of_its_lines_may_be_wrong(phase, line, setting, monk
     cfg = config.load(harness.ROOT / "configs" / "gsm8k_qwen2.5_7b.toml")
     arch = memory.architecture.KNOWN["qwen2.5-7b"]
     plan = memory.plan(cfg, arch, limit=80 * 10**9)
-    text = plan.about_exhaustion(phase, None)
+    text = str(plan.exhaustion(RuntimeError("RESOURCE_EXHAUSTED"), phase))
     assert line in text and f"change {setting}" in text and "\n" not in text
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    text = plan.about_exhaustion(phase, None)
+    text = str(plan.exhaustion(RuntimeError("RESOURCE_EXHAUSTED"), phase))
     assert f"unset XLA_PYTHON_CLIENT_PREALLOCATE, or change {setting}" in text
 
 
