@@ -10,6 +10,15 @@ import pytest
 from scripts.check_device import QUICK_XLA, card
 
 
+@pytest.fixture
+def no_silent_broadcasting():
+    """Makes JAX refuse arrays of different ranks."""
+    import jax
+
+    with jax.numpy_rank_promotion("raise"):
+        yield
+
+
 def pytest_addoption(parser):
     parser.addoption("--runslow", action="store_true", help="run tests marked slow, too")
     parser.addoption("--cards", type=int, default=1, help="with -m gpu: cards that workers share")

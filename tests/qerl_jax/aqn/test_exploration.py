@@ -114,11 +114,8 @@ def test_an_adaptive_sigma_is_silent_first_and_then_follows_its_metric(signal, m
         sigma = noise.adapted(sigma, step, high)
     assert sigma == 1e-2
     assert noise(2, 2, sigma).metrics == {"aqn/sigma": pytest.approx(1e-2), "aqn/stage": 1}
-    found = []
-    for seen in (high, high, low, low, low, high):
-        sigma = noise.adapted(sigma, 2, seen)
-        found.append(sigma)
-    assert found == [5e-3, 2.5e-3, 5e-3, 1e-2, 1e-2, 5e-3]
+    for seen, expected in ((high, 5e-3), (high, 2.5e-3), (low, 5e-3), (low, 1e-2), (low, 1e-2)):
+        assert (sigma := noise.adapted(sigma, 2, seen)) == expected
 
 
 def test_a_run_says_what_an_adaptive_sigma_follows():

@@ -13,19 +13,10 @@ from qerl_jax.system.checked import ConfigError
 from qerl_jax.tracking.logger import Logger, Unheard
 from qerl_jax.training.stopping import Stop, Stopped
 
-PLAIN = {
-    "JAX_COORDINATOR_ADDRESS": "node0:1234",
-    "JAX_NUM_PROCESSES": "4",
-    "JAX_PROCESS_ID": "3",
-}
-SLURM = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_STEP_NODELIST": "node[0-3]",
-    "SLURM_NTASKS": "4",
-    "SLURM_PROCID": "3",
-    "SLURM_LOCALID": "0",
-    "SLURM_STEP_NUM_NODES": "4",
-}
+PLAIN = {"COORDINATOR_ADDRESS": "node0:1234", "NUM_PROCESSES": "4", "PROCESS_ID": "3"}
+PLAIN = {f"JAX_{name}": value for name, value in PLAIN.items()}
+SLURM = {"JOB_ID": "7", "STEP_NODELIST": "node[0-3]", "NTASKS": "4", "PROCID": "3", "LOCALID": "0"}
+SLURM = {f"SLURM_{name}": value for name, value in (SLURM | {"STEP_NUM_NODES": "4"}).items()}
 
 
 class Service:
@@ -74,11 +65,11 @@ class Numbers(threading.local):
 
 @pytest.fixture
 def service(monkeypatch):
-    made = Service()
-    monkeypatch.setattr(hosts, "_service", lambda: made)
+    service = Service()
+    monkeypatch.setattr(hosts, "_service", lambda: service)
     monkeypatch.setattr(hosts, "_numbers", Numbers())
     monkeypatch.setattr(hosts, "_LOOK", 20)
-    return made
+    return service
 
 
 def on_all(count, work):
@@ -159,10 +150,9 @@ def test_a_process_whose_service_is_gone_says_so(service, monkeypatch):
         raise RuntimeError("UNAVAILABLE: Socket closed\nmore")
 
     monkeypatch.setattr(service, "blocking_key_value_get_bytes", gone, raising=False)
-    found = on_all(2, lambda own: own.gathered(1))
-    assert {str(each) for each in found} == {
-        "the first process of the run cannot be reached: UNAVAILABLE: Socket closed"
-    }
+    message = "the first process of the run cannot be reached: UNAVAILABLE: Socket closed"
+    errors = on_all(2, lambda own: own.gathered(1))
+    assert [str(error) for error in errors] == [message] * 2
 
 
 def test_a_signal_to_one_process_ends_all_at_the_same_place(service):
@@ -173,25 +163,22 @@ def test_a_signal_to_one_process_ends_all_at_the_same_place(service):
             stop.signal = 15
         stop.poll_together()
 
-    found = on_all(2, work)
-    assert [each.exit_code for each in found] == [143, 143]
+    assert [stopped.exit_code for stopped in on_all(2, work)] == [143, 143]
 
 
 def test_where_a_signal_ends_the_work_of_one_process_all_end_theirs(service):
     def work(own):
         stop = Stop(own)
-        first = own.together(lambda: own.index, stop.poll)
+        assert own.together(lambda: own.index, stop.poll) == [0, 1, 2]
 
         def interrupted():
             stop.signal = 15 if own.index == 1 else None
             if stop.signal:
                 stop.poll()
-            return first
 
         return own.together(interrupted, stop.poll)
 
-    found = on_all(3, work)
-    assert [each.exit_code for each in found] == [143] * 3
+    assert [stopped.exit_code for stopped in on_all(3, work)] == [143] * 3
 
 
 def test_a_signal_to_one_process_ends_the_sampling_of_others(service):
@@ -206,12 +193,8 @@ def test_a_signal_to_one_process_ends_the_sampling_of_others(service):
 
 def test_plain_variables_name_the_processes():
     assert hosts._named({}) is None
-    assert hosts._named(PLAIN) == {
-        "coordinator_address": "node0:1234",
-        "num_processes": 4,
-        "process_id": 3,
-        "local_device_ids": [],
-    }
+    three_of_four = {"num_processes": 4, "process_id": 3, "local_device_ids": []}
+    assert hosts._named(PLAIN) == {"coordinator_address": "node0:1234"} | three_of_four
     assert "local_device_ids" not in hosts._named(PLAIN | {"JAX_LOCAL_DEVICE_IDS": "0,1"})
     assert hosts._named(PLAIN | {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}) is None
     # They come before Slurm's.

@@ -18,10 +18,12 @@ def test_with_one_device_nothing_is_moved_or_copied():
     assert alone.each(tree)[0] is tree
 
 
-def test_more_devices_than_there_are_is_an_error():
+@pytest.mark.parametrize("field", ["data", "fsdp", "tensor"])
+def test_more_devices_than_a_host_has_is_an_error(field):
     seen = len(jax.local_devices())
-    with pytest.raises(ConfigError, match=rf"mesh.data: got {seen + 1}; this process sees {seen}"):
-        mesh.Replicas.of(MeshConfig(data=seen + 1), rows=64)
+    message = rf"mesh.{field}: got {seen + 1}; .*this process sees {seen} devices? "
+    with pytest.raises(ConfigError, match=message):
+        mesh.Replicas.of(MeshConfig(**{field: seen + 1}), rows=64)
 
 
 def test_without_a_number_all_devices_are_taken_that_have_a_row(monkeypatch):
@@ -32,28 +34,15 @@ def test_without_a_number_all_devices_are_taken_that_have_a_row(monkeypatch):
 
 def test_devices_that_share_a_base_are_one_replica(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: ["a device"] * 6)
-    assert [mesh.places(MeshConfig(fsdp=n), 64) for n in (1, 2, 4)] == [6, 3, 1]
+    for field in ("fsdp", "tensor"):
+        assert [mesh.places(MeshConfig(**{field: n}), 64) for n in (1, 2, 4)] == [6, 3, 1]
     groups = mesh.Replicas(tuple("abcdef"), group=2).groups
     assert groups == (("a", "b"), ("c", "d"), ("e", "f"))
     assert len(mesh.Replicas(tuple("abcdef"), group=2)) == 3
 
 
-@pytest.mark.parametrize("field", ["fsdp", "tensor"])
-def test_a_base_cannot_be_shared_by_more_devices_than_a_host_has(field):
-    seen = len(jax.local_devices())
-    message = rf"mesh.{field}: got {seen + 1}; .* sees {seen} devices? "
-    with pytest.raises(ConfigError, match=message):
-        mesh.Replicas.of(MeshConfig(**{field: seen + 1}), rows=64)
-
-
 def test_places_of_several_hosts_are_numbered_through():
-    second = mesh.Replicas(tuple("ab"), Hosts(1, 3))
-    assert len(second) == 6 and second.own == range(2, 4)
-    second = mesh.Replicas(tuple("abcd"), Hosts(1, 3), group=2)
-    assert len(second) == 6 and second.own == range(2, 4)
+    for devices, group in (("ab", 1), ("abcd", 2)):
+        second = mesh.Replicas(tuple(devices), Hosts(1, 3), group)
+        assert len(second) == 6 and second.own == range(2, 4)
     assert mesh.Replicas().own == range(1)
-
-
-def test_devices_that_decode_rows_together_are_one_replica_of_one_host(monkeypatch):
-    monkeypatch.setattr(jax, "local_devices", lambda: ["a device"] * 6)
-    assert [mesh.places(MeshConfig(tensor=n), 64) for n in (2, 4)] == [3, 1]

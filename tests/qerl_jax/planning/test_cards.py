@@ -2,6 +2,7 @@ import dataclasses
 
 import pytest
 
+from qerl_jax.api import settings
 from qerl_jax.cli import main
 from qerl_jax.config import NoiseConfig
 from qerl_jax.model import architecture
@@ -39,25 +40,9 @@ def test_larger_cards_train_larger_models(capsys, monkeypatch):
     assert trains == {"T4": ["qwen2.5-1.5b"], "H100": [*few]}
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("T4", "portable kernels, in float16 (extra triton; compiled, never run)"),
-        ("A100", "portable kernels, in bfloat16"),
-        ("H100", "Hopper kernels"),
-    ],
-)
-def test_a_card_says_its_kernels(name, said):
-    assert f"fused layers: {said}" in cards.named(name).kernels()
-
-
 def run(**sections):
-    """A run of a small published shape with other fields, which are given by section."""
-    cfg = cards.recipe("qwen2.5-0.5b")
-    fields = {
-        name: dataclasses.replace(getattr(cfg, name), **change) for name, change in sections.items()
-    }
-    return dataclasses.replace(cfg, **fields)
+    """Returns a run of a small published shape with other fields."""
+    return settings.run_config(cards.recipe("qwen2.5-0.5b"), sections)
 
 
 PLAIN, SLOW = "plain layers, products by", "the reference, which is slow"
@@ -67,6 +52,9 @@ PORTABLE_BFLOAT16 = {"weights": "bfloat16", "kernels": "portable"}
 @pytest.mark.parametrize(
     ("name", "sections", "lines"),
     [
+        ("T4", {}, ["fused layers: portable", "in float16 (extra triton; compiled, never run)"]),
+        ("A100", {}, ["fused layers: portable kernels, in bfloat16"]),
+        ("H100", {}, ["fused layers: Hopper kernels"]),
         ("L4", {"weights": "mxfp4"}, ["fused layers: portable kernels, in bfloat16"]),
         ("H200", {"kernels": "portable"}, ["fused layers: portable", "run on an H200 only"]),
         ("H200", {"weights": "nf4"}, ["fused layers: portable kernels"]),
@@ -89,6 +77,8 @@ def test_a_card_says_what_samples_a_run(name, sections, lines):
     is_named = all(isinstance(section, dict) for section in sections.values())
     line = cards.named(name).kernels(run(**(sections if is_named else {"model": sections})))
     assert all(text in line for text in lines), line
+    if not sections:
+        assert cards.named(name).kernels() == line  # of the recipe of another model
 
 
 def test_linears_in_16_bits_and_noise_of_rows_take_plain_layers(monkeypatch):

@@ -20,36 +20,48 @@ from qerl_jax.model import architecture, kv_cache
 from qerl_jax.model.architecture import Architecture
 from qerl_jax.model.transformer import trainable
 from qerl_jax.planning import cards, memory
-from qerl_jax.rl import microbatches, rollouts, update
+from qerl_jax.rl import rollouts, update
 from qerl_jax.training import guards, trainer
 
 CONFIGS = pathlib.Path(__file__).parents[3] / "configs"
-BENCH = config.load(CONFIGS / "bench_7b.toml")
+BENCH_7B = CONFIGS / "bench_7b.toml"
+BENCH, QUICKSTART = config.load(BENCH_7B), config.load(CONFIGS / "quickstart.toml")
+GSM8K = config.load(CONFIGS / "gsm8k_qwen2.5_7b.toml")
+FULL = config.load(CONFIGS / "gsm8k_qwen2.5_3b_full.toml")
 WIDE = Architecture("qwen2", 512, 64, 512, 4, 4, 2, 16)
+GB = 10**9
 
 
 def changed(cfg, **sections):
     return settings.run_config(cfg, sections)
 
 
-def require(made, limit):
+def plan_of(cfg=BENCH, **sections):
+    """Returns the plan of a config with other fields, without a limit."""
+    return memory.plan(changed(cfg, **sections))
+
+
+def require(plan, limit):
     """Checks a plan against another limit than that it was made for."""
-    dataclasses.replace(made, limit=int(limit)).require()
+    dataclasses.replace(plan, limit=int(limit)).require()
 
 
 def of_items(*items):
-    return dataclasses.replace(memory.plan(BENCH, limit=80_000_000_000), items=items)
+    return dataclasses.replace(memory.plan(BENCH, limit=80 * GB), items=items)
 
 
-def named(made, start):
-    (size,) = (item.size for item in made.items if item.name.startswith(start))
-    return size
+def all_named(plan, start):
+    return [item for item in plan.items if item.name.startswith(start)]
+
+
+def named(plan, start):
+    (item,) = all_named(plan, start)
+    return item.size
 
 
 @pytest.mark.parametrize(("weights", "optimizer"), [("nvfp4", "adamw_8bit"), ("bfloat16", "adamw")])
 def test_what_always_stays_is_planned_to_the_byte(weights, optimizer):
-    cfg = config.load(CONFIGS / "quickstart.toml")
-    cfg = changed(cfg, model={"weights": weights}, optim={"optimizer": optimizer})
+    cfg = changed(QUICKSTART, model={"weights": weights}, optim={"optimizer": optimizer})
     model, frozen, _ = load_base(cfg.model, cfg.lora)
     params, frozen = trainable(model, frozen, jax.random.key(0))
     state = update.init_state(params, cfg.optim)
@@ -62,20 +74,15 @@ def test_what_always_stays_is_planned_to_the_byte(weights, optimizer):
     [({}, True), ({"policy": "adapter"}, True), ({"policy": "base"}, False), (None, False)],
 )
 def test_a_copy_of_the_adapter_that_a_run_goes_on_from_is_planned(reference, is_copied):
-    cfg = changed(
-        config.load(CONFIGS / "quickstart.toml"),
-        model={"adapter_name_or_path": "somewhere"},
-        grpo={"reference": reference},
-    )
-    plan = memory.plan(cfg)
-    sizes = [item.size for item in plan.items if item.name == "reference"]
+    model = {"adapter_name_or_path": "somewhere"}
+    plan = plan_of(QUICKSTART, model=model, grpo={"reference": reference})
+    sizes = [item.size for item in all_named(plan, "reference")]
     assert sizes == ([named(plan, "what trains")] if is_copied else [])
 
 
 def test_rows_longer_than_the_base_was_made_for_are_refused(tmp_path):
     # Of 256 positions; prompts have up to 48.
-    cfg = config.load(CONFIGS / "quickstart.toml")
-    cfg = dataclasses.replace(cfg, output_dir=str(tmp_path / "run"))
+    cfg = dataclasses.replace(QUICKSTART, output_dir=str(tmp_path / "run"))
     memory.plan(changed(cfg, rollout={"max_completion_length": 208}))
     longer = changed(cfg, rollout={"max_completion_length": 209})
     for refuse in (memory.plan, trainer.train):
@@ -99,15 +106,15 @@ PAGE = 64 * 57344
 def test_the_cache_is_planned_by_concurrent_rows_and_its_bounds():
     # 511 tokens are 8 pages, a prompt without its last token 4; one page is scratch.
     assert named(memory.plan(BENCH), "keys") == (64 * 8 + 8 * 4 + 1) * PAGE
-    some = changed(BENCH, rollout={"max_concurrent": 16})
-    assert named(memory.plan(some), "keys") == (16 * 8 + 8 * 4 + 1) * PAGE
-    told = changed(BENCH, rollout={"kv_cache_tokens": 2048})
-    assert named(memory.plan(told, limit=80_000_000_000), "keys") == (2048 // 64 + 2) * PAGE
+    some = plan_of(rollout={"max_concurrent": 16})
+    assert named(some, "keys") == (16 * 8 + 8 * 4 + 1) * PAGE
+    fixed = changed(BENCH, rollout={"kv_cache_tokens": 2048})
+    assert named(memory.plan(fixed, limit=80 * GB), "keys") == (2048 // 64 + 2) * PAGE
     always = memory.plan(BENCH).size("always")
-    tight = memory.plan(BENCH, limit=always + 1_000_000_000)
-    left = 0.9 * (1_000_000_000 - named(tight, "scores") - named(tight, "prefill"))
+    tight = memory.plan(BENCH, limit=always + GB)
+    left = 0.9 * (GB - named(tight, "scores") - named(tight, "prefill"))
     assert left * 7 / 8 < named(tight, "keys") < left + 3 * PAGE
-    assert tight.size("rollout") < 1_000_000_000
+    assert tight.size("rollout") < GB
     tighter = memory.plan(BENCH, limit=always)
     assert named(tighter, "keys") == (8 + 2) * PAGE  # one row
 
@@ -116,19 +123,19 @@ def test_absent_slots_are_as_many_as_the_cache_is_expected_to_hold():
     """Rows need a quarter of their limit, which is five pages of eight."""
     rows = dataclasses.replace(BENCH, max_steps=8)
     rows = changed(rows, rollout={"generation_batch_size": 512})
-    always = memory.plan(rows).size("always")
+    free = memory.plan(rows)
     # 8 pages a row, 4 a prompt of eight rows, one of scratch.
-    assert named(memory.plan(rows), "keys") == (512 * 8 + 64 * 4 + 1) * PAGE
-    tight = memory.plan(rows, limit=always + 12_000_000_000)
+    assert named(free, "keys") == (512 * 8 + 64 * 4 + 1) * PAGE
+    tight = memory.plan(rows, limit=free.size("always") + 12 * GB)
     slots = named(tight, "scores") // (4 * 152_064 * 4)
     assert slots % 32 == 0 and 128 <= slots < 512
     assert (slots * 5 + 4 + 1) * PAGE <= named(tight, "keys") < ((slots + 32) * 5 + 4 + 1) * PAGE
-    assert tight.size("rollout") <= 12_000_000_000
+    assert tight.size("rollout") <= 12 * GB
     # On a card with fused layers 192 rows would be sampled more slowly than 128 at a time.
     rows = dataclasses.replace(BENCH, max_steps=3)
     rows = changed(rows, rollout={"generation_batch_size": 192})
     for device, slots in ((None, 192), (runtime.H200, 128)):
-        scores = named(memory.plan(rows, limit=80_000_000_000, device=device), "scores")
+        scores = named(memory.plan(rows, limit=80 * GB, device=device), "scores")
         assert scores == slots * 4 * 152_064 * 4
 
 
@@ -142,13 +149,10 @@ def test_the_cache_is_planned_as_the_engine_makes_it(monkeypatch, fields):
     pools = []
     make = kv_cache.pool
     monkeypatch.setattr(kv_cache, "pool", lambda *args: pools.append(make(*args)) or pools[-1])
-    cfg = dataclasses.replace(config.load(CONFIGS / "quickstart.toml"), eval=None)
+    cfg = dataclasses.replace(QUICKSTART, eval=None)
     sizes = {"generation_batch_size": 8, "num_generations": 4, "max_completion_length": 3}
-    cfg = changed(
-        cfg,
-        rollout=sizes | fields,
-        optim={"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
-    )
+    batches = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+    cfg = changed(cfg, rollout=sizes | fields, optim=batches)
     model, frozen, tokenizer = load_base(cfg.model, cfg.lora)
     params, frozen = trainable(model, frozen, jax.random.key(0))
     prompts, longest = cfg.prompts_per_rollout, cfg.data.max_prompt_length
@@ -160,53 +164,45 @@ def test_the_cache_is_planned_as_the_engine_makes_it(monkeypatch, fields):
         sampler = rollouts.make_sampler(model, tokenizer, cfg.rollout, max_prompt_length=longest)
         keys = np.zeros((cfg.rollout.num_generations, 2), np.uint32)
         prompt = QueuedPrompt(np.ones(longest, np.int32), keys, sampler.max_completion_length)
-        completions = sampler.engine.completions(
-            {"params": params, "frozen": frozen},
-            [prompt] * prompts,
-            1.0,
-            max_prompt_length=longest,
-            max_concurrent=cfg.rollout.max_concurrent,
-        )
+        variables = {"params": params, "frozen": frozen}
+        limits = {"max_prompt_length": longest, "max_concurrent": cfg.rollout.max_concurrent}
+        completions = sampler.engine.completions(variables, [prompt] * prompts, 1.0, **limits)
         assert len(list(completions)) == cfg.generation_batch_size
         held = sum(leaf.nbytes for leaf in jax.tree.leaves(pools.pop()))
         assert named(memory.plan(cfg, limit=limit), "keys") == held
 
 
 def test_scheduled_evaluation_is_planned_and_bounded_as_rollouts_are():
-    evaluated = dataclasses.replace(
-        BENCH, eval=config.EvalConfig(batch_size=300, num_generations=2, num_problems=200)
-    )
+    evaluation = config.EvalConfig(batch_size=300, num_generations=2, num_problems=200)
+    evaluated = dataclasses.replace(BENCH, eval=evaluation)
     made = memory.plan(evaluated)
     (cache,) = (i for i in made.items if i.phase == "evaluation" and i.name == "keys and values")
     assert cache.size == (400 * 8 + 200 * 4 + 1) * PAGE
     assert made.peak == made.size("always", "evaluation")
-    fewer = memory.plan(changed(evaluated, rollout={"max_concurrent": 64}))
+    fewer = plan_of(evaluated, rollout={"max_concurrent": 64})
     assert fewer.size("evaluation") < made.size("evaluation") / 4
     with pytest.raises(ConfigError, match="in its evaluation"):
         require(made, made.peak - 1)
+
+
+def short_rows(length, rows, **sections):
+    """Returns a config of rollouts of so many rows, with prompts of 16 tokens and completions of this length."""
+    rollout = {"num_generations": 4, "max_completion_length": length, "generation_batch_size": rows}
+    sections |= {"lora": {"rank": 2}, "data": {"max_prompt_length": 16}, "rollout": rollout}
+    return changed(BENCH, **sections)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", ["layer", "mlp", "products", "none"])
 def test_activations_grow_with_tokens_as_the_compilers_do(remat):
     """In float32 on a CPU, where attention keeps its scores, the slopes agree within a third."""
-    base = changed(
-        BENCH,
-        model={"weights": "float32", "dtype": "float32", "gradient_checkpointing": remat},
-        lora={"rank": 2},
-        data={"max_prompt_length": 16},
-        rollout={"num_generations": 4, "max_completion_length": 16, "generation_batch_size": 128},
-        optim={"max_tokens_per_microbatch": 320},
-    )
-    large = changed(base, optim={"max_tokens_per_microbatch": 1280})
-    planned, real = (
-        f(large) - f(base)
-        for f in (
-            lambda cfg: memory.plan(cfg, WIDE).size("update"),
-            lambda cfg: memory.compiled_update(memory.plan(cfg, WIDE)).temp_size_in_bytes,
-        )
-    )
-    assert planned == pytest.approx(real, rel=1 / 3)
+    model = {"weights": "float32", "dtype": "float32", "gradient_checkpointing": remat}
+    budgets = ({"max_tokens_per_microbatch": tokens} for tokens in (320, 1280))
+    configs = (short_rows(16, 128, model=model, optim=budget) for budget in budgets)
+    small, large = (memory.plan(cfg, WIDE) for cfg in configs)
+    planned = large.size("update") - small.size("update")
+    of_small, of_large = (memory.compiled_update(x).temp_size_in_bytes for x in (small, large))
+    assert planned == pytest.approx(of_large - of_small, rel=1 / 3)
 
 
 SCORES = "scores of attention"
@@ -219,42 +215,27 @@ def test_scores_are_planned_for_a_card_without_cudnns_attention():
     old, new = (memory.plan(cfg, device=device) for device in (T4, A100))
     # Two float32 for each of 28 heads.
     assert named(old, SCORES) == 8 * 28 * most > 10**8
-    assert all(item.name != SCORES for item in new.items)
-    assert new == memory.plan(cfg)
+    assert not all_named(new, SCORES) and new == memory.plan(cfg)
     # cuDNN computes in 16 bits only.
     wide = memory.plan(changed(cfg, model={"dtype": "float32"}), device=A100)
     assert named(wide, SCORES) == named(old, SCORES)
-
-
-def test_scores_are_planned_on_the_device_at_hand_too():
     with runtime.on(T4, "reference"):
-        assert named(memory.plan(BENCH), SCORES) > 0
+        assert named(memory.plan(cfg), SCORES) == named(old, SCORES)
 
 
 def test_micro_batches_are_smaller_where_scores_would_not_fit():
-    tokens = lambda device: max(
-        shape.tokens
-        for shape in memory.update_shapes(memory.plan(GSM8K, limit=30 * 10**9, device=device).cfg)
-    )
-    assert tokens(T4) < tokens(A100)
+    old, new = (memory.plan(GSM8K, limit=30 * GB, device=device).cfg for device in (T4, A100))
+    assert old.optim.max_tokens_per_microbatch < new.optim.max_tokens_per_microbatch
 
 
 @pytest.mark.slow
 def test_scores_are_as_large_as_the_compilers():
     """On a CPU the compiler takes three float32 for a score; for a T4 it takes two, which is planned."""
     arch = dataclasses.replace(WIDE, ffn_width=128, num_layers=2, num_heads=8)
-    cfg = changed(
-        BENCH,
-        model={"weights": "bfloat16", "gradient_checkpointing": "layer"},
-        lora={"rank": 2},
-        data={"max_prompt_length": 16},
-        rollout={"num_generations": 4, "max_completion_length": 240, "generation_batch_size": 16},
-        optim={
-            "max_tokens_per_microbatch": 1024,
-            "per_device_train_batch_size": 4,
-            "gradient_accumulation_steps": 4,
-        },
-    )
+    model = {"weights": "bfloat16", "gradient_checkpointing": "layer"}
+    batches = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
+    optim = {"max_tokens_per_microbatch": 1024} | batches
+    cfg = short_rows(240, 16, model=model, optim=optim)
     planned = memory.plan(cfg, arch, device=T4)
     rest = planned.size("update") - named(planned, SCORES)
     real = memory.compiled_update(memory.plan(cfg, arch)).temp_size_in_bytes - rest
@@ -262,12 +243,11 @@ def test_scores_are_as_large_as_the_compilers():
 
 
 def test_full_training_holds_its_weights_in_float32_and_for_sampling_in_16_bits():
-    cfg = config.load(CONFIGS / "gsm8k_qwen2.5_3b_full.toml")
-    made = memory.plan(cfg)
+    made = memory.plan(FULL)
     # 36 layers of the 3B shape: 2.77e9 values; gradients are there twice, AdamW's moments too.
     assert named(made, "what trains") == pytest.approx(2.77e9 * 4, rel=1e-2)
     # For rollouts, and for the evaluation that this run has.
-    copies = [item for item in made.items if item.name == "weights as sampled"]
+    copies = all_named(made, "weights as sampled")
     assert [item.phase for item in copies] == ["rollout", "evaluation"]
     assert {item.size for item in copies} == {named(made, "what trains") // 2}
     assert named(made, "base: linears") == 0
@@ -275,48 +255,30 @@ def test_full_training_holds_its_weights_in_float32_and_for_sampling_in_16_bits(
 
 @pytest.mark.slow
 def test_the_cache_is_what_weights_as_sampled_leave():
+    rows = {"max_concurrent": 256, "generation_batch_size": 256}
     cfg = changed(
         BENCH,
         model={"trainable": "full", "weights": "bfloat16"},
         optim={"optimizer": "adamw_8bit", "max_tokens_per_microbatch": 4608},
-        rollout={"max_completion_length": 4096, "max_concurrent": 256},
+        rollout={"max_completion_length": 4096} | rows,
     )
-    cfg = changed(cfg, rollout={"generation_batch_size": 256})
     free = memory.plan(cfg)
     needed = free.size("always", "update")
-    assert free.peak > needed + 10**9
-    for limit in range(needed, free.peak, 10**9):
+    assert free.peak > needed + GB
+    for limit in range(needed, free.peak, GB):
         memory.plan(cfg, limit=limit).require()
 
 
 def test_a_token_budget_bounds_the_micro_batch():
     for budget in (4096, 1024):
-        cfg = changed(BENCH, optim={"max_tokens_per_microbatch": budget})
-        made = named(memory.plan(cfg), "inputs of") / (28 * 3584 * 2)
-        assert made == budget
-
-
-def test_micro_batches_are_planned_as_the_update_cuts_them():
-    """The plan takes the largest micro-batch of those that rollouts of any length give."""
-    cfg = changed(BENCH, optim={"max_tokens_per_microbatch": 4096})
-    planned, seen = memory.update_shapes(cfg), set()
-    for length in range(1, 257, 5):
-        rows = microbatches.Rows(
-            np.arange(64), np.full(64, length), np.arange(64) // 8, np.full(64, 256)
-        )
-        seen |= {batch.shape for batch in microbatches.divide(rows, planned)}
-    assert max(shape.tokens for shape in seen) == 4096 and seen <= set(planned)
-
-
-GSM8K = config.load(CONFIGS / "gsm8k_qwen2.5_7b.toml")
+        made = plan_of(optim={"max_tokens_per_microbatch": budget})
+        assert named(made, "inputs of") == budget * 28 * 3584 * 2
 
 
 def test_the_plan_takes_the_fastest_recomputation_that_leaves_a_fifth():
-    order = ["products", "mlp", "layer"]
     peaks = []
-    for remat in order:
-        fixed = changed(BENCH, model={"gradient_checkpointing": remat})
-        made = memory.plan(fixed)
+    for remat in ("products", "mlp", "layer"):
+        made = plan_of(model={"gradient_checkpointing": remat})
         peaks.append(made.size("always", "update"))
         # Just enough for this one.
         chosen = memory.plan(BENCH, limit=int(peaks[-1] / 0.8) + 1).cfg
@@ -326,16 +288,16 @@ def test_the_plan_takes_the_fastest_recomputation_that_leaves_a_fifth():
 
 
 def test_micro_batches_shrink_where_no_recomputation_helps_and_never_below_a_row():
-    layer = memory.plan(changed(GSM8K, model={"gradient_checkpointing": "layer"}))
+    layer = plan_of(GSM8K, model={"gradient_checkpointing": "layer"})
     tight = memory.plan(GSM8K, limit=int(layer.size("always", "update") / 0.8) - 10**8).cfg
     assert tight.optim.max_tokens_per_microbatch == 4352
     # Too small for anything: what takes the least, for the error to be about.
-    least = memory.plan(GSM8K, limit=10**9).cfg
+    least = memory.plan(GSM8K, limit=GB).cfg
     assert least.optim.max_tokens_per_microbatch == 256 + 4096
     assert least.model.gradient_checkpointing == "layer"
 
 
-@pytest.mark.parametrize("limit", [None, 20_000_000_000, 80_000_000_000])
+@pytest.mark.parametrize("limit", [None, 20 * GB, 80 * GB])
 def test_what_a_config_says_the_plan_leaves(limit):
     tokens = {"max_tokens_per_microbatch": 1000}
     cfg = changed(BENCH, model={"gradient_checkpointing": "mlp"}, optim=tokens)
@@ -349,29 +311,22 @@ def test_without_a_report_of_memory_the_plan_is_careful():
 
 
 def test_bnpo_is_planned_by_its_rows():
-    cfg = changed(BENCH, grpo={"loss_type": "bnpo"})
-    assert memory.plan(cfg).cfg.optim.max_tokens_per_microbatch is None
-    made = named(memory.plan(cfg), "inputs of") / (28 * 3584 * 2)
-    assert made == 256 + 8 * 256  # a prompt with its eight rows
+    made = plan_of(grpo={"loss_type": "bnpo"})
+    assert made.cfg.optim.max_tokens_per_microbatch is None
+    # A prompt with its eight rows.
+    assert named(made, "inputs of") == (256 + 8 * 256) * 28 * 3584 * 2
 
 
 def test_the_plan_says_how_the_update_computes():
-    lines = memory.plan(GSM8K, limit=24_000_000_000).lines()
+    lines = memory.plan(GSM8K, limit=24 * GB).lines()
     last = max(i for i, line in enumerate(lines) if line.startswith("update"))
     assert lines[last] == (
         "update      micro-batches of 8704 tokens (by the plan) in at most 5 shapes; "
         "gradient_checkpointing mlp (auto)"
     )
-    said = changed(BENCH, model={"gradient_checkpointing": "mlp"})
-    said = changed(said, optim={"max_tokens_per_microbatch": 4096})
-    assert "of 4096 tokens in at most" in memory.plan(said).about_update
-    assert memory.plan(said).about_update.endswith("gradient_checkpointing mlp")
-
-
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
-def test_every_shipped_recipe_compiles_at_most_eight_updates(path):
-    cfg = config.load(path)
-    assert len(memory.update_shapes(cfg)) <= 5
+    optim = {"max_tokens_per_microbatch": 4096}
+    line = plan_of(model={"gradient_checkpointing": "mlp"}, optim=optim).about_update
+    assert "of 4096 tokens in at most" in line and line.endswith("gradient_checkpointing mlp")
 
 
 LONG = {
@@ -413,13 +368,11 @@ def test_a_plan_that_cannot_fit_is_refused_with_the_field_to_change(changes, lim
 
 
 def test_a_cache_without_room_for_a_row_is_refused_before_anything_runs():
-    limit = 80_000_000_000
-    small = memory.plan(changed(BENCH, rollout={"kv_cache_fraction": 0.0002}), limit=limit)
-    with pytest.raises(
-        ConfigError, match=r"kv_cache_fraction: got 0.0002; .* space for 240 tokens; .* need 511"
-    ):
-        small.require()
-    memory.plan(changed(BENCH, rollout={"kv_cache_fraction": 0.02}), limit=limit).require()
+    small, enough = (changed(BENCH, rollout={"kv_cache_fraction": x}) for x in (0.0002, 0.02))
+    message = r"kv_cache_fraction: got 0.0002; .* space for 240 tokens; .* need 511"
+    with pytest.raises(ConfigError, match=message):
+        memory.plan(small, limit=80 * GB).require()
+    memory.plan(enough, limit=80 * GB).require()
 
 
 @pytest.mark.slow
@@ -427,14 +380,11 @@ def test_a_cache_without_room_for_a_row_is_refused_before_anything_runs():
 def test_the_engine_leaves_a_tenth_of_what_is_free(spare, is_short):
     """A row that would fit into all of it may not fit into the cache."""
     cfg = changed(BENCH, rollout={"max_concurrent": 1, "max_completion_length": 8192})
-    keys, scores, prefill = (
-        named(memory.plan(cfg, limit=80_000_000_000), name)
-        for name in ("keys", "scores", "prefill")
-    )
-    always = memory.plan(cfg).size("always")
-    made = memory.plan(cfg, limit=int(always + scores + prefill + spare * keys))
-    (short,) = (bool(item.shortage) for item in made.items if item.name == "keys and values")
-    assert short == is_short
+    large = memory.plan(cfg, limit=80 * GB)
+    beside = large.size("always") + named(large, "scores") + named(large, "prefill")
+    made = memory.plan(cfg, limit=int(beside + spare * named(large, "keys")))
+    (cache,) = all_named(made, "keys and values")
+    assert bool(cache.shortage) == is_short
 
 
 def test_a_plan_that_fits_passes():
@@ -453,21 +403,19 @@ def test_the_large_shapes_fit_a_card_of_80_gb(name):
         rollout={"num_generations": 4, "max_completion_length": 1024},
         optim={"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
     )
-    require(memory.plan(cfg), 78_000_000_000)
+    require(memory.plan(cfg), 78 * GB)
 
 
 def test_a_published_name_needs_no_files():
-    by_name = changed(BENCH, model={"model_name_or_path": "Qwen/Qwen2.5-7B-Instruct"})
-    by_shape = memory.plan(BENCH, architecture.KNOWN["qwen2.5-7b"])
-    assert memory.plan(by_name).items == by_shape.items
+    by_name = plan_of(model={"model_name_or_path": "Qwen/Qwen2.5-7B-Instruct"})
+    assert by_name.items == memory.plan(BENCH, architecture.KNOWN["qwen2.5-7b"]).items
 
 
 def test_a_card_that_no_setting_is_enough_for_is_told_what_needs_more_and_what_would_help():
     """The 32B recipe on 24 GB: base, adapter and gradients alone need more."""
     cfg = config.load(CONFIGS / "gsm8k_qwen2.5_32b.toml")
-    made = memory.plan(cfg, limit=24 * 10**9)
     with pytest.raises(ConfigError) as error:
-        made.require()
+        memory.plan(cfg, limit=24 * GB).require()
     _, reason = str(error.value).split("the device offers 24.00 GB: ")
     assert reason == (
         "no setting saves enough, because at least 24.44 GB are needed (base: linears, norms, biases 17.56 GB; "
@@ -475,66 +423,58 @@ def test_a_card_that_no_setting_is_enough_for_is_told_what_needs_more_and_what_w
         "What would help: a lower lora.rank, a smaller model, a larger card, or several cards that share the base "
         "(mesh.fsdp, mesh.tensor)"
     )
-    least = changed(
-        cfg,
-        lora={"rank": 8},
-        rollout={"max_completion_length": 256},
-        optim={"optimizer": "adamw_8bit"},
-    )
-    memory.plan(least, limit=24 * 10**9).require()
+    optim, rollout = {"optimizer": "adamw_8bit"}, {"max_completion_length": 256}
+    least = changed(cfg, lora={"rank": 8}, rollout=rollout, optim=optim)
+    memory.plan(least, limit=24 * GB).require()
 
 
 def test_a_plan_that_two_phases_exceed_is_told_the_fields_of_both():
     made = of_items(
-        memory.Item("base", 10 * 10**9, "always"),
-        memory.Item("cache", 75 * 10**9, "rollout", "rollout.kv_cache_tokens"),
-        memory.Item("workspace", 80 * 10**9, "update", "optim.max_tokens_per_microbatch"),
+        memory.Item("base", 10 * GB, "always"),
+        memory.Item("cache", 75 * GB, "rollout", "rollout.kv_cache_tokens"),
+        memory.Item("workspace", 80 * GB, "update", "optim.max_tokens_per_microbatch"),
     )
-    advice = "change optim.max_tokens_per_microbatch (workspace 80.00 GB)"
-    with pytest.raises(ConfigError) as error:
-        require(made, 87 * 10**9)
-    assert str(error.value).endswith(advice)
-    with pytest.raises(ConfigError) as error:
-        require(made, 80 * 10**9)
-    assert str(error.value).endswith(f"{advice} and rollout.kv_cache_tokens (cache 75.00 GB)")
+    first = r"change optim.max_tokens_per_microbatch \(workspace 80.00 GB\)"
+    with pytest.raises(ConfigError, match=f"{first}$"):
+        require(made, 87 * GB)
+    both = rf"{first} and rollout.kv_cache_tokens \(cache 75.00 GB\)$"
+    with pytest.raises(ConfigError, match=both):
+        require(made, 80 * GB)
 
 
 def test_what_settings_save_is_what_they_save():
     """The sizes that a change of optimizer, or of the base's weights, is said to leave."""
-    dense = memory.plan(changed(BENCH, model={"weights": "bfloat16"}))
-    best = changed(BENCH, model={"weights": "nvfp4"}, optim={"optimizer": "adamw_8bit"})
-    least = {item.name: item.size for item in memory.plan(best).items}
+    dense = plan_of(model={"weights": "bfloat16"})
+    best = plan_of(model={"weights": "nvfp4"}, optim={"optimizer": "adamw_8bit"})
     for name in ("base: linears, norms, biases", "optimizer"):
-        (item,) = (item for item in dense.items if item.name == name)
-        assert item.required == pytest.approx(least[name], rel=0.001) and item.saved > item.size / 2
+        (item,) = all_named(dense, name)
+        assert item.required == pytest.approx(named(best, name), rel=0.001)
+        assert item.saved > item.size / 2
 
 
 def test_a_base_that_trains_is_not_told_to_be_packed():
-    full = memory.plan(config.load(CONFIGS / "gsm8k_qwen2.5_3b_full.toml"))
+    full = memory.plan(FULL)
     assert not [item for item in full.items if "model.weights" in item.field]
     with pytest.raises(ConfigError, match="What would help: a smaller model, or a larger card$"):
-        require(full, 24 * 10**9)
+        require(full, 24 * GB)
 
 
 def test_a_second_base_is_found_out():
     made = memory.plan(BENCH)
     steady, base = made.size("always"), named(made, "base: linears")
     made.require_one_base(steady + base // 3, made.peak + base // 3)
-    with pytest.raises(
-        RuntimeError, match=r"after a step.* another copy of the base \(3\.\d+ GB\)"
-    ):
+    message = r"after a step.* another copy of the base \(3\.\d+ GB\)"
+    with pytest.raises(RuntimeError, match=message):
         made.require_one_base(steady + base, made.peak)
     with pytest.raises(RuntimeError, match="at the peak"):
         made.require_one_base(steady, made.peak + base)
-
-
-def test_where_the_base_trains_there_is_none_to_copy():
-    made = memory.plan(config.load(CONFIGS / "gsm8k_qwen2.5_3b_full.toml"))
-    made.require_one_base(made.size("always") * 2, made.peak * 2)
+    # Where the base trains there is none to copy.
+    full = memory.plan(FULL)
+    full.require_one_base(full.size("always") * 2, full.peak * 2)
 
 
 def test_the_trainer_compares_after_its_first_step(monkeypatch):
-    made = memory.plan(BENCH, limit=80_000_000_000)
+    made = memory.plan(BENCH, limit=80 * GB)
     stats = {"peak_bytes_in_use": made.peak, "bytes_in_use": made.size("always")}
     device = types.SimpleNamespace(memory_stats=lambda: stats)
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
@@ -552,7 +492,7 @@ def test_the_trainer_compares_after_its_first_step(monkeypatch):
 
 
 def test_the_table_ends_with_the_comparison():
-    items = memory.Item("base", 8_000_000_000, "always"), memory.Item("x", 10**9, "update")
+    items = memory.Item("base", 8 * GB, "always"), memory.Item("x", GB, "update")
     *_, peak, measured, device = of_items(*items).lines(measured=9_900_000_000)
     assert "9.00 GB" in peak and "9.90 GB (+10%)" in measured and "80.00 GB" in device
 
@@ -569,15 +509,11 @@ def test_a_size_that_is_none_is_an_error(text):
         memory.parse_size(text)
 
 
-def test_a_bare_number_that_can_be_no_device_needs_a_unit(capsys):
-    path = str(CONFIGS / "bench_7b.toml")
+def test_the_command_prints_the_table_and_refuses_with_one_line(capsys):
+    path = str(BENCH_7B)
     assert main.main(["plan", path, "--device-memory", "80"]) == 2
     assert "device-memory: got '80'; must be" in (error := capsys.readouterr().err)
     assert error.endswith("for gigabytes write 80GB\n")
-
-
-def test_the_command_prints_the_table_and_refuses_with_one_line(capsys):
-    path = str(CONFIGS / "bench_7b.toml")
     assert main.main(["plan", path, "--device-memory", "80GB", "--lora.rank", "16"]) == 0
     *_, peak, device, left = capsys.readouterr().out.splitlines()
     assert peak.startswith("peak ") and device.endswith(" 80.00 GB")
@@ -588,66 +524,61 @@ def test_the_command_prints_the_table_and_refuses_with_one_line(capsys):
     assert error.startswith("qerl plan: memory: this run needs") and error.count("\n") == 1
     assert main.main(["plan"]) == 2
     assert "missing the config file: qerl plan CONFIG.toml" in capsys.readouterr().err
-    assert main.main(["plan", str(CONFIGS / "bench_7b.toml"), "--eval.num-problems", "3"]) == 0
+    assert main.main(["plan", path, "--eval.num-problems", "3"]) == 0
     out = capsys.readouterr().out
     assert "evaluation" in out and out.splitlines()[-1].startswith("fits?  ")
 
 
 def test_noise_of_each_rows_own_is_planned():
-    recipe = config.load(CONFIGS / "gsm8k_qwen2.5_7b.toml")
-    cfg = changed(recipe, noise={"per": "group"}, rollout={"max_concurrent": 64})
+    sizes = {
+        per: [item.size for item in all_named(made, "noise of")]
+        for per in ("group", "sequence", "rollout")
+        for made in [plan_of(GSM8K, noise={"per": per}, rollout={"max_concurrent": 64})]
+    }
     # Of 64 rows, two norms of 28 layers of 3584 numbers, with the bits that they are made of.
-    assert named(memory.plan(cfg), "noise of") == 64 * 2 * 28 * 3584 * 8
-    alone = changed(cfg, noise={"per": "sequence"})
-    assert named(memory.plan(alone), "noise of") == named(memory.plan(cfg), "noise of")
-    shared = memory.plan(changed(cfg, noise={"per": "rollout"}))
-    assert not [item for item in shared.items if item.name.startswith("noise of")]
+    size = 64 * 2 * 28 * 3584 * 8
+    assert sizes == {"group": [size], "sequence": [size], "rollout": []}
 
 
-def test_each_of_several_devices_holds_the_base_and_its_share_of_the_rows(capsys):
-    alone = memory.plan(changed(BENCH, mesh={"data": 1}))
-    cfg = changed(BENCH, mesh={"data": 3})
-    made = memory.plan(cfg)
+def test_each_of_several_devices_holds_the_base_and_its_share_of_the_rows():
+    alone, made = (plan_of(mesh={"data": count}) for count in (1, 3))
     assert made.size("always") == alone.size("always")
     assert made.size("update") == alone.size("update")
-    rows = cfg.generation_batch_size
+    rows = BENCH.generation_batch_size
     assert sum(made.rows) == rows and max(made.rows) == -(-rows // 3)
     assert named(made, "scores") < named(alone, "scores")
     last = made.lines()[-1]
     assert last.startswith(f"device 2    data 2, {made.rows[2]} rows of a rollout")
     assert not [line for line in alone.lines() if line.startswith("device 0")]
     with pytest.raises(ConfigError, match="each of 3 devices offers 1.00 GB"):
-        require(made, 10**9)
+        require(made, GB)
 
 
 def test_of_a_base_that_devices_share_each_holds_its_part():
-    alone = memory.plan(changed(BENCH, mesh={"data": 1}))
-    shared = memory.plan(changed(BENCH, mesh={"data": 2, "fsdp": 4}))
+    alone, shared = (plan_of(mesh=mesh) for mesh in ({"data": 1}, {"data": 2, "fsdp": 4}))
     linears = "base: linears"
     # Norms, biases and global scales stay whole.
     assert 0 < named(shared, linears) - named(alone, linears) / 4 < named(alone, linears) / 100
     assert named(shared, "base: embedding") == named(alone, "base: embedding")
-    gathered = [item for item in shared.items if item.name.startswith("gathered")]
+    gathered = all_named(shared, "gathered")
     assert {item.phase for item in gathered} >= {"rollout", "update"}
     assert gathered[0].size == pytest.approx(named(alone, linears) * 2 / 28, rel=1e-6)
     assert len(shared.rows) == 2
+    assert memory.plan(shared.cfg, device=A100).items == shared.items
     last = shared.lines()[-1]
     assert last.startswith(f"device 7    data 1, fsdp 3, {shared.rows[1]} rows of a rollout")
 
 
 def test_of_devices_that_decode_rows_together_each_holds_its_heads_and_their_cache():
-    alone = memory.plan(changed(BENCH, mesh={"data": 2}))
-    made = memory.plan(changed(BENCH, mesh={"data": 2, "tensor": 2}))
+    alone, made = (plan_of(mesh={"data": 2, "tensor": count}) for count in (1, 2))
     linears = "base: linears"
     assert 0 < named(made, linears) - named(alone, linears) / 2 < named(alone, linears) / 100
     assert named(made, "keys and values") == named(alone, "keys and values") / 2
-    gathered = [item for item in made.items if item.name.startswith("gathered")]
-    assert {item.phase for item in gathered} == {"update"}
+    assert {item.phase for item in all_named(made, "gathered")} == {"update"}
     last = made.lines()[-1]
     assert last.startswith(f"device 3    data 1, tensor 1, {made.rows[1]} rows of a rollout")
-    with pytest.raises(
-        ConfigError, match=r"each of 4 devices offers 4.00 GB: .*more cards that share the base"
-    ):
-        require(made, 4 * 10**9)
+    message = r"each of 4 devices offers 4.00 GB: .*more cards that share the base"
+    with pytest.raises(ConfigError, match=message):
+        require(made, 4 * GB)
     with pytest.raises(ConfigError, match=r"mesh.tensor: got 99; must not exceed the \d+ heads"):
-        memory.plan(changed(BENCH, mesh={"tensor": 99}))
+        plan_of(mesh={"tensor": 99})

@@ -11,6 +11,10 @@ from qerl_jax.config import OptimConfig
 from qerl_jax.rl import adam8bit, optimizer, update
 
 
+def rounded(x, signed):
+    return adam8bit.dequantize(adam8bit.quantize(x, signed=signed), x.shape, signed=signed)
+
+
 @pytest.mark.parametrize("signed", [True, False])
 def test_a_table_is_256_ascending_numbers_that_crowd_near_zero(signed):
     numbers = adam8bit.table(signed)
@@ -22,11 +26,10 @@ def test_a_table_is_256_ascending_numbers_that_crowd_near_zero(signed):
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_numbers_of_the_table_come_back_exactly(signed):
-    numbers = adam8bit.table(signed) * 8
-    packed = adam8bit.quantize(jnp.asarray(numbers.reshape(4, 64)), signed=signed)
+    numbers = jnp.asarray(adam8bit.table(signed) * 8).reshape(4, 64)
+    packed = adam8bit.quantize(numbers, signed=signed)
     assert packed.codes.tolist() == [list(range(256))] and packed.scales.tolist() == [8]
-    back = adam8bit.dequantize(packed, (4, 64), signed=signed)
-    np.testing.assert_array_equal(back, numbers.reshape(4, 64))
+    np.testing.assert_array_equal(rounded(numbers, signed), numbers)
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -34,23 +37,19 @@ def test_values_of_the_largest_decade_keep_a_hundredth_of_the_largest(signed):
     """The table's steps there are 0.9 / 64 (0.9 / 128 without a sign); rounding loses half of one."""
     x = np.random.default_rng(0).uniform(0.1, 1, (5, 300)).astype(np.float32)
     x *= np.sign(np.random.default_rng(1).normal(size=x.shape)) if signed else 1
-    back = adam8bit.dequantize(
-        adam8bit.quantize(jnp.asarray(x), signed=signed), x.shape, signed=signed
-    )
-    assert np.abs(back - x).max() <= 0.9 / (64 if signed else 128) * 0.51
+    distance = np.abs(rounded(jnp.asarray(x), signed) - x).max()
+    assert distance <= 0.9 / (64 if signed else 128) * 0.51
 
 
 def test_a_small_second_moment_is_not_rounded_to_zero():
-    x = jnp.array([1.0, 1e-9, 0.0, 1e-30], jnp.float32)
-    back = adam8bit.dequantize(adam8bit.quantize(x, signed=False), x.shape, signed=False)
+    back = rounded(jnp.array([1.0, 1e-9, 0.0, 1e-30], jnp.float32), signed=False)
     assert back[0] == 1 and back[2] == 0
     assert (back[jnp.array([1, 3])] > 0).all()
 
 
 def test_a_block_of_zeros_stays_zero():
     x = jnp.zeros((2, 256))
-    packed = adam8bit.quantize(x, signed=True)
-    np.testing.assert_array_equal(adam8bit.dequantize(packed, x.shape, signed=True), x)
+    np.testing.assert_array_equal(rounded(x, signed=True), x)
 
 
 def trajectory(scale_by, steps=100):
@@ -79,9 +78,12 @@ def test_the_trajectory_stays_within_a_twentieth_of_the_way():
         assert 0 < np.linalg.norm(ours[step] - exact[step]) < 0.05 * way, step
 
 
+TX = adam8bit.scale_by_adam_8bit(0.9, 0.99, 1e-8)
+
+
 def test_small_leaves_are_those_of_adam_to_the_bit():
     params = {"norm": jnp.ones(adam8bit.SMALLEST - 1)}
-    ours, exact = adam8bit.scale_by_adam_8bit(0.9, 0.99, 1e-8), optax.scale_by_adam(0.9, 0.99, 1e-8)
+    ours, exact = TX, optax.scale_by_adam(0.9, 0.99, 1e-8)
     states = [ours.init(params), exact.init(params)]
     for seed in range(3):
         grads = {"norm": jax.random.normal(jax.random.key(seed), params["norm"].shape)}
@@ -91,21 +93,20 @@ def test_small_leaves_are_those_of_adam_to_the_bit():
 
 
 def test_the_moments_of_large_leaves_take_a_quarter_of_the_memory():
-    state = adam8bit.scale_by_adam_8bit(0.9, 0.99, 1e-8).init({"a": jnp.zeros((28, 1024, 32))})
+    state = TX.init({"a": jnp.zeros((28, 1024, 32))})
     size = sum(leaf.nbytes for leaf in jax.tree.leaves((state.mu, state.nu)))
     assert size == 2 * 28 * 1024 * 32 * (1 + 4 / 256)
 
 
 def test_blocks_in_chunks_are_those_at_once(monkeypatch):
     """There are 26 blocks, the last one filled up, five at a time; a compiler may round a loop otherwise."""
-    tx = adam8bit.scale_by_adam_8bit(0.9, 0.99, 1e-8)
-    state = tx.init({"a": jnp.zeros((65, 101))})
+    state = TX.init({"a": jnp.zeros((65, 101))})
     for seed in range(3):
         grads = {"a": jax.random.normal(jax.random.key(seed), (65, 101))}
         monkeypatch.setattr(adam8bit, "_AT_ONCE", 5)
-        moves, in_chunks = tx.update(grads, state)
+        moves, in_chunks = TX.update(grads, state)
         monkeypatch.setattr(adam8bit, "_AT_ONCE", 26)
-        expected, state = tx.update(grads, state)
+        expected, state = TX.update(grads, state)
         np.testing.assert_allclose(moves["a"], expected["a"], rtol=1e-3, atol=1e-6)
         for ours, theirs in ((in_chunks.mu, state.mu), (in_chunks.nu, state.nu)):
             np.testing.assert_allclose(ours["a"].scales, theirs["a"].scales, rtol=1e-6)
@@ -115,7 +116,7 @@ def test_blocks_in_chunks_are_those_at_once(monkeypatch):
 
 def test_a_fresh_state_can_be_donated():
     params = {"a": jnp.ones(adam8bit.SMALLEST), "norm": jnp.ones(3)}
-    state = adam8bit.scale_by_adam_8bit(0.9, 0.99, 1e-8).init(params)
+    state = TX.init(params)
     one_more = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
     assert one_more(state).nu["norm"].tolist() == [1, 1, 1]
 
@@ -128,9 +129,8 @@ def test_a_run_resumed_from_a_checkpoint_goes_on_to_the_bit(tmp_path):
     @jax.jit
     def step(state, key):
         grads = jax.tree.map(lambda p: jax.random.normal(key, p.shape), state.params)
-        moves, opt_state = tx.update(grads, state.opt_state, state.params)
-        params = jax.tree.map(lambda p, move: p - 0.01 * move, state.params, moves)
-        return update.TrainState(state.step + 1, params, opt_state, state.skipped)
+        moved = optimizer.step(tx, 0.01, True, grads, state.opt_state, state.params)
+        return update.TrainState(state.step + 1, *moved, state.skipped)
 
     halfway = update.init_state(params, cfg)
     for seed in range(2):

@@ -94,9 +94,8 @@ YES, NO = True, False
 def test_groups_of_equal_rewards_are_replaced_until_the_cap(
     rounds, max_rounds, batch, surplus, used, discarded, filled
 ):
-    got, fresh, supply, metrics = dynamic_sampling.gather(
-        scripted(*rounds), Supply(), max_rounds=max_rounds
-    )
+    sample = scripted(*rounds)
+    got, fresh, supply, metrics = dynamic_sampling.gather(sample, Supply(), max_rounds=max_rounds)
     assert places(got) == batch
     assert places(fresh) == list(range(2 * used))
     assert (supply.drawn, places(supply.surplus)) == (2 * used, surplus)
@@ -109,12 +108,9 @@ def test_groups_of_equal_rewards_are_replaced_until_the_cap(
 
 
 def test_what_was_left_over_comes_first_in_the_next_rollout():
-    _, _, supply, _ = dynamic_sampling.gather(
-        scripted((NO, YES), (YES, YES)), Supply(), max_rounds=9
-    )
-    batch, fresh, supply, metrics = dynamic_sampling.gather(
-        scripted((NO, YES)), supply, max_rounds=9
-    )
+    first, second = scripted((NO, YES), (YES, YES)), scripted((NO, YES))
+    *_, supply, _ = dynamic_sampling.gather(first, Supply(), max_rounds=9)
+    batch, fresh, supply, metrics = dynamic_sampling.gather(second, supply, max_rounds=9)
     assert (places(batch), places(fresh)) == ([3, 5], [4, 5])
     assert (supply.drawn, supply.surplus) == (6, None)
     assert metrics["dynamic_sampling/groups_discarded"] == 1
@@ -154,9 +150,8 @@ def test_groups_are_compared_by_a_weighted_sum_without_rows_on_which_all_abstain
 
 
 def test_without_dynamic_sampling_a_round_is_taken_as_it_comes():
-    batch, fresh, supply, metrics = dynamic_sampling.gather(
-        scripted((NO, NO)), Supply(4), max_rounds=None
-    )
+    sample = scripted((NO, NO))
+    batch, fresh, supply, metrics = dynamic_sampling.gather(sample, Supply(4), max_rounds=None)
     assert batch is fresh and places(batch) == [4, 5]
     assert (supply, metrics) == (Supply(6), {})
 
@@ -187,11 +182,9 @@ def test_a_supply_survives_being_written_as_json_bit_for_bit(has_tools):
     scored = Scored(rollout, np.array([7, 4, 9], np.int32), combined, per_function)
     supply = Supply(12, dynamic_sampling.choose(scored, [2, 0]))
 
-    restored = Supply.from_table(
-        json.loads(json.dumps(supply.to_table(), allow_nan=False)),
-        {7: PROBLEMS[0], 4: PROBLEMS[1], 9: PROBLEMS[2]}.__getitem__,
-        tokens(),
-    )
+    table = json.loads(json.dumps(supply.to_table(), allow_nan=False))
+    problem_at = dict(zip((7, 4, 9), PROBLEMS, strict=True)).__getitem__
+    restored = Supply.from_table(table, problem_at, tokens())
     assert restored.drawn == 12
     ours, theirs = restored.surplus, supply.surplus
     for name in ("positions", "rewards", "per_function"):

@@ -55,19 +55,16 @@ def test_a_completion_that_nobody_judged_is_not_learned_from():
 
 def test_a_row_ends_with_the_last_token_that_the_policy_sampled():
     answers = arrays(bool, [True, False], [False, True, True])
-    made = make_experience(
-        dataclasses.replace(rollout(), observation_mask=answers), np.zeros((1, 2))
-    )
+    with_tools = dataclasses.replace(rollout(), observation_mask=answers)
+    made = make_experience(with_tools, np.zeros((1, 2)))
     assert made.completions.tolist() == [1, 2, 3] and made.mask.tolist() == [False, True, True]
     assert made.offsets.tolist() == [0, 2, 3] and made.num_learned.tolist() == [1, 1]
 
 
 def test_nothing_is_learned_from_a_rollout_of_empty_completions():
     empty = arrays(np.int32, [], [])
-    made = make_experience(
-        dataclasses.replace(rollout(), completion_ids=empty, behaviour_logps=empty),
-        np.zeros((1, 2)),
-    )
+    without = dataclasses.replace(rollout(), completion_ids=empty, behaviour_logps=empty)
+    made = make_experience(without, np.zeros((1, 2)))
     assert made.offsets.tolist() == made.take(made.rows).offsets.tolist() == [0, 0, 0]
     assert made.num_learned.tolist() == [0, 0]
 
@@ -105,9 +102,8 @@ def test_a_micro_batch_has_its_completions_in_order_then_their_prompts_then_padd
     shape = microbatches.Shape(16, ((2, 7), (3, 5)), 4)
     # The longest row comes first, and a slot is empty in each array.
     slots = np.array([2, -1, 5, 3, -1])
-    batch = microbatches.MicroBatch(
-        shape, rows.rows_to_divide(rows.rows.reshape(-1)).in_slots(slots)
-    )
+    divided = rows.rows_to_divide(rows.rows.reshape(-1)).in_slots(slots)
+    batch = microbatches.MicroBatch(shape, divided)
     packed = rows.pack(batch, {"ref_logps": rows.behaviour_logps * 2})
     logps = [*range(-12, -18, -1), -30, -31, -32, -18]
     assert packed.tokens.tolist() == [*(-x for x in logps), 104, 108, 109, 0, 0, 0]

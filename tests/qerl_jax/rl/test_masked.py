@@ -11,10 +11,7 @@ X = jnp.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0, 8.0, 9.0]])
 MASK = jnp.array([[1, 0, 1], [0, 0, 0], [1, 1, 1]])
 
 
-@pytest.fixture(autouse=True)
-def _no_silent_broadcasting():
-    with jax.numpy_rank_promotion("raise"):
-        yield
+pytestmark = pytest.mark.usefixtures("no_silent_broadcasting")
 
 
 @pytest.mark.parametrize(

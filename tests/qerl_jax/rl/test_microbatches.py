@@ -55,10 +55,8 @@ def test_the_narrowest_rows_that_are_wide_enough_are_taken():
     (batch,) = microbatches.divide(rows_of([4000, 1000, 300, 290]), shapes[:1])
     places = np.flatnonzero(batch.rows.numbers >= 0)
     of_row = np.repeat(widths, [count for count, _ in batch.shape.arrays])
-    assert dict(zip(batch.rows.numbers[places], of_row[places], strict=True)) == {
-        **{0: 4352, 1: 1536},
-        **{2: 512, 3: 512},
-    }
+    widths_of_rows = dict(zip(batch.rows.numbers[places], of_row[places], strict=True))
+    assert widths_of_rows == {0: 4352, 1: 1536, 2: 512, 3: 512}
     # Where no row is longer than 1536 tokens, no wider rows are there.
     (batch,) = microbatches.divide(rows_of([1200, 1100]), shapes)
     assert [width for _, width in batch.shape.arrays] == [1536, 512]
@@ -150,60 +148,46 @@ SMOLLM2 = microbatches.overhead(
 )
 
 
+SMALL = {"prompt_width": 48, "completion_width": 160, "group": 8, "max_rows": 512}
+
+
 @pytest.mark.parametrize("sigma", [0.5, 1.0])
 @pytest.mark.parametrize("truncated", [0.0, 0.01, 0.05])
 @pytest.mark.parametrize("silent", [0.0, 0.6])
 @pytest.mark.parametrize("budget", [4352, None])
 def test_less_than_a_tenth_is_padding_whatever_the_lengths(sigma, truncated, silent, budget):
-    """GSM8K's shape: a mean of 250 tokens behind prompts of 60 to 200, limit 4096.
+    """GSM8K's shape: a mean of 250 tokens behind prompts of 60 to 200, limit 4096; the default budget, and the least.
 
-    With the budget that is the default, and with the least. A prompt that stands in two micro-batches
-    counts as padding the second time.
+    A prompt that stands in two micro-batches counts as padding the second time.
     """
+    sizes = {"per_device_train_batch_size": 128, "gradient_accumulation_steps": 1}
+    optim = OptimConfig(**sizes, max_tokens_per_microbatch=budget)
     widths = {"prompt_width": 256, "completion_width": 4096}
-    optim = OptimConfig(
-        per_device_train_batch_size=128,
-        gradient_accumulation_steps=1,
-        max_tokens_per_microbatch=budget,
-    )
-    budget = microbatches.token_budget(optim, **widths, group=8)
-    shapes = microbatches.shapes(budget, **widths, group=8, max_rows=128, overhead=SEVEN_B)
+    shapes = microbatches.update_shapes(optim, "dapo", group=8, overhead=SEVEN_B, **widths)
     lengths = {"mean": 250, "sigma": sigma, "truncated": truncated, "silent": silent}
     assert 0 < padding(shapes, rows=128, limit=4096, **lengths) < 0.1
-
-
-def test_less_than_a_tenth_is_padding_of_short_rows():
-    """These are the quickstart's: sums, with answers of up to 44 tokens."""
-    shapes = microbatches.shapes(8192, prompt_width=48, completion_width=44, group=8, max_rows=256)
-    assert 0 < padding(shapes, rows=256, mean=20, sigma=0.5, limit=44, prompts=(10, 30)) < 0.1
 
 
 def test_a_small_model_ends_with_few_micro_batches_instead_of_many():
     """Launching a micro-batch of SmolLM2 costs as much as many tokens, so the rest is not cut into small ones."""
     assert SMOLLM2 == pytest.approx(1560, abs=100) and SEVEN_B == pytest.approx(250, abs=30)
-    sizes = {"prompt_width": 48, "completion_width": 160, "group": 8, "max_rows": 512}
-    rows = rows_of(
-        np.full(216, 50), group=8, prompt_lengths=40
-    )  # 10800 tokens and prompts of 27 * 40
-    cheap, dear = (
-        [
-            b.shape.tokens
-            for b in microbatches.divide(
-                rows, microbatches.shapes(8192, **sizes, overhead=overhead)
-            )
-        ]
-        for overhead in (0.0, SMOLLM2)
-    )
+    # 10800 tokens and prompts of 27 * 40.
+    rows, tokens = rows_of(np.full(216, 50), group=8, prompt_lengths=40), []
+    for overhead in (0.0, SMOLLM2):
+        shapes = microbatches.shapes(8192, **SMALL, overhead=overhead)
+        tokens.append([batch.shape.tokens for batch in microbatches.divide(rows, shapes)])
+    cheap, dear = tokens
     assert len(dear) < len(cheap) and sum(dear) > sum(cheap)
 
 
 @pytest.mark.parametrize("silent", [0.0, 0.5])
 def test_less_than_a_tenth_is_padding_of_a_small_model(silent):
-    """SmolLM2's recipe has 512 completions of up to 160 tokens."""
-    sizes = {"prompt_width": 48, "completion_width": 160, "group": 8, "max_rows": 512}
-    shapes = microbatches.shapes(8192, **sizes, overhead=SMOLLM2)
+    """SmolLM2's recipe has 512 completions of up to 160 tokens, and the quickstart 256 of up to 44."""
+    shapes = microbatches.shapes(8192, **SMALL, overhead=SMOLLM2)
     lengths = {"mean": 39, "sigma": 0.8, "limit": 160, "prompts": (36, 46)}
     assert 0 < padding(shapes, rows=512, silent=silent, **lengths) < 0.1
+    shapes = microbatches.shapes(8192, **SMALL | {"completion_width": 44, "max_rows": 256})
+    assert 0 < padding(shapes, rows=256, mean=20, sigma=0.5, limit=44, prompts=(10, 30)) < 0.1
 
 
 def test_micro_batches_go_to_the_device_that_has_the_least_to_do():
@@ -250,6 +234,5 @@ def test_micro_batches_of_one_shape_are_computed_together():
         assert len(batches) == 2 and len({batch.shape for batch in batches}) == 1
         assert named(batches) == [[n] for n in numbers] + [[]] * (2 - len(numbers))
         assert {len(batch.rows.numbers) for batch in batches} == {2}
-    assert microbatches.sets_of_one_shape(made, 1) == [
-        ((n,), [batch]) for n, batch in enumerate(made)
-    ]
+    alone = [((n,), [batch]) for n, batch in enumerate(made)]
+    assert microbatches.sets_of_one_shape(made, 1) == alone

@@ -95,9 +95,8 @@ def test_a_rollout_holds_the_tokens_of_prompts_and_completions_in_the_order_of_t
 def test_rows_end_with_their_stop_token_and_nothing_else_stops():
     rollout = collect(0)
     assert any(rollout.stopped) and not all(rollout.stopped)
-    for ids, logps, stopped in zip(
-        rollout.completion_ids, rollout.behaviour_logps, rollout.stopped, strict=True
-    ):
+    rows = zip(rollout.completion_ids, rollout.behaviour_logps, rollout.stopped, strict=True)
+    for ids, logps, stopped in rows:
         assert np.isin(ids, STOPS).tolist() == [False] * (len(ids) - 1) + [stopped]
         assert stopped or len(ids) == LONGEST
         assert (logps < 0).all()
@@ -105,69 +104,60 @@ def test_rows_end_with_their_stop_token_and_nothing_else_stops():
 
 def test_texts_are_the_completions_up_to_their_ends():
     rollout = collect(0)
-    expected = [tokens().decode(ids.tolist()) for ids in rollout.completion_ids]
-    assert list(rollout.texts) == expected
-    assert all(isinstance(text, str) for text in rollout.texts)
+    assert rollout.texts == tuple(tokens().decode(ids.tolist()) for ids in rollout.completion_ids)
     assert any(rollout.texts)
 
 
-def test_a_rollout_is_a_function_of_its_key():
-    again = collect.__wrapped__(0)
+def assert_same_rows(ours, theirs):
+    assert (ours.stopped, ours.texts) == (theirs.stopped, theirs.texts)
     for name in ("prompt_ids", "completion_ids", "behaviour_logps"):
-        for ours, theirs in zip(getattr(again, name), getattr(collect(0), name), strict=True):
-            np.testing.assert_array_equal(ours, theirs)
-    assert (again.stopped, again.texts) == (collect(0).stopped, collect(0).texts)
+        for pair in zip(getattr(ours, name), getattr(theirs, name), strict=True):
+            np.testing.assert_array_equal(*pair)
+
+
+def test_a_rollout_is_a_function_of_its_key():
+    assert_same_rows(collect.__wrapped__(0), collect(0))
     assert collect(1).texts != collect(0).texts
+    # Completions of one prompt differ.
+    assert collect(0).texts[::GROUP] != collect(0).texts[1::GROUP]
 
 
-def test_completions_of_one_prompt_differ():
-    rows = [ids.tolist() for ids in collect(0).completion_ids]
-    assert any(a != b for a, b in zip(rows[::GROUP], rows[1::GROUP], strict=True))
-
-
-def lengths_of_prompts():
-    return [len(ids) for ids in tokens().encode([problem.prompt for problem in PROBLEMS])]
+LENGTHS = [len(ids) for ids in tokens().encode([problem.prompt for problem in PROBLEMS])]
+LIMIT = max(LENGTHS) - 1
 
 
 def test_problems_whose_prompts_fit_are_admitted_as_they_are():
-    longest = max(lengths_of_prompts())
     for overlong in ("error", "drop"):
-        admitted = admit(PROBLEMS, tokens(), max_prompt_length=longest, overlong=overlong)
-        assert admitted is PROBLEMS
-
-
-def test_an_overlong_prompt_is_an_error_that_counts_and_names_them():
-    lengths = lengths_of_prompts()
-    assert lengths[1] == max(lengths)
-    limit = lengths[1] - 1
-    with pytest.raises(ValueError) as error:
-        admit(PROBLEMS, tokens(), max_prompt_length=limit, overlong="error")
-    message = str(error.value)
-    assert message.startswith(f"data.max_prompt_length: got {limit}; 1 of 3 prompts are longer")
-    assert f"problem 1 has {lengths[1]} tokens" in message
-    assert 'data.overlong_prompts = "drop"' in message
+        options = {"max_prompt_length": LIMIT + 1, "overlong": overlong}
+        assert admit(PROBLEMS, tokens(), **options) is PROBLEMS
 
 
 def test_overlong_prompts_are_dropped_on_request():
-    limit = max(lengths_of_prompts()) - 1
-    said = []
-    options = {"overlong": "drop", "what": "held-out prompts", "log": said.append}
-    admitted = admit(PROBLEMS, tokens(), max_prompt_length=limit, **options)
+    lines = []
+    options = {"overlong": "drop", "what": "held-out prompts", "log": lines.append}
+    admitted = admit(PROBLEMS, tokens(), max_prompt_length=LIMIT, **options)
     assert admitted == [PROBLEMS[0], PROBLEMS[2]]
-    assert said == [
-        f"1 of 3 held-out prompts are left out: longer than data.max_prompt_length = {limit}"
-    ]
+    rule = f"longer than data.max_prompt_length = {LIMIT}"
+    assert lines == [f"1 of 3 held-out prompts are left out: {rule}"]
 
 
-def test_to_drop_every_prompt_is_an_error():
-    with pytest.raises(ValueError, match="data.max_prompt_length: got 1; no prompt is that short"):
-        admit(PROBLEMS, tokens(), max_prompt_length=1, overlong="drop")
-
-
-def test_a_prompt_without_tokens_is_an_error_that_names_it():
-    problems = [*PROBLEMS, Problem("", {})]
-    with pytest.raises(ValueError, match="prompt of problem 3: must have at least one token"):
-        admit(problems, tokens(), max_prompt_length=100, overlong="drop")
+@pytest.mark.parametrize(
+    ("problems", "limit", "overlong", "message"),
+    [
+        (
+            PROBLEMS,
+            LIMIT,
+            "error",
+            f"^data.max_prompt_length: got {LIMIT}; 1 of 3 prompts are longer.*problem 1 has {LENGTHS[1]} tokens"
+            '.*data.overlong_prompts = "drop"',
+        ),
+        (PROBLEMS, 1, "drop", "data.max_prompt_length: got 1; no prompt is that short"),
+        ([Problem("", {})], 100, "drop", "prompt of problem 0: must have at least one token"),
+    ],
+)
+def test_prompts_that_cannot_be_used_are_named(problems, limit, overlong, message):
+    with pytest.raises(ValueError, match=message):
+        admit(problems, tokens(), max_prompt_length=limit, overlong=overlong)
 
 
 def written(texts, problems, lengths=None):
@@ -194,26 +184,23 @@ def arithmetic_rollout():
     return written(texts, PROBLEMS[:2])
 
 
-def test_stock_rewards_are_added_up_per_prompt():
-    functions = scoring.resolve(["accuracy_reward", "format_reward"])
-    combined, each = rollouts.score(arithmetic_rollout(), functions, None)
-    assert each.tolist() == [[1, 1], [0, 0], [1, 0], [0, 0]]
-    assert combined.tolist() == [[2, 0], [1, 0]]
-    assert combined.dtype == each.dtype == np.float32
+STOCK = scoring.resolve(["accuracy_reward", "format_reward"])
 
 
-def test_weights_multiply_their_functions():
-    functions = scoring.resolve(["accuracy_reward", "format_reward"])
-    combined, each = rollouts.score(arithmetic_rollout(), functions, (2.0, 0.5))
-    assert combined.tolist() == [[2.5, 0], [2, 0]]
-    assert each.tolist() == [[1, 1], [0, 0], [1, 0], [0, 0]]
+@pytest.mark.parametrize(
+    ("weights", "expected"), [(None, [[2, 0], [1, 0]]), ((2.0, 0.5), [[2.5, 0], [2, 0]])]
+)
+def test_rewards_are_added_up_by_their_weights(weights, expected):
+    combined, per_function = rollouts.score(arithmetic_rollout(), STOCK, weights)
+    assert per_function.tolist() == [[1, 1], [0, 0], [1, 0], [0, 0]]
+    assert combined.tolist() == expected
+    assert combined.dtype == per_function.dtype == np.float32
 
 
 @pytest.mark.parametrize("weights", [(1.0,), (1.0, 1.0, 1.0), ()])
 def test_weights_must_match_the_functions(weights):
-    functions = scoring.resolve(["accuracy_reward", "format_reward"])
     with pytest.raises(ValueError, match=rf"weights: got {len(weights)}; .* 2 functions"):
-        rollouts.score(arithmetic_rollout(), functions, weights)
+        rollouts.score(arithmetic_rollout(), STOCK, weights)
 
 
 def test_functions_get_what_trl_would_give_them():
@@ -231,14 +218,8 @@ def test_functions_get_what_trl_would_give_them():
     (arguments,) = seen
     first, second = ([dict(message) for message in problem.prompt] for problem in PROBLEMS[:2])
     assert arguments["prompts"] == [first, first, second, second, "7*8=", "7*8="]
-    assert arguments["completions"] == [
-        [{"role": "assistant", "content": "text 0"}],
-        [{"role": "assistant", "content": "text 1"}],
-        [{"role": "assistant", "content": "text 2"}],
-        [{"role": "assistant", "content": "text 3"}],
-        "text 4",
-        "text 5",
-    ]
+    chats = [[{"role": "assistant", "content": f"text {row}"}] for row in range(4)]
+    assert arguments["completions"] == [*chats, "text 4", "text 5"]
     ids = [[0], [10, 11, 12, 13], [20, 21], [30, 31, 32], [40, 41, 42, 43], [50]]
     assert arguments["completion_ids"] == ids
     assert type(arguments["completion_ids"][1][0]) is int
@@ -271,14 +252,6 @@ def test_abstaining_functions_are_left_out_of_the_sum():
     combined, each = rollouts.score(arithmetic_rollout(), functions, (1.0, 3.0))
     np.testing.assert_array_equal(each, [[5, 1], [np.nan, 1], [np.nan, 1], [np.nan, np.nan]])
     np.testing.assert_array_equal(combined, [[8, 3], [3, np.nan]])
-
-
-def test_a_function_that_raises_is_named():
-    def broken(**_):
-        raise KeyError("no such thing")
-
-    with pytest.raises(scoring.RewardError, match="'broken' raised KeyError on 4 completions"):
-        rollouts.score(arithmetic_rollout(), scoring.resolve([broken]), None)
 
 
 def test_collected_rollouts_are_scored_by_their_tokens():
@@ -317,11 +290,10 @@ def test_a_rollout_holds_the_samplers_entropies_where_they_are_asked_for():
 PLACES = np.array([5, 2, 9])  # of the problems, in a run
 
 
-def noisy(per, sigma=0.3):
+def noisy(per):
     """Returns the policy under noise of groups, sequences or tokens that is strong enough to see."""
-    sampler, variables = policy()
-    drawn = row_noise(jax.random.key(4), sigma, noise_shapes(ARCH), per)
-    return sampler, variables | {"noise": drawn}
+    drawn = row_noise(jax.random.key(4), 0.3, noise_shapes(ARCH), per)
+    return policy()[0], policy()[1] | {"noise": drawn}
 
 
 @functools.cache
@@ -339,38 +311,28 @@ def trainers_logps(rollout, variables, numbers, share_prompts):
         share_prompts=share_prompts,
         noise=numbers,
     )
-    logps, _ = token_logps(
-        policy_model(),
-        variables,
-        in_one_batch(experience),
-        temperature=1.0,
-        num_tokens=tokens().num_tokens,
-    )
+    scale = {"temperature": 1.0, "num_tokens": tokens().num_tokens}
+    logps, _ = token_logps(policy_model(), variables, in_one_batch(experience), **scale)
     return np.split(logps[: rollout.lengths.sum()], np.cumsum(rollout.lengths)[:-1])
 
 
-@pytest.mark.parametrize("per", ["group", pytest.param("sequence", marks=pytest.mark.slow)])
+def distances(rollout, logps):
+    """Returns the largest difference of each row's log-probabilities from the sampler's."""
+    pairs = zip(logps, rollout.behaviour_logps, strict=True)
+    return np.array([np.abs(ours - theirs).max() for ours, theirs in pairs])
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("per", ["group", "sequence"])
 def test_the_trainer_draws_the_noise_under_which_rows_were_sampled(per):
     """It needs only (seed, step, number). A prompt is shared where its completions share their noise."""
     rollout, (_, variables) = collect_noisy(per), noisy(per)
-    numbers = variables["noise"].numbers(PLACES, GROUP)
-    found = trainers_logps(rollout, variables, numbers, share_prompts=per == "group")
-    for ours, theirs in zip(found, rollout.behaviour_logps, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    numbers, shares = variables["noise"].numbers(PLACES, GROUP), per == "group"
+    assert (distances(rollout, trainers_logps(rollout, variables, numbers, shares)) < 1e-4).all()
     # Under the noise of other numbers, and under none, they are other ones.
-    for other in (numbers + 1, None):
-        without = {k: v for k, v in variables.items() if k != "noise"}
-        apart = trainers_logps(
-            rollout, without if other is None else variables, other, share_prompts=per == "group"
-        )
-        assert (
-            max(
-                np.abs(ours - theirs).max()
-                for ours, theirs in zip(apart, rollout.behaviour_logps, strict=True)
-            )
-            > 1e-2
-        )
+    without = {k: v for k, v in variables.items() if k != "noise"}
+    for other in ((variables, numbers + 1), (without, None)):
+        assert distances(rollout, trainers_logps(rollout, *other, shares)).max() > 1e-2
 
 
 @pytest.mark.slow
@@ -379,11 +341,8 @@ def test_rows_of_a_group_share_their_noise_and_sequences_do_not():
     for per in ("group", "sequence"):
         rollout, (_, variables) = collect_noisy(per), noisy(per)
         everyone = np.repeat(variables["noise"].numbers(PLACES, GROUP)[:, :1], GROUP, axis=1)
-        found = trainers_logps(rollout, variables, everyone, share_prompts=False)
-        rows[per] = [
-            np.abs(ours - theirs).max() < 1e-4
-            for ours, theirs in zip(found, rollout.behaviour_logps, strict=True)
-        ]
+        logps = trainers_logps(rollout, variables, everyone, share_prompts=False)
+        rows[per] = (distances(rollout, logps) < 1e-4).tolist()
     assert rows == {"group": [True] * 6, "sequence": [True, False] * 3}
 
 
@@ -393,8 +352,7 @@ def test_rows_of_a_group_share_their_noise_and_sequences_do_not():
 def test_noise_of_rows_does_not_depend_on_the_slot_or_the_neighbours(per):
     together, apart = collect_noisy(per), collect_noisy(per, max_concurrent=2)
     assert together.texts == apart.texts
-    for ours, theirs in zip(together.behaviour_logps, apart.behaviour_logps, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    assert (distances(together, apart.behaviour_logps) < 1e-5).all()
 
 
 @pytest.mark.slow
@@ -411,9 +369,8 @@ def test_noise_of_tokens_is_a_new_draw_for_every_forward_pass():
         scores = layers.logits(hidden[:, -1], head(plain["frozen"]))
         return logprobs.log_softmax(scores, 1.0, tokens().num_tokens)[0], cache
 
-    for row, (ids, logps) in enumerate(
-        zip(rollout.completion_ids[:3], rollout.behaviour_logps[:3], strict=True)
-    ):
+    for row in range(3):
+        ids, logps = rollout.completion_ids[row], rollout.behaviour_logps[row]
         prompt, first = rollout.prompt_ids[row // GROUP], numbers[row // GROUP, 0]
         cache = caches.create(ARCH, 1, PROMPT_WIDTH + LONGEST, jnp.float32)
         _, cache = run(prompt[None, :-1], cache, first, np.int32(0))

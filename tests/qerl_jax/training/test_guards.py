@@ -50,9 +50,8 @@ def test_a_few_tokens_that_rounding_changed_tell_nothing():
 
 def test_one_group_in_which_the_adapter_sampled_is_believed(monkeypatch):
     """A chance in one group must not end a run."""
-    without = guards.AdapterShare(share=0.1, error=0.01, noise=0.1)
-    whole = guards.AdapterShare(share=1.02, error=0.01, noise=0.1)
-    unclear = guards.AdapterShare(share=0.1, error=0.01, noise=0.2)
+    shares = ((0.1, 0.01, 0.1), (1.02, 0.01, 0.1), (0.1, 0.01, 0.2))
+    without, whole, unclear = (guards.AdapterShare(*share) for share in shares)
     monkeypatch.setattr(guards, "_share_of", lambda *args: args[-1])
     check = lambda *groups: guards.check_adapter(None, None, None, None, groups)
     assert check(whole, without) == check(without, whole) == {"sampling/adapter_share": 1.02}

@@ -8,29 +8,27 @@ import numpy as np
 import pytest
 
 from qerl_jax import config
+from qerl_jax.api import settings
 from qerl_jax.aqn import exploration
 from qerl_jax.checkpoint.policy import load_base
 from qerl_jax.model.transformer import trainable
+from qerl_jax.planning import memory
 from qerl_jax.rl import update
 from qerl_jax.rl.experience import Experience
-from qerl_jax.rl.objective import Objective
 from qerl_jax.training import replay
 
 QUICKSTART = pathlib.Path(__file__).parents[3] / "configs" / "quickstart.toml"
 
 
-def run_config(folder):
-    cfg = config.load(QUICKSTART)
-    optim = dataclasses.replace(
-        cfg.optim, per_device_train_batch_size=2, gradient_accumulation_steps=2
-    )
-    return dataclasses.replace(
-        cfg,
-        output_dir=str(folder),
-        optim=optim,
-        rollout=dataclasses.replace(cfg.rollout, num_generations=2),
-        grpo=config.GrpoConfig(),
-    )
+def prepared(folder, **sections):
+    """Writes a run's config into its folder, and returns it with the run's model, parameters and tokenizer."""
+    optim = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    sections |= {"optim": optim, "rollout": {"num_generations": 2}}
+    cfg = settings.run_config(config.load(QUICKSTART), sections)
+    cfg = dataclasses.replace(cfg, output_dir=str(folder), grpo=config.GrpoConfig())
+    config.write_run(folder, cfg)
+    model, frozen, tokenizer = load_base(cfg.model, cfg.lora, cfg.seed)
+    return cfg, model, *trainable(model, frozen, jax.random.key(0)), tokenizer
 
 
 def experience():
@@ -47,19 +45,10 @@ def experience():
 
 
 def test_a_skipped_step_is_written_and_runs_once_more(tmp_path):
-    cfg = run_config(tmp_path)
-    config.write_run(tmp_path, cfg)
-    model, frozen, tokenizer = load_base(cfg.model, cfg.lora, cfg.seed)
-    params, frozen = trainable(model, frozen, jax.random.key(0))
-    written = []
-    improve = update.Updater(
-        Objective(model, cfg.grpo, temperature=1.0, num_tokens=tokenizer.num_tokens),
-        cfg.optim,
-        total_steps=4,
-        max_prompt_length=cfg.data.max_prompt_length,
-        max_completion_length=cfg.rollout.max_completion_length,
-        on_non_finite=lambda failure: written.append(replay.write(tmp_path, failure)),
-    )
+    cfg, model, params, frozen, tokenizer = prepared(tmp_path)
+    cfg, written = memory.plan(cfg, model.arch).cfg, []
+    write = lambda failure: written.append(replay.write(tmp_path, failure))
+    improve = update.make_updater(cfg, model, tokenizer.num_tokens, 4, on_non_finite=write)
     state = update.init_state(params, cfg.optim)
     state, metrics = improve(state, frozen, experience(), None, jax.random.key(1))
     # Two steps of two prompts: the one with the infinite advantage is skipped, the other is not.
@@ -76,11 +65,7 @@ def test_a_skipped_step_is_written_and_runs_once_more(tmp_path):
 
 @pytest.mark.slow
 def test_a_step_under_noise_of_each_groups_own_runs_once_more(tmp_path):
-    cfg = run_config(tmp_path)
-    cfg = dataclasses.replace(cfg, noise=dataclasses.replace(cfg.noise, per="group", scope="both"))
-    config.write_run(tmp_path, cfg)
-    model, frozen, _ = load_base(cfg.model, cfg.lora, cfg.seed)
-    params, frozen = trainable(model, frozen, jax.random.key(0))
+    cfg, model, params, *_ = prepared(tmp_path, noise={"per": "group", "scope": "both"})
     noise = exploration.make_exploration(cfg.noise, model, jax.random.key(3), 10)
     vectors = noise(5, 5, None).vectors
     rows = dataclasses.replace(experience(), noise=np.array([4, 0, 2, 7], np.int32))
@@ -92,9 +77,8 @@ def test_a_step_under_noise_of_each_groups_own_runs_once_more(tmp_path):
 
 def test_only_the_first_three_steps_of_a_run_are_written(tmp_path):
     failure = update.NonFinite(0, {"a": np.ones(2)}, experience(), {}, None)
-    paths = [
-        replay.write(tmp_path, dataclasses.replace(failure, step=step)) for step in (3, 4, 5, 6)
-    ]
+    failures = [dataclasses.replace(failure, step=step) for step in (3, 4, 5, 6)]
+    paths = [replay.write(tmp_path, failure) for failure in failures]
     assert paths[3] is None
     assert sorted(tmp_path.glob("non_finite/*")) == paths[:3]
 

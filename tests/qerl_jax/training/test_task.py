@@ -1,6 +1,5 @@
 """Tests what a run makes of its config before it starts."""
 
-import dataclasses
 import pathlib
 import re
 
@@ -8,6 +7,7 @@ import numpy as np
 import pytest
 
 from qerl_jax import config
+from qerl_jax.api import settings
 from qerl_jax.data.datasets import Problem
 from qerl_jax.rewards import stock
 from qerl_jax.rl.rollouts import Scored
@@ -21,17 +21,13 @@ DIFFERENCES = np.repeat(np.eye(4, dtype=np.float32), 2, axis=0) * np.tile([[0], 
 
 def kept(weights=(1.0, 0.2, 0.5, 0.5), shaping=None, metric=None):
     """Returns the places of the groups that dynamic sampling keeps, and the notes about it."""
-    cfg = config.load(QUICKSTART)
-    cfg = dataclasses.replace(
-        cfg,
-        rewards=dataclasses.replace(cfg.rewards, shaping=shaping),
-        grpo=dataclasses.replace(cfg.grpo, dynamic_sampling=config.DynamicSamplingConfig(metric)),
-    )
-    said = []
-    informative = informative_by(cfg, [(name, None) for name in NAMES], weights, said.append)
+    grpo = {"dynamic_sampling": {} if metric is None else {"metric": metric}}
+    cfg = settings.run_config(QUICKSTART, {"rewards": {"shaping": shaping}, "grpo": grpo})
+    lines = []
+    informative = informative_by(cfg, [(name, None) for name in NAMES], weights, lines.append)
     rewards = (DIFFERENCES * np.array(weights, np.float32)).sum(axis=1).reshape(4, 2)
     scored = Scored(None, np.arange(4), rewards, DIFFERENCES)
-    return np.flatnonzero(informative(scored)).tolist(), said
+    return np.flatnonzero(informative(scored)).tolist(), lines
 
 
 @pytest.mark.parametrize(
@@ -64,9 +60,8 @@ def test_all_that_the_stock_calls_shaping_is_a_reward_that_a_run_can_have():
 def test_the_help_of_shaping_names_what_the_stock_calls_shaping():
     text = config.RewardConfig.__doc__.partition("shaping:")[2]
     # The punishment of long completions is named in words.
-    assert {*re.findall(r"\w+_reward\b", text)} == stock.SHAPING - {
-        "soft_overlong_punishment_reward"
-    }
+    named = {*re.findall(r"\w+_reward\b", text)}
+    assert named == stock.SHAPING - {"soft_overlong_punishment_reward"}
 
 
 CHAT = [{"role": "user", "content": "1+1?"}]
@@ -94,8 +89,6 @@ CHAT = [{"role": "user", "content": "1+1?"}]
     ],
 )
 def test_data_that_may_teach_nothing_is_told(problems, words):
-    cfg = config.load(QUICKSTART)
-    cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, dataset="mine.jsonl"))
-    said = about_data(cfg, problems)
-    assert len(said) == len(words)
-    assert all(word in line for word, line in zip(words, said, strict=True))
+    cfg = settings.run_config(QUICKSTART, {"data": {"dataset": "mine.jsonl"}})
+    lines = about_data(cfg, problems)
+    assert all(word in line for word, line in zip(words, lines, strict=True))
