@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from scipy.special import stdtrit
 
+from qerl_jax.evaluation import intervals
 from scripts import study
 from scripts.study import ARMS, FIRST_SEEDS, MORE_SEEDS, RATES, RUNS, Piece
 
@@ -160,20 +161,15 @@ UNTESTED = (("the exponential schedule is the best of several", "a figure"),)
 
 
 @dataclasses.dataclass(frozen=True)
-class Interval:
+class Interval(intervals.Interval):
     """A mean over seeds, the ends of its 95 % interval, and the number of seeds."""
 
-    mean: float
-    low: float
-    high: float
     count: int
 
-    def shown(self, digits: int = 3, sign: str = "") -> str:
+    def shown(self, sign: str = "") -> str:
         """The interval as text for a table."""
-        form = f"{sign}.{digits}f"
-        if self.count < 2:
-            return f"{self.mean:{form}} (one seed)"
-        return f"{self.mean:{form}} [{self.low:{form}}, {self.high:{form}}]"
+        form = f"{sign}.3f"
+        return f"{self.mean:{form}} (one seed)" if self.count < 2 else f"{self:{form}}"
 
 
 def interval(values: Sequence[float], level: float = 0.95) -> Interval:
