@@ -6,11 +6,13 @@ import pytest
 
 from qerl_jax.tracking import logger
 from qerl_jax.training.trainer import train
-from tests.test_tiny_run import quickstart, small, without_times
+from tests.faults import harness
+from tests.test_tiny_run import SHORT, quickstart, small
 
 RECOMPUTE = {"old_logprobs": "recompute", "epsilon_high": None}
 LOUD = {"sigma_start": 5e-2, "sigma_end": 2e-2, "num_stages": 4}
-# What differs from the quickstart, and what its metrics then show.
+TWO = {"functions": ("correct_and_well_formed_reward", "accuracy_reward")}
+# What differs from the quickstart with loud noise.
 CHOICES = {
     "noise per group": {"noise": LOUD | {"per": "group"}},
     "noise per group, on both sides": {"noise": LOUD | {"per": "group", "scope": "both"}},
@@ -23,67 +25,37 @@ CHOICES = {
     "sigma follows the reward": {"noise": LOUD | {"adaptive": {"metric": "reward", "target": 0.6}}},
     "GSPO": {
         "grpo": RECOMPUTE
-        | {
-            "loss_type": "grpo",
-            "importance_sampling_level": "sequence",
-            "epsilon": 3e-4,
-            "epsilon_high": 4e-4,
-        },
-        "noise": LOUD,
+        | {"loss_type": "grpo", "importance_sampling_level": "sequence"}
+        | {"epsilon": 3e-4, "epsilon_high": 4e-4}
     },
-    "dual clip": {"grpo": {"delta": 1.5}, "noise": LOUD},
+    "dual clip": {"grpo": {"delta": 1.5}},
     "IcePop": {
         "grpo": RECOMPUTE
-        | {
-            "mismatch": {"correction": {"mode": "token_mask", "clip_min": 0.5, "clip_max": 5.0}},
-        },
-        "noise": LOUD,
+        | {"mismatch": {"correction": {"mode": "token_mask", "clip_min": 0.5, "clip_max": 5.0}}}
     },
-    "mask of tokens": {
-        "grpo": {"mismatch": {"mask": {"level": "token", "ratio_max": 1.2}}},
-        "noise": LOUD,
-    },
+    "mask of tokens": {"grpo": {"mismatch": {"mask": {"level": "token", "ratio_max": 1.2}}}},
     "mask of rows by the geometric mean": {
-        "grpo": {"mismatch": {"mask": {"level": "geometric", "ratio_max": 1.02}}},
-        "noise": LOUD,
+        "grpo": {"mismatch": {"mask": {"level": "geometric", "ratio_max": 1.02}}}
     },
     "groups chosen by one reward": {
         "grpo": {"dynamic_sampling": {"metric": "accuracy_reward"}},
-        "rewards": {
-            "functions": ("correct_and_well_formed_reward", "accuracy_reward"),
-            "weights": (1.0, 0.0),
-        },
+        "rewards": TWO | {"weights": (1.0, 0.0)},
+        "noise": {},
     },
     "epochs of dynamic sampling": {
         "grpo": {"dynamic_sampling": {}},
-        "max_steps": None,
-        "num_train_epochs": 1,
-        "data": {"num_problems": 96},
-        "noise": LOUD,
+        **{"max_steps": None, "num_train_epochs": 1, "data": {"num_problems": 96}},
     },
-    "CISPO": {"grpo": {"loss_type": "cispo", "epsilon_high": 5.0}, "noise": LOUD},
-    "SAPO": {"grpo": {"loss_type": "sapo"}, "noise": LOUD},
-    "LUSPO": {
-        "grpo": RECOMPUTE | {"loss_type": "luspo", "importance_sampling_level": "sequence"},
-        "noise": LOUD,
-    },
-    "VESPO": {
-        "grpo": RECOMPUTE | {"loss_type": "vespo", "mismatch": {"correction": {}}},
-        "noise": LOUD,
-    },
+    "CISPO": {"grpo": {"loss_type": "cispo", "epsilon_high": 5.0}},
+    "SAPO": {"grpo": {"loss_type": "sapo"}},
+    "LUSPO": {"grpo": RECOMPUTE | {"loss_type": "luspo", "importance_sampling_level": "sequence"}},
+    "VESPO": {"grpo": RECOMPUTE | {"loss_type": "vespo", "mismatch": {"correction": {}}}},
     "each reward by itself": {
         "grpo": {"multi_objective_aggregation": "normalize_then_sum"},
-        "rewards": {
-            "functions": ("correct_and_well_formed_reward", "accuracy_reward"),
-            "weights": (1.0, 0.5),
-        },
-        "noise": LOUD,
+        "rewards": TWO | {"weights": (1.0, 0.5)},
     },
-    "tokens of high entropy": {"grpo": {"top_entropy_quantile": 0.2}, "noise": LOUD},
-    "entropy bonus": {
-        "grpo": {"entropy": {"adaptive": True, "coef": 0.01, "target": 0.3}},
-        "noise": LOUD,
-    },
+    "tokens of high entropy": {"grpo": {"top_entropy_quantile": 0.2}},
+    "entropy bonus": {"grpo": {"entropy": {"adaptive": True, "coef": 0.01, "target": 0.3}}},
     "an adapter of several shapes": {
         "lora": {
             "rank": 4,
@@ -93,26 +65,19 @@ CHOICES = {
             "alpha_pattern": {"v_proj": 32.0},
             "use_rslora": True,
         },
-        "noise": LOUD,
     },
-    "off-policy sequence mask": {
-        "grpo": {"mismatch": {"off_policy_threshold": 0.01}},
-        "noise": LOUD,
-    },
+    "off-policy sequence mask": {"grpo": {"mismatch": {"off_policy_threshold": 0.01}}},
 }
 
 
 @pytest.mark.slow
 def test_a_run_that_goes_on_from_an_adapter_learns_and_stays_near_it(tmp_path):
     """The reference is that adapter, so the KL starts at 0."""
-    short = {"max_steps": 4, "eval": None, "data": {"num_problems": 2000}}
-    short["optim"] = {"per_device_train_batch_size": 64, "gradient_accumulation_steps": 1}
+    short = SHORT | {"max_steps": 4, "eval": None}
     train(quickstart(tmp_path / "first", **short), quiet=True)
-    more = short | {
-        "model": {"adapter_name_or_path": str(tmp_path / "first" / "adapter")},
-        "grpo": {"reference": {"beta": 0.01}},
-    }
-    train(quickstart(tmp_path / "second", **more), quiet=True)
+    short["model"] = {"adapter_name_or_path": str(tmp_path / "first" / "adapter")}
+    short["grpo"] = {"reference": {"beta": 0.01}}
+    train(quickstart(tmp_path / "second", **short), quiet=True)
     first, second = (logger.read_metrics(tmp_path / name) for name in ("first", "second"))
     assert second[0]["kl"] == 0 and second[-1]["kl"] > 0
     assert second[-1]["reward"] > first[0]["reward"] + 0.1
@@ -122,14 +87,7 @@ def test_a_run_that_goes_on_from_an_adapter_learns_and_stays_near_it(tmp_path):
 @pytest.mark.parametrize("choice", CHOICES)
 def test_every_choice_learns(choice, tmp_path):
     """Each makes eight updates; shuffled rewards teach nothing, as `test_tiny_run.py` shows."""
-    short = {
-        "max_steps": 8,
-        "eval": None,
-        "rollout": {"num_generations": 8, "max_completion_length": 33},
-        "optim": {"per_device_train_batch_size": 64, "gradient_accumulation_steps": 1},
-        "data": {"num_problems": 2000},
-        "log_completions": False,
-    }
+    short = SHORT | {"max_steps": 8, "eval": None, "noise": LOUD}
     train(quickstart(tmp_path / "run", **(short | CHOICES[choice])), quiet=True)
     rows = logger.read_metrics(tmp_path / "run")
     rewards = [row["reward"] for row in rows]
@@ -174,8 +132,7 @@ def test_noise_goes_on_after_an_interruption_as_if_there_had_been_none(noise, gr
     train(resumed, quiet=True, on_step=lambda step, _: step < 3)
     assert len(logger.read_metrics(tmp_path / "resumed")) == 3
     state = train(resumed, quiet=True)
-    rows = [without_times(logger.read_metrics(tmp_path / name)) for name in ("whole", "resumed")]
-    assert rows[0] == rows[1] and len(rows[0]) == 5
-    assert len({row["aqn/sigma"] for row in rows[0]}) > 2
-    for ours, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(whole), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    rows, *_ = results = harness.results(tmp_path / "whole")
+    assert results == harness.results(tmp_path / "resumed") and len(rows) == 5
+    assert len({row["aqn/sigma"] for row in rows}) > 2
+    jax.tree.map(np.testing.assert_array_equal, state, whole)

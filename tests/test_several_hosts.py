@@ -1,14 +1,11 @@
 """Tests that runs on two processes, joined by JAX as on two hosts, equal those on one, and what happens if one dies."""
 
 import dataclasses
-import json
 import os
-import pathlib
 import signal
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -16,10 +13,11 @@ from qerl_jax import config
 from qerl_jax.checkpoint.run_state import StateFiles
 from qerl_jax.tracking import logger
 from tests import test_tiny_run as tiny
+from tests.faults import harness
+from tests.faults.harness import json_lines
 from tests.qerl_jax.rl import test_update as updates
 from tests.test_tools_learn import THINKS
 
-ROOT = pathlib.Path(__file__).parents[1]
 pytestmark = [pytest.mark.slow, pytest.mark.process]
 # Of a busy machine, in seconds.
 PATIENCE = 600
@@ -30,20 +28,14 @@ def written(folder, replicas, fsdp=1, length=32, **changes):
     rollout = {"num_generations": 4, "max_completion_length": length}
     fixed = {"compact": False, "max_concurrent": 4}
     options = {
-        "optim": {
-            "per_device_train_batch_size": 16,
-            "gradient_accumulation_steps": 2,
-            "max_tokens_per_microbatch": 400,
-        },
+        "optim": tiny.BATCH | {"max_tokens_per_microbatch": 400},
         "grpo": {"reference": {"beta": 0.01}},
         "model": {"gradient_checkpointing": "products"},
         "eval": config.EvalConfig(num_problems=16, eval_steps=2),
     }
     mesh = {"data": replicas, "fsdp": fsdp}
     cfg = tiny.small(folder, rollout=rollout | fixed, mesh=mesh, **(options | changes))
-    path = folder.with_suffix(".toml")
-    path.write_text(config.dump(cfg))
-    return path
+    return harness.written(cfg)
 
 
 def start(*paths, devices=1):
@@ -54,17 +46,13 @@ def start(*paths, devices=1):
     names = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": f"{len(paths)}"}
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     before = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", "qerl_jax", "train", str(path)],
-            cwd=ROOT,
-            env=before | (names | {"JAX_PROCESS_ID": f"{index}"} if len(paths) > 1 else {}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for index, path in enumerate(paths)
-    ]
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    processes = []
+    for index, path in enumerate(paths):
+        more = names | {"JAX_PROCESS_ID": f"{index}"} if len(paths) > 1 else {}
+        command = [sys.executable, "-m", "qerl_jax", "train", str(path)]
+        processes.append(subprocess.Popen(command, cwd=harness.ROOT, env=before | more, **how))
+    return processes
 
 
 def ended(processes):
@@ -75,17 +63,15 @@ def ended(processes):
 
 def start_until(step, folder, path):
     processes = start(path, path)
-    deadline = time.monotonic() + PATIENCE
-    while not any(row["step"] >= step for row in logger.read_metrics(folder)):
-        assert all(each.poll() is None for each in processes), ended(processes)
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    harness.wait_for_step(processes[0], folder, step, PATIENCE)
+    assert all(each.poll() is None for each in processes), ended(processes)
+    assert harness.last_step(folder) >= step
     return processes
 
 
 def texts(folder):
-    lines = [p.read_text().splitlines() for p in sorted((folder / "completions").iterdir())]
-    return [[(r["completion"], r["reward"]) for r in map(json.loads, each)] for each in lines]
+    files = sorted((folder / "completions").iterdir())
+    return [[(row["completion"], row["reward"]) for row in json_lines(file)] for file in files]
 
 
 def assert_same(folder, other):
@@ -130,11 +116,8 @@ def test_two_processes_do_what_one_does_and_go_on_when_one_was_killed(tmp_path):
 
 def test_the_first_process_runs_the_tools_of_two(tmp_path):
     """A signal stops both, and they continue with groups that the last rollout did not need."""
-    tools = dataclasses.replace(
-        THINKS,
-        functions=(),
-        environment="tests.qerl_jax.tools.environments_for_tests:AskedInTheFirst",
-    )
+    environment = "tests.qerl_jax.tools.environments_for_tests:AskedInTheFirst"
+    tools = dataclasses.replace(THINKS, functions=(), environment=environment)
     options = {
         "length": 80,
         "tools": tools,

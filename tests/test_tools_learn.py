@@ -13,28 +13,26 @@ from qerl_jax.config import ToolsConfig
 from qerl_jax.evaluation import pass_rates
 from qerl_jax.tracking import logger
 from qerl_jax.training.trainer import train
-from tests.test_tiny_run import ROOT, small, without_times
+from tests.faults import harness
+from tests.faults.harness import json_lines
+from tests.test_tiny_run import completions_of, small
 
 
 @pytest.mark.slow
 def test_a_policy_learns_to_call_a_calculator_for_what_it_cannot_compute(tmp_path):
     """As it was taught, it starts with calls in a quarter of its answers."""
     teach_calls.teach().save_pretrained(tmp_path / "calls")
-    cfg = config.load(ROOT / "configs" / "calculator_arithmetic.toml")
+    cfg = config.load("calculator_arithmetic")
     model = dataclasses.replace(cfg.model, adapter_name_or_path=str(tmp_path / "calls"))
     folder = tmp_path / "run"
-    train(
-        dataclasses.replace(cfg, output_dir=str(folder), model=model, max_steps=8, save_steps=8),
-        quiet=True,
-    )
+    changes = {"output_dir": str(folder), "max_steps": 8, "save_steps": 8}
+    train(dataclasses.replace(cfg, model=model, **changes), quiet=True)
     rows = logger.read_metrics(folder)
     calls = [row["tools/call_frequency"] for row in rows]
     rewards = [row["reward"] for row in rows]
     assert calls[0] < 0.4 < 0.6 < np.mean(calls[-3:])
     assert np.mean(rewards[-3:]) > rewards[0] + 0.1
-    log = (folder / "completions" / "step_000008.jsonl").read_text().splitlines()
-    talks = [json.loads(line) for line in log]
-    called = [talk for talk in talks if len(talk["turns"]) > 1]
+    called = [talk for talk in completions_of(folder, 8) if len(talk["turns"]) > 1]
     assert called and all("[calculator] " in talk["completion"] for talk in called)
 
 
@@ -63,9 +61,9 @@ def test_a_run_with_tools_scores_what_it_sampled_and_goes_on_after_an_interrupti
     resumed = small(tmp_path / "resumed", **options)
     train(resumed, quiet=True, on_step=lambda step, _: step < 2)
     train(resumed, quiet=True)
-    found = [without_times(logger.read_metrics(tmp_path / name)) for name in ("whole", "resumed")]
-    assert found[0] == found[1] and len(found[0]) == 4
-    for row in found[0]:
+    rows, *_ = results = harness.results(tmp_path / "whole")
+    assert results == harness.results(tmp_path / "resumed") and len(rows) == 4
+    for row in rows:
         assert row["turns/mean"] > 1.3 and row["turns/max"] == 3
         assert 0 < row["tools/tokens"] < row["completions/max_length"]
         assert row["sampling/sampling_logp_difference/max"] < 1e-3
@@ -103,7 +101,7 @@ def test_a_policy_is_evaluated_and_filtered_with_the_environments_that_it_traine
     assert before["estimates"][0]["value"] == pytest.approx(logged["eval/accuracy"])
     assert before["protocol"]["tools"]["environments"] == environments
     (problems,) = (tmp_path / "run" / "eval").rglob("problems.jsonl")
-    records = [json.loads(line) for line in problems.read_text().splitlines()]
+    records = json_lines(problems)
     told = [any(m["role"] == "tool" for m in record["turns"][0]) for record in records]
     asked = [name == "asked" for name in names]
     assert [r["right"][0] for r in records] == [t and a for t, a in zip(told, asked, strict=True)]
@@ -118,6 +116,6 @@ def test_a_policy_is_evaluated_and_filtered_with_the_environments_that_it_traine
     assert found["protocol"]["tools"] == before["protocol"]["tools"]
     band = {"low": 0.1, "high": 1, "samples": 2, "reward": "Asked"}
     kept, total = pass_rates.select(run.config, tmp_path / "kept.jsonl", **band)
-    chosen = [json.loads(line) for line in (tmp_path / "kept.jsonl").read_text().splitlines()]
+    chosen = json_lines(tmp_path / "kept.jsonl")
     assert kept == len(chosen) > 0 and total == 16
     assert {row["environment"] for row in chosen} == {"asked"}

@@ -89,10 +89,7 @@ class Result:
 def trial(name: str, target: Target, seed: int, numbers: Sequence[int]) -> Result:
     """Feeds the inputs with these numbers to a target."""
     result = Result()
-    for encoding in (
-        "utf-8-sig",
-        *(f"utf-{n}{end}" for n in (16, 32) for end in ("", "-le", "-be")),
-    ):
+    for encoding in "utf-8-sig utf-16 utf-16-le utf-16-be utf-32 utf-32-le utf-32-be".split():
         codecs.lookup(encoding)  # imported when JSON in it is read
     with _clock():
         for number in range(20):  # imports everything that is imported late
@@ -116,7 +113,7 @@ def trial(name: str, target: Target, seed: int, numbers: Sequence[int]) -> Resul
 def _feed(target: Target, content: Any) -> tuple[str | None, bool]:
     """Feeds one input. Returns its fault or None, and whether it was read."""
     watch = _watch(target.does)
-    watch.clear()
+    watch.seen.clear()
     signal.setitimer(signal.ITIMER_PROF, 2 * target.seconds)
     fault, is_read = None, False
     try:
@@ -134,9 +131,7 @@ def _feed(target: Target, content: Any) -> tuple[str | None, bool]:
             fault = f"an error message of {len(str(error))} characters"
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-    if watch.seen and fault is None:
-        fault = f"did {watch.seen[0]}"
-    return fault, is_read
+    return fault or (f"did {watch.seen[0]}" if watch.seen else None), is_read
 
 
 class _Late(BaseException):
@@ -161,10 +156,10 @@ def _clock() -> Iterator[None]:
 @functools.cache
 def _folder() -> pathlib.Path:
     """A folder for inputs, in memory if the machine has one there."""
-    memory = pathlib.Path("/dev/shm")
-    place = tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None)
-    atexit.register(place.cleanup)
-    return pathlib.Path(place.name)
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    folder = tempfile.TemporaryDirectory(dir=memory)
+    atexit.register(folder.cleanup)
+    return pathlib.Path(folder.name)
 
 
 @functools.cache
@@ -340,11 +335,10 @@ def _make_gguf(rng: random.Random) -> dict[str, bytes]:
 
 def _is_of_gguf(value: Any) -> bool:
     """Whether GGUF can represent a value."""
-    try:
-        gguf_files.field("", value)
-    except (struct.error, OverflowError, UnicodeEncodeError, TypeError, AttributeError, KeyError):
-        return False
-    return True
+    errors = (struct.error, ArithmeticError, ValueError, TypeError, LookupError, AttributeError)
+    with contextlib.suppress(*errors):
+        return bool(gguf_files.field("", value))
+    return False
 
 
 def _feed_gguf(path: pathlib.Path) -> None:
@@ -394,9 +388,14 @@ def _table(rng: random.Random, table: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-def _make_table(name: str, table: dict[str, Any], rng: random.Random) -> dict[str, bytes]:
-    data = json.dumps(_table(rng, table)).encode()
-    return {name: data if rng.random() < 0.7 else changed(rng, data, _WORDS["json"])}
+def _make_table(name: str, table: dict[str, Any]) -> Callable[[random.Random], dict[str, bytes]]:
+    """Returns a function that makes a file with a changed table."""
+
+    def make(rng: random.Random) -> dict[str, bytes]:
+        data = json.dumps(_table(rng, table)).encode()
+        return {name: data if rng.random() < 0.7 else changed(rng, data, _WORDS["json"])}
+
+    return make
 
 
 def _feed_model(path: pathlib.Path) -> None:
@@ -427,14 +426,18 @@ def _feed_rows(path: pathlib.Path) -> None:
 # Parsers of answers
 
 
-def _make_text(words: Sequence[str], rng: random.Random) -> str:
-    """Makes text from words; one in a hundred has a long repeat, as models repeat themselves."""
-    text = "".join(rng.choices(words, k=rng.choice((1, 4, 16, 64))))
-    if rng.random() < 0.01:
-        piece = "".join(rng.choices(words, k=rng.choice((1, 1, 2, 3))))
-        text += piece * (rng.choice((2_000, 20_000, 60_000)) // len(piece) + 1)
-        text += "".join(rng.choices(words, k=rng.choice((0, 1, 4))))
-    return text
+def _make_text(kind: str) -> Callable[[random.Random], str]:
+    """Returns a function that makes text from words; one in a hundred has a long repeat, as models repeat themselves."""
+
+    def make(rng: random.Random) -> str:
+        some = lambda *counts: "".join(rng.choices(_WORDS[kind], k=rng.choice(counts)))
+        text = some(1, 4, 16, 64)
+        if rng.random() < 0.01:
+            piece = some(1, 1, 2, 3)
+            text += piece * (rng.choice((2_000, 20_000, 60_000)) // len(piece) + 1) + some(0, 1, 4)
+        return text
+
+    return make
 
 
 _READERS = (
@@ -444,23 +447,16 @@ _READERS = (
     *(verl_answers.strict_number, verl_answers.flexible_number, verl_answers.answer_line),
     *(verl_answers.boxed, verl_answers.hendrycks_vote, latex_form.latex_form),
 )
-_BY_TEXT = (stock.int_reward, stock.format_reward, stock.soft_format_reward, stock.xmlcount_reward)
-_BY_TEXT += (stock.strict_format_reward, stock.think_reward, stock.think_format_reward)
-_BY_ANSWER = (
-    *(stock.accuracy_reward, stock.gsm8k_hash_reward, stock.gsm8k_flexible_reward),
-    *(stock.boxed_reward, stock.dapo_reward, stock.dapo_boxed_reward, stock.verl_gsm8k_reward),
-    *(stock.verl_gsm8k_flexible_reward, stock.verl_math_reward, stock.verl_aime_reward),
-    *(stock.xml_answer_reward, stock.correct_and_well_formed_reward),
-)
+# The rewards that judge texts in this process.
+_OTHERS = ("token_hash_reward", "code_reward", "math_verify_reward", "reasoning_accuracy_reward")
+_REWARDS = [reward for name, reward in stock.STOCK.items() if name not in _OTHERS]
 
 
 def _feed_answer(text: str) -> None:
     for read in _READERS:
         read(text)
     answers.same(text, "12"), verl_answers.same_in_hendrycks_form(text, "\\frac12")
-    for reward in _BY_TEXT:
-        reward(completions=[text])
-    for reward in _BY_ANSWER:
+    for reward in _REWARDS:
         reward(completions=[text], answer=["12"])
         reward(completions=["\\boxed{12}"], answer=[text])
 
@@ -499,13 +495,10 @@ def _make_template(rng: random.Random) -> str:
     return base
 
 
-_JINJA_SECONDS, _JINJA_BYTES = 0.25, 1 << 29
-
-
 @functools.cache
 def _renderers() -> process_pool.Pool:
-    name = "tests.faults.fuzz_watch"
-    return process_pool.Pool(name, workers=1, seconds=_JINJA_SECONDS, memory_bytes=_JINJA_BYTES)
+    limits = {"workers": 1, "seconds": 0.25, "memory_bytes": 1 << 29}
+    return process_pool.Pool("tests.faults.fuzz_watch", **limits)
 
 
 def _feed_template(template: str) -> None:
@@ -521,28 +514,21 @@ TARGETS = {
     "safetensors": Target(_make_safetensors, _feed_safetensors, _written, count=1_000_000),
     # It writes the file's tokenizer into the folder, and imports the package that reads GGUF.
     "gguf": Target(_make_gguf, _feed_gguf, _written, count=1_000_000, does=("open", "import")),
-    "model": Target(functools.partial(_make_table, "config.json", _MODEL), _feed_model, _written),
+    "model": Target(_make_table("config.json", _MODEL), _feed_model, _written),
     "adapter": Target(
-        functools.partial(_make_table, "adapter_config.json", _ADAPTER),
+        _make_table("adapter_config.json", _ADAPTER),
         lambda path: peft.read_lora(path.parent),
         _written,
     ),
     "metrics": Target(
-        functools.partial(_make_table, "metrics.jsonl", _METRICS),
+        _make_table("metrics.jsonl", _METRICS),
         lambda path: logger.read_metrics(path.parent),
         _written,
         may_refuse=False,
     ),
     "prompts": Target(_make_rows, _feed_rows, _written),
-    "answers": Target(
-        functools.partial(_make_text, _WORDS["answers"]),
-        _feed_answer,
-        seconds=5.0,
-        may_refuse=False,
-    ),
-    "calls": Target(
-        functools.partial(_make_text, _WORDS["calls"]), _feed_calls, seconds=2.0, may_refuse=False
-    ),
+    "answers": Target(_make_text("answers"), _feed_answer, seconds=5.0, may_refuse=False),
+    "calls": Target(_make_text("calls"), _feed_calls, may_refuse=False),
     # It starts the process that renders, in which actions are watched.
     "templates": Target(_make_template, _feed_template, does=_OF_POOLS),
 }
@@ -553,14 +539,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", default=list(TARGETS), choices=list(TARGETS))
-    parser.add_argument(
-        "--count",
-        type=int,
-        help="number of inputs of each target; default: the target's full count",
-    )
-    parser.add_argument(
-        "--input", type=int, help="feed only the input with this number, and show it"
-    )
+    parser.add_argument("--count", type=int, help="inputs of each target, instead of its own count")
+    parser.add_argument("--input", type=int, help="feed only this input, and show it")
     options = parser.parse_args()
     if options.input is not None:
         (name,) = options.only
@@ -575,13 +555,13 @@ def main() -> int:
     for name in options.only:
         count = options.count or TARGETS[name].count
         result = trial(name, TARGETS[name], options.seed, range(count))
-        is_faulty |= bool(result.faults)
-        refused = count - result.read - len(result.faults)
-        rate, slowest = f"{count / result.wall:,.0f}", f"{1e3 * result.slowest:.0f} ms"
-        cells = (name, f"{count:,}", f"{result.read:,}", f"{refused:,}", rate, slowest)
-        print("|", " | ".join(cells), "|", len(result.faults), "|", flush=True)
-        for number in list(result.faults)[:SHOWN]:
-            print(f"  {name} {number}: {result.faults[number]!r}", flush=True)
+        read, faults = result.read, result.faults
+        is_faulty |= bool(faults)
+        row = f"| {name} | {count:,} | {read:,} | {count - read - len(faults):,}"
+        speed = f"{count / result.wall:,.0f} | {1e3 * result.slowest:.0f} ms"
+        print(f"{row} | {speed} | {len(faults)} |", flush=True)
+        for number in list(faults)[:SHOWN]:
+            print(f"  {name} {number}: {faults[number]!r}", flush=True)
     return int(is_faulty)
 
 

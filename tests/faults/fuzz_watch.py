@@ -20,26 +20,16 @@ ACTIONS = (
 
 
 class Watch:
-    """Records actions inside a `with` block.
+    """Records actions inside a `with` block as texts: events that no reader should cause, except those `allowed` here.
 
-    Attributes:
-        seen: Texts of the events that no reader should cause.
+    Paths below `places` may be read. It adds an audit hook, which cannot be removed.
     """
 
     def __init__(self, places: Sequence[str], allowed: Sequence[str] = ()):
-        """Adds an audit hook, which cannot be removed.
-
-        Args:
-            places: Prefixes of paths that may be read.
-            allowed: Events that are harmless here.
-        """
         self.seen: list[str] = []
         self._places, self._actions = tuple(places), frozenset(ACTIONS) - frozenset(allowed)
         self._is_on = False
         sys.addaudithook(self._hook)
-
-    def clear(self) -> None:
-        self.seen.clear()
 
     def __enter__(self):
         self._is_on = True
@@ -48,9 +38,9 @@ class Watch:
         self._is_on = False
 
     def _hook(self, event: str, arguments: tuple) -> None:
-        if not self._is_on:
+        if not self._is_on or event not in self._actions:
             return
-        if event in self._actions and not (event == "open" and self._is_harmless(*arguments)):
+        if event != "open" or not self._is_harmless(*arguments):
             self._is_on = False  # formatting the event may open files
             self.seen.append(f"{event}{arguments!r}"[:200])
             self._is_on = True
@@ -59,9 +49,8 @@ class Watch:
         """Whether a file is only read, and is an input or a part of Python."""
         if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
             return False
-        if (
-            isinstance(path, int) or path == "<template>"
-        ):  # no real file: it is opened for an error's text
+        # No real file: it is opened for an error's text.
+        if isinstance(path, int) or path == "<template>":
             return True
         return os.path.abspath(os.fsdecode(path)).startswith(self._places)
 
@@ -78,7 +67,7 @@ def _watch() -> Watch:
 def render_batch(template: str, chats: list, settings: dict[str, Any]) -> list[str]:
     """Calls `template_renderer.render_batch`. If it did more than render, returns one text "did ..." that says what."""
     watch, texts = _watch(), []
-    watch.clear()
+    watch.seen.clear()
     try:
         with watch:
             texts = template_renderer.render_batch(template, chats, settings)

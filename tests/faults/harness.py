@@ -2,9 +2,10 @@
 
 import contextlib
 import dataclasses
+import itertools
+import json
 import os
 import pathlib
-import random
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import time
 from qerl_jax import config
 from qerl_jax.api import settings
 from qerl_jax.checkpoint.run_state import StateFiles
+from qerl_jax.cli import main
 from qerl_jax.tracking import logger
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -23,17 +25,19 @@ LLAMA3 = {
     **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "original_max_position_embeddings": 8192,
 }
-# What differs between two runs that are the same.
+# Of metrics: beginnings of the names of times.
 _TIMES = ("perf/", "step_time")
 
 
-def tiny(folder, **sections):
-    """A config whose run takes seconds on a CPU: six steps of 2 prompts x 2, a checkpoint every second step.
+def quickstart(folder, **sections):
+    """The quickstart config with changes: sections as section={field: value}, fields as field=value."""
+    file = ROOT / "configs" / "quickstart.toml"
+    return settings.run_config(file, {"output_dir": str(folder)} | sections)
 
-    Sections are changed as section={field: value}, fields as field=value.
-    """
+
+def tiny(folder, **sections):
+    """A config whose run takes seconds on a CPU: six steps of 2 prompts x 2, a checkpoint every second step."""
     defaults = {
-        "output_dir": str(folder),
         "max_steps": 6,
         "save_steps": 2,
         "data": {"num_problems": 40},
@@ -41,14 +45,54 @@ def tiny(folder, **sections):
         "optim": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
         "eval": None,
     }
-    return settings.run_config(ROOT / "configs" / "quickstart.toml", defaults | sections)
+    return quickstart(folder, **(defaults | sections))
+
+
+def written(cfg):
+    """Writes a config beside its run folder, and returns the path of the file."""
+    path = pathlib.Path(f"{cfg.output_dir}.toml")
+    path.write_text(config.dump(cfg))
+    return path
 
 
 def write_config(folder, **sections):
     """Writes the config of `tiny` beside its run folder, and returns the path of the file."""
-    path = folder.with_name(f"{folder.name}.toml")
-    path.write_text(config.dump(tiny(folder, **sections)))
-    return path
+    return written(tiny(folder, **sections))
+
+
+def refused(capsys, *argv):
+    """The one line with which the command line refuses its arguments."""
+    assert main.main([str(word) for word in argv]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"qerl {argv[0]}: ") and shown.count("\n") == 1 and len(shown) < 4000
+    return shown
+
+
+def json_lines(path):
+    """Reads the rows of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def before_call(patch, module, name, nth, action):
+    """Does something before the nth call, counted from 0, of a function of a module."""
+    calls, function = itertools.count(), getattr(module, name)
+
+    def watched(*arguments, **options):
+        if next(calls) == nth:
+            action()
+        return function(*arguments, **options)
+
+    patch.setattr(module, name, watched)
+
+
+def send(number=signal.SIGTERM):
+    """Sends a signal to this process."""
+    os.kill(os.getpid(), number)
+
+
+def without_times(rows):
+    """Removes from rows of metrics what differs between two runs that are the same."""
+    return [{k: v for k, v in row.items() if not k.startswith(_TIMES)} for row in rows]
 
 
 def copy_of(run, folder):
@@ -69,10 +113,7 @@ def back_to(folder, step):
 
 def results(folder):
     """Returns what two equal runs have in common: metrics without times, completions, the adapter's bytes."""
-    rows = [
-        {name: value for name, value in row.items() if not name.startswith(_TIMES)}
-        for row in logger.read_metrics(folder)
-    ]
+    rows = without_times(logger.read_metrics(folder))
     completions = {path.name: path.read_text() for path in (folder / "completions").iterdir()}
     return rows, completions, (folder / "adapter" / "adapter_model.safetensors").read_bytes()
 
@@ -89,7 +130,7 @@ def flip(path, bit):
     path.write_bytes(data)
 
 
-def flip_somewhere(paths, rng: random.Random):
+def flip_somewhere(paths, rng):
     """Flips one random bit of several files, and returns the file and the bit."""
     sizes = [8 * path.stat().st_size for path in paths]
     (path,) = rng.choices(paths, sizes)
@@ -140,13 +181,8 @@ FULL = "full"
 def disturb(path, folder, rng, count, kinds=FAULTS, timeout=600):
     """Starts the run of a config file again and again, and does something to it at a random moment each time.
 
-    Args:
-        path: The config.
-        folder: Its run folder.
-        rng: Chooses moments, kinds and bits.
-        count: Most faults; the run may end before.
-        kinds: Those of `FAULTS` to choose from, and `FULL` where the folder is on a small file system.
-        timeout: Seconds on the clock after which a start is taken for a hang.
+    Moments, kinds and bits are chosen by `rng`; `FULL` may be among the kinds where the run folder is on a small file
+    system. The run may end before so many faults. A start that takes longer than the timeout, in seconds, is a hang.
 
     Yields:
         Each `Fault`, when its process has ended.
@@ -170,8 +206,8 @@ def disturb(path, folder, rng, count, kinds=FAULTS, timeout=600):
             if kind == "flip":
                 flip_somewhere(paths, rng)
             else:
-                path_ = rng.choice([path for path in paths if path.stat().st_size])
-                os.truncate(path_, rng.randrange(path_.stat().st_size))
+                cut = rng.choice([file for file in paths if file.stat().st_size])
+                os.truncate(cut, rng.randrange(cut.stat().st_size))
         kept = found.newest() or 0
         yield Fault(kind, last_step(folder), saved, kept, process.returncode, shown)
         if process.returncode == 0:
@@ -207,7 +243,4 @@ def wait_for_step(process, folder, step, timeout=300):
 def has_mounts():
     """Returns whether one process and its children can mount a small file system here."""
     command = ["unshare", "-rm", "mount", "-t", "tmpfs", "none", "/mnt"]
-    return (
-        shutil.which("unshare") is not None
-        and subprocess.run(command, capture_output=True, check=False).returncode == 0
-    )
+    return shutil.which("unshare") is not None and run(*command).returncode == 0

@@ -84,13 +84,8 @@ def test_a_reward_that_logs_a_step_of_its_own_does_not_replace_the_runs(tmp_path
 
 def test_half_a_character_in_a_completions_column_is_kept_as_an_escape(tmp_path):
     log = logger.Logger(tmp_path, total_steps=16)
-    row = {
-        "prompt": "p",
-        "completion": "c",
-        "reward": 1.0,
-        "seen": "a\ud83d",
-        "whole": "\N{SNOWMAN}",
-    }
+    row = {"prompt": "p", "completion": "c", "reward": 1.0}
+    row |= {"seen": "a\ud83d", "whole": "\N{SNOWMAN}"}
     log.write_completions(1, [row])
     log.close()
     (path,) = logger.completion_files(tmp_path).values()

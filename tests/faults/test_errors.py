@@ -32,10 +32,7 @@ ABSURD = {
 @pytest.mark.parametrize("case", ABSURD)
 def test_an_absurd_value_is_refused_at_the_door(case, capsys):
     option, value, *said = ABSURD[case]
-    path = str(harness.ROOT / "configs" / "quickstart.toml")
-    assert main.main(["plan", path, option, value]) == 2
-    shown = capsys.readouterr().err
-    assert shown.startswith("qerl plan: ") and shown.count("\n") == 1
+    shown = harness.refused(capsys, "plan", "quickstart", option, value)
     assert all(part in shown for part in said), shown
 
 
@@ -44,10 +41,7 @@ def test_an_absurd_value_is_refused_at_the_door(case, capsys):
     [
         ({"output_dir": "runs/\0"}, "output_dir: got 'runs/\\x00'; must not hold a NUL character"),
         ({"run_name": "\0"}, "run_name: got '\\x00'; must not hold a NUL character"),
-        (
-            {"max_steps": 10**26},
-            "max_steps: got 100000000000000000000000000; must be at least 1 and",
-        ),
+        ({"max_steps": 10**26}, f"max_steps: got {10**26}; must be at least 1 and"),
         ({"max_steps": 1e26}, "max_steps: got 1e+26; must be of type int"),
         (
             {"rewards": {"functions": ["a"], "options": {"a": {"x": [1e300]}}}},
@@ -60,13 +54,7 @@ def test_an_absurd_value_is_refused_at_the_door(case, capsys):
     ],
 )
 def test_values_that_nothing_can_use_are_refused_in_files_too(table, message):
-    plain = {
-        "output_dir": "runs/x",
-        "max_steps": 2,
-        "model": {"model_name_or_path": "qerl-tiny"},
-        "data": {"dataset": "arithmetic"},
-        "rewards": {"functions": ["accuracy_reward"]},
-    }
+    plain = config.to_table(harness.tiny("runs/x"))
     with pytest.raises(config.ConfigError) as error:
         config.from_table(config.RunConfig, plain | table)
     assert str(error.value).startswith(message)
@@ -74,20 +62,17 @@ def test_values_that_nothing_can_use_are_refused_in_files_too(table, message):
 
 def test_epochs_that_make_too_many_steps_are_refused():
     cfg = dataclasses.replace(harness.tiny("x"), max_steps=None, num_train_epochs=1e30)
-    with pytest.raises(config.ConfigError, match="problems make .* there must be fewer than 2"):
+    with pytest.raises(config.ConfigError, match="problems make .* must be fewer than 2"):
         cfg.total_steps(40)
 
 
 def run_with(monkeypatch, tmp_path, error, *options):
     """Runs training with an error in the third call of the reward, and returns the exit code."""
-    calls, score = iter(range(100)), rollouts.score
 
-    def failing(*arguments, **named):
-        if next(calls) == 2:
-            raise error
-        return score(*arguments, **named)
+    def failing():
+        raise error
 
-    monkeypatch.setattr(rollouts, "score", failing)
+    harness.before_call(monkeypatch, rollouts, "score", 2, failing)
     path = harness.write_config(tmp_path / "run")
     return main.main(["train", str(path), *options])
 
@@ -102,18 +87,16 @@ def test_an_unforeseen_error_says_what_was_running_and_names_a_file_with_the_res
     assert shown.startswith("qerl train: unexpected KeyError in the rewards of step 3 of 6: ")
     path = pathlib.Path(re.search(r"traceback and versions: (\S+);", shown)[1])
     assert path.parent == tmp_path / "run" and "--debug shows it here" in shown
-    kept = path.read_text()
-    assert kept.startswith(f"qerl train {tmp_path}/run.toml\n")
-    assert "Traceback (most recent call last):" in kept and "in failing" in kept
-    assert f"jax {jax.__version__}" in kept and "device 0: cpu" in kept
+    text, versions = path.read_text(), (f"jax {jax.__version__}", "device 0: cpu")
+    assert text.startswith(f"qerl train {tmp_path}/run.toml\n")
+    for part in ("Traceback (most recent call last):", "in failing", *versions):
+        assert part in text
 
 
 def test_an_error_in_a_run_says_in_which_step_and_what_is_saved(tmp_path, monkeypatch, capsys):
     assert run_with(monkeypatch, tmp_path, ValueError("rewards: nothing fits")) == 2
-    assert capsys.readouterr().err == (
-        "qerl train: rewards: nothing fits (in the rewards of step 3 of 6; step 2 is saved: the same command "
-        "goes on from there)\n"
-    )
+    where = "in the rewards of step 3 of 6; step 2 is saved: the same command goes on from there"
+    assert capsys.readouterr().err == f"qerl train: rewards: nothing fits ({where})\n"
 
 
 def test_debug_shows_the_traceback_of_any_error(tmp_path, capsys):
@@ -121,8 +104,7 @@ def test_debug_shows_the_traceback_of_any_error(tmp_path, capsys):
     shown = capsys.readouterr().err
     assert "Traceback (most recent call last):" in shown
     assert shown.endswith("qerl train: config file: got 'nowhere.toml'; no such file\n")
-    assert main.main(["train", "nowhere.toml"]) == 2
-    assert "Traceback" not in capsys.readouterr().err
+    assert "Traceback" not in harness.refused(capsys, "train", "nowhere.toml")
 
 
 def test_a_bare_message_of_a_library_that_computes_is_no_answer(tmp_path, monkeypatch, capsys):
@@ -153,30 +135,23 @@ def test_out_of_memory_names_the_line_of_the_plan_and_the_setting(tmp_path, monk
     assert shown.count("\n") == 1
     text = "qerl train: memory: the device ran out of memory in the rollout when it asked for 12.35 GB."
     assert shown.startswith(text)
-    plan = memory.plan(harness.tiny("x"))
+    items = memory.plan(harness.tiny("x")).items
     name, field = re.search(r"of which '(.*)' \(.*\) is .*: change (\S+)", shown).groups()
-    assert [item.field for item in plan.items if item.name == name and item.phase == "rollout"] == [
-        field
-    ]
+    assert [x.field for x in items if (x.name, x.phase) == (name, "rollout")] == [field]
 
 
 @pytest.mark.parametrize(
     ("phase", "line", "setting"),
     [
-        (
-            "rollout",
-            "'scores' (1.25 GB) is an estimate, and was too low",
-            "rollout.max_concurrent",
-        ),
+        ("rollout", "'scores' (1.25 GB) is an estimate, and was too low", "rollout.max_concurrent"),
         ("update", "workspace of a layer, or of the head' (", "optim.max_tokens_per_microbatch"),
         ("always", "'optimizer' (0.65 GB) is the largest", 'optim.optimizer to "adamw_8bit"'),
     ],
 )
 def test_a_plan_knows_which_of_its_lines_may_be_wrong(phase, line, setting, monkeypatch):
     monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
-    cfg = config.load(harness.ROOT / "configs" / "gsm8k_qwen2.5_7b.toml")
     arch = memory.architecture.KNOWN["qwen2.5-7b"]
-    plan = memory.plan(cfg, arch, limit=80 * 10**9)
+    plan = memory.plan(config.load("gsm8k_qwen2.5_7b"), arch, limit=80 * 10**9)
     text = str(plan.exhaustion(RuntimeError("RESOURCE_EXHAUSTED"), phase))
     assert line in text and f"change {setting}" in text and "\n" not in text
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -202,7 +177,5 @@ def test_weights_that_do_not_fit_are_out_of_memory_too(tmp_path, monkeypatch, ca
         raise jax.errors.JaxRuntimeError(OOM)
 
     monkeypatch.setattr(base_model, "load_weights", loading)
-    path = harness.write_config(tmp_path / "run")
-    assert main.main(["train", str(path)]) == 2
-    shown = capsys.readouterr().err
-    assert "ran out of memory in the preparation" in shown and shown.count("\n") == 1
+    shown = harness.refused(capsys, "train", harness.write_config(tmp_path / "run"))
+    assert "ran out of memory in the preparation" in shown

@@ -28,13 +28,13 @@ def in_small_disk(size, code, folder, *others):
     return ended.stdout
 
 
+FREE = "free some space there, then start the command again"
+
+
 @pytest.mark.parametrize(
     ("number", "remedy"),
     [
-        (
-            errno.ENOSPC,
-            "No space left on device; free some space there, then start the command again",
-        ),
+        (errno.ENOSPC, f"No space left on device; {FREE}"),
         (errno.EROFS, "Read-only file system; make the file system writable, or choose another"),
         (errno.EIO, "Input/output error; check the disk"),
         (errno.EMFILE, "Too many open files; correct that, or choose another folder"),
@@ -157,9 +157,10 @@ def test_a_run_on_a_full_disk_goes_on_once_there_is_room_as_if_nothing_had_been(
     train(harness.tiny(tmp_path / "whole"), quiet=True)
     blocks = [path.stat().st_blocks for path in (tmp_path / "whole").rglob("*")]
     size = max(4096, round(share * 512 * sum(blocks)))
-    disk, kept = tmp_path / "disk", tmp_path / "kept"
+    disk, saved = tmp_path / "disk", tmp_path / "saved"
+    path = tmp_path / "run.toml"
+    path.write_text(config.dump(harness.tiny(disk / "run")))
     disk.mkdir()
-    (tmp_path / "run.toml").write_text(config.dump(harness.tiny(disk / "run")))
     shown = in_small_disk(
         str(size),
         """
@@ -173,12 +174,9 @@ def test_a_run_on_a_full_disk_goes_on_once_there_is_room_as_if_nothing_had_been(
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         shutil.copytree(disk + "/run", kept)
         """,
-        disk,
-        tmp_path / "run.toml",
-        kept,
+        *(disk, path, saved),
     )
-    assert shown.count("\n") == 1, shown
-    assert shown.startswith(f"qerl train: {disk}/run")
-    assert "No space left on device; free some space there" in shown
-    assert harness.results(kept) == harness.results(tmp_path / "whole")
-    assert logger.read_metrics(kept)[-1]["step"] == 6
+    assert shown.startswith(f"qerl train: {disk}/run") and shown.count("\n") == 1, shown
+    assert f"No space left on device; {FREE}" in shown
+    assert harness.results(saved) == harness.results(tmp_path / "whole")
+    assert logger.read_metrics(saved)[-1]["step"] == 6

@@ -8,6 +8,7 @@ import pathlib
 import pickle
 import shutil
 import sys
+import textwrap
 
 import numpy as np
 import pytest
@@ -67,22 +68,19 @@ def test_no_module_runs_what_it_reads():
     assert found == set()
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import pickle",
-        "from joblib import load",
-        "eval(x)",
-        "np.load(path)",
-        "np.load(path, allow_pickle=True)",
-        "AutoTokenizer.from_pretrained(x, trust_remote_code=True)",
-        "subprocess.run(x, shell=True)",
-        "os.system(x)",
-        "torch.load(x)",
-    ],
-)
-def test_what_would_run_it_is_seen(code):
-    assert list(what_executes(ast.parse(code))) == [1]
+def test_what_would_run_it_is_seen():
+    code = """
+        import pickle
+        from joblib import load
+        eval(x)
+        np.load(path)
+        np.load(path, allow_pickle=True)
+        AutoTokenizer.from_pretrained(x, trust_remote_code=True)
+        subprocess.run(x, shell=True)
+        os.system(x)
+        torch.load(x)"""
+    tree = ast.parse(textwrap.dedent(code))
+    assert sorted(what_executes(tree)) == list(range(2, 11))
 
 
 class Canary:
@@ -107,9 +105,7 @@ def test_a_step_with_pickled_objects_is_refused(tmp_path, capsys):
         with pytest.raises(ValueError, match="is not a step that a run has skipped"):
             replay.run(path)
     np.savez(path, step=np.int32(1))
-    assert main.main(["replay", str(path)]) == 2
-    shown = capsys.readouterr().err
-    assert shown.count("\n") == 1 and str(path) in shown
+    assert str(path) in harness.refused(capsys, "replay", path)
     assert not canary.exists()
 
 
@@ -138,9 +134,8 @@ def test_code_that_a_model_brings_along_is_not_run(tmp_path):
         table = json.loads(path.read_text()) if path.is_file() else {}
         path.write_text(json.dumps(table | {"auto_map": auto, "model_type": "qwen2"}))
     for load in (tokenizer.load, architecture.load):
-        with contextlib.suppress(
-            ValueError, NotImplementedError
-        ):  # it may be read as what it is beside
+        # It may be read as what it is beside.
+        with contextlib.suppress(ValueError, NotImplementedError):
             load(tmp_path)
     assert not canary.exists()
 
@@ -157,27 +152,19 @@ def test_code_beside_a_data_set_is_not_run(tmp_path):
     assert not canary.exists()
 
 
-CANARIES = {
-    name: f"canary-{index}-4f1c9e"
-    for index, name in enumerate(
-        ("HF_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY", "MY_PASSWORD")
-    )
-}
+NAMES = "HF_TOKEN WANDB_API_KEY OPENAI_API_KEY AWS_SECRET_ACCESS_KEY MY_PASSWORD".split()
+CANARIES = {name: f"canary-{index}-4f1c9e" for index, name in enumerate(NAMES)}
 
 
 @pytest.mark.slow
 def test_secrets_of_the_environment_reach_neither_log_nor_folder(tmp_path, monkeypatch, capsys):
     for name, value in CANARIES.items():
         monkeypatch.setenv(name, value)
-    score = rollouts.score
 
-    def failing(*arguments, **options):
-        if len(list((tmp_path / "run" / "completions").glob("*"))) == 2:
-            monkeypatch.setattr(rollouts, "score", score)
-            raise KeyError(f"of {sorted(os.environ)[0]}")
-        return score(*arguments, **options)
+    def failing():
+        raise KeyError(f"of {sorted(os.environ)[0]}")
 
-    monkeypatch.setattr(rollouts, "score", failing)
+    harness.before_call(monkeypatch, rollouts, "score", 2, failing)
     path = harness.write_config(tmp_path / "run")
     assert main.main(["train", str(path)]) == 1
     assert main.main(["train", "--debug", str(path), "--max-steps", "2"]) == 2

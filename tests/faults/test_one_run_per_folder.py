@@ -32,12 +32,8 @@ with locks.held(sys.argv[1]):
 @pytest.fixture
 def holder(tmp_path):
     """Starts another process that holds the lock of `tmp_path`."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)],
-        cwd=harness.ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    how = {"cwd": harness.ROOT, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], **how)
     assert process.stdout.readline() == "held\n"
     yield process
     process.kill()
@@ -48,10 +44,8 @@ def holder(tmp_path):
 def test_a_second_run_is_told_who_holds_the_folder_and_a_kill_gives_it_back(holder, tmp_path):
     with pytest.raises(locks.Busy) as error, locks.held(tmp_path):
         pass
-    text = str(error.value)
-    assert re.match(
-        rf"{tmp_path}: another run works in this folder \(process {holder.pid} on \S+ since ", text
-    )
+    text, process = str(error.value), rf"\(process {holder.pid} on \S+ since "
+    assert re.match(f"{tmp_path}: another run works in this folder {process}", text)
     assert "choose another output_dir" in text and "\n" not in text
     holder.send_signal(signal.SIGKILL)
     holder.wait()

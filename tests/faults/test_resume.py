@@ -1,11 +1,10 @@
 """Tests that a checkpoint holds the whole state of a run, so that files which may be lost are not needed."""
 
-import itertools
+import contextlib
 import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 
@@ -46,8 +45,7 @@ def whole(tmp_path_factory):
 def assert_same_run(folder, state, whole):
     expected_folder, expected = whole
     assert harness.results(folder) == harness.results(expected_folder)
-    for ours, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    jax.tree.map(np.testing.assert_array_equal, state, expected)
     for name in ("best.json", "best/adapter_model.safetensors"):
         assert (folder / name).read_bytes() == (expected_folder / name).read_bytes()
 
@@ -56,20 +54,11 @@ def assert_same_run(folder, state, whole):
 def test_a_run_that_is_stopped_in_every_step_is_the_same_bit_for_bit(whole, tmp_path, monkeypatch):
     folder, state = tmp_path / "run", None
     for _ in range(20):
-        calls, score = itertools.count(), rollouts.score
-
-        def judged(*arguments, calls=calls, score=score, **options):
-            if next(calls) == 4:  # three rounds and an evaluation make a step
-                os.kill(os.getpid(), signal.SIGTERM)
-            return score(*arguments, **options)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(rollouts, "score", judged)
-            try:
-                state = train(remembering(folder), quiet=True)
-                break
-            except stopping.Stopped:
-                continue
+        with monkeypatch.context() as patch, contextlib.suppress(stopping.Stopped):
+            # Three rounds and an evaluation make a step.
+            harness.before_call(patch, rollouts, "score", 4, harness.send)
+            state = train(remembering(folder), quiet=True)
+            break
     assert state is not None, "the run did not end"
     assert_same_run(folder, state, whole)
 
@@ -86,8 +75,7 @@ def test_tokens_and_the_best_so_far_outlive_the_log(whole, tmp_path):
     assert [row["step"] for row in rows] == [5, 6]
     assert [row["num_tokens"] for row in rows] == [row["num_tokens"] for row in lost[-2:]]
     assert (folder / "best.json").read_bytes() == (whole[0] / "best.json").read_bytes()
-    for ours, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(whole[1]), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    jax.tree.map(np.testing.assert_array_equal, state, whole[1])
 
 
 @pytest.mark.slow
@@ -195,10 +183,8 @@ def test_load_changes_no_bit(tmp_path):
     """A run gives the same bits alone and beside processes that keep all cores busy."""
     alone, beside = (harness.write_config(tmp_path / name) for name in ("alone", "beside"))
     assert harness.qerl("train", alone).returncode == 0
-    busy = [
-        subprocess.Popen([sys.executable, "-c", "while True: pass"])
-        for _ in range(2 * (os.cpu_count() or 1))
-    ]
+    command, count = [sys.executable, "-c", "while True: pass"], 2 * (os.cpu_count() or 1)
+    busy = [subprocess.Popen(command) for _ in range(count)]
     try:
         assert harness.qerl("train", beside).returncode == 0
     finally:

@@ -1,7 +1,5 @@
 """Tests of SIGINT and SIGTERM: a run stops between steps, saves, and resumes as if it had never stopped."""
 
-import itertools
-import os
 import random
 import re
 import signal
@@ -35,18 +33,6 @@ def whole(tmp_path_factory):
     return folder
 
 
-def send_in_judging(monkeypatch, nth, number=signal.SIGTERM):
-    """Sends a signal when completions are judged for the nth time, in steps and evaluations together."""
-    calls, score = itertools.count(), rollouts.score
-
-    def judged(*arguments, **options):
-        if next(calls) == nth:
-            os.kill(os.getpid(), number)
-        return score(*arguments, **options)
-
-    monkeypatch.setattr(rollouts, "score", judged)
-
-
 # Judged are, in this order: evaluation 0, steps 1 and 2, evaluation 2, steps 3 and 4, evaluation 4. A signal is
 # heard within the step that it comes in, and in an evaluation before its next chunk or after it.
 PLACES = {0: 0, 1: 0, 2: 1, 3: 2, 4: 2, 5: 3}
@@ -58,15 +44,15 @@ PLACES = {0: 0, 1: 0, 2: 1, 3: 2, 4: 2, 5: 3}
 def test_a_signal_in_any_part_of_a_step_saves_the_last_whole_one(nth, whole, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     with monkeypatch.context() as patch, pytest.raises(stopping.Stopped) as stopped:
-        send_in_judging(patch, nth)
+        harness.before_call(patch, rollouts, "score", nth, harness.send)
         train(watched(folder), quiet=True)
     done = PLACES[nth]
     assert StateFiles(folder, keep=None).steps() == ([done] if done else [])
-    if done:
-        text = f"stopped by SIGTERM after step {done} of 4, which is saved in {folder}: the same command"
-        assert str(stopped.value).startswith(text)
-    else:
-        assert str(stopped.value).endswith("before the first step was done: nothing to save")
+    saved = (
+        f"stopped by SIGTERM after step {done} of 4, which is saved in {folder}: the same command"
+    )
+    text = saved if done else "before the first step was done: nothing to save"
+    assert text in str(stopped.value)
     assert stopped.value.exit_code == 143 and isinstance(stopped.value, KeyboardInterrupt)
     train(watched(folder), quiet=True)
     assert harness.results(folder) == harness.results(whole)
@@ -80,14 +66,9 @@ def test_an_evaluation_that_is_interrupted_is_done_again_and_its_row_is_whole(
     """The step before it is saved, and is not repeated."""
     folder = tmp_path / "run"
     with monkeypatch.context() as patch, pytest.raises(stopping.Stopped):
-        calls, collect = itertools.count(), rollouts.collect
-
-        def collected(sampler, *arguments, **options):
-            if next(calls) == 3:  # before the first chunk of evaluation 2
-                os.kill(os.getpid(), signal.SIGINT)
-            return collect(sampler, *arguments, **options)
-
-        patch.setattr(rollouts, "collect", collected)
+        # Before the first chunk of evaluation 2.
+        interrupt = lambda: harness.send(signal.SIGINT)
+        harness.before_call(patch, rollouts, "collect", 3, interrupt)
         train(watched(folder), quiet=True)
     assert StateFiles(folder, keep=None).steps() == [2]
     assert [row["step"] for row in logger.read_metrics(folder)] == [0, 1]
@@ -105,33 +86,15 @@ def test_an_update_is_left_until_it_has_changed_the_state(
     shape = {
         "grpo": {"reference": {"beta": 0.01}},  # so that all rows learn
         "rollout": {"num_generations": 2, "generation_batch_size": 8, "max_completion_length": 8},
-        "optim": {
-            "per_device_train_batch_size": 4,
-            "gradient_accumulation_steps": 1,
-            "max_tokens_per_microbatch": 64,
-        },
+        "optim": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+        | {"max_tokens_per_microbatch": 64},
+        **{"max_steps": 4, "save_steps": 100},
     }
-    whole, folder = (
-        harness.tiny(tmp_path / name, max_steps=4, save_steps=100, **shape)
-        for name in ("whole", "left")
-    )
+    whole, folder = (harness.tiny(tmp_path / name, **shape) for name in ("whole", "left"))
     train(whole, quiet=True)
     with monkeypatch.context() as patch, pytest.raises(stopping.Stopped):
-        summed, calls = update.summed_gradient, itertools.count(1)
-
-        def stopping_within(learner, *rest):
-            if next(calls) == optimizer_step:
-                accumulate, batches = update.accumulate, itertools.count(1)
-
-                def counted(*arguments):
-                    if next(batches) == 1:
-                        os.kill(os.getpid(), signal.SIGTERM)
-                    return accumulate(*arguments)
-
-                patch.setattr(update, "accumulate", counted)
-            return summed(learner, *rest)
-
-        patch.setattr(update, "summed_gradient", stopping_within)
+        within = lambda: harness.before_call(patch, update, "accumulate", 0, harness.send)
+        harness.before_call(patch, update, "summed_gradient", optimizer_step - 1, within)
         train(folder, quiet=True)
     assert StateFiles(tmp_path / "left", keep=None).steps() == saved
     train(folder, quiet=True)
@@ -234,9 +197,8 @@ def test_the_command_ends_with_its_documented_code_and_one_line_beside_the_notic
     name = SIGNALS[code].name
     notice, last = shown.splitlines()
     assert notice.startswith(f"{name}: the run ends after what it is doing")
-    step = int(
-        re.fullmatch(rf"qerl train: stopped by {name} after step (\d+) of 2000, .*", last)[1]
-    )
+    text = rf"qerl train: stopped by {name} after step (\d+) of 2000, .*"
+    step = int(re.fullmatch(text, last)[1])
     assert StateFiles(folder, keep=None).newest() == step >= 3
     assert logger.read_metrics(folder)[-1]["step"] == step
 
