@@ -10,6 +10,7 @@ import pytest
 
 from pallas_kernels import runtime
 from scripts import bench, bench_training
+from tests.faults.harness import json_lines
 
 BENCHMARKS = bench.benchmarks()
 SLOW = ("drafts", "scaling", "step", "recipe", "quantize", "logps")
@@ -133,10 +134,8 @@ def test_a_case_sees_so_many_of_the_devices_that_are_offered(monkeypatch):
 
 def test_values_of_options_are_combined():
     chosen = bench.cases(BENCHMARKS["decode"], {"rows": [8, 64], "base": ["nf4"], "prompt": 99})
-    assert [(case["rows"], case["base"], case["prompt"]) for case in chosen] == [
-        (8, "nf4", 99),
-        (64, "nf4", 99),
-    ]
+    values = [(case["rows"], case["base"], case["prompt"]) for case in chosen]
+    assert values == [(8, "nf4", 99), (64, "nf4", 99)]
 
 
 def test_what_is_unknown_is_refused(capsys):
@@ -147,10 +146,12 @@ def test_what_is_unknown_is_refused(capsys):
     assert "--rows 8 64 128" in capsys.readouterr().out
 
 
-def toy(prepare, **traits):
-    """Makes a benchmark of a number."""
-    how = {"settings": {}, "tiny": {}, "shows": ("ms",), "metric": "ms", "compared": "n"}
-    return bench.Benchmark(prepare, axes={"n": [1, 2]}, **how | traits)
+def run_toy(monkeypatch, options, **how):
+    """Runs a benchmark of a number."""
+    monkeypatch.setattr(bench, "Child", FakeChild)
+    benchmark = bench.Benchmark(None, {"n": [1, 2]}, {}, {}, ("ms",), "ms", "n")
+    args = argparse.Namespace(**{"rounds": 1, "timeout": None, "together": 1, "out": None} | how)
+    return bench.run("toy", benchmark, bench.cases(benchmark, options), args)
 
 
 class FakeChild:
@@ -173,25 +174,16 @@ class FakeChild:
 
 
 def test_cases_that_compile_together_are_measured_in_turn(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(bench, "Child", FakeChild)
-    benchmark = toy(None)
-    chosen = bench.cases(benchmark, {"n": [1, 3, 2]})
     out = tmp_path / "rows.jsonl"
-    args = argparse.Namespace(rounds=2, timeout=None, together=3, out=out)
-    assert not bench.run("toy", benchmark, chosen, args)
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert not run_toy(monkeypatch, {"n": [1, 3, 2]}, rounds=2, together=3, out=out)
+    rows = json_lines(out)
     assert [(row["round"], row["n"]) for row in rows] == [(1, 1), (1, 2), (2, 1), (2, 2)]
     shown = capsys.readouterr().out
     assert "| 3 | failed, or killed" in shown and "n 2: ms 2, 2.000 of 1" in shown
 
 
 def test_the_environment_of_a_case_is_compared(monkeypatch, capsys):
-    monkeypatch.setattr(bench, "Child", FakeChild)
-    benchmark = toy(None)
-    chosen = bench.cases(benchmark, {"n": [1], "env": ["", "A=1"]})
-    assert bench.run(
-        "toy", benchmark, chosen, argparse.Namespace(rounds=1, timeout=None, together=1, out=None)
-    )
+    assert run_toy(monkeypatch, {"n": [1], "env": ["", "A=1"]})
     assert "env A=1: ms 1, 1.000 of no variable" in capsys.readouterr().out
 
 
@@ -224,6 +216,6 @@ def test_a_process_measures_a_case_and_one_that_takes_too_long_is_killed(tmp_pat
     out = tmp_path / "rows.jsonl"
     options = ["product", "--tiny", "--layer", "o", "--direction", "forward", "--rounds", "1"]
     assert bench.main([*options, "--base", "nvfp4", "--out", str(out)]) == 0
-    (row,) = map(json.loads, out.read_text().splitlines())
+    (row,) = json_lines(out)
     assert row["benchmark"] == "product" and row["layer"] == "o" and row["device"] == "cpu"
     assert bench.main([*options, "--base", "nvfp4", "--timeout", "0.2"]) == 1

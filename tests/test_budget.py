@@ -43,12 +43,13 @@ def test_a_tree_is_within_its_budget_or_does_not_grow(tree):
     assert lines()[tree] <= ABOVE.get(tree, BUDGET[tree])
 
 
-@pytest.mark.parametrize("tree", ["qerl_jax", "scripts", "examples"])
-def test_no_function_is_longer_than_100_lines(tree):
+@pytest.mark.parametrize("tree", ["qerl_jax", "scripts", "examples", "pallas_kernels"])
+def test_no_function_is_longer_than_100_lines_and_none_of_kernels_than_120(tree):
+    most = 120 if tree == "pallas_kernels" else 100
     for path in (ROOT / tree).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef):
-                assert node.end_lineno - node.lineno < 100, f"{path}: {node.name}"
+                assert node.end_lineno - node.lineno < most, f"{path}: {node.name}"
 
 
 if __name__ == "__main__":

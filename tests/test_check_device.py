@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import os
 import pathlib
 import re
@@ -23,16 +22,13 @@ from qerl_jax.cli import main as cli
 from qerl_jax.model import architecture, fused_decode
 from qerl_jax.model.division import Division
 from qerl_jax.model.transformer import Transformer
-from scripts import (
-    check_device,
-    check_device_cases,
-    check_device_run,
-    make_benchmarks,
-)
+from scripts import check_device, check_device_run, make_benchmarks
+from scripts import check_device_cases as cases
 from scripts.check_device_cases import FACTORS, impossible
+from tests.faults.harness import json_lines
 
 ROOT = pathlib.Path(__file__).parents[1]
-CASES = check_device_cases.read()
+CASES = cases.read()
 # Fields of sections that no case changes: numbers that run no other code, places of files, data.
 UNCHANGED = {
     # An adapter to go on from is given by `then`, other kernels to the whole list by PALLAS_KERNELS. The tiny
@@ -40,11 +36,8 @@ UNCHANGED = {
     "model": {"kernels", "block_scales", "chat_template_kwargs"},
     "lora": {"alpha", "dropout"},
     "rollout": {"temperature", "steps_per_generation"},
-    "grpo": {
-        "epsilon",
-        *("advantage_estimator", "scale_rewards", "mask_truncated_completions"),
-        *("sapo", "vespo"),
-    },
+    "grpo": set("epsilon advantage_estimator scale_rewards mask_truncated_completions".split())
+    | {"sapo", "vespo"},
     "optim": {"min_lr_ratio", "adam_beta1", "adam_beta2", "adam_epsilon"},
     "noise": {"schedule", "exponent", "adaptive"},
     "eval": {"split", "temperature", "top_p", "dataset", "path"},
@@ -53,39 +46,35 @@ UNCHANGED = {
 
 
 def run_config(case):
-    table = check_device_cases.run_config(case, "base", "run", reports_memory=True)
+    table = cases.run_config(case, "base", "run", reports_memory=True)
     return config.from_table(config.RunConfig, table)
+
+
+def shape(case):
+    return architecture.from_hf(cases.architecture(case))
 
 
 @pytest.mark.slow
 def test_the_committed_cases_are_those_that_the_factors_make():
-    assert check_device_cases.FILE.read_text() == check_device_cases.text(
-        check_device_cases.cover()
-    )
+    assert cases.FILE.read_text() == cases.text(cases.cover())
 
 
 def test_every_pair_of_values_is_in_a_case_or_cannot_be():
-    covered = {
-        frozenset(pair)
-        for case in CASES
-        for pair in itertools.combinations([(name, case[name]) for name in FACTORS], 2)
-    }
+    values = [[(name, case[name]) for name in FACTORS] for case in CASES]
+    covered = {frozenset(pair) for row in values for pair in itertools.combinations(row, 2)}
     for (one, values), (other, others) in itertools.combinations(FACTORS.items(), 2):
         for a, b in itertools.product(values, others):
             is_there = frozenset({(one, a), (other, b)}) in covered
             possible = impossible({one: a, other: b}) is None
-            if check_device_cases.are_paired(one, other):
+            if cases.are_paired(one, other):
                 assert is_there == possible, (one, a, other, b)
             else:
                 assert possible or not is_there, (one, a, other, b)
 
 
 def test_only_the_stages_beside_training_are_left_out_of_pairs():
-    left_out = [
-        {one, other}
-        for one, other in itertools.combinations(FACTORS, 2)
-        if not check_device_cases.are_paired(one, other)
-    ]
+    both = itertools.combinations(FACTORS, 2)
+    left_out = [set(pair) for pair in both if not cases.are_paired(*pair)]
     assert left_out and all(pair & {"source", "then"} for pair in left_out)
     for stage in ("source", "then"):
         for other in {"weights", "dtype", "family", "trains", "source", "then"} - {stage}:
@@ -94,12 +83,12 @@ def test_only_the_stages_beside_training_are_left_out_of_pairs():
 
 def test_a_case_has_one_stage_beside_its_training_or_reads_back_what_it_packed():
     for case in CASES:
-        if case["source"] in check_device_cases.QUANTIZED:
-            assert case["then"] in ("none", "generate", *check_device_cases.EXPORTS)
+        if case["source"] in cases.QUANTIZED:
+            assert case["then"] in ("none", "generate", *cases.EXPORTS)
 
 
 def test_the_smoke_cases_are_a_dozen_with_every_format_and_family():
-    chosen = check_device_cases.smoke(CASES)
+    chosen = cases.smoke(CASES)
     assert len({case["number"] for case in chosen}) == 12
     for name in ("weights", "dtype", "family", "group", "head", "trains", "source"):
         assert {case[name] for case in chosen} == set(FACTORS[name]), name
@@ -111,7 +100,7 @@ def test_no_case_is_impossible_and_each_has_its_own_number():
 
 
 def test_every_part_that_hopper_kernels_run_is_in_a_case():
-    for part in check_device_cases.kernels():
+    for part in cases.kernels():
         assert any(part.items() <= case.items() for case in CASES), part
 
 
@@ -119,23 +108,23 @@ def test_every_case_is_a_run_that_the_config_takes_with_a_base_that_can_be_held(
     for case in CASES:
         cfg = run_config(case)
         assert cfg.generation_batch_size >= cfg.rollout.max_concurrent == case["rows"]
-        arch = architecture.from_hf(check_device_cases.architecture(case))
+        arch = shape(case)
         assert arch.num_heads // arch.num_kv_heads == case["group"]
         assert arch.head_size == case["head"]
-        if (
-            case["weights"] in check_device_cases.PACKED
-            or case["source"] in check_device_cases.QUANTIZED
-        ):
-            packed_formats.named(check_device_cases.packed_format(case)).check(arch)
+        if case["weights"] in cases.PACKED or case["source"] in cases.QUANTIZED:
+            packed_formats.named(cases.packed_format(case)).check(arch)
+        if case["family"] == "smollm2":  # the published shape
+            assert (arch.width, arch.num_heads, arch.num_kv_heads) == (576, 9, 3)
+            assert (arch.head_size, arch.ffn_width, arch.tie_word_embeddings) == (64, 1536, True)
 
 
-@pytest.mark.parametrize("mesh", [{}, *check_device_cases.meshes(2)], ids=str)
+@pytest.mark.parametrize("mesh", [{}, *cases.meshes(2)], ids=str)
 def test_the_fused_layers_take_the_cases_that_the_list_says_and_no_others(mesh):
     found = set()
     for case in CASES:
-        if not check_device_cases.fits(case, mesh):
+        if not cases.fits(case, mesh):
             continue
-        cfg, arch = run_config(case), architecture.from_hf(check_device_cases.architecture(case))
+        cfg, arch = run_config(case), shape(case)
         shared = {name: mesh.get(name, 1) for name in ("fsdp", "tensor")}
         full, dtype = case["trains"] == "full", jnp.dtype(case["dtype"])
         model = Transformer(arch, case["weights"], cfg.lora, dtype, full=full, **shared).own_part
@@ -144,34 +133,24 @@ def test_the_fused_layers_take_the_cases_that_the_list_says_and_no_others(mesh):
             reason = fused_decode.supports(model, min(case["rows"], 128), own_noise=own_noise)
         # The engine asks for up to 128 rows only.
         is_fused = reason is None and case["rows"] <= 128
-        assert check_device_cases.is_fused(case | {"mesh": mesh}) == is_fused, reason
+        assert cases.is_fused(case | {"mesh": mesh}) == is_fused, reason
         found.add(is_fused)
     assert found == ({False} if "fsdp" in mesh else {False, True})
 
 
 def test_cases_run_on_every_mesh_that_can_hold_them():
-    of_four = check_device_cases.meshes(4)
-    assert [mesh for mesh in of_four if mesh["data"] == 2] == [
-        {"data": 2, "fsdp": 2},
-        {"data": 2, "tensor": 2},
-    ]
-    assert len(of_four) == 5 and check_device_cases.meshes(1) == [{"data": 1}]
+    of_four = cases.meshes(4)
+    pairs = [mesh for mesh in of_four if mesh["data"] == 2]
+    assert pairs == [{"data": 2, "fsdp": 2}, {"data": 2, "tensor": 2}]
+    assert len(of_four) == 5 and cases.meshes(1) == [{"data": 1}]
     for mesh in of_four:
-        fitting = [case for case in CASES if check_device_cases.fits(case, mesh)]
+        fitting = [case for case in CASES if cases.fits(case, mesh)]
         assert len(fitting) > len(CASES) / 3
         for case in fitting:
             cfg = run_config(case | {"mesh": mesh})
             assert cfg.mesh.group * cfg.mesh.data <= 4
-            arch = architecture.from_hf(check_device_cases.architecture(case))
-            Division(arch, cfg.mesh.tensor, cfg.model.weights).require()
-    assert "mesh.data=2 mesh.tensor=2" in check_device_cases.name(CASES[0] | {"mesh": of_four[2]})
-
-
-def test_smollm2s_shape_is_the_published_one():
-    case = next(case for case in CASES if case["family"] == "smollm2")
-    arch = architecture.from_hf(check_device_cases.architecture(case))
-    assert (arch.width, arch.num_heads, arch.num_kv_heads) == (576, 9, 3)
-    assert (arch.head_size, arch.ffn_width, arch.tie_word_embeddings) == (64, 1536, True)
+            Division(shape(case), cfg.mesh.tensor, cfg.model.weights).require()
+    assert "mesh.data=2 mesh.tensor=2" in cases.name(CASES[0] | {"mesh": of_four[2]})
 
 
 @pytest.mark.parametrize(
@@ -213,12 +192,11 @@ def test_every_command_and_kind_of_export_of_the_readme_is_run():
     run = {name for s in sources for name in re.findall(r'qerl\("([a-z]+)"', s.read_text())}
     assert len(asked) > 8 and asked <= run
     # The pair is exported beside the adapter.
-    kinds = {"pair", *(value.partition("_")[0] for value in check_device_cases.EXPORTS)}
+    kinds = {"pair", *(value.partition("_")[0] for value in cases.EXPORTS)}
     assert set(re.findall(r"--to ([a-z0-9]+)", readme)) == kinds
-    assert set(check_device_cases.EXPORTS) < set(FACTORS["then"])
-    assert set(FACTORS["then"]) == set(check_device_run._THEN) | {
-        *("none", "resume", "eval_at_ends", "eval_scheduled")
-    }
+    assert set(cases.EXPORTS) < set(FACTORS["then"])
+    in_training = {"none", "resume", "eval_at_ends", "eval_scheduled"}
+    assert set(FACTORS["then"]) == set(check_device_run._THEN) | in_training
 
 
 @pytest.mark.parametrize("family", FACTORS["family"])
@@ -231,22 +209,15 @@ def test_the_base_of_a_case_is_whole(family, tmp_path):
 
 # What is asserted of metrics --------------------------------------------------------------------------
 
-QUIET = {
-    **CASES[0],
-    **{name: values[0] for name, values in FACTORS.items()},
-    "noise": "rollout",
-    "reference": "base",
-    "ending": "stop",
-}
+QUIET = CASES[0] | {name: values[0] for name, values in FACTORS.items()}
+QUIET |= {"noise": "rollout", "reference": "base", "ending": "stop"}
 
 
 def metrics():
     row = {"loss": 0.1, "updates/non_finite": 0, "completions/clipped_ratio": 0.5, "kl": 0.1}
-    difference = "sampling/sampling_logp_difference/mean"
-    return [
-        row | {"step": step, "aqn/sigma": sigma, difference: off}
-        for step, sigma, off in ((1, 0.0, 0.01), (2, 0.2, 0.09), (3, 0.1, 0.06))
-    ]
+    names = ("step", "aqn/sigma", "sampling/sampling_logp_difference/mean")
+    values = (1, 0.0, 0.01), (2, 0.2, 0.09), (3, 0.1, 0.06)
+    return [row | dict(zip(names, numbers, strict=True)) for numbers in values]
 
 
 def test_good_metrics_are_green():
@@ -319,16 +290,11 @@ for line in sys.stdin:
 
 def run_fake(tmp_path, numbers, *, fake=FAKE, **limits):
     (tmp_path / "fake.py").write_text(fake)
-    heard, rows = [], []
-    check_device.run(
-        [CASES[number - 1] for number in numbers],
-        [sys.executable, str(tmp_path / "fake.py")],
-        os.environ,
-        tmp_path,
-        **({"jobs": 1, "seconds": 60, "budget": 60, "case_seconds": 20, "stagger": 0} | limits),
-        on_ready=heard.append,
-        on_row=rows.append,
-    )
+    (heard, rows), chosen = ([], []), [CASES[number - 1] for number in numbers]
+    command = [sys.executable, str(tmp_path / "fake.py")]
+    limits = {"jobs": 1, "seconds": 60, "budget": 60, "case_seconds": 20, "stagger": 0} | limits
+    told = {"on_ready": heard.append, "on_row": rows.append}
+    check_device.run(chosen, command, os.environ, tmp_path, **limits, **told)
     return heard, {row["number"]: row for row in rows}
 
 
@@ -351,30 +317,25 @@ def test_a_process_that_dies_is_a_red_case_and_the_next_one_gets_another(tmp_pat
     assert rows[1]["pid"] != rows[5]["pid"]
 
 
-def test_a_case_that_hangs_is_killed_and_red(tmp_path):
+def test_a_case_that_hangs_is_killed_and_says_its_stage_where_it_hung_and_what_was_before(tmp_path):
     _, rows = run_fake(tmp_path, (3, 5), case_seconds=1)
-    assert not rows[3]["ok"] and "killed" in rows[3]["error"]
-    assert rows[5]["ok"]
-
-
-def test_what_is_killed_says_its_stage_where_it_hung_and_what_was_before(tmp_path):
-    _, rows = run_fake(tmp_path, (3,), case_seconds=1)
+    assert not rows[3]["ok"] and rows[5]["ok"]
     assert "killed in stage 'train': no answer in 1 s" in rows[3]["error"]
     assert re.search(r"fake\.py\", line \d+ in hangs", rows[3]["log"])
     assert rows[3]["stages"] == [{"name": "base", "seconds": 1.5}]
 
 
 @pytest.mark.slow
-def test_what_the_time_of_all_does_not_reach_is_not_run(tmp_path):
-    _, rows = run_fake(tmp_path, (3, 5), seconds=2)
-    assert "killed" in rows[3]["error"]
+@pytest.mark.parametrize(
+    ("limits", "seconds"),
+    [({"seconds": 2}, "[12]"), ({"seconds": 60, "budget": 1, "case_seconds": 3}, "3")],
+    ids=["the time of all", "the budget"],
+)
+def test_after_its_time_no_case_starts(limits, seconds, tmp_path):
+    """After the budget those that run go on."""
+    _, rows = run_fake(tmp_path, (3, 5), **limits)
+    assert re.search(f"killed.*no answer in {seconds} s", rows[3]["error"])
     assert rows[5]["not_run"] and not rows[5]["ok"]
-
-
-@pytest.mark.slow
-def test_after_the_budget_no_case_starts_and_those_that_run_go_on(tmp_path):
-    _, rows = run_fake(tmp_path, (3, 5), seconds=60, budget=1, case_seconds=3)
-    assert "no answer in 3 s" in rows[3]["error"] and rows[5]["not_run"]
 
 
 def test_several_processes_answer_every_case_once(tmp_path):
@@ -383,10 +344,7 @@ def test_several_processes_answer_every_case_once(tmp_path):
 
 
 def test_processes_are_divided_among_cards(tmp_path):
-    answers = 'json.dumps({"ok": True, "pid": os.getpid()})'
-    fake = FAKE.replace(
-        answers, answers.replace("os.getpid()", 'os.environ["CUDA_VISIBLE_DEVICES"]')
-    )
+    fake = FAKE.replace("os.getpid()", 'os.environ["CUDA_VISIBLE_DEVICES"]')
     _, rows = run_fake(tmp_path, range(5, 25), fake=fake, jobs=4, cards=2)
     assert len(rows) == 20 and {row["pid"] for row in rows.values()} == {"0", "1"}
 
@@ -417,12 +375,7 @@ def test_the_table_ends_with_the_failures_and_its_status_says_if_one_is_red(tmp_
     table = check_device.Table(tmp_path / "out.jsonl", 4)
     device = "device 0: NVIDIA H100 NVL (gpu, 5 GB for XLA)\nkernels: hopper\nHopper kernels: yes"
     table.header(f"jax 0.11.2\nNVIDIA driver 580.1\n{device}")
-    about = {
-        "device": "NVIDIA H100 NVL",
-        "jax": "0.11.2",
-        "driver": "580.1",
-        "kernels": "hopper",
-    }
+    about = {"device": "NVIDIA H100 NVL", "jax": "0.11.2", "driver": "580.1", "kernels": "hopper"}
     for row in rows:
         table.row(row)
     assert table.end() == 1
@@ -432,36 +385,25 @@ def test_the_table_ends_with_the_failures_and_its_status_says_if_one_is_red(tmp_
     assert shown[-5:-3] == ["002 b", "     it broke at 1.5e-3"]
     assert shown[-1] == "1 passed, 2 failed, 1 not run"
     assert "not run: 004" in shown and "001 a" not in shown
-    written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    written = json_lines(tmp_path / "out.jsonl")
     assert written == [row | about | {"date": written[0]["date"]} for row in rows]
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", written[0]["date"])
 
 
 def test_the_committed_page_of_all_paths_is_what_its_lines_say():
-    assert make_benchmarks.CHECKED.read_text() == make_benchmarks.checked_page(
-        make_benchmarks.read_checked()
-    )
+    made = make_benchmarks.checked_page(make_benchmarks.read_checked())
+    assert make_benchmarks.CHECKED.read_text() == made
     red = {"number": 1, "name": "001 a", "ok": False, "seconds": 2.0, "error": "a | b"}
-    about = {
-        "date": "2026-11-24",
-        "device": "a card",
-        "jax": "0",
-        "driver": "1",
-        "kernels": "hopper",
-    }
-    shown = make_benchmarks.checked_page([[red | about]])
-    assert (
-        "0 of 1 passed" in shown
-        and "| 001 a | failed: a \\| b | 2026-11-24 | no |  |  | 2 |" in shown
-    )
+    red |= {"date": "2026-11-24", "device": "a card", "jax": "0", "driver": "1"}
+    shown = make_benchmarks.checked_page([[red | {"kernels": "hopper"}]])
+    assert "0 of 1 passed" in shown
+    assert "| 001 a | failed: a \\| b | 2026-11-24 | no |  |  | 2 |" in shown
 
 
 def test_a_table_counts_what_has_not_come():
-    rows = [{"number": 1, "name": "001 a", "ok": True, "seconds": 13.0, "stages": STAGES}]
-
     for count, status in ((1, 0), (2, 1)):
         table = check_device.Table(None, count)
-        table.row(rows[0])
+        table.row({"number": 1, "name": "001 a", "ok": True, "seconds": 13.0, "stages": STAGES})
         assert table.end() == status
 
 
@@ -510,7 +452,7 @@ def test_cases_are_chosen_by_parts_of_their_names_longest_first():
     chosen = check_device.select_cases(CASES, ["weights=nf4 ", "rows=1 "])
     expected = [c for c in CASES if c["weights"] == "nf4" and c["rows"] == 1]
     assert sorted(c["number"] for c in chosen) == [c["number"] for c in expected] != []
-    costs = [check_device_cases.cost(case) for case in check_device.select_cases(CASES, [])]
+    costs = [cases.cost(case) for case in check_device.select_cases(CASES, [])]
     assert costs == sorted(costs, reverse=True) and len(costs) == len(CASES)
 
 
@@ -526,14 +468,14 @@ def test_a_case_fails_where_other_kernels_would_run_than_those_that_were_chosen(
 
 @pytest.mark.slow
 def test_a_case_runs_from_its_base_to_what_follows(tmp_path):
-    assert_green(min(CASES, key=check_device_cases.cost), tmp_path)
+    assert_green(min(CASES, key=cases.cost), tmp_path)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("weights", FACTORS["weights"])
 def test_a_run_on_a_base_of_each_format_is_green_on_a_gpu(weights, tmp_path):
     held = [case for case in CASES if case["weights"] == weights]
-    assert_green(min(held, key=check_device_cases.cost), tmp_path)
+    assert_green(min(held, key=cases.cost), tmp_path)
 
 
 def assert_green(case, folder):

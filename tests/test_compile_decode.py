@@ -21,18 +21,23 @@ def test_the_chunk_can_be_traced_from_shapes_alone(base):
     assert rows == jax.tree.map(lambda x: x.update(sharding=rows.words.sharding), shapes[2])
 
 
+def lowered(card, kernels, model):
+    """The text of the program for a card that is absent, and the traits of its arguments."""
+    jax.clear_caches()
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    with compile_decode.as_on(card, kernels) as card:
+        absent = jax.sharding.AbstractDevice(card.name, card.processors, platform="gpu")
+        mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=absent)
+        shapes, traits = compile_decode.arguments(model, "nvfp4", 64, 8, device)
+        with jax.sharding.use_abstract_mesh(mesh):
+            traced = engine.decode.of(traits["model"]).trace(*shapes, **traits)
+            return traced.lower(lowering_platforms=("cuda",)).as_text(), traits
+
+
 @pytest.mark.slow
 def test_the_program_is_lowered_for_a_card_that_is_absent():
     """What JAX refuses in a kernel for a card, it refuses here, and not in interpret mode."""
-    jax.clear_caches()
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    card = jax.sharding.AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
-    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=card)
-    with compile_decode.as_on("H200"):
-        shapes, traits = compile_decode.arguments("qwen2.5-3b", "nvfp4", 64, 8, device)
-        with jax.sharding.use_abstract_mesh(mesh):
-            traced = engine.decode.of(traits["model"]).trace(*shapes, **traits)
-            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    text, _ = lowered("H200", None, "qwen2.5-3b")
     # Three products with an epilogue each, gate_up with its own, and attention.
     assert text.count("@mosaic_gpu_v2") == 8
 
@@ -46,15 +51,7 @@ def test_the_program_is_lowered_for_a_card_that_is_absent():
 def test_jax_triton_lowers_the_program_for_a_card_that_is_absent(monkeypatch, name):
     """The interpreter, which other tests use, does not call jax-triton; and on a CPU nothing else does."""
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    jax.clear_caches()
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    with compile_decode.as_on(name, "portable") as card:
-        absent = jax.sharding.AbstractDevice(card.name, card.processors, platform="gpu")
-        mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=absent)
-        shapes, traits = compile_decode.arguments("qwen2.5-0.5b", "nvfp4", 64, 8, device)
-        with jax.sharding.use_abstract_mesh(mesh):
-            traced = engine.decode.of(traits["model"]).trace(*shapes, **traits)
-            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    text, traits = lowered(name, "portable", "qwen2.5-0.5b")
     # Four products, four kernels that finish them, and two of attention, in each layer.
     assert text.count("@triton_kernel_call") == 10 * traits["model"].arch.num_layers
 

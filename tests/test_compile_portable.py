@@ -15,13 +15,8 @@ CAPABILITIES = (75, 80, 86, 89, 90, 100, 120)
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_every_kernel_compiles_for_a_card_and_hardly_spills(capability, tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "tests.pallas_kernels.compile_portable",
-        "--capabilities",
-        str(capability),
-    ]
+    command = [sys.executable, "-m", "tests.pallas_kernels.compile_portable"]
+    command += ["--capabilities", str(capability)]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -20,7 +20,6 @@ from qerl_jax.rewards import scoring
 from qerl_jax.system.checked import from_table
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
-GUIDE = DOCS / "python.md"
 # In the order in which they build on each other: `load` makes `policy`, `train` makes `run`.
 EXAMPLES = (
     qerl_jax.load,
@@ -58,45 +57,49 @@ def test_the_example_of_a_docstring_gives_what_it_shows(documented, names, folde
     monkeypatch.chdir(folder)
     text = inspect.getdoc(documented)
     test = doctest.DocTestParser().get_doctest(text, names, documented.__qualname__, None, None)
-    assert test.examples
-    shown = []
-    runner = doctest.DocTestRunner()
+    shown, runner = [], doctest.DocTestRunner()
     runner.run(test, out=shown.append, clear_globs=False)
     names.update(test.globs)
-    assert runner.failures == 0, "".join(shown)
+    assert test.examples and runner.failures == 0, "".join(shown)
 
 
-@pytest.mark.slow
-def test_the_guide_runs_from_its_first_line_to_its_last(tmp_path, monkeypatch):
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """Makes an empty working directory."""
     monkeypatch.chdir(tmp_path)
-    text = GUIDE.read_text()
-    for own, smaller in (
-        ('"max_steps": 10', '"max_steps": 1'),
-        ('batch_size": 64', 'batch_size": 8'),
-        ("num_problems=64", "num_problems=8"),
-    ):
-        assert text.count(own) == 1
-        text = text.replace(own, smaller)
-    blocks = re.findall(r"(?ms)^```python\n(.*?)^```", text)
-    names = {"__name__": "guide"}
-    for block in blocks:
-        exec(block, names)
-    assert len(blocks) == 4 and len(names["run"].metrics) == 1
-    assert (tmp_path / "sums.png").stat().st_size > 1000
+    return tmp_path
 
 
-def blocks(page, language):
-    return re.findall(rf"(?ms)^```{language}\n(.*?)^```", (DOCS / page).read_text())
+def blocks(page, language="python", smaller=()):
+    """Returns the blocks of a page in a language, in which some numbers are smaller."""
+    text = (DOCS / page).read_text()
+    for number, other in smaller:
+        assert text.count(number) == 1
+        text = text.replace(number, other)
+    return re.findall(rf"(?ms)^```{language}\n(.*?)^```", text)
 
 
-@pytest.mark.slow
-def test_the_page_on_environments_runs_as_written(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def run(written):
+    """Runs blocks one after the other, and returns what they define."""
     names = {"__name__": "page"}
-    for block in blocks("environments.md", "python"):
+    for block in written:
         exec(block, names)
-    made = sorted(path.name for path in (tmp_path / "runs").iterdir())
-    assert made == ["higher_or_lower", "several", "weather"]
+    return names
+
+
+@pytest.mark.slow
+def test_the_guide_runs_from_its_first_line_to_its_last(here):
+    fewer = ('"max_steps": 10', '"max_steps": 1'), ('batch_size": 64', 'batch_size": 8')
+    written = blocks("python.md", smaller=[*fewer, ("num_problems=64", "num_problems=8")])
+    assert len(written) == 4 and len(run(written)["run"].metrics) == 1
+    assert (here / "sums.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_the_page_on_environments_runs_as_written(here, capsys):
+    names = run(blocks("environments.md"))
+    folders = sorted(path.name for path in (here / "runs").iterdir())
+    assert folders == ["higher_or_lower", "several", "weather"]
     assert {"rewards/HigherOrLower/mean", "rewards/Diary/mean"} <= {*names["run"].metrics.columns}
     assert capsys.readouterr().out.rstrip().endswith(str(names["output"].messages))
 
@@ -108,19 +111,18 @@ def test_the_configs_of_the_page_on_environments_are_configs():
 
 
 @pytest.fixture
-def own(tmp_path, monkeypatch):
+def started(here):
     """Makes a folder with the files that the page "Getting started" lets its reader write."""
-    monkeypatch.chdir(tmp_path)
-    reward, rows = blocks("getting-started.md", "python")
+    reward, rows = blocks("getting-started.md")
     (config,) = blocks("getting-started.md", "toml")
     for name, text in (("my_rewards.py", reward), ("make_rows.py", rows), ("my.toml", config)):
-        (tmp_path / name).write_text(text)
-    exec(rows, {})
-    return tmp_path
+        (here / name).write_text(text)
+    run([rows])
+    return here
 
 
-def test_the_files_of_getting_started_make_a_run(own):
-    cfg = configs.load(own / "my.toml")
+def test_the_files_of_getting_started_make_a_run(started):
+    cfg = configs.load(started / "my.toml")
     problems = datasets.from_config(cfg.data, split="train", seed=0)
     named = scoring.resolve(cfg.rewards.functions)
     assert len(problems) == 49 * 49
@@ -130,18 +132,14 @@ def test_the_files_of_getting_started_make_a_run(own):
 
 
 @pytest.mark.slow
-def test_the_run_of_getting_started_learns(own):
-    run = qerl_jax.train(own / "my.toml", quiet=True)
-    assert run.metrics["reward"].iloc[-3:].mean() > 0.4 > run.metrics["reward"].iloc[:3].mean()
+def test_the_run_of_getting_started_learns(started):
+    rewards = qerl_jax.train(started / "my.toml", quiet=True).metrics["reward"]
+    assert rewards.iloc[-3:].mean() > 0.4 > rewards.iloc[:3].mean()
 
 
-def test_the_rewards_of_their_page_give_what_it_says(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    names = {}
-    written = blocks("rewards.md", "python")
-    for block in written:
-        if "train(" not in block:
-            exec(block, names)
+def test_the_rewards_of_their_page_give_what_it_says(here):
+    written = blocks("rewards.md")
+    names = run(block for block in written if "train(" not in block)
     assert len(written) == 4
     assert names["has_answer"](["<answer>7</answer>", "7"], answer=[7, 7]) == [1.0, 0.0]
     chat = [{"role": "assistant", "content": "x" * 200}]
@@ -150,13 +148,10 @@ def test_the_rewards_of_their_page_give_what_it_says(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_page_on_rewards_runs_as_written(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    names = {}
-    for block in blocks("rewards.md", "python"):
-        exec(block, names)
-    assert {"rewards/has_answer/mean", "rewards/is_short/mean"} <= {*names["run"].metrics.columns}
-    assert names["run"].metrics["reward_std"].max() > 0
+def test_the_page_on_rewards_runs_as_written(here):
+    metrics = run(blocks("rewards.md"))["run"].metrics
+    assert {"rewards/has_answer/mean", "rewards/is_short/mean"} <= {*metrics.columns}
+    assert metrics["reward_std"].max() > 0
 
 
 def test_the_stock_of_rewards_is_on_their_page():
@@ -166,9 +161,7 @@ def test_the_stock_of_rewards_is_on_their_page():
 
 
 def test_the_rows_and_sections_of_the_page_on_data_are_read():
-    names = {}
-    for block in blocks("data.md", "python"):
-        exec(block, names)
+    names = run(blocks("data.md"))
     for rows, is_text in (("rows", True), ("chats", False)):
         first = datasets.from_rows(qerl_jax.DataConfig("rows"), names[rows], "dataset")[0]
         assert first.is_from_text == is_text and first.columns["answer"] == "42"
@@ -188,27 +181,18 @@ def test_the_metrics_of_their_page_are_those_of_the_code():
     made = set(re.findall(r'"((?:[a-z]\w*/)*[a-z]\w*)"', code))
     made |= {f"perf/{phase}_time" for phase in re.findall(r'lap\("(\w+)"\)', code)}
     assert {name for name in named if "NAME" not in name} <= made
-    slashed = {
-        name
-        for name in made
-        if re.fullmatch(
-            "(sampling|completions|eval|aqn|update|updates|clip_ratio|dynamic_sampling)/.+", name
-        )
-    }
-    assert slashed <= named
+    groups = "sampling|completions|eval|aqn|update|updates|clip_ratio|dynamic_sampling"
+    assert {name for name in made if re.fullmatch(f"({groups})/.+", name)} <= named
 
 
 def test_the_readme_and_the_site_begin_with_the_same_example():
-    (example,) = re.findall(r"(?ms)^```python\n(.*?)^```", (DOCS.parent / "README.md").read_text())
-    assert example == blocks("index.md", "python")[0]
+    assert blocks("../README.md") == blocks("index.md")[:1]
 
 
 @pytest.mark.slow
-def test_the_readmes_example_learns_and_answers(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    names = {}
-    exec(blocks("index.md", "python")[0], names)
-    assert names["run"].has_learned and (tmp_path / "runs" / "sums" / "report.md").is_file()
+def test_the_readmes_example_learns_and_answers(here, capsys):
+    names = run(blocks("index.md")[:1])
+    assert names["run"].has_learned and (here / "runs" / "sums" / "report.md").is_file()
     assert "<answer>" in capsys.readouterr().out
 
 

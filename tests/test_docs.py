@@ -1,5 +1,6 @@
-"""Tests that links between the pages of the project are valid."""
+"""Tests that the pages of the project name pages, files, fields and commands that exist."""
 
+import ast
 import json
 import pathlib
 import re
@@ -20,6 +21,10 @@ LINK = re.compile(r"\]\(([^()\s]+)\)")
 def prose(page):
     """Returns a page's text without its fenced blocks, in which nothing is a heading or a link."""
     return re.sub(r"(?ms)^```.*?^```", "", page.read_text())
+
+
+def sources(*folders):
+    return [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
 
 
 def anchors(page):
@@ -56,29 +61,19 @@ def test_paper_stays_short():
 
 
 def test_sections_of_the_design_that_code_names_exist():
-    sources = [
-        path
-        for name in ("pallas_kernels", "qerl_jax", "scripts")
-        for path in (ROOT / name).rglob("*.py")
-    ]
-    named = [
-        (page, re.sub(r"\s+", " ", name))
-        for path in sources
-        for page, name in re.findall(r'(docs/design/\w+\.md),\s+"([^"]+)"', path.read_text())
-    ]
+    code = "".join(path.read_text() for path in sources("pallas_kernels", "qerl_jax", "scripts"))
+    named = re.findall(r'(docs/design/\w+\.md),\s+"([^"]+)"', code)
     assert named
     for page, name in named:
-        assert f"## {name}\n" in (ROOT / page).read_text(), (page, name)
+        assert f"## {' '.join(name.split())}\n" in (ROOT / page).read_text(), (page, name)
 
 
 def test_nothing_says_that_an_untested_engine_reads_our_folders():
     """docs/exporting.md says which readers were tested."""
     assert "| vLLM | no |\n| llama.cpp | no |" in (ROOT / "docs" / "exporting.md").read_text()
-    sources = [
-        path for name in ("qerl_jax", "pallas_kernels") for path in (ROOT / name).rglob("*.py")
-    ]
+    code = sources("qerl_jax", "pallas_kernels")
     claim = re.compile(r"(vLLM|llama\.cpp)( and llama\.cpp)? (can )?(reads?|loads?)\b")
-    for path in (*PAGES, *sources, *(ROOT / "notebooks").glob("*.ipynb")):
+    for path in (*PAGES, *code, *(ROOT / "notebooks").glob("*.ipynb")):
         assert not claim.search(path.read_text()), path
 
 
@@ -163,3 +158,27 @@ def test_links_that_leave_the_docs_lead_to_the_repository(caplog):
     assert not caplog.records and page.meta == {"search": {"exclude": True}}
     hooks.on_page_markdown("[e](../../nowhere.py)", page, config, None)
     assert "nowhere.py does not exist" in caplog.text
+
+
+WHERE_IS = (ROOT / "docs" / "where-is.md").read_text()
+THINGS = re.findall(r"(?m)^\| (\d+) \| (.+?) \| `(\w+)` in `(.+?)` \|$", WHERE_IS)
+
+
+def test_every_thing_is_numbered():
+    assert [int(number) for number, *_ in THINGS] == list(range(1, 1 + len(THINGS)))
+    assert len(THINGS) == WHERE_IS.count("\n| ") - 2 >= 30
+
+
+@pytest.mark.parametrize(("what", "name", "path"), [thing[1:] for thing in THINGS])
+def test_a_thing_is_defined_where_the_page_says(what, name, path):
+    defined = set()
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        match node:
+            case ast.FunctionDef() | ast.ClassDef():
+                defined.add(node.name)
+            case (
+                ast.Assign(targets=[ast.Name(id=target)])
+                | ast.AnnAssign(target=ast.Name(id=target))
+            ):
+                defined.add(target)
+    assert name in defined, what

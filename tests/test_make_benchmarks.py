@@ -6,8 +6,10 @@ import pathlib
 import pytest
 
 from scripts import make_benchmarks
+from tests.faults.harness import json_lines
 
 MEASURED = pathlib.Path(__file__).parents[1] / "docs" / "measured"
+LINES = make_benchmarks.read(make_benchmarks.SOURCE)
 
 
 def measured(**fields):
@@ -18,11 +20,6 @@ def measured(**fields):
     return line | fields
 
 
-def raw(name):
-    """Reads lines of a file that a benchmark wrote, with their numbers as numbers."""
-    return [json.loads(line) for line in (MEASURED / name).read_text().splitlines()]
-
-
 def close(shown, value):
     """Returns whether a printed number is a value rounded to the printed digits."""
     _, _, fraction = str(shown).partition(".")
@@ -30,14 +27,12 @@ def close(shown, value):
 
 
 def test_committed_page_is_what_the_script_makes():
-    made = make_benchmarks.page(make_benchmarks.read(make_benchmarks.SOURCE))
-    assert made == make_benchmarks.PAGE.read_text()
+    assert make_benchmarks.page(LINES) == make_benchmarks.PAGE.read_text()
 
 
 def test_the_results_of_the_readme_are_what_the_script_makes():
-    lines = make_benchmarks.read(make_benchmarks.SOURCE)
-    assert make_benchmarks.readme(lines) == make_benchmarks.README.read_text()
-    assert len(make_benchmarks.results(lines).splitlines()) == 2 + 10
+    assert make_benchmarks.readme(LINES) == make_benchmarks.README.read_text()
+    assert len(make_benchmarks.results(LINES).splitlines()) == 2 + 10
 
 
 def test_two_devices_share_a_row_and_each_names_its_run():
@@ -78,17 +73,15 @@ def test_a_table_that_the_page_lacks_is_refused():
 
 
 def test_ratios_are_those_of_their_numbers():
-    lines = make_benchmarks.read(make_benchmarks.SOURCE)
-    compared = [line for line in lines if line["ratio"] and line["table"] == "decoding"]
+    compared = [line for line in LINES if line["ratio"] and line["table"] == "decoding"]
     assert len(compared) > 10
     for line in compared:
         assert close(line["ratio"], line["value"] / line["baseline_value"]), line["name"]
 
 
 def test_training_steps_are_those_that_the_benchmark_wrote():
-    steps = raw("steps.jsonl")
-    lines = make_benchmarks.read(make_benchmarks.SOURCE)
-    checked = [line for line in lines if "row" in line["more"]]
+    steps = json_lines(MEASURED / "steps.jsonl")
+    checked = [line for line in LINES if "row" in line["more"]]
     assert len(checked) > 10
     for line in checked:
         rows = [step for step in steps if step["row"] == line["more"]["row"]]
@@ -99,11 +92,10 @@ def test_training_steps_are_those_that_the_benchmark_wrote():
 @pytest.mark.parametrize(("model", "layers"), [("7B", 28), ("32B", 64)])
 def test_sums_of_linears_are_those_of_the_kernels_that_were_timed(model, layers):
     timed = {}
-    for row in raw("decode_kernels.jsonl"):
+    for row in json_lines(MEASURED / "decode_kernels.jsonl"):
         if row["model"] == f"qwen2.5-{model.lower()}":
             timed[row["layer"], row["m"]] = row["us"]["kernel"]
-    lines = make_benchmarks.read(make_benchmarks.SOURCE)
-    sums = [x for x in lines if x["table"] == "linears" and x["name"].startswith(model + ",")]
+    sums = [x for x in LINES if x["table"] == "linears" and x["name"].startswith(model + ",")]
     assert len(sums) == 6
     for line in sums:
         rows = int(line["name"].split()[1])

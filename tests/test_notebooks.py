@@ -11,9 +11,9 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-REPOSITORY = re.search(
-    r"(?m)^repo_url: https://github\.com/(\S+)$", (ROOT / "mkdocs.yml").read_text()
-)[1]
+ADDRESS = r"(?m)^repo_url: https://github\.com/(\S+)$"
+REPOSITORY = re.search(ADDRESS, (ROOT / "mkdocs.yml").read_text())[1]
+EVERY = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
 def cells(path):
@@ -28,7 +28,7 @@ def test_there_are_four():
     assert len(NOTEBOOKS) == 4
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@EVERY
 def test_a_notebook_begins_with_a_badge_what_it_needs_and_an_install_cell(path):
     head, install = cells(path)[:2]
     place = f"https://colab.research.google.com/github/{REPOSITORY}/blob/main/notebooks/{path.name}"
@@ -37,18 +37,17 @@ def test_a_notebook_begins_with_a_badge_what_it_needs_and_an_install_cell(path):
     assert f"git+https://github.com/{REPOSITORY}" in source(install)
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@EVERY
 def test_a_notebook_was_run_from_top_to_bottom_and_no_cell_failed(path):
     code = [cell for cell in cells(path) if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     assert not [out for cell in code for out in cell["outputs"] if out["output_type"] == "error"]
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@EVERY
 def test_no_output_names_a_place_on_somebodys_machine(path):
     outputs = [out for cell in cells(path) for out in cell.get("outputs", ())]
-    values = [
-        value for out in outputs for part in (out, out.get("data", {})) for value in part.values()
-    ]
+    parts = [part for out in outputs for part in (out, out.get("data", {}))]
+    values = [value for part in parts for value in part.values()]
     texts = ["".join(value) for value in values if isinstance(value, list | str)]
     assert not [text for text in texts if re.search(r"(^|[\s'\">(])/(home|root|tmp|work)/", text)]

@@ -62,10 +62,8 @@ def decode(t, dtype=jnp.float32):
 
 
 def fuse(parts, *, shared):
-    codes, scales = (
-        jnp.concatenate([getattr(part, name) for part in parts], axis=-2)
-        for name in ("codes", "scales")
-    )
+    join = lambda name: jnp.concatenate([getattr(part, name) for part in parts], axis=-2)
+    codes, scales = join("codes"), join("scales")
     return ToyTensor(codes, scales, codes.shape[-2:])
 
 
@@ -89,6 +87,11 @@ NUMBERS = NumberFormat(
 )
 
 
+def read_toy(tensors, name):
+    codes = tensors[f"{name}.weight_toy"]
+    return ToyTensor(codes, tensors[f"{name}.weight_step"], codes.shape)
+
+
 def folder_format(options):
     return FolderFormat(
         numbers=with_options("toy8", options),
@@ -96,11 +99,7 @@ def folder_format(options):
         nbytes=lambda n, k: n * k + n * k // 8,
         types={"weight_toy": ("I8",)},
         write=lambda t: {"weight_toy": t.codes, "weight_step": t.scales},
-        read=lambda tensors, name: ToyTensor(
-            tensors[f"{name}.weight_toy"],
-            tensors[f"{name}.weight_step"],
-            tensors[f"{name}.weight_toy"].shape,
-        ),
+        read=read_toy,
         config={"quant_method": "toy", "format": "eight", "ignore": ["lm_head"]},
     )
 
@@ -193,6 +192,4 @@ def test_the_registries_and_the_config_list_the_same_formats():
     names = [name for name in FORMATS if name != "toy8"]
     assert names == list(typing.get_args(PackedFormat))
     assert set(packed_formats.WRITTEN) == set(FORMATS)
-    assert {packed_formats._READ[key] for key in packed_formats._READ} >= set(
-        packed_formats.WRITTEN.values()
-    )
+    assert {*packed_formats._READ.values()} >= {*packed_formats.WRITTEN.values()}

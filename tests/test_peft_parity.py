@@ -17,13 +17,17 @@ from qerl_jax.model import layers
 from qerl_jax.model.transformer import head, init_params
 from tests import parity
 
-needs_peft = pytest.mark.skipif(
-    parity.torch_python("peft") is None, reason="no interpreter with torch and peft is known"
-)
+CFG = ModelConfig("qerl-tiny", weights="float32", dtype="float32")
+TOKENS = np.random.default_rng(2).integers(0, 426, (2, 20))
+
+
+def logits(model, frozen, params, **how):
+    variables = {"params": params, "frozen": frozen}
+    hidden, _ = model.apply(variables, jnp.asarray(TOKENS, jnp.int32), **how)
+    return layers.logits(hidden, head(frozen))
 
 
 @pytest.mark.slow
-@needs_peft
 @pytest.mark.parametrize(
     "shape",
     [
@@ -41,8 +45,8 @@ needs_peft = pytest.mark.skipif(
     ids=["lora", "lora and norms", "patterns"],
 )
 def test_peft_gives_our_logits_from_an_exported_adapter(shape, tmp_path):
-    cfg = ModelConfig("qerl-tiny", weights="float32", dtype="float32")
-    model, frozen, _ = load_base(cfg, shape)
+    parity.needs("peft")
+    model, frozen, _ = load_base(CFG, shape)
     params = init_params(model, frozen, jax.random.key(0))
     keys = iter(jax.random.split(jax.random.key(1), 100))
     # Away from the start, where B is zero and norms are the base's.
@@ -50,17 +54,12 @@ def test_peft_gives_our_logits_from_an_exported_adapter(shape, tmp_path):
     # What fills up a branch of a lower rank is no part of it.
     peft.export_adapter(tmp_path / "adapter", params, shape, str(hf_folder.TINY))
     params = peft.import_adapter(tmp_path / "adapter", model)
-    tokens = np.asarray(jax.random.randint(jax.random.key(2), (2, 20), 0, 426), np.int64)
-
-    np.save(tmp_path / "ids.npy", tokens)
+    np.save(tmp_path / "ids.npy", TOKENS)
     paths = [hf_folder.TINY, tmp_path / "adapter", tmp_path / "ids.npy", tmp_path / "out.npz"]
     parity.run("peft", "peft_logits.py", *paths)
     theirs = np.load(tmp_path / "out.npz")
-
-    variables = {"params": params, "frozen": frozen}
     for name, adapter in (("base", False), ("adapter", True)):
-        hidden, _ = model.apply(variables, jnp.asarray(tokens, jnp.int32), adapter=adapter)
-        ours = layers.logits(hidden, head(frozen))
+        ours = logits(model, frozen, params, adapter=adapter)
         np.testing.assert_allclose(ours, theirs[name], atol=2e-4)
     assert np.abs(theirs["adapter"] - theirs["base"]).max() > 0.1
 
@@ -94,19 +93,16 @@ OPTIONS = {
 
 
 @pytest.mark.slow
-@needs_peft
 @pytest.mark.parametrize("options", OPTIONS)
 def test_an_adapter_that_peft_saved_gives_pefts_logits(options, tmp_path):
+    parity.needs("peft")
     (tmp_path / "options.json").write_text(json.dumps(OPTIONS[options]))
-    tokens = np.asarray(jax.random.randint(jax.random.key(2), (2, 20), 0, 426), np.int64)
-    np.save(tmp_path / "ids.npy", tokens)
+    np.save(tmp_path / "ids.npy", TOKENS)
     names = ("options.json", "ids.npy", "adapter", "out.npy")
     paths = [hf_folder.TINY, *(tmp_path / name for name in names)]
     parity.run("peft", "peft_writes.py", *paths)
     theirs = np.load(tmp_path / "out.npy")
 
-    cfg = ModelConfig("qerl-tiny", weights="float32", dtype="float32")
-    model, frozen, _ = load_base(cfg, peft.read_lora(tmp_path / "adapter"))
+    model, frozen, _ = load_base(CFG, peft.read_lora(tmp_path / "adapter"))
     params = peft.import_adapter(tmp_path / "adapter", model)
-    hidden, _ = model.apply({"params": params, "frozen": frozen}, jnp.asarray(tokens, jnp.int32))
-    np.testing.assert_allclose(layers.logits(hidden, head(frozen)), theirs, atol=2e-4)
+    np.testing.assert_allclose(logits(model, frozen, params), theirs, atol=2e-4)

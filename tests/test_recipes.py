@@ -36,12 +36,8 @@ def test_a_recipe_fits_an_h100_with_the_memory_that_the_page_says(name, gigabyte
 
 
 def test_the_page_gives_memory_for_every_recipe_of_a_published_shape():
-    shaped = {
-        name
-        for name in LISTED
-        if architecture.known(config.load(name).model.model_name_or_path) is not None
-    }
-    assert shaped == {name for name, gigabytes in LISTED.items() if gigabytes}
+    shape = lambda name: architecture.known(config.load(name).model.model_name_or_path)
+    assert {name for name in LISTED if shape(name)} == {n for n, size in LISTED.items() if size}
 
 
 def test_the_page_gives_the_time_of_every_recipe_or_says_why_it_gives_none():

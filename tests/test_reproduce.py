@@ -41,9 +41,8 @@ def test_a_machine_without_a_gpu_is_refused_before_the_download(monkeypatch):
     ("changes", "after"), [([], "90.8"), (["--noise", "None"], "88.5"), (["--max-steps", "4"], "-")]
 )
 def test_the_table_has_the_paper_s_number_of_the_arm_and_none_for_a_trial(changes, after):
-    args = types.SimpleNamespace(
-        model="7b", quick=False, folder=None, random_weights=False, data=None
-    )
+    none = dict.fromkeys(("quick", "folder", "random_weights", "data"))
+    args = types.SimpleNamespace(model="7b", **none)
     cfg = reproduce.configured(args, changes)
     steps = {"loss": 0, "step_time": 30, "reward": 0.5, "sampling/entropy": 0.25}
     text = reproduce.result("7b", cfg, [row(0, 0.5), row(1, **steps), row(2, 0.75, **steps)])

@@ -23,18 +23,15 @@ from qerl_jax.tracking import logger as log
 from qerl_jax.training.trainer import train
 from tests.golden_files import GOLDEN
 
-CONFIG = pathlib.Path(__file__).parents[1] / "configs/smollm2_arithmetic.toml"
-
 FOLDER = os.environ.get("QERL_SMOLLM2")
 RECORDED = json.loads((GOLDEN / "smollm2/golden.json").read_text("utf-8"))
 ROWS = RECORDED["rows"]
 CHATS = [row["chat"] for row in ROWS]
+LOGPS = np.concatenate([row["logps"] for row in ROWS])
 GREEDY = {"temperature": 0.0, "max_tokens": max(len(row["tokens"]) for row in ROWS)}
 
-pytestmark = pytest.mark.skipif(
-    not FOLDER,
-    reason="QERL_SMOLLM2 names no folder of SmolLM2-135M-Instruct (scripts/smollm2.py makes one)",
-)
+WHY = "QERL_SMOLLM2 names no folder of SmolLM2-135M-Instruct (scripts/smollm2.py makes one)"
+pytestmark = pytest.mark.skipif(not FOLDER, reason=WHY)
 
 
 @functools.cache
@@ -66,14 +63,8 @@ def distributions(weights="float32", dtype="float32"):
 
 def of_recorded(logps):
     """Takes [n, V] of each row, and returns one array of the log-probabilities of all recorded tokens."""
-    picked = [
-        each[np.arange(len(each)), row["tokens"]] for each, row in zip(logps, ROWS, strict=True)
-    ]
-    return np.concatenate(picked)
-
-
-def recorded():
-    return np.concatenate([row["logps"] for row in ROWS])
+    pairs = zip(logps, ROWS, strict=True)
+    return np.concatenate([each[np.arange(len(each)), row["tokens"]] for each, row in pairs])
 
 
 def test_the_model_is_the_one_that_was_recorded():
@@ -95,7 +86,7 @@ def test_greedy_completions_in_float32_are_those_of_transformers():
 
 
 def test_a_forward_pass_in_float32_gives_the_log_probabilities_of_transformers():
-    np.testing.assert_allclose(of_recorded(distributions()), recorded(), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(of_recorded(distributions()), LOGPS, rtol=0, atol=1e-4)
 
 
 # Mean KL(float32 || other) per token in nats, and the mean difference of the log-probabilities of the
@@ -111,7 +102,7 @@ def test_a_forward_pass_in_float32_gives_the_log_probabilities_of_transformers()
 def test_a_rounded_base_stays_close_to_the_float32_one(weights, dtype, most_kl, most_difference):
     exact, rounded = distributions(), distributions(weights, dtype)
     kls = [np.sum(np.exp(p) * (p - q), axis=-1) for p, q in zip(exact, rounded, strict=True)]
-    difference = np.abs(of_recorded(rounded) - recorded()).mean()
+    difference = np.abs(of_recorded(rounded) - LOGPS).mean()
     assert 0 < np.concatenate(kls).mean() < most_kl
     assert difference < most_difference
 
@@ -127,12 +118,11 @@ def test_a_packed_base_generates_finite_log_probabilities_of_likely_tokens():
 @pytest.mark.gpu
 def test_training_on_the_real_model_learns_from_finite_losses(tmp_path):
     """It runs three steps of the shipped config; `scripts/smollm2.py` does this and the rest of the product."""
-    cfg = config.load(CONFIG)
+    cfg = config.load("smollm2_arithmetic")
     model = dataclasses.replace(cfg.model, model_name_or_path=FOLDER)
+    changes = {"output_dir": str(tmp_path / "run"), "max_steps": 3, "model": model}
     evaluation = dataclasses.replace(cfg.eval, num_problems=16)
-    cfg = dataclasses.replace(
-        cfg, model=model, eval=evaluation, output_dir=str(tmp_path / "run"), max_steps=3
-    )
+    cfg = dataclasses.replace(cfg, eval=evaluation, **changes)
     train(cfg, quiet=True)
     steps = [row for row in log.read_metrics(tmp_path / "run") if "loss" in row]
     assert len(steps) == 3

@@ -6,6 +6,7 @@ import pathlib
 import types
 
 import pytest
+import tomli_w
 
 from qerl_jax import config
 from qerl_jax.checkpoint.hf_folder import TINY
@@ -37,9 +38,8 @@ def test_the_plan_has_72_runs_whose_last_are_known_when_the_rates_are():
     whole = list(study.pieces(done))
     assert len(whole) == len({piece.name for piece in whole}) == 72
     assert {piece.rate for piece in whole[48:]} == {3e-4, 3e-5}
-    assert [piece for piece in whole[48:] if piece.arm == "full"] == [
-        Piece("full", 3e-5, seed) for seed in (2, 3, 4)
-    ]
+    full = [Piece("full", 3e-5, seed) for seed in (2, 3, 4)]
+    assert [piece for piece in whole[48:] if piece.arm == "full"] == full
     assert all(max(arm.rates) / min(arm.rates) == pytest.approx(100) for arm in ARMS.values())
 
 
@@ -59,15 +59,13 @@ def test_a_piece_is_found_by_its_name():
 @pytest.mark.parametrize("arm", ARMS)
 def test_every_arm_is_a_config_that_differs_in_what_it_says(arm, tmp_path):
     table = config.read_table(study.CONFIG)
-    cfg = from_table(
-        config.RunConfig, study.configured(Piece(arm, 1e-3, 4), table, "base", tmp_path)
-    )
+    changed = study.configured(Piece(arm, 1e-3, 4), table, "base", tmp_path)
+    cfg = from_table(config.RunConfig, changed)
     common = from_table(config.RunConfig, table)
     assert cfg.optim.learning_rate == 1e-3 and cfg.seed == 4
     assert (cfg.noise is not None) == arm.endswith("aqn")
-    assert cfg.model.weights == ("bfloat16" if arm == "full" else arm.split("-")[0]).replace(
-        "bf16", "bfloat16"
-    )
+    weights = arm.split("-")[0]
+    assert cfg.model.weights == {"full": "bfloat16", "bf16": "bfloat16"}.get(weights, weights)
     assert cfg.model.trainable == ("full" if arm == "full" else "lora")
     assert (cfg.data, cfg.rollout, cfg.eval) == (common.data, common.rollout, common.eval)
     assert cfg.model.block_scales == "maximum" and cfg.grpo.reference.beta == 1e-6
@@ -76,39 +74,29 @@ def test_every_arm_is_a_config_that_differs_in_what_it_says(arm, tmp_path):
 @pytest.fixture
 def two_steps(tmp_path):
     """Returns the arguments of a study of two steps on the tiny base, with problems that it can read."""
-    tiny = config.read_table("quickstart")
-    rows = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
-    table = config.read_table(study.CONFIG) | {
+    tiny, table = config.read_table("quickstart"), config.read_table(study.CONFIG)
+    table |= {
         "max_steps": 2,
-        "model": tiny["model"],
+        **{"model": tiny["model"], "rewards": tiny["rewards"]},
         "data": tiny["data"] | {"num_problems": 64},
-        "rewards": tiny["rewards"],
         "rollout": {"num_generations": 4, "max_completion_length": 32},
         "eval": {"num_problems": 8, "num_generations": 2, "temperature": 1.0},
     }
-    table["optim"] = table["optim"] | rows
-    import tomli_w
-
+    table["optim"] |= {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
     (tmp_path / "two_steps.toml").write_text(tomli_w.dumps(table))
+    (tmp_path / "out").mkdir()
+    paths = {"out": "out", "work": "work", "config": "two_steps.toml"}
     return argparse.Namespace(
         base=str(TINY),
-        out=tmp_path / "out",
-        work=tmp_path / "work",
-        config=tmp_path / "two_steps.toml",
-        arms=["bf16", "nvfp4-aqn"],
-        stage="rates",
-        jobs=1,
-        cards=1,
-        seconds=1e9,
-        timing=False,
-        piece=None,
+        **{option: tmp_path / name for option, name in paths.items()},
+        **{"arms": ["bf16", "nvfp4-aqn"], "stage": "rates", "jobs": 1, "cards": 1},
+        **{"seconds": 1e9, "timing": False, "piece": None},
     )
 
 
 @pytest.mark.slow
 def test_a_run_leaves_its_metrics_and_nothing_else(two_steps):
     args = two_steps
-    args.out.mkdir()
     args.piece = "nvfp4-aqn_0.0003_1"
     study.run_piece(args)
     assert [file.name for file in args.out.iterdir()] == [f"{args.piece}.json"]
@@ -140,7 +128,6 @@ def test_a_run_on_a_quantized_base_records_its_hash_too(two_steps):
 @pytest.mark.slow
 def test_a_study_of_two_steps_is_done_in_pieces_by_several_processes(two_steps, capsys):
     args = two_steps
-    args.out.mkdir()
     args.jobs, args.seconds = 2, 0  # no time: nothing is begun
     assert not study.work_off(args)
     assert not study.read(args.out)
@@ -163,7 +150,6 @@ def test_a_study_of_two_steps_is_done_in_pieces_by_several_processes(two_steps, 
 
 def test_runs_are_divided_among_cards(two_steps, monkeypatch):
     args, cards = two_steps, []
-    args.out.mkdir()
     args.jobs, args.cards = 3, 2
 
     def begin(args, name, card):
@@ -182,7 +168,6 @@ def test_runs_are_divided_among_cards(two_steps, monkeypatch):
 @pytest.mark.parametrize("status", [0, 1])
 def test_other_runs_begin_while_gptq_quantizes(two_steps, monkeypatch, capsys, status):
     args, began, looks = two_steps, [], iter([None] * 3 + [status] * 99)
-    args.out.mkdir()
     args.work.mkdir()
     args.arms, args.jobs = ["nvfp4-gptq", "bf16"], 12
     (args.work / "gptq.log").write_text("ValueError: too few rows\n")
@@ -210,7 +195,6 @@ def test_other_runs_begin_while_gptq_quantizes(two_steps, monkeypatch, capsys, s
 @pytest.mark.slow
 def test_a_run_that_fails_is_told_of_and_left(two_steps, capsys):
     args = two_steps
-    args.out.mkdir()
     args.arms, args.base = ["bf16"], str(pathlib.Path(args.base) / "nowhere")
     done = all_rates("bf16", 3e-4)
     done.pop("bf16_0.0003_1")

@@ -21,13 +21,10 @@ from scripts.study_results import (
 
 
 def run(reward=0.5, end=0.6, start=0.3, entropy=0.2, **more):
-    columns = {"reward": reward, "entropy": entropy}
-    ends = {
-        "start": {"accuracy": start, "pass@8": start + 0.2},
-        "end": {"accuracy": end, "pass@8": end + 0.2},
-    }
+    ends = {"start": start, "end": end}.items()
+    ends = {name: {"accuracy": value, "pass@8": value + 0.2} for name, value in ends}
     about = {"base": "b", "device": "H100", "date": "2026-11-23", "late_kl": 0.01, "mismatch": 0.02}
-    return ends | about | {"steps": {name: [value] * 10 for name, value in columns.items()}} | more
+    return ends | about | {"steps": {"reward": [reward] * 10, "entropy": [entropy] * 10}} | more
 
 
 def whole(**ends):
@@ -108,9 +105,8 @@ def test_without_runs_the_page_says_so_and_has_no_number_of_ours():
 
 def test_growth_is_not_level():
     # One reward rises from 0.1 to 0.5, the other stays at 0.6.
-    rising, level = (
-        {"steps": {"reward": [x] * 80 + [y] * 20}} for x, y in ((0.1, 0.5), (0.6, 0.6))
-    )
+    rewards = [[x] * 80 + [y] * 20 for x, y in ((0.1, 0.5), (0.6, 0.6))]
+    rising, level = ({"steps": {"reward": values}} for values in rewards)
     assert study_results.reward_growth(rising) == pytest.approx(0.4)
     assert study_results.reward_growth(level) == pytest.approx(0)
     assert study_results.mean_reward(rising) < study_results.mean_reward(level)
@@ -149,9 +145,8 @@ def test_the_committed_pages_are_what_the_scripts_make():
 def test_tables_and_figures_of_a_whole_study(tmp_path):
     results, timings = whole(), {f"timing_{arm}": {"step": 0.5} for arm in ARMS}
     text = study_results.page(results, timings)
-    assert "72 of 72 runs, on H100" in text and study_results.claims_table(results).count(
-        MISSING
-    ) == 2 * len(UNTESTED)
+    assert "72 of 72 runs, on H100" in text
+    assert study_results.claims_table(results).count(MISSING) == 2 * len(UNTESTED)
     assert "| NVFP4 LoRA | 0.0003 | 5 | 0.300 [0.300, 0.300] | 0.600 [0.600, 0.600] |" in text
     assert "0.003: +0.300, +0.300" in text
     study_results.draw(results, timings, tmp_path)
