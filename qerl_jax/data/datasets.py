@@ -428,8 +428,8 @@ def _as_written(rows: Any, path: pathlib.Path) -> Any:
         rows = rows.remove_columns(name).add_column(name, [row.get(name) for row in records])
     for name in real:
         if any(_is_rounded(row.get(name)) for row in records):
-            texts = [_with_digits(row.get(name)) for row in records]
-            rows = rows.remove_columns(name).add_column(name, texts)
+            column = [_with_digits(row.get(name)) for row in records]
+            rows = rows.remove_columns(name).add_column(name, column)
     return rows
 
 
