@@ -32,6 +32,7 @@ from qerl_jax.tracking import logger
 
 ROOT = pathlib.Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
+GIVEN = (["3+4"], ["<think>3+4=7</think><answer>7</answer>"])  # a prompt and a completion
 ROWS = [{"prompt": f"{a}+{b}", "answer": a + b} for a in range(6) for b in range(6)]
 SMALL = {
     "max_steps": 1,
@@ -110,24 +111,18 @@ def test_no_module_beside_the_public_names_bears_one_of_them(package):
 def test_a_path_a_table_and_a_config_mean_the_same_run(tmp_path):
     by_path = settings.run_config(QUICKSTART)
     assert by_path == settings.run_config(by_path) == settings.run_config(str(QUICKSTART))
-    sections = {
-        f.name: getattr(by_path, f.name)
-        for f in dataclasses.fields(by_path)
-        if getattr(by_path, f.name) is not None
-    }
+    sections = {name: value for name, value in vars(by_path).items() if value is not None}
     assert settings.run_config(sections) == by_path
 
 
 def test_overrides_change_fields_within_a_section_and_none_removes_one():
     before = settings.run_config(QUICKSTART)
-    cfg = settings.run_config(
-        QUICKSTART, {"num_train_epochs": 2, "optim": {"learning_rate": 1e-4}, "noise": None}
-    )
+    changes = {"num_train_epochs": 2, "optim": {"learning_rate": 1e-4}, "noise": None}
+    cfg = settings.run_config(QUICKSTART, changes)
     assert (cfg.max_steps, cfg.num_train_epochs, cfg.noise) == (None, 2.0, None)
     assert cfg.optim == dataclasses.replace(before.optim, learning_rate=1e-4)
-    assert settings.run_config(cfg, {"lora": qerl_jax.LoraConfig(4)}).lora == (
-        qerl_jax.LoraConfig(4)
-    )
+    four = qerl_jax.LoraConfig(4)
+    assert settings.run_config(cfg, {"lora": four}).lora == four
 
 
 def test_overrides_reach_into_tables_of_sections():
@@ -184,9 +179,7 @@ def test_what_is_wrong_is_said_by_its_name_and_nothing_is_written(arguments, mes
 
 
 def test_a_function_in_a_config_is_refused_by_the_field_and_the_rule():
-    with pytest.raises(
-        ConfigError, match=r"rewards.functions: got .*digits.*; must be a list of names"
-    ):
+    with pytest.raises(ConfigError, match="rewards.functions: got .*digits.*; must be a list of n"):
         qerl_jax.RewardConfig((digits,))
     with pytest.raises(ConfigError, match="optim.learning_rate: got '1e-4'; must be positive"):
         qerl_jax.OptimConfig(learning_rate="1e-4")
@@ -268,11 +261,9 @@ def test_a_callback_sees_every_step_and_ends_the_run_with_false(tmp_path, run):
     # A later call goes on as if nothing had been.
     whole = qerl_jax.train(cfg, ROWS, digits, note, quiet=True)
     assert seen == list(run.metrics["reward"].items())
-    ours, theirs = (
-        peft.import_adapter(each.folder / "adapter", run.policy().model) for each in (whole, run)
-    )
-    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_array_equal(one, other)
+    model = run.policy().model
+    trees = [peft.import_adapter(each.folder / "adapter", model) for each in (whole, run)]
+    jax.tree.map(np.testing.assert_array_equal, *trees)
 
 
 @pytest.mark.parametrize(
@@ -363,24 +354,11 @@ def test_a_run_that_goes_on_after_its_end_is_asked_by_its_newest_checkpoint(run,
         qerl_jax.export(old, tmp_path / "other")
 
 
-def test_the_base_of_a_run_that_has_saved_nothing_can_be_asked(tmp_path):
-    cfg = settings.run_config(QUICKSTART, {})
-    config.write_run(tmp_path, cfg)
-    source = sources.find_policy(None, tmp_path, base=True)
-    assert source.adapter is None and source.name == "base"
-
-
-def test_a_whole_model_is_not_asked_before_the_run_has_ended(tmp_path):
-    cfg = settings.run_config("gsm8k_qwen2.5_3b_full", {})
-    config.write_run(tmp_path, cfg)
+def test_a_whole_model_is_asked_only_if_the_run_has_ended_and_does_not_go_on(tmp_path, monkeypatch):
+    config.write_run(tmp_path, settings.run_config("gsm8k_qwen2.5_3b_full", {}))
     (tmp_path / "checkpoints" / "1").mkdir(parents=True)
     with pytest.raises(FileNotFoundError, match="has no model: .* when it has ended"):
         policies.find(tmp_path)
-
-
-def test_a_whole_model_is_not_asked_while_the_run_goes_on_after_an_end(tmp_path, monkeypatch):
-    cfg = settings.run_config("gsm8k_qwen2.5_3b_full", {})
-    config.write_run(tmp_path, cfg)
     (tmp_path / "model").mkdir()
     assert sources.find_policy(None, tmp_path).model.model_name_or_path == str(tmp_path / "model")
     monkeypatch.setattr(sources, "_goes_on", lambda files: True)
@@ -396,8 +374,8 @@ def test_a_text_is_asked_as_in_training_also_if_the_set_has_a_system_prompt(
     data = {"dataset": dataset, "apply_chat_template": False}
     cfg = settings.run_config(QUICKSTART, {"data": data, "eval": None})
     config.write_run(tmp_path, cfg)
-    source = sources.find_policy(None, tmp_path, base=True)
-    assert source.apply_chat_template == is_chat
+    source = sources.find_policy(None, tmp_path, base=True)  # of a run that has saved nothing
+    assert (source.apply_chat_template, source.adapter, source.name) == (is_chat, None, "base")
 
 
 # A policy
@@ -412,11 +390,8 @@ def test_log_probabilities_are_the_samplers_own(run, temperature):
     outputs = adapted.generate(prompts, params)
     assert [output.prompt for output in outputs] == prompts
     pairs = [(output.prompt, each) for output in outputs for each in output.outputs]
-    scored = adapted.logprobs(
-        [prompt for prompt, _ in pairs],
-        [each.token_ids for _, each in pairs],
-        temperature=temperature,
-    )
+    texts, ids = [text for text, _ in pairs], [each.token_ids for _, each in pairs]
+    scored = adapted.logprobs(texts, ids, temperature=temperature)
     for logprobs, (_, each) in zip(scored, pairs, strict=True):
         assert logprobs.dtype == np.float32
         np.testing.assert_allclose(logprobs, each.logprobs, atol=1e-4)
@@ -424,11 +399,9 @@ def test_log_probabilities_are_the_samplers_own(run, temperature):
 
 @pytest.mark.slow
 def test_log_probabilities_of_many_rows_are_those_of_each(policy, monkeypatch):
-    from qerl_jax.api import policy as module
-
     prompts, texts = [row["prompt"] for row in ROWS[:7]], [str(9**n) for n in range(7)]
     each = [policy.logprobs(*pair)[0] for pair in zip(prompts, texts, strict=True)]
-    monkeypatch.setattr(module, "_SCORED_TOKENS", 3 * 64)  # three rows at a time
+    monkeypatch.setattr(policies, "_SCORED_TOKENS", 3 * 64)  # three rows at a time
     for one, other in zip(policy.logprobs(prompts, texts), each, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4)
     ids = policy.tokenizer.encode(texts)
@@ -438,9 +411,8 @@ def test_log_probabilities_of_many_rows_are_those_of_each(policy, monkeypatch):
 
 
 def test_without_the_adapter_log_probabilities_are_those_of_the_base(run, policy):
-    given = (["3+4"], ["<think>3+4=7</think><answer>7</answer>"])
-    (base,), (trained,) = policy.logprobs(*given), run.policy().logprobs(*given)
-    (switched_off,) = run.policy().logprobs(*given, adapter=False)
+    (base,), (trained,) = policy.logprobs(*GIVEN), run.policy().logprobs(*GIVEN)
+    (switched_off,) = run.policy().logprobs(*GIVEN, adapter=False)
     np.testing.assert_allclose(switched_off, base, atol=1e-5)
     assert np.abs(trained - base).max() > 1e-4
 
@@ -482,9 +454,7 @@ def test_what_is_wrong_with_a_call_is_said_by_its_name(call, message, policy):
         call(policy)
 
 
-def test_a_device_that_reports_no_memory_samples_64_completions_at_a_time_or_as_a_limit_says(
-    policy,
-):
+def test_a_device_that_reports_no_memory_samples_64_completions_or_as_a_limit_says(policy):
     assert policy._sampler(qerl_jax.SamplingParams()).max_concurrent == 64
     for limits in (EngineLimits(96), EngineLimits(kv_cache_tokens=4096)):
         assert limits.on_this_device() == limits
@@ -496,45 +466,35 @@ def test_a_number_of_numpy_will_do_as_a_limit(policy):
 
 
 @pytest.mark.slow
-def test_an_adapter_that_is_saved_is_the_policy_when_it_is_loaded_again(run, tmp_path):
+def test_what_is_saved_is_the_policy_when_it_is_loaded_again(run, tmp_path):
     trained = run.policy()
     louder = trained.with_params(jax.tree.map(lambda x: 2 * x, trained.variables["params"]))
     again = qerl_jax.load(adapter=louder.save_pretrained(tmp_path / "louder"), dtype="float32")
-    given = (["3+4"], ["<think>3+4=7</think>"])
-    np.testing.assert_array_equal(louder.logprobs(*given)[0], again.logprobs(*given)[0])
+    np.testing.assert_array_equal(louder.logprobs(*GIVEN)[0], again.logprobs(*GIVEN)[0])
     assert louder.unsaved and "unsaved" in repr(louder) and not again.unsaved
-
-
-@pytest.mark.slow
-def test_a_dense_base_is_saved_as_a_whole_model(tmp_path):
+    # A dense base is saved as a whole model.
     dense = qerl_jax.load("qerl-tiny", weights="float32", dtype="float32")
     folder = dense.save_pretrained(tmp_path / "dense")
     again = qerl_jax.load(folder, weights="float32", dtype="float32")
-    given = (["3+4"], ["<think>3+4=7</think>"])
-    np.testing.assert_array_equal(dense.logprobs(*given)[0], again.logprobs(*given)[0])
+    np.testing.assert_array_equal(dense.logprobs(*GIVEN)[0], again.logprobs(*GIVEN)[0])
 
 
-def test_loading_tells_the_standard_error_what_it_reads_unless_it_is_to_be_quiet(capsys):
+def test_loading_and_evaluating_tell_what_is_read_unless_they_are_to_be_quiet(tmp_path, capsys):
     for options in ({}, {"lora": qerl_jax.LoraConfig(rank=4)}):
         qerl_jax.load(dtype="float32", quiet=True, **options)
         assert capsys.readouterr() == ("", "")
         qerl_jax.load(dtype="float32", **options)
         assert capsys.readouterr() == ("", "base: qerl-tiny, held in nvfp4\n")
-
-
-def test_an_evaluation_tells_it_too(tmp_path, capsys):
-    asked = {"num_problems": 1, "samples": 1, "max_tokens": 2}
-    for quiet in (True, False):
+    few = {"num_problems": 1, "samples": 1, "max_tokens": 2}
+    for quiet, line in ((True, ""), (False, "base: qerl-tiny, held in nvfp4\n")):
         folder = tmp_path / str(quiet)
-        qerl_jax.evaluate("qerl-tiny", "arithmetic", output_dir=folder, quiet=quiet, **asked)
-        said = "" if quiet else "base: qerl-tiny, held in nvfp4\n"
-        assert capsys.readouterr().err == said
+        qerl_jax.evaluate("qerl-tiny", "arithmetic", output_dir=folder, quiet=quiet, **few)
+        assert capsys.readouterr().err == line
 
 
 def test_a_fresh_adapter_changes_nothing_yet(policy):
     fresh = qerl_jax.load(lora=qerl_jax.LoraConfig(4), dtype="float32")
-    given = (["3+4"], ["<think>3+4=7</think>"])
-    np.testing.assert_allclose(fresh.logprobs(*given)[0], policy.logprobs(*given)[0], atol=1e-5)
+    np.testing.assert_allclose(fresh.logprobs(*GIVEN)[0], policy.logprobs(*GIVEN)[0], atol=1e-5)
     assert fresh.unsaved and fresh.model.lora.rank == 4
 
 
@@ -542,12 +502,9 @@ def test_a_fresh_adapter_changes_nothing_yet(policy):
 
 
 def test_an_evaluation_makes_drafts_as_it_is_told(policy, tmp_path, monkeypatch):
-    told, made = [], Engine.of.__func__
-    monkeypatch.setattr(
-        Engine,
-        "of",
-        classmethod(lambda *a, **options: told.append(a[3].drafts) or made(*a, **options)),
-    )
+    told, built = [], Engine.of.__func__
+    of = lambda *a, **options: told.append(a[3].drafts) or built(*a, **options)
+    monkeypatch.setattr(Engine, "of", classmethod(of))
     options = {"samples": 1, "max_tokens": 2, "num_problems": 1, "quiet": True}
     for drafts in ("auto", "off"):
         folder = tmp_path / drafts
@@ -590,12 +547,9 @@ def test_a_policy_is_evaluated_as_its_run_is_and_an_unsaved_one_leaves_no_file(
 
 @pytest.mark.slow
 def test_a_policy_of_a_run_is_exported_as_the_run_is(run, tmp_path):
-    reports = [
-        qerl_jax.export(run.policy(), tmp_path / "a"),
-        run.export(tmp_path / "b"),
-        qerl_jax.export(str(run.folder), tmp_path / "c", to="peft"),
-    ]
-    assert reports[0] == reports[1] == reports[2] and reports[0]["to"] == "peft"
+    first = qerl_jax.export(run.policy(), tmp_path / "a")
+    last = qerl_jax.export(str(run.folder), tmp_path / "c", to="peft")
+    assert first == run.export(tmp_path / "b") == last and first["to"] == "peft"
 
 
 def test_a_plan_says_whether_the_run_fits():

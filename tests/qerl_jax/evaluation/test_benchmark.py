@@ -44,19 +44,23 @@ def sums(reward="accuracy_reward", **changes):
 
 def run(folder, policy=BASE, problems=6, **changes):
     said = []
-    summaries = benchmark.run(
-        policy,
-        [(arithmetic(problems), sums(**changes))],
-        folder,
-        max_concurrent=2,
-        log=said.append,
-    )
+    sets = [(arithmetic(problems), sums(**changes))]
+    summaries = benchmark.run(policy, sets, folder, max_concurrent=2, log=said.append)
     return summaries["arithmetic"], said
 
 
-def records(folder):
-    lines = (folder / "arithmetic" / "problems.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+def records(folder, name="arithmetic"):
+    return [json.loads(line) for line in (folder / name / "problems.jsonl").open()]
+
+
+@pytest.fixture
+def unmeasured(monkeypatch):
+    """Leaves out sampling; returns a policy for it, and a list of the sets that would be sampled."""
+    sets = []
+    monkeypatch.setattr(benchmark, "_measure", lambda _, job, *__: sets.append(job))
+    monkeypatch.setattr(benchmark, "summarize", lambda values: {})
+    monkeypatch.setattr(fused_decode, "slow_because", lambda *_: None)
+    return types.SimpleNamespace(model=types.SimpleNamespace(own_part=None)), sets
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +81,8 @@ def adapter(tmp_path_factory):
     return folder
 
 
-def test_slow_sampling_is_told_once_for_all_sets(tmp_path, monkeypatch):
+def test_slow_sampling_is_told_once_for_all_sets(unmeasured, tmp_path, monkeypatch):
     monkeypatch.setattr(fused_decode, "slow_because", lambda model, rows: f"slow: {rows} rows")
-    monkeypatch.setattr(benchmark, "_measure", lambda *_: None)
-    monkeypatch.setattr(benchmark, "summarize", lambda values: {})
     other = tmp_path / "other.jsonl"
     other.write_text('{"question": "What is 1+2?", "answer": "3"}\n')
     sets = [(arithmetic(1), sums()), (benchmark.source_of(str(other), BASE), sums())]
@@ -120,9 +122,7 @@ def test_verls_protocol_asks_and_scores_as_verl_does(name, gold, right, wrong):
     assert list(reward(completions=[right, wrong], answer=[gold, gold])) == [1, 0]
     form = {"gsm8k": "####", "math500": "\\boxed{}"}.get(name, 'after "Answer:"')
     assert form in protocol.prompt_template and protocol.system_prompt == ""
-
-
-def test_rows_that_carry_dapos_instruction_are_asked_without_another():
+    # Rows that carry DAPO's instruction are asked without another.
     protocol = protocols.verl("dapo_math")
     assert (protocol.reward, protocol.prompt_template) == ("dapo_reward", None)
 
@@ -133,9 +133,8 @@ def test_every_record_says_what_was_answered_and_how_it_was_judged(finished):
     rows = records(folder)
     assert [row["problem"] for row in rows] == list(range(6))
     for row in rows:
-        for right, answer, text in zip(
-            row["right"], row["answers"], row["completions"], strict=True
-        ):
+        columns = (row[name] for name in ("right", "answers", "completions"))
+        for right, answer, text in zip(*columns, strict=True):
             assert (f"<answer>{answer}</answer>" in text) == (answer is not None)
             assert right == (answer == row["gold"])
         assert len(row["votes"]) == 4 and (None in row["votes"]) == (None in row["answers"])
@@ -146,8 +145,7 @@ def test_every_record_says_what_was_answered_and_how_it_was_judged(finished):
     assert mean["value"] == right.mean() and pass_4["value"] == right.any(axis=1).mean()
     assert mean["over_problems"][0] < mean["value"] < mean["over_problems"][1]
     assert mean["over_samples"] and pass_2["over_samples"] and not pass_4["over_samples"]
-    stored = json.loads((folder / "arithmetic" / "summary.json").read_text())
-    assert stored == summary
+    assert json.loads((folder / "arithmetic" / "summary.json").read_text()) == summary
 
 
 @pytest.mark.slow
@@ -163,11 +161,10 @@ def test_votes_of_a_mathematical_reward_are_its_own(tmp_path, monkeypatch):
 def test_a_reward_that_compares_strings_votes_by_its_strings():
     given = [["18.", "18", "18.0", None]]
     reward = lambda **_: []
-    assert evaluator._votes(("verl_gsm8k_reward", reward), given) == given
-    assert evaluator._votes(("gsm8k_hash_reward", reward), given) == [["18", "18", "18", None]]
-    assert evaluator._votes(("verl_math_reward", reward), [["1/2", r"\dfrac12"]]) == [
-        [r"\frac{1}{2}", r"\frac{1}{2}"]
-    ]
+    votes = lambda name, texts: evaluator._votes((name, reward), texts)
+    assert votes("verl_gsm8k_reward", given) == given
+    assert votes("gsm8k_hash_reward", given) == [["18", "18", "18", None]]
+    assert votes("verl_math_reward", [["1/2", r"\dfrac12"]]) == [2 * [r"\frac{1}{2}"]]
 
 
 @pytest.mark.slow
@@ -175,8 +172,7 @@ def test_an_evaluation_that_failed_before_its_first_answer_may_be_asked_otherwis
     with pytest.raises(ValueError, match="max_tokens"):
         run(tmp_path, max_tokens=10**6)
     assert (tmp_path / "arithmetic" / "settings.json").is_file()
-    _, said = run(tmp_path)
-    assert said
+    assert run(tmp_path)[1]
 
 
 def test_a_stopped_evaluation_goes_on_in_other_batches_to_the_same_end(finished, tmp_path):
@@ -211,13 +207,10 @@ def test_an_adapter_that_changes_nothing_scores_what_its_base_scores(adapter, tm
     assert wide.high == pytest.approx(4 * difference.high)
 
 
-def test_a_set_may_be_compared_from_within_its_folder(finished, monkeypatch):
-    monkeypatch.chdir(finished[0] / "arithmetic")
-    assert list(compare(".", "..")) == ["arithmetic"]
-
-
-def test_a_comparison_needs_the_same_problems(finished, tmp_path):
+def test_a_comparison_needs_the_same_problems(finished, tmp_path, monkeypatch):
     six, _, _ = finished
+    monkeypatch.chdir(six / "arithmetic")
+    assert list(compare(".", "..")) == ["arithmetic"]  # a set, from within its folder
     shutil.copytree(six, tmp_path / "five")
     path = tmp_path / "five" / "arithmetic" / "problems.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:5]))
@@ -265,9 +258,8 @@ def test_a_run_folder_brings_its_model_prompt_problems_and_sampling(run_folder):
     assert policy.adapter == run_folder / "adapter" and policy.name == "adapter"
     assert find_policy(None, run_folder / "best").name == "best"
     base = find_policy(None, run_folder, base=True)
-    assert (
-        base.name == "base" and base.adapter is None and base.model == policy.model == TINY_OF_RUN
-    )
+    assert (base.name, base.adapter, base.model) == ("base", None, policy.model)
+    assert policy.model == dataclasses.replace(TINY, gradient_checkpointing="none")
     source = benchmark.source_of("arithmetic", policy)
     assert (source.split, source.num_problems) == ("test", 5)
     protocol = benchmark.protocol_for("arithmetic", policy, EvalOptions(top_p=0.9))
@@ -285,32 +277,24 @@ def test_a_run_folder_brings_its_model_prompt_problems_and_sampling(run_folder):
 
 @pytest.mark.parametrize("applies", [True, False])
 def test_a_set_is_asked_in_the_form_of_training_or_a_warning_names_the_cure(
-    applies, run_folder, tmp_path, monkeypatch
+    applies, run_folder, tmp_path, unmeasured
 ):
     rows, path = tmp_path / "rows.jsonl", run_folder / "config.toml"
     rows.write_text('{"prompt": "What is 1+2?", "answer": "3"}\n')
     text = path.read_text().replace('system_prompt = "Add."\n', "")
-    path.write_text(
-        text.replace("apply_chat_template = true", f"apply_chat_template = {applies}".lower())
-    )
-    policy, asked, said = find_policy(None, run_folder), [], []
-    loaded = types.SimpleNamespace(model=types.SimpleNamespace(own_part=None))
-    monkeypatch.setattr(benchmark, "_measure", lambda _, each, *__: asked.append(each.problems[0]))
-    monkeypatch.setattr(benchmark, "summarize", lambda values: {})
-    monkeypatch.setattr(fused_decode, "slow_because", lambda *_: None)
+    field = "apply_chat_template = "
+    path.write_text(text.replace(f"{field}true", f"{field}{applies}".lower()))
+    policy, lines, (loaded, jobs) = find_policy(None, run_folder), [], unmeasured
 
-    def ask(folder, **given):
-        source = benchmark.source_of(str(rows), policy, EvalOptions(**given))
-        protocol = benchmark.protocol_for(str(rows), policy)
-        benchmark.run(
-            policy, [(source, protocol)], tmp_path / folder, policy=loaded, log=said.append
-        )
+    def is_text(folder, **options):
+        source = benchmark.source_of(str(rows), policy, EvalOptions(**options))
+        sets = [(source, benchmark.protocol_for(str(rows), policy))]
+        benchmark.run(policy, sets, tmp_path / folder, policy=loaded, log=lines.append)
+        return isinstance(jobs[-1].problems[0].prompt, str)
 
-    ask("same")
-    assert isinstance(asked[-1].prompt, str) == (not applies) and said == []
-    ask("other", apply_chat_template=not applies)
-    assert isinstance(asked[-1].prompt, str) == applies
-    (line,) = said
+    assert is_text("same") == (not applies) and lines == []
+    assert is_text("other", apply_chat_template=not applies) == applies
+    (line,) = lines
     assert line.startswith("warning: rows: texts are asked ") and 'the protocol "run"' in line
 
 
@@ -333,9 +317,6 @@ def test_a_run_of_a_whole_model_brings_that_model(run_folder):
     assert not trained.random_base and base.random_base
 
 
-TINY_OF_RUN = dataclasses.replace(TINY, gradient_checkpointing="none")
-
-
 def test_commands_evaluate_and_compare(run_folder, capsys):
     for options in ([], ["--base"]):
         short = ["--num-problems", "2", *options]
@@ -353,39 +334,25 @@ def test_commands_evaluate_and_compare(run_folder, capsys):
 def test_a_benchmark_is_read_from_a_folder_under_a_protocol(tmp_path, capsys):
     where = ["--path", str(GSM8K), "--output-dir", str(tmp_path), "--num-problems", "2"]
     assert main.main(["eval", "gsm8k", "--protocol", "verl", "--max-tokens", "2", *where]) == 0
-    first, _ = (
-        json.loads(line)
-        for line in (tmp_path / "gsm8k" / "problems.jsonl").read_text().splitlines()
-    )
+    first, _ = records(tmp_path, "gsm8k")
     assert first["gold"] == "18" and len(first["prompt"]) == 1
     assert first["prompt"][0]["content"].endswith('output the final answer after "####".')
 
 
-def test_a_judge_that_the_run_was_not_trained_with_is_named(run_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(benchmark, "_measure", lambda *_: None)
-    monkeypatch.setattr(benchmark, "summarize", lambda values: {})
-    loaded = types.SimpleNamespace(model=types.SimpleNamespace(own_part=None))
-    monkeypatch.setattr(fused_decode, "slow_because", lambda *_: None)
-    found = find_policy(None, run_folder)
+def test_a_judge_that_the_run_was_not_trained_with_is_named(run_folder, tmp_path, unmeasured):
+    found, (loaded, _) = find_policy(None, run_folder), unmeasured
+    rewards = dataclasses.replace(found.run.rewards, functions=("mine.py:right",), weights=None)
 
     def said(**changes):
-        rewards = dataclasses.replace(found.run.rewards, functions=("mine.py:right",), weights=None)
-        policy = dataclasses.replace(
-            found, run=dataclasses.replace(found.run, rewards=rewards, **changes)
-        )
-        protocol = benchmark.protocol_for("arithmetic", policy)
-        lines = []
-        benchmark.run(
-            *(policy, [(arithmetic(1), protocol)], tmp_path / f"{len(changes)}"),
-            policy=loaded,
-            log=lines.append,
-        )
+        trained = dataclasses.replace(found.run, rewards=rewards, **changes)
+        policy, lines = dataclasses.replace(found, run=trained), []
+        sets = [(arithmetic(1), benchmark.protocol_for("arithmetic", policy))]
+        folder = tmp_path / f"{len(changes)}"
+        benchmark.run(policy, sets, folder, policy=loaded, log=lines.append)
         return lines
 
     (line,) = said(eval=None)
-    assert line.startswith(
-        "arithmetic: judged by accuracy_reward, and the run was trained with mine"
-    )
+    assert line.startswith("arithmetic: judged by accuracy_reward, and the run was trained with m")
     assert said() == []
 
 

@@ -10,14 +10,11 @@ import pytest
 from qerl_jax.evaluation import intervals
 
 
-def all_subsets(n, k):
-    return list(itertools.combinations(range(n), k))
-
-
 @pytest.mark.parametrize("k", range(1, 7))
 def test_pass_at_k_is_the_mean_over_all_subsets(k):
     right = np.array([[1, 0, 0, 1, 0, 0], [0] * 6, [1] * 6, [0, 0, 0, 0, 0, 1]], bool)
-    expected = [np.mean([row[list(s)].any() for s in all_subsets(6, k)]) for row in right]
+    subsets = list(itertools.combinations(range(6), k))
+    expected = [np.mean([row[list(s)].any() for s in subsets]) for row in right]
     np.testing.assert_allclose(intervals.pass_at_k(right, k), expected, atol=1e-15)
 
 
@@ -44,7 +41,7 @@ def test_maj_at_k_is_the_mean_over_all_subsets(k):
     right[4, 2] = False
     worths = [{"5": 1.0}] * 4 + [{"5": 2 / 3}]
     expected = [
-        np.mean([vote([row[i] for i in s], Counter(worth)) for s in all_subsets(7, k)])
+        np.mean([vote(texts, Counter(worth)) for texts in itertools.combinations(row, k)])
         for row, worth in zip(answers, worths, strict=True)
     ]
     np.testing.assert_allclose(intervals.maj_at_k(right, answers, k), expected, atol=1e-14)
@@ -116,17 +113,15 @@ def test_without_a_second_sample_nothing_is_known_about_samples():
 @pytest.mark.parametrize("won, lost", [(0, 0), (5, 1), (0, 9)])
 def test_paired_shares_have_agresti_and_mins_interval(won, lost):
     problems = 100
-    ours = np.zeros(problems)
-    theirs = np.zeros(problems)
+    ours, theirs = np.zeros((2, problems))
     ours[:won], theirs[won : won + lost] = 1, 1
     b, c, n = won + 0.5, lost + 0.5, problems + 2
     t = 1.983731002  # Student's, 101 degrees of freedom
     reach = t * math.sqrt((b + c) - (b - c) ** 2 / n) / n
     interval = intervals.paired_difference(ours, theirs)
     assert interval.mean == pytest.approx((won - lost) / problems)
-    np.testing.assert_allclose(
-        (interval.low, interval.high), ((b - c) / n - reach, (b - c) / n + reach), atol=1e-8
-    )
+    ends = (b - c) / n - reach, (b - c) / n + reach
+    np.testing.assert_allclose((interval.low, interval.high), ends, atol=1e-8)
 
 
 def test_a_comparison_needs_the_same_problems():
@@ -187,10 +182,8 @@ def test_paired_intervals_hold_the_truth_as_often_as_they_say(samples):
     for _ in range(2000):
         theirs = rng.beta(0.4, 1.2, 100)
         ours = theirs + 0.2 * (1 - theirs)
-        first, second = (
-            (rng.random((100, samples)) < p[:, None]).mean(axis=1) for p in (ours, theirs)
-        )
-        interval = intervals.paired_difference(first, second, samples)
+        pair = ((rng.random((100, samples)) < p[:, None]).mean(axis=1) for p in (ours, theirs))
+        interval = intervals.paired_difference(*pair, samples)
         hits.append(interval.low <= 0.2 * 0.75 <= interval.high)
         widths.append(interval.high - interval.low)
     assert coverage(hits)

@@ -80,26 +80,17 @@ def test_a_band_is_kept_and_a_stopped_measurement_goes_on(tmp_path):
 @pytest.mark.slow
 def test_rows_that_are_kept_make_the_same_prompts_with_the_same_config(tmp_path):
     out, cfg = tmp_path / "out.jsonl", small()
-    data = dataclasses.replace(
-        cfg.data,
-        num_problems=2,
-        max_prompt_length=80,
-        system_prompt="Add.",
-        prompt_template="{prompt} Think.",
-    )
+    texts = {"system_prompt": "Add.", "prompt_template": "{prompt} Think."}
+    data = dataclasses.replace(cfg.data, num_problems=2, max_prompt_length=80, **texts)
     cfg = dataclasses.replace(cfg, data=data)
     pass_rates.select(cfg, out, low=0.0, high=1.0, samples=1, reward="format_reward")
-    read_again = dataclasses.replace(data, dataset=str(out))
-    problems, expected = (
-        datasets.from_config(each, split="train", seed=cfg.seed) for each in (read_again, data)
-    )
+    sources = dataclasses.replace(data, dataset=str(out)), data
+    problems, expected = (datasets.from_config(d, split="train", seed=cfg.seed) for d in sources)
     assert [p.prompt for p in problems] == [p.prompt for p in expected]
     assert len(expected[0].prompt) == 2 and problems[0].is_from_text
 
 
-def test_the_command_says_that_a_sets_own_system_prompt_is_not_in_the_rows(
-    tmp_path, monkeypatch, capsys
-):
+def test_the_command_says_that_a_system_prompt_is_not_in_rows(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(pass_rates, "select", lambda *_, **__: (1, 2))
     note = "system prompt of bigmath is not in"
     for given, expected in (("None", True), ("think-answer", False)):
