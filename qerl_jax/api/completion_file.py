@@ -36,17 +36,9 @@ def write(
 
     Until all completions are done, rows are appended to `<path>.partial`; a later call continues from that file.
 
-    Args:
-        path: The output file; it is created when all completions are done.
-        source: The policy that samples.
-        rows: Columns that are written with each completion of a prompt.
-        prompts: The prompts, one for each of `rows`.
-        params: Sampling options.
-        limits: How many completions are sampled at a time.
-        log: Called with a progress line about every 10 seconds, and with a message if sampling is slower than it could
-            be on this GPU.
-        tools: Tools that the policy may call; each row then also has its messages, as `turns`.
-        mesh: The devices.
+    Each of `rows` holds the columns that are written with the completions of its prompt. With tools it also gets the
+    messages, as `turns`. `log` is called with a progress line about every 10 seconds, and with a message if sampling is
+    slower than it could be on this GPU.
 
     Raises:
         Busy: If another process writes this file.
@@ -68,16 +60,12 @@ def write(
                 completions = policy.completions(prompts, params, columns=columns, first=first)
                 reported = time.monotonic()
                 for index, done in enumerate(completions, first):
-                    values = (
-                        done.text,
-                        done.finish_reason,
-                        len(done.token_ids),
-                        float(done.logprobs.sum()),
+                    turns = [] if done.messages is None else [done.messages]
+                    sums = (len(done.token_ids), float(done.logprobs.sum()))
+                    values = (done.text, done.finish_reason, *sums, *turns)
+                    progress.add(
+                        [rows[index // params.n] | dict(zip(WRITTEN, values, strict=False))]
                     )
-                    written = dict(zip(WRITTEN, values, strict=False))
-                    if done.messages is not None:
-                        written["turns"] = done.messages
-                    progress.add([rows[index // params.n] | written])
                     if time.monotonic() > reported + _SECONDS_BETWEEN_LINES:
                         log(f"{index + 1}/{wanted} completions")
                         reported = time.monotonic()
@@ -91,10 +79,7 @@ def write(
 
 
 def columns_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the columns with which each row's environment is reset.
-
-    The prompt is left out, because the environment gets the prompt as the policy sees it.
-    """
+    """Returns the columns with which environments are reset, without the prompt: they get it as the policy sees it."""
     return [{name: value for name, value in row.items() if name != "prompt"} for row in rows]
 
 

@@ -78,11 +78,10 @@ def evaluate(
     source = loaded.source if loaded else policy
     source = source if isinstance(source, PolicySource) else policies.find(source)
     tools = loaded and loaded.tools
-    names = list(map(os.fspath, sets))
-    problems = [benchmark.source_of(name, source, options) for name in names]
-    protocols = [
-        benchmark.protocol_for(name, source, options, tools and tools.cfg) for name in names
-    ]
+    jobs = []
+    for name in map(os.fspath, sets):
+        protocol = benchmark.protocol_for(name, source, options, tools and tools.cfg)
+        jobs.append((benchmark.source_of(name, source, options), protocol))
     with tempfile.TemporaryDirectory() as temporary:
         folder = output_dir or results_folder(source, options.protocol)
         if loaded and loaded.unsaved:
@@ -91,7 +90,7 @@ def evaluate(
             folder = temporary
         return benchmark.run(
             source,
-            list(zip(problems, protocols, strict=True)),
+            jobs,
             folder,
             seed=options.seed,
             max_concurrent=options.max_concurrent,
@@ -110,10 +109,14 @@ def _check_sets(sets: tuple, path: str | None) -> None:
     for index, name in enumerate(sets):
         rule = "must be the name of a set, or a file; rows are written to a .jsonl file first"
         require(isinstance(name, str | os.PathLike), f"sets[{index}]", name, rule)
-    if path is not None and len(sets) > 1:
-        raise ConfigError(
-            f"path: got {path!r}; must be absent with several sets: it is the place of one"
-        )
+    rule = "must be absent with several sets: it is the place of one"
+    require(path is None or len(sets) == 1, "path", path, rule)
+
+
+def _check_choices(*choices: tuple[str, Any, tuple]) -> None:
+    """Refuses an argument, by its name and value, that is not among its possible values."""
+    for name, value, values in choices:
+        require(value in values, name, value, f"must be one of {', '.join(map(repr, values))}")
 
 
 def results_folder(source: PolicySource, protocol: str | None) -> pathlib.Path:
@@ -163,33 +166,23 @@ def export(
         FileExistsError: When `out` holds files, or with `overwrite` files that are no export.
         ExportError: When the log-probabilities differ by more than the limit; nothing is written.
     """
-    for name, value, values in (
+    _check_choices(
         ("to", to, ("peft", "merged", "nvfp4", "pair")),
         ("base", base, (None, "original", "packed")),
-    ):
-        require(value in values, name, value, f"must be one of {', '.join(map(repr, values))}")
+    )
     if isinstance(run, Policy):
         rule = "must come from a run as it was trained; its adapter is written by save_pretrained"
         source = run.source
         of_run = source.folder is not None and not run.unsaved
         is_newest = of_run and (
-            source.step or (source.adapter, None) == sources.saved(source.folder)
+            source.step or sources.saved(source.folder) == (source.adapter, None)
         )
         require(is_newest, "run", run, rule)
         run, step = source.folder, source.step if step is None else step
     require(isinstance(run, str | os.PathLike), "run", run, "must be a run, or its folder")
     runtime.use_compilation_cache()
-    return exports.export(
-        os.fspath(run),
-        to,
-        out,
-        base=base,
-        step=step,
-        limit=limit,
-        overwrite=overwrite,
-        model=model,
-        weights=weights,
-    )
+    options = {"base": base, "step": step, "limit": limit, "overwrite": overwrite}
+    return exports.export(os.fspath(run), to, out, **options, model=model, weights=weights)
 
 
 def quantize(
@@ -243,19 +236,17 @@ def quantize(
         FileExistsError: When the target holds something, or what is left of a job that differs.
         ValueError: When the source is quantized already, cannot be packed, or will not fit on disk.
     """
-    for name, value, values in (
+    _check_choices(
         ("format", format, typing.get_args(PackedFormat)),
         ("method", method, typing.get_args(quantizer.Method)),
         ("block_scales", block_scales, typing.get_args(BlockScales)),
         ("scale_rounding", scale_rounding, ("nearest", "floor")),
-    ):
-        require(value in values, name, value, f"must be one of {', '.join(map(repr, values))}")
+    )
     runtime.use_compilation_cache()
     rows = Calibration(dataset, num_samples, max_length, seed)
     patterns = (keep,) if isinstance(keep, str) else tuple(keep)
-    recipe = quantizer.Recipe(
-        format, method, block_scales, scale_rounding, double_quant, rows, patterns
-    )
+    choices = (format, method, block_scales, scale_rounding, double_quant)
+    recipe = quantizer.Recipe(*choices, rows, patterns)
     if quiet:
         return quantizer.quantize(os.fspath(source), target, recipe, _log(quiet))
     with terminal.job("quantizing") as (log, move):
@@ -291,8 +282,7 @@ def plan(
     limit = memory.device_memory() if card is None else card.limit
     if device_memory is not None:
         limit = memory.parse_size(str(device_memory))
-    planned_for = None if card is None else card.device
-    return memory.plan(cfg, limit=limit, device=planned_for)
+    return memory.plan(cfg, limit=limit, device=card and card.device)
 
 
 def report(*runs: str | os.PathLike, output_dir: str | os.PathLike | None = None) -> pathlib.Path:

@@ -147,9 +147,8 @@ class Policy:
             params: As `policy.variables["params"]`. An update reuses the buffers of the state that it is
                 given, so take the params of the newest state.
         """
-        require(
-            self.model.lora is not None, "params", type(params), "needs a policy with an adapter"
-        )
+        rule = "needs a policy with an adapter"
+        require(self.model.lora is not None, "params", type(params), rule)
         loaded = dataclasses.replace(self.loaded, variables=self.variables | {"params": params})
         return dataclasses.replace(self, loaded=loaded, unsaved=True)
 
@@ -246,16 +245,12 @@ class Policy:
         (0, 3)
 
         Args:
-            prompts: As for `generate`.
-            sampling_params: As for `generate`.
-            columns: As for `generate`.
+            prompts: This and the others are as for `generate`, which also says what is refused, at the call.
+            sampling_params: See there.
+            columns: See there.
             first: Number of completions to leave out at the front. The others are the same as with them, except for
                 rounding.
-            **options: As for `generate`.
-
-        Raises:
-            ConfigError: At the call, for what `generate` refuses.
-            ValueError: As for `generate`.
+            **options: See there.
         """
         params = self._params(sampling_params, options)
         completions = self._in_order(_prompts(prompts), params, columns, first)
@@ -289,13 +284,11 @@ class Policy:
         self, prompts: Sequence[Prompt], columns: Sequence[Mapping[str, Any]] | None = None
     ) -> list[Problem]:
         """Makes problems of prompts: a text becomes a message of the user, if these pass the chat template."""
-        is_message = self.loaded.apply_chat_template
-        chats = [
-            ({"role": "user", "content": prompt},)
-            if is_message and isinstance(prompt, str)
-            else prompt
-            for prompt in prompts
-        ]
+        chats = (
+            [({"role": "user", "content": p},) if isinstance(p, str) else p for p in prompts]
+            if self.loaded.apply_chat_template
+            else prompts
+        )
         return list(map(Problem, chats, columns or [{}] * len(chats)))
 
     def _params(self, params: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:
@@ -307,16 +300,11 @@ class Policy:
         self, completion: Completion, params: SamplingParams, index: int
     ) -> CompletionOutput:
         """Returns a completion by vLLM's names; `index` is its number among those of its prompt."""
-        row, conversation = completion.row, completion.conversation
-        return CompletionOutput(
-            index,
-            text_before(completion.text, row.tokens, params, self.tokenizer.decode),
-            row.tokens,
-            row.behaviour_logps,
-            row.ended,
-            None if conversation is None else list(conversation.messages),
-            row.given,
-        )
+        row, talk = completion.row, completion.conversation
+        text = text_before(completion.text, row.tokens, params, self.tokenizer.decode)
+        messages = None if talk is None else list(talk.messages)
+        columns = (text, row.tokens, row.behaviour_logps, row.ended, messages, row.given)
+        return CompletionOutput(index, *columns)
 
     def _sampler(self, params: SamplingParams, **options: Any) -> Sampler:
         return Sampler.of(
@@ -334,12 +322,9 @@ class Policy:
         first: int = 0,
     ) -> Iterator[Completion]:
         """Samples completions, and yields them in the order of the prompts; errors are raised at the call."""
-        require(
-            columns is None or (self.tools is not None and len(columns) == len(prompts)),
-            "columns",
-            columns,
-            f"must be one for each of {len(prompts)} prompts, and go with tools",
-        )
+        holds = columns is None or (self.tools is not None and len(columns) == len(prompts))
+        rule = f"must be one for each of {len(prompts)} prompts, and go with tools"
+        require(holds, "columns", columns, rule)
         if not prompts:
             return iter(())
         skipped, begun = divmod(first, params.n)
@@ -380,9 +365,8 @@ class Policy:
         """
         prompts = _prompts(prompts)
         completions = [completions] if isinstance(completions, str) else list(completions)
-        if len(completions) != len(prompts):
-            rule = f"must be one for each of {len(prompts)} prompts"
-            raise ConfigError(f"completions: got {len(completions)}; {rule}")
+        count, rule = len(completions), f"must be one for each of {len(prompts)} prompts"
+        require(count == len(prompts), "completions", count, rule)
         prompt_ids = list(encode(self._problems(prompts), self.tokenizer))
         ids = [self._token_ids(i, completion) for i, completion in enumerate(completions)]
         require(temperature >= 0, "temperature", temperature, "must not be negative")
@@ -393,24 +377,18 @@ class Policy:
         widths = [_power_of_two(max(map(len, rows))) for rows in (prompt_ids, ids)]
         size = max(1, min(_SCORED_TOKENS // sum(widths), _power_of_two(len(ids), 1)))
         variables = self.loaded.replicas.each(self.variables)[0]
+        options = {"num_tokens": self.tokenizer.num_tokens, "adapter": adapter}
         experience = _experience(prompt_ids, ids)
         # One shape, which calls with similar lengths share.
         lengths = {"prompt_width": widths[0], "completion_width": widths[1]}
         shapes = microbatches.shapes_of_rows(size, prompts=size, **lengths)[:1]
-        rows = experience.rows_to_divide(np.arange(len(ids)))
-        logps = [
-            np.asarray(
-                _token_logps(
-                    self.model,
-                    variables,
-                    experience.pack(batch, {}),
-                    jnp.float32(temperature),
-                    num_tokens=self.tokenizer.num_tokens,
-                    adapter=adapter,
-                )
-            )[: batch.rows.lengths.sum()]
-            for batch in microbatches.by_rows(rows, size, shapes)
-        ]
+        logps, heat = [], jnp.float32(temperature)
+        for batch in microbatches.by_rows(
+            experience.rows_to_divide(np.arange(len(ids))), size, shapes
+        ):
+            packed = experience.pack(batch, {})
+            scored = _token_logps(self.model, variables, packed, heat, **options)
+            logps.append(np.asarray(scored)[: batch.rows.lengths.sum()])
         return np.split(np.concatenate(logps), experience.offsets[1:-1])
 
     def save_pretrained(self, folder: str | os.PathLike) -> pathlib.Path:
@@ -433,9 +411,8 @@ class Policy:
             ConfigError: For a packed base without an adapter, which learned nothing.
         """
         folder, base = pathlib.Path(folder), self.source.model
-        if self.model.lora is not None:
-            params, name = self.variables["params"], base.model_name_or_path
-            peft.export_adapter(folder, params, self.model.lora, name)
+        if (lora := self.model.lora) is not None:
+            peft.export_adapter(folder, self.variables["params"], lora, base.model_name_or_path)
             return folder
         rule = "is packed, and has no adapter that could be saved; see qerl_jax.quantize"
         require(base.weights in DENSE, "weights", base.weights, rule)
@@ -581,15 +558,16 @@ def _power_of_two(number: int, least: int = _NARROWEST) -> int:
 
 def _experience(prompts: list, completions: list) -> Experience:
     """Rows with one completion per prompt."""
+    count = len(prompts)
     rollout = Rollout(
-        problems=tuple(Problem("", {}) for _ in prompts),
+        problems=(Problem("", {}),) * count,
         prompt_ids=tuple(prompts),
-        texts=("",) * len(prompts),
+        texts=("",) * count,
         completion_ids=tuple(completions),
         behaviour_logps=tuple(np.zeros(len(ids), np.float32) for ids in completions),
-        stopped=(True,) * len(prompts),
+        stopped=(True,) * count,
     )
-    return make_experience(rollout, np.zeros((len(prompts), 1)))
+    return make_experience(rollout, np.zeros((count, 1)))
 
 
 @functools.partial(jax.jit, static_argnames=("model", "num_tokens", "adapter"))

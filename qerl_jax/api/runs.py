@@ -218,9 +218,9 @@ def train(
 def _functions(reward_funcs: Any) -> list:
     functions = several(reward_funcs, "reward_funcs")
     require(len(functions) > 0, "reward_funcs", reward_funcs, "must be at least one function")
-    rule = "must be a function, a name of a stock reward, or an import path"
     for index, function in enumerate(functions):
         holds = isinstance(function, str) or callable(function)
+        rule = "must be a function, a name of a stock reward, or an import path"
         require(holds, f"reward_funcs[{index}]", function, rule)
     return functions
 

@@ -8,14 +8,7 @@ from typing import Any
 from qerl_jax import config as configs
 from qerl_jax.config import MeshConfig, RunConfig, ToolsConfig
 from qerl_jax.rewards.stock import RewardFunction
-from qerl_jax.system.checked import (
-    ConfigError,
-    from_table,
-    pythons,
-    require,
-    sections,
-    to_table,
-)
+from qerl_jax.system.checked import ConfigError, from_table, pythons, require, sections, to_table
 from qerl_jax.tools.environments import Tool
 
 type Config = RunConfig | Mapping[str, Any] | str | os.PathLike
@@ -64,9 +57,7 @@ def run_config(
         table["tools"] = tools_table(_section(table, "tools"), tools, environment)
     cfg = from_table(RunConfig, table)
     needs_set = has_rows and cfg.data.dataset == _ROWS and cfg.eval is not None
-    rule = (
-        "must name the set to evaluate on where the rows to train on are given (or set eval=None)"
-    )
+    rule = "must name the set to evaluate on where rows to train on are given (or set eval=None)"
     require(not needs_set or cfg.eval.dataset is not None, "eval.dataset", None, rule)
     return cfg
 
@@ -74,13 +65,9 @@ def run_config(
 def options_of[Options](
     cls: type[Options], options: Options | None, name: str, changes: Mapping[str, Any]
 ) -> Options:
-    """Returns options, a dataclass, with changes.
+    """Returns options, an instance of a dataclass, with changes; None means the defaults.
 
-    Args:
-        cls: The dataclass.
-        options: An instance; None means the defaults.
-        name: Name of the argument that holds the instance, for errors.
-        changes: Fields that take another value.
+    `name` is that of the argument that holds the instance, for errors.
 
     Raises:
         ConfigError: For something else than an instance, an unknown field, or an invalid value.
@@ -88,10 +75,8 @@ def options_of[Options](
     is_instance = options is None or isinstance(options, cls)
     require(is_instance, name, options, f"must be {cls.__name__}")
     known = [field.name for field in dataclasses.fields(cls)]
-    for field in changes:
-        if field not in known:
-            rule = f"unknown option; {cls.__name__} has {', '.join(known)}"
-            raise ConfigError(f"{field}: {rule}")
+    if unknown := [field for field in changes if field not in known]:
+        raise ConfigError(f"{unknown[0]}: unknown option; {cls.__name__} has {', '.join(known)}")
     return dataclasses.replace(options or cls(), **pythons(dict(changes)))
 
 
@@ -134,9 +119,7 @@ def tools_table(
         return table
     table = {k: v for k, v in table.items() if k not in ("environment", "environments")}
     if isinstance(environment, Mapping):
-        return table | {
-            "environments": {name: _name_of(kind) for name, kind in environment.items()}
-        }
+        return table | {"environments": {key: _name_of(cls) for key, cls in environment.items()}}
     return table | {"environment": _name_of(environment)}
 
 

@@ -52,16 +52,10 @@ def use_compilation_cache() -> None:
 
 
 def call(function: Callable, argv: list[str], prog: str) -> int | None:
-    """Calls a command with its options, which are the function's parameters; `--help` shows its docstring.
+    """Calls a command with its options, which are the function's parameters, and returns its exit status, or None for 0.
 
-    Args:
-        function: The command. Its docstring may end with a part "Examples:". A parameter `*fields` gets the options
-            that are not among its others, with their values.
-        argv: Its arguments.
-        prog: The command's name in the help.
-
-    Returns:
-        What the command returns: its exit status, or None for 0.
+    `--help` shows its docstring, which may end with a part "Examples:", and calls the command `prog`. A parameter
+    `*fields` gets the options that are not among its others, with their values.
     """
     summary, examples = texts(function)
     signature = inspect.signature(function, eval_str=True)
@@ -104,23 +98,20 @@ def _shown(hint: Any, default: Any, name: str) -> Any:
     (bare, *_), notes = options.members(hint), getattr(hint, "__metadata__", ())
     if dataclasses.is_dataclass(bare) and notes:
         return Annotated[_with_shown_fields(bare), *notes]
+    words = {int: "INT", float: "FLOAT", str: "TEXT", pathlib.Path: "PATH", bool: "{True,False}"}
+    (kind, *others) = [kind for kind in options.members(hint) if kind is not type(None)]
+    metavar, origin = None, typing.get_origin(kind)
     if typing.get_origin(hint) is tuple and default is inspect.Parameter.empty:
         # At least one, which the command checks: its error has an example.
-        return Annotated[
-            hint,
-            tyro.conf.arg(metavar=f"{name.upper().removesuffix('S')} ...", help_behavior_hint=""),
-        ]
-    if default is True:
-        return Annotated[hint, tyro.conf.arg(help_behavior_hint="")]
-    if default not in (None, ()):
+        metavar = f"{name.upper().removesuffix('S')} ..."
+    elif default not in (None, (), True):
         return hint
-    words = {int: "INT", float: "FLOAT", str: "TEXT", pathlib.Path: "PATH", bool: "{True,False}"}
-    kinds = [kind for kind in options.members(hint) if kind is not type(None)]
-    metavar = words.get(kinds[0]) if default is None and len(kinds) == 1 else None
-    if kinds and typing.get_origin(kinds[0]) is typing.Literal and default is None:
-        metavar = "{" + ",".join(map(str, typing.get_args(kinds[0]))) + "}"
-    if kinds and typing.get_origin(kinds[0]) is dict:
+    elif origin is dict:
         metavar = "KEY VALUE ..."
+    elif origin is Literal and default is None:
+        metavar = "{" + ",".join(map(str, typing.get_args(kind))) + "}"
+    elif default is None and not others:
+        metavar = words.get(kind)
     return Annotated[hint, tyro.conf.arg(metavar=metavar, help_behavior_hint="")]
 
 
@@ -180,10 +171,9 @@ If one of --max-steps and --num-train-epochs is given, it takes the place of the
 def run_config(
     command: str, argv: list[str], read: Sequence[str] = (), about: Callable | None = None
 ) -> RunConfig:
-    """The config file that comes first, changed by the options after it.
+    """The config file that comes first, changed by the options after it, as `_FIELDS` says.
 
-    Each field has an option. `--noise None` switches a section off that a run need not have, and so does `--grpo.entropy
-    None`. An option of an absent section switches it on. `--max-steps` replaces `num_train_epochs`, and the reverse.
+    `--noise None` switches a section off that a run need not have, and so does `--grpo.entropy None`.
 
     Args:
         command: Name of the command, for errors.
@@ -215,12 +205,11 @@ def run_config(
         rule = f"is now {RENAMED[name]}" if name in RENAMED else rule
         is_off = value == "None" and name not in _NEEDED
         require(value is None or is_off, option, value, rule)
-        is_asked_for = any(word.startswith(f"{option}.") for word in present) or "--help" in present
+        is_used = any(word.startswith(f"{option}.") for word in present) or "--help" in present
         outer, _, _ = name.rpartition(".")
-        if outer and _get(cfg, outer) is None:
-            continue
-        if is_off or _get(cfg, name) is None:
-            cfg = _with(cfg, name, _begun(kind) if is_asked_for else None)
+        is_possible = not outer or _get(cfg, outer) is not None
+        if is_possible and (is_off or _get(cfg, name) is None):
+            cfg = _with(cfg, name, _begun(kind) if is_used else None)
     needed = [
         f"{_option(name)}.{field.replace('_', '-')}"
         for name in _SECTIONS

@@ -49,14 +49,11 @@ def script(shell: str, commands: Mapping[str, Callable]) -> str:
     # Has every section, so that all options are known.
     full = dataclasses.replace(quickstart, tools=ToolsConfig(functions=("calculator",)))
     stand_ins = {"train": _train, "plan": _plan, "completion": _completion}
-    functions = {
-        name: stand_ins.get(name, _paths)
-        if inspect.getdoc(command).startswith("usage:")
-        else _with_fields(command, full)
-        for name, command in commands.items()
-    }
-    for function in (_train, _plan):
-        function.__kwdefaults__["fields"] = full
+    functions = {}
+    for name, command in commands.items():
+        reads_itself = inspect.getdoc(command).startswith("usage:")
+        shown = stand_ins.get(name, _paths) if reads_itself else command
+        functions[name] = _with_fields(shown, full)
     written = io.StringIO()
     with contextlib.redirect_stdout(written), contextlib.suppress(SystemExit):
         tyro.extras.subcommand_cli_from_dict(
@@ -82,34 +79,24 @@ def _with_fields(command: Callable, full: RunConfig) -> Callable:
     """A command whose `*fields`, if it has them, are the options of a config's fields."""
     signature = inspect.signature(command, eval_str=True)
     taken = {"kind": inspect.Parameter.KEYWORD_ONLY, "annotation": _Fields, "default": full}
-    shown = [
-        parameter.replace(**taken) if parameter.kind is parameter.VAR_POSITIONAL else parameter
-        for parameter in signature.parameters.values()
-    ]
+    parameters = signature.parameters.values()
+    shown = [p.replace(**taken) if p.kind is p.VAR_POSITIONAL else p for p in parameters]
 
     def command_with_fields() -> None:
         """Is never called."""
 
     command_with_fields.__signature__ = signature.replace(parameters=shown)
-    command_with_fields.__annotations__ = {
-        parameter.name: parameter.annotation for parameter in shown
-    }
+    command_with_fields.__annotations__ = {p.name: p.annotation for p in shown}
     command_with_fields.__doc__ = command.__doc__
     return command_with_fields
 
 
-def _train(config: pathlib.Path, /, *, fields: _Fields = None) -> None:
+def _train(path: pathlib.Path, /, *fields) -> None:
     """Trains an adapter, or resumes the run in output_dir."""
 
 
 def _plan(
-    config: pathlib.Path,
-    /,
-    *,
-    device: str = "",
-    device_memory: str = "",
-    compile: bool = False,
-    fields: _Fields = None,
+    path: pathlib.Path, /, *fields, device: str = "", device_memory: str = "", compile: bool = False
 ) -> None:
     """Says what the run will hold in memory, and whether it fits."""
 

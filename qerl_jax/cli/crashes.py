@@ -1,6 +1,7 @@
 """Unexpected errors: the file that keeps the details, and the one line that names it."""
 
 import contextlib
+import itertools
 import os
 import pathlib
 import re
@@ -71,16 +72,14 @@ def in_what(error: BaseException) -> str:
 
 def describe(error: Exception, path: pathlib.Path | None) -> str:
     """One line about an unexpected error: its type, what was running, the start of its text, the file."""
-    notes = [
+    notes = (
         note for note in getattr(error, "__notes__", ()) if note.startswith(("in ", "before "))
-    ]
-    while_ = f" {notes[0]}" if notes else ""
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "no text")
-    report = (
-        "its traceback could not be written" if path is None else f"traceback and versions: {path}"
     )
+    kind = " ".join([type(error).__name__, *itertools.islice(notes, 1)])
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "no text")
+    report = f"traceback and versions: {path}" if path else "its traceback could not be written"
     return (
-        f"unexpected {type(error).__name__}{while_}: {first[:300]} ({report}; --debug shows it here). This is "
+        f"unexpected {kind}: {first[:300]} ({report}; --debug shows it here). This is "
         "a fault of the program or of a library: please report it with that file"
     )
 
@@ -90,26 +89,13 @@ def keep(
 ) -> pathlib.Path | None:
     """Writes traceback, command and versions to a file in the first folder that can be written to.
 
-    Args:
-        error: What went wrong.
-        argv: The arguments of the command.
-        versions: Lines of `qerl env`.
-        folders: Folders to try, in this order. Missing ones are skipped; the system's temporary folder comes
-            last.
+    The system's temporary folder comes after `folders`; missing ones are skipped. `versions` are lines of `qerl env`.
 
     Returns:
         The file; None if it could be written to no folder.
     """
-    text = "\n".join(
-        (
-            f"qerl {' '.join(argv)}",
-            time.strftime("%Y-%m-%d %H:%M:%S"),
-            "",
-            "".join(traceback.format_exception(error)),
-            *versions,
-            "",
-        )
-    )
+    head = (f"qerl {' '.join(argv)}", time.strftime("%Y-%m-%d %H:%M:%S"), "")
+    text = "\n".join((*head, "".join(traceback.format_exception(error)), *versions, ""))
     name = time.strftime("error-%Y%m%d-%H%M%S.txt")
     for folder in (*folders, tempfile.gettempdir()):
         if folder and "\0" not in folder and pathlib.Path(folder).is_dir():
@@ -125,8 +111,6 @@ def _is_of_computing(error: Exception) -> bool:
     notes = " ".join(getattr(error, "__notes__", ()))
     if _FILTERED in notes or type(error).__module__.split(".")[0] in _COMPUTING:
         return True
-    frames = traceback.extract_tb(error.__traceback__)
-    library = (
-        re.search(r"(?:site|dist)-packages[/\\](\w+)", frames[-1].filename) if frames else None
-    )
-    return library is not None and library[1] in _COMPUTING
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)[-1:]]
+    libraries = [re.search(r"(?:site|dist)-packages[/\\](\w+)", file) for file in files]
+    return any(library and library[1] in _COMPUTING for library in libraries)

@@ -85,14 +85,9 @@ def compare(argv: list[str]) -> None:
         raise ValueError("usage: qerl compare EVAL_FOLDER EVAL_FOLDER")
     from qerl_jax.evaluation import comparison
 
-    for name, compared in comparison.compare(*argv).items():
-        log(f"{name}: {argv[0]} minus {argv[1]}, 95 % intervals of paired differences")
-        log(
-            *(
-                f"  {estimate:8} {difference:+.3f}"
-                for estimate, difference in compared.differences.items()
-            )
-        )
+    for dataset, compared in comparison.compare(*argv).items():
+        log(f"{dataset}: {argv[0]} minus {argv[1]}, 95 % intervals of paired differences")
+        log(*(f"  {name:8} {value:+.3f}" for name, value in compared.differences.items()))
         log(f"  settings that differ: {', '.join(compared.changed) or 'none'}")
 
 
@@ -140,32 +135,23 @@ def filter_problems(
     cfg = run_config("plan", [str(config), *fields], read=of_function(filter_problems).kinds)
     if num_problems is not None:
         require(num_problems >= 1, "num_problems", num_problems, "must be at least 1")
-        cfg = dataclasses.replace(
-            cfg, data=dataclasses.replace(cfg.data, num_problems=num_problems)
-        )
+        data = dataclasses.replace(cfg.data, num_problems=num_problems)
+        cfg = dataclasses.replace(cfg, data=data)
     from qerl_jax.data import datasets
     from qerl_jax.evaluation import pass_rates
 
     use_compilation_cache()
+    options = {"low": low, "high": high, "samples": samples, "batch_size": batch_size}
     selected, total = pass_rates.select(
-        cfg,
-        out,
-        low=low,
-        high=high,
-        samples=samples,
-        reward=reward,
-        adapter=adapter,
-        batch_size=batch_size,
-        log=log,
+        cfg, out, **options, reward=reward, adapter=adapter, log=log
     )
     log(f"{selected} of {total} problems have a pass rate in [{low}, {high}]: {out}")
-    set_prompt = datasets.system_prompt(cfg.data)
-    if selected and cfg.data.system_prompt is None and set_prompt:
-        log(
-            f"the system prompt of {cfg.data.dataset} is not in {out}: train with --data.system-prompt {set_prompt}"
-        )
     if not selected:
-        log(
-            f"{out} is empty (exit status {NOTHING_KEPT}); choose other bounds by the rates in {out}.measured"
-        )
-    return 0 if selected else NOTHING_KEPT
+        bounds = f"choose other bounds by the rates in {out}.measured"
+        log(f"{out} is empty (exit status {NOTHING_KEPT}); {bounds}")
+        return NOTHING_KEPT
+    set_prompt = datasets.system_prompt(cfg.data)
+    if cfg.data.system_prompt is None and set_prompt:
+        remedy = f"train with --data.system-prompt {set_prompt}"
+        log(f"the system prompt of {cfg.data.dataset} is not in {out}: {remedy}")
+    return 0

@@ -87,17 +87,8 @@ def generate(
 
         source = find_policy(model, adapter, weights=weights, dtype=dtype)
         _note_prompts_of_run(source, prompts)
-        completion_file.write(
-            output,
-            source,
-            rows,
-            prompts,
-            params,
-            limits=limits,
-            log=log,
-            tools=called,
-            mesh=mesh,
-        )
+        options = {"limits": limits, "log": log, "tools": called, "mesh": mesh}
+        completion_file.write(output, source, rows, prompts, params, **options)
         return
     if mesh.data is None:  # no replica without a completion
         from qerl_jax.distributed.mesh import places
@@ -116,14 +107,14 @@ def generate(
         for completion in policy.completions(prompts, params, columns=columns):
             log(transcript(completion.messages))
         return
-    if len(prompts) == params.n == 1:
-        for text in policy.stream(prompts[0], params):
-            sys.stdout.write(text)
-            sys.stdout.flush()
-        log("")
+    if len(prompts) > 1 or params.n > 1:
+        for completion in policy.completions(prompts, params):
+            log(completion.text)
         return
-    for completion in policy.completions(prompts, params):
-        log(completion.text)
+    for text in policy.stream(prompts[0], params):
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    log("")
 
 
 def _warn(text: str) -> None:
@@ -137,14 +128,12 @@ def _note_prompts_of_run(source: "PolicySource", prompts: list[Any]) -> None:
     data = source.run and source.run.data
     if data is None or not any(isinstance(prompt, str) for prompt in prompts):
         return
+    trained = "the policy was trained with"
     if system_prompt := datasets.system_prompt(data):
-        _warn(
-            f"the policy was trained with a system prompt, and is asked without: --system-prompt {shlex.quote(system_prompt)} adds it"
-        )
+        option = f"--system-prompt {shlex.quote(system_prompt)}"
+        _warn(f"{trained} a system prompt, and is asked without: {option} adds it")
     if data.prompt_template is not None:
-        _warn(
-            "the policy was trained with data.prompt_template, which is not added here: write it into the prompts"
-        )
+        _warn(f"{trained} data.prompt_template, which is not added here: write it into the prompts")
 
 
 def _tools_of(path: pathlib.Path) -> ToolsConfig:
@@ -161,19 +150,16 @@ def prompts_of(rows: list[dict[str, Any]], system_prompt: str | None) -> list[An
     if system_prompt is None:
         return [row["prompt"] for row in rows]
     system = datasets.SYSTEM_PROMPTS.get(system_prompt, system_prompt)
-    opening = {"role": "system", "content": system}
-    chats = [
-        ({"role": "user", "content": row["prompt"]},)
-        if isinstance(row["prompt"], str)
-        else row["prompt"]
-        for row in rows
-    ]
-    for number, chat in enumerate(chats, 1):
+    chats = []
+    for number, row in enumerate(rows, 1):
+        chat = row["prompt"]
+        chat = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
         if chat[0]["role"] == "system":
             raise ValueError(
                 f"row {number}: has a system message already; leave out --system-prompt"
             )
-    return [(opening, *chat) for chat in chats]
+        chats.append(({"role": "system", "content": system}, *chat))
+    return chats
 
 
 def read_rows(
@@ -187,12 +173,10 @@ def read_rows(
         require(output.parent.is_dir(), "--output", str(output), "there is no such folder")
         if output.exists():
             raise ValueError(f"--output: {output} is there already; remove it, or give another")
-    require(
-        file is None or "\0" not in str(file), "--input", str(file), "must hold no NUL character"
-    )
     if file is None:
         require_unicode(texts, "prompt")
         return [{"prompt": text} for text in texts]
+    require("\0" not in str(file), "--input", str(file), "must hold no NUL character")
     require(file.exists(), "--input", str(file), "no such file")
     try:
         text = file.read_text("utf-8-sig")
@@ -203,13 +187,10 @@ def read_rows(
         raise ValueError(f"{file}: holds no prompt")
     if file.suffix != ".jsonl":
         return [{"prompt": line.strip("\r")} for line in lines]
-
-    rows = [
-        _row(line, f"{file}, row {number}", is_written=output is not None)
-        for number, line in enumerate(lines, 1)
-    ]
-    for number, row in enumerate(rows, 1):
-        if ("seed" in row) != ("seed" in rows[0]):
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        rows.append(_row(line, f"{file}, row {number}", is_written=output is not None))
+        if ("seed" in rows[-1]) != ("seed" in rows[0]):
             raise ValueError(f"{file}, row {number}: either all rows have a seed or none")
     return rows
 

@@ -20,7 +20,7 @@ if not sys.stderr.isatty():
 
 from qerl_jax.cli import common, completions, crashes, evaluate, generate, models, train
 from qerl_jax.cli.common import log
-from qerl_jax.system.checked import meant
+from qerl_jax.system.checked import meant, require
 
 
 def env(argv: list[str]) -> None:
@@ -44,11 +44,15 @@ def completion(argv: list[str]) -> None:
       qerl completion bash > ~/.local/share/bash-completion/completions/qerl
       qerl completion zsh > "${fpath[1]}/_qerl"
     """
+    shells = " or ".join(completions.SHELLS)
     if not argv:
-        raise ValueError(f"missing the shell: qerl completion {' or '.join(completions.SHELLS)}")
-    if len(argv) != 1 or argv[0] not in completions.SHELLS:
-        words = " ".join(argv)
-        raise ValueError(f"shell: got {words!r}; must be {' or '.join(completions.SHELLS)}")
+        raise ValueError(f"missing the shell: qerl completion {shells}")
+    require(
+        argv in [[shell] for shell in completions.SHELLS],
+        "shell",
+        " ".join(argv),
+        f"must be {shells}",
+    )
     log(completions.script(argv[0], COMMANDS))
 
 
@@ -85,18 +89,8 @@ def _devices() -> list[str]:
 
 
 _PACKAGES = (
-    "qerl-jax",
-    "jax",
-    "jaxlib",
-    "flax",
-    "optax",
-    "orbax-checkpoint",
-    "jax-triton",
-    "triton",
-    "transformers",
-    "datasets",
-    "numpy",
-)
+    "qerl-jax jax jaxlib flax optax orbax-checkpoint jax-triton triton transformers datasets numpy"
+).split()
 
 
 def _version(package: str) -> str:
@@ -160,13 +154,10 @@ _UNREAD = 141  # as after SIGPIPE
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a sub-command.
+    """Runs a sub-command, and returns its exit code, which `_USAGE` explains.
 
-    Returns:
-        0 when it is done; 1 for an unexpected error, whose traceback is in a file; 2 for something that the user
-        can correct: input, disk or memory; 3 for a run that has learned nothing, or a filter that kept nothing; 4
-        when another process of the run has ended; 130 and 143 when SIGINT or SIGTERM has ended it; 141 when nobody
-        reads its output any more. An error is one line on stderr; with `--debug` its traceback comes before.
+    An error is one line on stderr; that of an unexpected one names a file with the traceback, and with `--debug` the
+    traceback comes before.
     """
     # These write their messages themselves. Importing orbax gives the root logger a handler, which would
     # write each a second time.

@@ -46,19 +46,10 @@ def export(
         qerl export runs/mine models/packed --to nvfp4 --from packed
         qerl export runs/mine models/pair --to pair
     """
+    report = qerl_jax.export(**locals())  # which has the same options
+
     from qerl_jax.checkpoint.export import lines
 
-    report = qerl_jax.export(
-        run,
-        out,
-        to=to,
-        base=base,
-        step=step,
-        limit=limit,
-        overwrite=overwrite,
-        model=model,
-        weights=weights,
-    )
     log(f"{to} in {out}")
     log(*lines(report))
 
@@ -105,17 +96,4 @@ def quantize(
         qerl quantize Qwen/Qwen2.5-7B-Instruct qwen-nvfp4
         qerl quantize Qwen/Qwen2.5-7B-Instruct qwen-nvfp4 --method awq --keep "*.down_proj"
     """
-    qerl_jax.quantize(
-        source,
-        target,
-        format=format,
-        method=method,
-        block_scales=block_scales,
-        scale_rounding=scale_rounding,
-        double_quant=double_quant,
-        dataset=dataset,
-        num_samples=num_samples,
-        max_length=max_length,
-        seed=seed,
-        keep=keep,
-    )
+    qerl_jax.quantize(**locals())  # which has the same options

@@ -77,16 +77,12 @@ def of_function(function: Callable) -> Options:
         if parameter.kind is parameter.VAR_POSITIONAL:  # gets the options that are not its own
             continue
         fields = [(name, parameter.annotation, parameter.default)]
-        (kind, *_), notes = (
-            members(parameter.annotation),
-            getattr(parameter.annotation, "__metadata__", ()),
-        )
+        (kind, *_) = members(parameter.annotation)
+        notes = getattr(parameter.annotation, "__metadata__", ())
         if dataclasses.is_dataclass(kind):
-            hints = typing.get_type_hints(kind)
-            section = "" if notes else f"{name}."
-            fields = [
-                (section + f.name, hints[f.name], f.default) for f in dataclasses.fields(kind)
-            ]
+            hints, section = typing.get_type_hints(kind), "" if notes else f"{name}."
+            inner = dataclasses.fields(kind)
+            fields = [(section + f.name, hints[f.name], f.default) for f in inner]
         elif notes:  # the name of the option, if it is not that of the parameter
             fields = [(notes[0].name or name, parameter.annotation, parameter.default)]
         for field, hint, default in fields:
@@ -110,14 +106,7 @@ def divide(argv: Sequence[str], options: Options) -> tuple[list[str], list[str]]
 
 
 def parse(target: Any, argv: Sequence[str], options: Options, *, prog: str, **settings: Any) -> Any:
-    """What tyro makes of the arguments of a command.
-
-    Args:
-        target: A dataclass or a function, as `tyro.cli` takes it.
-        argv: The arguments.
-        options: What the command takes.
-        prog: The command, for help and errors.
-        **settings: More settings of `tyro.cli`.
+    """What tyro makes of the arguments of a command; `target`, `prog` and more settings are those of `tyro.cli`.
 
     Raises:
         ConfigError: For an option that there is not, a value that it cannot have, or something that is missing.
@@ -133,10 +122,10 @@ def parse(target: Any, argv: Sequence[str], options: Options, *, prog: str, **se
         if not ended.code:
             sys.stdout.flush()  # what fails at the interpreter's end cannot be handled
             raise
-        rule = _broken_rule(ended)
-        raise ConfigError(
-            rule or _fault(argv, options, prog) or _plain(printed.getvalue())
-        ) from None
+        # tyro's own text without the lines of its box, which are dashes where the output takes no others.
+        plain = " ".join(re.sub(r"[\u2500-\u257f]|-{3,}", " ", printed.getvalue()).split())
+        rule = _broken_rule(ended) or _fault(argv, options, prog)
+        raise ConfigError(rule or plain) from None
 
 
 def _prepare_texts(target: Any) -> None:
@@ -281,8 +270,3 @@ def members(hint: Any) -> tuple[Any, ...]:
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return tuple(kind for member in typing.get_args(hint) for kind in members(member))
     return (hint,)
-
-
-def _plain(text: str) -> str:
-    """tyro's own text without the lines of its box, which are dashes where the output takes no others."""
-    return " ".join(re.sub(r"[\u2500-\u257f]|-{3,}", " ", text).split())

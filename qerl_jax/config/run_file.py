@@ -115,12 +115,9 @@ def _find(path: str | pathlib.Path) -> pathlib.Path:
 
 
 def write_run(folder: str | pathlib.Path, cfg: RunConfig, given_rows: int | None = None) -> None:
-    """Writes `config.toml` of a run: the format of its folder, and its config as `dump` returns it.
+    """Writes `config.toml` of a run folder: the format of the folder, and the config as `dump` returns it.
 
-    Args:
-        folder: The run folder.
-        cfg: The config.
-        given_rows: Number of rows that were passed in Python instead of `cfg.data`; a comment says so.
+    A comment says how many rows were passed in Python instead of `cfg.data`.
 
     Raises:
         DiskError: If it cannot be written.

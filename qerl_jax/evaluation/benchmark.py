@@ -6,7 +6,7 @@ import functools
 import json
 import os
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -38,6 +38,10 @@ from qerl_jax.tools.environments import Toolboxes
 _ROUNDS_PER_BATCH = 4
 # Prompts are padded to multiples of this, so that sets share compiled programs.
 _WIDTH_STEP = 64
+_REFUSAL = (
+    "{folder} holds an evaluation with other settings ({changed}): choose another folder (--output-dir), or remove that "
+    "one"
+)
 _REMEDY = "name yours by --columns answer COLUMN, or choose another reward by --reward"
 
 
@@ -49,8 +53,8 @@ class _Set:
     protocol: Protocol
     problems: Sequence[datasets.Problem]
     reward: scoring.Named
+    toolboxes: Toolboxes | None
     progress: Progress
-    toolboxes: Toolboxes | None = None
 
 
 def protocol_for(
@@ -87,12 +91,7 @@ def source_of(
 ) -> DataConfig:
     """Returns the data config of a set: the run's held-out split if it is the run's set, else the usual split.
 
-    A text passes the chat template if it did when the policy was trained.
-
-    Args:
-        dataset: A data set, as in `DataConfig.dataset`.
-        policy: The policy, which gives the run.
-        options: What replaces the fields of the config.
+    A text passes the chat template if it did when the policy was trained. The arguments are as for `protocol_for`.
 
     Raises:
         ConfigError: For an invalid value.
@@ -157,46 +156,20 @@ def run(
     names = [_set_name(data) for data, _ in sets]
     require(len(set(names)) == len(names), "sets", names, "must differ in name")
     for name, (data, protocol) in zip(names, sets, strict=True):
-        applies = data.apply_chat_template or bool(protocol.system_prompt)
-        if source.run is not None and applies != source.apply_chat_template:
-            how = "in" if applies else "without"
-            log(
-                f"warning: {name}: texts are asked {how} the chat template, unlike in training. To ask as in training, "
-                'choose the protocol "run", and give no system prompt and no apply_chat_template'
-            )
-        if source.run is not None and _judges_by_another(source.run, protocol.reward):
-            trained = ", ".join(source.run.rewards.functions)
-            log(
-                f"{name}: judged by {protocol.reward}, and the run was trained with {trained}; --reward names another"
-            )
-        if protocol.tools is None and source.run is not None and source.run.tools is not None:
-            log(
-                f'{name}: asked without the tools of the run; to use them, choose the protocol "run"'
-            )
+        for line in _differences(name, source, data, protocol):
+            log(line)
     judged = [_judged(source.run, data, protocol, seed, toolboxes) for data, protocol in sets]
     summaries: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
-        opened = [
-            _Set(
-                name,
-                protocol,
-                problems,
-                reward,
-                stack.enter_context(
-                    Progress(
-                        pathlib.Path(folder) / name / "problems.jsonl",
-                        _identity(source, data, protocol, seed),
-                        settings=pathlib.Path(folder) / name / "settings.json",
-                        refusal="{folder} holds an evaluation with other settings ({changed}): choose another "
-                        "folder (--output-dir), or remove that one",
-                    )
-                ),
-                boxes,
+        opened = []
+        for name, (data, protocol), judge in zip(names, sets, judged, strict=True):
+            path = pathlib.Path(folder) / name / "problems.jsonl"
+            identity, settings = (
+                _identity(source, data, protocol, seed),
+                path.with_name("settings.json"),
             )
-            for name, (data, protocol), (problems, reward, boxes) in zip(
-                names, sets, judged, strict=True
-            )
-        ]
+            progress = Progress(path, identity, settings=settings, refusal=_REFUSAL)
+            opened.append(_Set(name, protocol, *judge, stack.enter_context(progress)))
         most = max(len(job.problems) * job.protocol.sampling.n for job in opened)
 
         @functools.cache
@@ -217,6 +190,28 @@ def run(
     return summaries
 
 
+def _differences(
+    name: str, policy: PolicySource, data: DataConfig, protocol: Protocol
+) -> Iterator[str]:
+    """Yields lines about what is otherwise than in the training of the policy, if it is that of a run."""
+    if (run := policy.run) is None:
+        return
+    applies = data.apply_chat_template or bool(protocol.system_prompt)
+    if applies != policy.apply_chat_template:
+        how = "in" if applies else "without"
+        yield (
+            f"warning: {name}: texts are asked {how} the chat template, unlike in training. To ask as in training, "
+            'choose the protocol "run", and give no system prompt and no apply_chat_template'
+        )
+    functions = run.rewards.functions
+    is_users = any(":" in function for function in functions)
+    if is_users and run.eval is None and protocol.reward not in functions:
+        trained = f"the run was trained with {', '.join(functions)}"
+        yield f"{name}: judged by {protocol.reward}, and {trained}; --reward names another"
+    if protocol.tools is None and run.tools is not None:
+        yield f'{name}: asked without the tools of the run; to use them, choose the protocol "run"'
+
+
 def _judged(
     run: RunConfig | None,
     data: DataConfig,
@@ -226,9 +221,8 @@ def _judged(
 ) -> tuple[Sequence[datasets.Problem], scoring.Named, Toolboxes | None]:
     """Loads the problems of a set, its reward function and its tools, and calls the reward once as a check."""
     prompts = {"system_prompt": protocol.system_prompt, "prompt_template": protocol.prompt_template}
-    problems = datasets.from_config(
-        dataclasses.replace(data, **prompts), split=data.split, seed=run.seed if run else seed
-    )
+    data, seed = dataclasses.replace(data, **prompts), run.seed if run else seed
+    problems = datasets.from_config(data, split=data.split, seed=seed)
     if protocol.tools is not None and toolboxes is None:
         toolboxes = Toolboxes(protocol.tools)
     options = None if run is None else run.rewards.options
@@ -245,45 +239,30 @@ def _measure(
     log: Callable[[str], None],
 ) -> None:
     """Samples and judges the problems that have no record yet, and adds their records."""
-    arch, problems, values = policy.model.arch, job.problems, job.progress.values
-    tools = None
+    problems, values, params = job.problems, job.progress.values, job.protocol.sampling
+    tools, seen, longest = None, problems, params.max_tokens
     if job.toolboxes is not None:
         tools = Tools.of(job.protocol.tools, policy.tokenizer, job.toolboxes, log)
-    seen = problems if tools is None else observed(tools, problems)
-    prompts = encode(seen, policy.tokenizer, tools)
-    lengths, longest = [len(ids) for ids in prompts], job.protocol.sampling.max_tokens
+        seen = observed(tools, problems)
+    lengths = [len(ids) for ids in encode(seen, policy.tokenizer, tools)]
     if 0 in lengths:
         raise ValueError(f"prompt of problem {lengths.index(0)}: has no tokens")
-    arch.require_context(max(lengths), longest, "max_tokens")
+    policy.model.arch.require_context(max(lengths), longest, "max_tokens")
     width = -(-max(lengths) // _WIDTH_STEP) * _WIDTH_STEP
     memory = (runtime.memory_stats() or {}).get("bytes_limit")
-    itemsize = jnp.dtype(policy.model.dtype).itemsize
-    part = policy.model.own_part.arch
+    part, itemsize = policy.model.own_part.arch, jnp.dtype(policy.model.dtype).itemsize
     fit = kv_capacity.rows_that_fit(part, memory, width + longest, itemsize)
     wanted = EngineLimits(max_concurrent).on_this_device().max_concurrent
     rows = min(wanted or kv_capacity.MOST_SLOTS, fit)
-    batch = _ROUNDS_PER_BATCH * rows * len(policy.replicas)
-    sampler = Sampler.of(
-        policy.model,
-        policy.tokenizer,
-        job.protocol.sampling,
-        EngineLimits(wanted and rows),
-        max_prompt_length=width,
-        tools=tools,
-        replicas=policy.replicas,
-    )
-    batch_size = max(1, batch // job.protocol.sampling.n)
+    options = {"max_prompt_length": width, "tools": tools, "replicas": policy.replicas}
+    limits = EngineLimits(wanted and rows)
+    sampler = Sampler.of(policy.model, policy.tokenizer, params, limits, **options)
+    batch_size = max(1, _ROUNDS_PER_BATCH * rows * len(policy.replicas) // params.n)
     evaluator = Evaluator(sampler, problems, job.reward, batch_size, jax.random.key(seed))
     for records in evaluator.records(policy.variables, len(values)):
         job.progress.add(records)
         mean = np.mean([record["right"] for record in values])
         log(f"{job.name}: {len(values)}/{len(problems)} problems, {mean:.3f} right so far")
-
-
-def _judges_by_another(run: RunConfig, reward: str) -> bool:
-    """Whether a run has a reward of the user's own, and this is another one, which no [eval] names."""
-    is_users = any(":" in name for name in run.rewards.functions)
-    return is_users and run.eval is None and reward not in run.rewards.functions
 
 
 def _set_name(data: DataConfig) -> str:

@@ -64,15 +64,15 @@ def _compare(name: str, ours: pathlib.Path, theirs: pathlib.Path) -> Comparison:
         raise ValueError(f"{name}: {ours} and {theirs} are not of the same problems")
     samples = [len(rows[0]["right"]) for rows in records]
     first, second = map(statistics, records)
-    differences = {
-        kind if kind == "mean" else f"{kind}@{k}": intervals.paired_difference(
-            first[kind, k](np.arange(samples[0])),
-            second[kind, k](np.arange(samples[1])),
-            samples=min(samples) // k,
-        )
-        for kind, k in first
-        if (kind, k) in second
-    }
+    differences = {}
+    for kind, k in first:
+        if (kind, k) in second:
+            name = kind if kind == "mean" else f"{kind}@{k}"
+            pair = (
+                both[kind, k](np.arange(n))
+                for both, n in zip((first, second), samples, strict=True)
+            )
+            differences[name] = intervals.paired_difference(*pair, samples=min(samples) // k)
     return Comparison(differences, files.changes(*settings))
 
 

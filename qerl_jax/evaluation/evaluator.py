@@ -83,17 +83,8 @@ class Evaluator:
     ) -> Self | None:
         """Builds the evaluator of a run's `[eval]` section; None where there is none.
 
-        Batches, cache, drafts and what ends a completion are those of a rollout.
-
-        Args:
-            cfg: The run.
-            model: The policy.
-            tokenizer: The policy's tokenizer.
-            key: See the attributes of the class.
-            log: Called with a line if problems are dropped.
-            poll: See `Engine`.
-            tools: The tools that the policy may call; None for none.
-            replicas: The devices that sample.
+        Batches, cache, drafts and what ends a completion are those of a rollout. `log` is called with a line if problems
+        are dropped; `poll` is that of `Engine`.
 
         Raises:
             ValueError: If the problems or the reward function cannot be used.
@@ -107,16 +98,16 @@ class Evaluator:
         try_reward(reward, problems, boxes, remedy=remedy)
         if tools is not None:
             with_observations(tools, problems[:2], tokenizer, cfg.data.max_prompt_length)
+        options = {
+            "tools": tools,
+            "replicas": replicas,
+            "compact": cfg.rollout.compact,
+            "poll": poll,
+        }
         sampler = Sampler.of(
-            model,
-            tokenizer,
-            protocol_of_run(cfg).sampling,
-            EngineLimits.of(cfg.rollout),
+            *(model, tokenizer, protocol_of_run(cfg).sampling, EngineLimits.of(cfg.rollout)),
             max_prompt_length=cfg.data.max_prompt_length,
-            tools=tools,
-            replicas=replicas,
-            compact=cfg.rollout.compact,
-            poll=poll,
+            **options,
         )
         return cls(sampler, problems, reward, cfg.eval.batch_size, key)
 
@@ -207,16 +198,9 @@ def reward_of(
     *,
     field: str = "eval.reward",
 ) -> scoring.Named:
-    """Returns a reward function by name, with the name.
+    """Returns a reward function by name, with the name: that of `scoring.resolve`, or of an environment's own reward.
 
-    Args:
-        name: A name as in `scoring.resolve`, or the class of an environment with its own reward.
-        options: Options of factories; see `scoring.resolve`.
-        toolboxes: The tools of the run; None for none.
-        field: Name of the field that holds the name, for errors.
-
-    Raises:
-        ValueError: As for `scoring.resolve`.
+    `field` is the name of the field that holds the name, for errors; the others, and errors, are as for `resolve`.
     """
     rewards = {} if toolboxes is None else dict(toolboxes.own_rewards())
     return (name, rewards[name]) if name in rewards else scoring.resolve([name], options, field)[0]
@@ -245,44 +229,25 @@ def _votes(reward: scoring.Named, texts: Sequence[Sequence[str | None]]) -> list
 
 def protocol_of_run(cfg: RunConfig) -> Protocol:
     """Returns the protocol of a run's `[eval]` section, with the prompt, the length and the tools of the run."""
-    return Protocol(
-        cfg.eval.reward,
-        from_section(
-            cfg.eval,
-            max_tokens=cfg.rollout.max_completion_length,
-            stop=cfg.rollout.stop or (),
-            stop_token_ids=cfg.rollout.stop_token_ids or (),
-            drafts=cfg.drafts,
-        ),
-        datasets.system_prompt(cfg.data),
-        cfg.data.prompt_template,
-        cfg.tools,
-    )
+    longest, stop = cfg.rollout.max_completion_length, cfg.rollout.stop or ()
+    ends = {"stop": stop, "stop_token_ids": cfg.rollout.stop_token_ids or ()}
+    sampling = from_section(cfg.eval, max_tokens=longest, **ends, drafts=cfg.drafts)
+    prompt = datasets.system_prompt(cfg.data), cfg.data.prompt_template
+    return Protocol(cfg.eval.reward, sampling, *prompt, cfg.tools)
 
 
 def _held_out_problems(
     cfg: RunConfig, tokenizer: Tokenizer, tools: Tools | None, log: Callable[[str], None]
 ) -> Sequence[datasets.Problem]:
     """Loads the problems of the `[eval]` section whose prompts are short enough."""
-    source = cfg.data
-    if cfg.eval.dataset is not None:
+    source, held_out = cfg.data, cfg.eval
+    if held_out.dataset is not None:
+        other = {"dataset": held_out.dataset, "path": held_out.path, "name": None, "columns": None}
+        prompt = datasets.system_prompt(source)
         source = dataclasses.replace(
-            cfg.data,
-            dataset=cfg.eval.dataset,
-            path=cfg.eval.path,
-            name=None,
-            columns=None,
-            system_prompt=datasets.system_prompt(cfg.data),
-            max_prompt_characters=None,
+            source, **other, system_prompt=prompt, max_prompt_characters=None
         )
-    return admit(
-        datasets.from_config(
-            source, split=cfg.eval.split, seed=cfg.seed, num_problems=cfg.eval.num_problems
-        ),
-        tokenizer,
-        max_prompt_length=cfg.data.max_prompt_length,
-        overlong=cfg.data.overlong_prompts,
-        tools=tools,
-        what="held-out prompts",
-        log=log,
-    )
+    how = {"split": held_out.split, "seed": cfg.seed, "num_problems": held_out.num_problems}
+    limits = {"max_prompt_length": source.max_prompt_length, "overlong": source.overlong_prompts}
+    problems = datasets.from_config(source, **how)
+    return admit(problems, tokenizer, **limits, tools=tools, what="held-out prompts", log=log)

@@ -112,9 +112,7 @@ def over_problems(values: np.ndarray, samples: int) -> Interval:
 
 
 def over_samples(
-    statistic: Callable[[np.ndarray], np.ndarray],
-    samples: int,
-    k: int = 1,
+    statistic: Callable[[np.ndarray], np.ndarray], samples: int, k: int = 1
 ) -> Interval | None:
     """Returns the mean of estimates in [0, 1] with its interval, for the samples of the same problems.
 

@@ -75,7 +75,7 @@ def select(
     toolboxes = None if cfg.tools is None else Toolboxes(cfg.tools)
     rewards = [] if toolboxes is None else [name for name, _ in toolboxes.own_rewards()]
     field = "reward" if reward else "rewards.functions"
-    reward = reward or (*cfg.rewards.functions, *rewards)[0]
+    reward = reward or [*cfg.rewards.functions, *rewards][0]
     function = reward_of(reward, cfg.rewards.options, toolboxes, field=field)
     # Nothing is trained here, so a base for full training is loaded like any other.
     source = PolicySource(dataclasses.replace(cfg.model, trainable="lora"))
@@ -92,17 +92,13 @@ def select(
         rows = batch_size * samples
         policy = load_policy(source, cfg.seed, mesh=cfg.mesh, rows=rows, quiet=False)
         memory.require_context(cfg, policy.model.arch)
-        tools = None
-        if toolboxes is not None:
-            tools = Tools.of(cfg.tools, policy.tokenizer, toolboxes, log)
+        tools = toolboxes and Tools.of(cfg.tools, policy.tokenizer, toolboxes, log)
         limits = {"max_prompt_length": cfg.data.max_prompt_length, "tools": tools}
         problems = admit(problems, policy.tokenizer, overlong=cfg.data.overlong_prompts, **limits)
-        sampler = rollouts.make_sampler(
-            policy.model, policy.tokenizer, cfg.rollout, replicas=policy.replicas, **limits
-        )
-        sampler = dataclasses.replace(
-            sampler, params=dataclasses.replace(sampler.params, n=samples)
-        )
+        of = (policy.model, policy.tokenizer, cfg.rollout)
+        sampler = rollouts.make_sampler(*of, replicas=policy.replicas, **limits)
+        params = dataclasses.replace(sampler.params, n=samples)
+        sampler = dataclasses.replace(sampler, params=params)
         evaluator = Evaluator(sampler, problems, function, batch_size, jax.random.key(cfg.seed))
         for records in evaluator.records(policy.variables, len(measured.values), voting=False):
             measured.add(map(pass_rate, records))
@@ -117,11 +113,7 @@ def select(
 
 
 def pass_rate(record: dict[str, Any]) -> float | None:
-    """Returns the fraction of a problem's judged completions that pass; None if none was judged.
-
-    Args:
-        record: A problem's record from `Evaluator.records`.
-    """
+    """Returns the fraction of judged completions of a record of `Evaluator.records` that pass; None if none was judged."""
     judged = len(record["right"]) - record["unjudged"]
     return sum(record["right"]) / judged if judged else None
 

@@ -12,12 +12,8 @@ from qerl_jax.generation.sampling_params import SamplingParams
 from qerl_jax.system.checked import Checked
 
 # The split of a benchmark on the hub, by its name in `datasets.SETS`.
-SPLITS = {
-    "gsm8k": "test",
-    "math500": "test",
-    "aime24": "train",
-    "aime25": "test",
-    "amc23": "test",
+SPLITS = dict.fromkeys(("gsm8k", "math500", "aime24", "aime25", "amc23"), "test") | {
+    "aime24": "train"
 }
 # Sets with at most 40 problems, which need many samples of each.
 _SMALL = ("aime24", "aime25", "amc23")

@@ -40,32 +40,21 @@ def summarize(records: Sequence[dict[str, Any]], ks: Sequence[int] | None = None
 def statistics(
     records: Sequence[dict[str, Any]], ks: Sequence[int] | None = None
 ) -> dict[tuple[str, int], Callable[[np.ndarray], np.ndarray]]:
-    """Returns the statistics of a set: functions from indices of samples to estimates [P].
+    """Returns the statistics of a set: functions from indices of samples to estimates [P]; see `summarize`.
 
-    Args:
-        records: Records of one set; see `summarize`.
-        ks: Values of k; see `summarize`.
-
-    Returns:
-        The functions by (kind, k); the kind is "mean" (with k = 1), "pass" or "maj".
+    Their names are (kind, k); the kind is "mean" (with k = 1), "pass" or "maj".
     """
     right = np.array([record["right"] for record in records], bool)
     votes = np.array([_votes(record) for record in records], object)
     samples = right.shape[1]
     ks = ks or sorted({*(2**i for i in range(samples.bit_length()) if 2**i < samples), samples})
 
-    def mean(columns):
-        return right[:, columns].mean(axis=1)
-
-    def pass_at(k, columns):
-        return intervals.pass_at_k(right[:, columns], k)
-
-    def maj_at(k, columns):
-        return intervals.maj_at_k(right[:, columns], votes[:, columns], k)
-
-    several = {"pass": pass_at, "maj": maj_at}
-    return {("mean", 1): mean} | {
-        (kind, k): functools.partial(at, k) for kind, at in several.items() for k in ks if k > 1
+    several = {
+        "pass": lambda columns, k: intervals.pass_at_k(right[:, columns], k),
+        "maj": lambda columns, k: intervals.maj_at_k(right[:, columns], votes[:, columns], k),
+    }
+    return {("mean", 1): lambda columns: right[:, columns].mean(axis=1)} | {
+        (kind, k): functools.partial(at, k=k) for kind, at in several.items() for k in ks if k > 1
     }
 
 

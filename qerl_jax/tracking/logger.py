@@ -33,17 +33,10 @@ class Logger:
         run_name: str | None = None,
         settings: Mapping[str, Any] | None = None,
     ):
-        """Opens the files of a run that has done `step` steps.
+        """Opens the files of a run that has done `step` of `total_steps` optimizer steps; 0 drops all earlier rows.
 
-        Args:
-            run_folder: Folder of the run; made if it does not exist.
-            total_steps: Number of optimizer steps of the whole run.
-            step: Number of optimizer steps done; 0 drops all earlier rows.
-            quiet: Whether to show nothing in the terminal.
-            log_completions: Whether to write completions, too.
-            report_to: Names of trackers, see `trackers.start`.
-            run_name: Name of the run in the trackers.
-            settings: Config of the run, for the trackers.
+        The folder is made if it does not exist. `quiet` shows nothing in the terminal. `report_to`, `run_name` and
+        `settings` are those of `trackers.start`.
 
         Raises:
             DiskError: If a file cannot be written.

@@ -49,15 +49,10 @@ def start(
     run_name: str | None,
     settings: Mapping[str, Any],
 ) -> list[Tracker]:
-    """Starts trackers for a run that has done `step` steps.
+    """Starts trackers ("tensorboard", "wandb", "trackio") for a run that has done `step` steps; 0 starts a new run.
 
-    Args:
-        names: Names of trackers: "tensorboard", "wandb", "trackio".
-        run_folder: Folder of the run. TensorBoard's files are in its `tensorboard/`; its file `tracker_id` has the
-            id of the run in the other trackers.
-        step: Number of optimizer steps done; 0 starts a new run, other values continue the earlier one.
-        run_name: Name that is shown; None means the folder's name.
-        settings: Config of the run.
+    TensorBoard's files are in `tensorboard/` of the run folder; its file `tracker_id` has the id of the run in the
+    other trackers. They show `run_name`, or else the folder's name, and the config, `settings`.
     """
     folder = pathlib.Path(run_folder)
     if not names:

@@ -50,7 +50,8 @@ def run(folder, policy=BASE, problems=6, **changes):
 
 
 def records(folder, name="arithmetic"):
-    return [json.loads(line) for line in (folder / name / "problems.jsonl").open()]
+    lines = (folder / name / "problems.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
 
 
 @pytest.fixture
