@@ -511,7 +511,7 @@ def test_a_loaded_policy_says_scores_and_knows_the_same(axis):
     assert summaries[0]["arithmetic"]["estimates"] == summaries[1]["arithmetic"]["estimates"]
     said = [list(each.stream("What is 2+2?", max_tokens=20)) for each in (several, alone)]
     assert said[0] == said[1]
-    assert len(several.loaded.replicas) * several.loaded.replicas.group > 1
+    assert len(several.replicas) * several.replicas.group > 1
 
 
 def run_commands(folder, *more):

@@ -95,7 +95,7 @@ def evaluate(
             seed=options.seed,
             max_concurrent=options.max_concurrent,
             log=_log(quiet),
-            policy=loaded and loaded.loaded,
+            policy=loaded,
             mesh=mesh,
             quiet=quiet,
             toolboxes=tools and tools.toolboxes,

@@ -20,14 +20,13 @@ from qerl_jax.checkpoint.policy import LoadedPolicy, PolicySource
 from qerl_jax.config import DENSE, Dtype, LoraConfig, ToolsConfig, Weights
 from qerl_jax.data import datasets
 from qerl_jax.data.datasets import Problem
-from qerl_jax.data.tokenizer import Prompt, Tokenizer
+from qerl_jax.data.tokenizer import Prompt
 from qerl_jax.distributed import sharding
 from qerl_jax.generation.prompts import encode
 from qerl_jax.generation.sampler import Completion, Sampler, row_keys
 from qerl_jax.generation.sampling_params import EngineLimits, SamplingParams
 from qerl_jax.generation.stop_strings import text_before, with_stop_tokens
 from qerl_jax.model import fused_decode
-from qerl_jax.model.transformer import Transformer
 from qerl_jax.rl import microbatches
 from qerl_jax.rl.experience import Experience, make_experience
 from qerl_jax.rl.objective import token_logps
@@ -90,7 +89,7 @@ class RequestOutput:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Policy:
+class Policy(LoadedPolicy):
     """A policy on the device, from `load` or from the `policy()` of a run.
 
     A prompt is a text, which is a user's message and passes the chat template, or a list of chat
@@ -98,13 +97,16 @@ class Policy:
     `data.apply_chat_template = false`, or if its tokenizer has no chat template, it continues a text as it is.
 
     Attributes:
-        loaded: The model, its variables and its tokenizer, and the files that they come from.
+        model: The modules of the model.
+        variables: The variables of the model: `frozen` (the base) and, with an adapter, `params`.
+        tokenizer: The tokenizer of the base; its `hf` is the transformers tokenizer.
+        source: The files that the policy comes from.
+        replicas: The devices that hold it.
         limits: How many completions are sampled at a time.
         tools: Tools that the policy may call; None for single-turn completions.
         unsaved: Whether its weights are in no file: a fresh adapter, or weights from your own training loop.
     """
 
-    loaded: LoadedPolicy
     limits: EngineLimits = EngineLimits()
     tools: Tools | None = None
     unsaved: bool = False
@@ -113,26 +115,6 @@ class Policy:
         model, adapter = self.source.model, self.source.adapter
         adapter = "unsaved" if self.unsaved else adapter and os.fspath(adapter)
         return f"Policy({model.model_name_or_path!r}, {adapter=}, weights={model.weights!r})"
-
-    @property
-    def model(self) -> Transformer:
-        """The modules of the model."""
-        return self.loaded.model
-
-    @property
-    def variables(self) -> dict[str, Any]:
-        """The variables of the model: `frozen` (the base) and, with an adapter, `params`."""
-        return self.loaded.variables
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the base; its `hf` is the transformers tokenizer."""
-        return self.loaded.tokenizer
-
-    @property
-    def source(self) -> PolicySource:
-        """The files that the policy comes from."""
-        return self.loaded.source
 
     @property
     def slow_because(self) -> str | None:
@@ -149,8 +131,8 @@ class Policy:
         """
         rule = "needs a policy with an adapter"
         require(self.model.lora is not None, "params", type(params), rule)
-        loaded = dataclasses.replace(self.loaded, variables=self.variables | {"params": params})
-        return dataclasses.replace(self, loaded=loaded, unsaved=True)
+        variables = self.variables | {"params": params}
+        return dataclasses.replace(self, variables=variables, unsaved=True)
 
     def with_tools(
         self,
@@ -286,7 +268,7 @@ class Policy:
         """Makes problems of prompts: a text becomes a message of the user, if these pass the chat template."""
         chats = (
             [({"role": "user", "content": p},) if isinstance(p, str) else p for p in prompts]
-            if self.loaded.apply_chat_template
+            if self.apply_chat_template
             else prompts
         )
         return list(map(Problem, chats, columns or [{}] * len(chats)))
@@ -310,7 +292,7 @@ class Policy:
         return Sampler.of(
             *(self.model, self.tokenizer, params, self.limits.on_this_device()),
             tools=self.tools,
-            replicas=self.loaded.replicas,
+            replicas=self.replicas,
             **options,
         )
 
@@ -376,7 +358,7 @@ class Policy:
             return []
         widths = [_power_of_two(max(map(len, rows))) for rows in (prompt_ids, ids)]
         size = max(1, min(_SCORED_TOKENS // sum(widths), _power_of_two(len(ids), 1)))
-        variables = self.loaded.replicas.each(self.variables)[0]
+        variables = self.replicas.each(self.variables)[0]
         options = {"num_tokens": self.tokenizer.num_tokens, "adapter": adapter}
         experience = _experience(prompt_ids, ids)
         # One shape, which calls with similar lengths share.
@@ -497,7 +479,7 @@ def of_source(
     """Loads the policy that a source names; `options` are those of `checkpoint.policy.load_policy`."""
     runtime.use_compilation_cache()
     loaded = sources.load_policy(source, quiet=quiet, **options)
-    return Policy(loaded, limits, unsaved=options.get("lora") is not None)
+    return Policy(**vars(loaded), limits=limits, unsaved=options.get("lora") is not None)
 
 
 def find(

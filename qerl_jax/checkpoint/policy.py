@@ -65,7 +65,7 @@ class PolicySource:
         return "base" if is_before_training else model.name
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class LoadedPolicy:
     """A policy on one or several devices.
 

@@ -182,10 +182,6 @@ class Toolbox:
         """Name of the environment's class; None without one."""
         return None if self.environment is None else self.environment.__name__
 
-    def session(self, columns: Mapping[str, Any]) -> "Session":
-        """Makes the session of a row with these columns; no process starts before its first call."""
-        return Session(self, columns)
-
     def observation(self, columns: Mapping[str, Any]) -> str | None:
         """Resets an environment with a row's columns, and returns its first message, or None.
 
@@ -194,7 +190,7 @@ class Toolbox:
         """
         if self.environment is None:
             return None
-        with contextlib.closing(self.session(columns)) as session:
+        with contextlib.closing(Session(self, columns)) as session:
             observation = session.begin()
         if isinstance(observation, Failure):
             reset = f"reset({', '.join(columns)}) {_told(observation)}"
@@ -272,7 +268,7 @@ class Toolboxes:
 
     def session(self, columns: Mapping[str, Any]) -> "Session":
         """Makes the session of a row. As in TRL, if there are several, none gets the column "environment"."""
-        return self.of(columns).session(self._told(columns))
+        return Session(self.of(columns), self._told(columns))
 
     def observations(self, rows: Sequence[Mapping[str, Any]]) -> list[str | None]:
         """Returns the environment's first message to each of several rows; see `Toolbox.observation`."""
@@ -302,6 +298,8 @@ class Toolboxes:
 class Session:
     """The tools of one row. Methods block until a call ends or exceeds its limit; one thread at a time may call them.
 
+    No process starts before the first call.
+
     Attributes:
         toolbox: The toolbox that the tools belong to.
     """
@@ -313,8 +311,7 @@ class Session:
 
     def begin(self) -> Any:
         """Resets the environment on the first call; returns its first message or None, or a `Failure`."""
-        if self._runner is None:
-            self._runner = self.toolbox.take()
+        self._runner = self._runner or self.toolbox.take()
         if self._begun:
             return None
         self._begun = True
@@ -339,17 +336,16 @@ class Session:
 
     def finish(self) -> Snapshot:
         """Returns the environment after the row; without attributes if it was killed or could not be reset."""
-        if self.toolbox.environment is None:
+        name = self.toolbox.environment_name
+        if name is None:
             return Snapshot()
-        lost = Snapshot(_class=self.toolbox.environment_name)
-        failure = None if self._begun else self.begin()
-        if self._lost or isinstance(failure, Failure):
-            return lost
-        result = self._noted(self._runner.call("finish"))
-        if isinstance(result, Failure):
-            return lost
+        result: Any = None if self._begun else self.begin()
+        if not self._lost and not isinstance(result, Failure):
+            result = self._noted(self._runner.call("finish"))
+        if self._lost or isinstance(result, Failure):
+            return Snapshot(_class=name)
         reward, public = result
-        return Snapshot(**public, _reward=reward, _class=self.toolbox.environment_name)
+        return Snapshot(**public, _reward=reward, _class=name)
 
     def close(self) -> None:
         """Makes the session's process available to another row."""

@@ -248,8 +248,7 @@ def test_generate_takes_the_adapter_and_the_settings_of_a_run_folder(tmp_path, c
         assert main.main(["generate", PROMPTS[0], "--adapter", str(adapter), *options]) == 0
         shown.append(capsys.readouterr().out)
     variables = {"params": params, "frozen": frozen}
-    loaded = dataclasses.replace(policy().loaded, model=model, variables=variables)
-    trained = dataclasses.replace(policy(), loaded=loaded)
+    trained = dataclasses.replace(policy(), model=model, variables=variables)
     text = trained.generate(PROMPTS[0], temperature=0.0, **LIMIT)[0].text
     assert shown == [text + "\n"] * 2 and [text] != ask(PROMPTS[:1], temperature=0.0, **LIMIT)
 

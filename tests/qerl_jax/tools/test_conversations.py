@@ -79,10 +79,9 @@ class Scripted:
                     ended = "length"
                     break
                 made, given = made + answer, given + [True] * len(answer)
-            count = np.arange(len(made), dtype=np.float32)
-            yield RowTokens(
-                row, np.array(made, np.int32), -count, ended, None, np.array(given, bool)
-            )
+            logps = -np.arange(len(made), dtype=np.float32)
+            columns = (np.array(made, np.int32), logps, ended, None, np.array(given, bool))
+            yield RowTokens(row, *columns)
 
 
 def collect(tokens, tools, scripts, columns=({"start": 1},), limit=LIMIT):
@@ -135,10 +134,9 @@ def test_what_was_said_is_messages_as_trl_has_them(rollout):
 
 def test_rows_of_another_host_come_with_its_conversations(rollout, tokens):
     """This host does not read their turns, but its rewards are told of them, after its own rows."""
-    rows = zip(
-        rollout.completion_ids, rollout.behaviour_logps, rollout.observation_mask, strict=True
-    )
-    done = [RowTokens(n, *row[:2], "stop", given=row[2]) for n, row in enumerate(rows)]
+    columns = (rollout.completion_ids, rollout.behaviour_logps, rollout.observation_mask)
+    rows = enumerate(zip(*columns, strict=True))
+    done = [RowTokens(n, ids, logps, "stop", given=mask) for n, (ids, logps, mask) in rows]
     order = [dataclasses.replace(done[n], is_own=n != 2) for n in (3, 0, 1, 2)]
     talks = dict(enumerate(rollout.conversations))
 
@@ -159,13 +157,9 @@ def test_rows_of_another_host_come_with_its_conversations(rollout, tokens):
     with pytest.MonkeyPatch.context() as patch, tools_of((f"{HERE}:double",)) as tools:
         patch.setattr(sampler_module, "Conversations", Talk)
         sampler = Sampler(engine, tokens, FOUR, WIDTH, tools=tools, hosts=Pair())
-        found = rollouts.collect(
-            sampler,
-            {},
-            [Problem(CHAT, {})],
-            jax.random.key(0),
-            on_text=lambda row, text: heard.append((row, text)),
-        )
+        note = lambda row, text: heard.append((row, text))
+        problems, key = [Problem(CHAT, {})], jax.random.key(0)
+        found = rollouts.collect(sampler, {}, problems, key, on_text=note)
     assert found.conversations == rollout.conversations and found.texts == rollout.texts
     assert heard == [(n, rollout.texts[n]) for n in (3, 0, 1, 2)]
 
@@ -190,9 +184,7 @@ def test_the_environment_speaks_at_the_end_of_the_prompt(rollout, tokens, tools)
     assert silent.problems[0].prompt == CHAT
     with pytest.raises(ValueError, match="Counter: reset.* raised ValueError: start must not"):
         collect(tokens, tools, [["a"]], ({"start": -1},))
-    with pytest.raises(
-        ValueError, match="max_prompt_length: got 9; 1 of 1 prompts with what the env"
-    ):
+    with pytest.raises(ValueError, match="max_prompt_length: got 9; 1 of 1 prompts with what"):
         with_observations(tools, [Problem(CHAT, {"start": 1})], tokens, 9)
     with pytest.raises(ValueError, match="speaks to chats"):
         conversations.observed(tools, [Problem("text", {"start": 1})])

@@ -11,7 +11,7 @@ import pytest
 from qerl_jax.config import ToolsConfig
 from qerl_jax.rewards import sandbox
 from qerl_jax.tools import environments, stock_tools
-from qerl_jax.tools.environments import Toolbox, Toolboxes
+from qerl_jax.tools.environments import Session, Toolbox, Toolboxes
 from tests.qerl_jax.tools import environments_for_tests as own
 
 HERE = "tests.qerl_jax.tools.environments_for_tests"
@@ -19,20 +19,15 @@ HERE = "tests.qerl_jax.tools.environments_for_tests"
 
 @pytest.fixture(scope="module")
 def toolbox():
-    cfg = ToolsConfig(
-        (f"{HERE}:double", f"{HERE}:later"),
-        f"{HERE}:Counter",
-        environment_options={"step": 10},
-        seconds=0.3,
-    )
-    made = Toolbox(cfg)
-    yield made
-    made.close()
+    names = ((f"{HERE}:double", f"{HERE}:later"), f"{HERE}:Counter")
+    cfg = ToolsConfig(*names, environment_options={"step": 10}, seconds=0.3)
+    with contextlib.closing(Toolbox(cfg)) as made:
+        yield made
 
 
 @contextlib.contextmanager
 def session(toolbox, **columns):
-    with contextlib.closing(toolbox.session(columns)) as made:
+    with contextlib.closing(Session(toolbox, columns)) as made:
         yield made
 
 
@@ -184,16 +179,10 @@ def test_what_cannot_be_used_is_named(options, message):
 
 @pytest.fixture(scope="module")
 def several():
-    cfg = ToolsConfig(
-        (f"{HERE}:double",),
-        environments={
-            "count": f"{HERE}:Counter",
-            "tens": f"{HERE}:Counter",
-            "game": "guess_number",
-        },
-        environment_options={"tens": {"step": 10}, "game": {"high": 50}},
-        seconds=0.5,
-    )
+    names = dict.fromkeys(("count", "tens"), f"{HERE}:Counter") | {"game": "guess_number"}
+    options = {"tens": {"step": 10}, "game": {"high": 50}}
+    fields = {"environments": names, "environment_options": options}
+    cfg = ToolsConfig((f"{HERE}:double",), **fields, seconds=0.5)
     with contextlib.closing(Toolboxes(cfg)) as made:
         yield made
 
@@ -228,9 +217,7 @@ def test_an_environment_of_several_is_not_told_its_name_and_one_alone_is(several
 
 @pytest.mark.parametrize("row", [{}, {"environment": "chess"}, {"environment": ["game"]}])
 def test_a_row_that_names_no_environment_is_refused(several, row):
-    with pytest.raises(
-        ValueError, match="environment: got .* must name one of .*: count, tens, game"
-    ):
+    with pytest.raises(ValueError, match="environment: got .* must name one of .*: count, tens, g"):
         several.of(row)
 
 
@@ -282,7 +269,7 @@ def test_a_number_is_guessed_in_several_turns():
 def test_a_row_that_calls_after_the_tools_were_closed_starts_no_process():
     """As in a thread that was about to call when the run ended."""
     made = Toolbox(ToolsConfig((f"{HERE}:double",), seconds=0.3))
-    row = made.session({})
+    row = Session(made, {})
     made.close()
     assert told(row.call("double", {"x": 4})) == "double ended its process"
     (runner,) = made._all
@@ -290,10 +277,9 @@ def test_a_row_that_calls_after_the_tools_were_closed_starts_no_process():
 
 
 def test_a_row_that_is_abandoned_within_a_call_leaves_its_process_to_no_other_row():
-    with contextlib.closing(
-        Toolbox(ToolsConfig(environment=f"{HERE}:Counter", seconds=5.0))
-    ) as made:
-        first = made.session({})
+    cfg = ToolsConfig(environment=f"{HERE}:Counter", seconds=5.0)
+    with contextlib.closing(Toolbox(cfg)) as made:
+        first = Session(made, {})
         first.begin()
 
         def call_and_close():

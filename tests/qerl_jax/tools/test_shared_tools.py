@@ -131,9 +131,8 @@ def test_a_row_that_is_abandoned_loses_its_process_in_the_first(together):
 
 
 def test_an_error_that_is_not_a_tools_ends_all_processes_and_says_why(together, monkeypatch):
-    monkeypatch.setattr(
-        shared_tools.Session, "call", lambda *_: (_ for _ in ()).throw(OSError("no\nspace"))
-    )
+    failing = lambda *_: (_ for _ in ()).throw(OSError("no\nspace"))
+    monkeypatch.setattr(shared_tools.Session, "call", failing)
 
     def work(hosts, boxes):
         if hosts.leads:

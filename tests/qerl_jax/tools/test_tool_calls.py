@@ -26,20 +26,16 @@ QWEN = """{%- if tools %}<|im_start|>system
 {% endif %}"""
 
 
+ONE, WRITTEN = Call("f", {"x": 1}), '{"name": "f", "arguments": {"x": 1}}'
+
+
 @pytest.mark.parametrize(
     ("text", "said", "calls"),
     [
         ("no call", "no call", []),
-        (
-            'I compute.\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>',
-            "I compute.",
-            [Call("f", {"x": 1})],
-        ),
-        (
-            '<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}</tool_call><tool_call>{"name": "g"}',
-            "",
-            [Call("f", {"x": 1}), Call("g", {})],
-        ),
+        ('So.\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>', "So.", [ONE]),
+        ('<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>', "", [ONE]),
+        (f"<tool_call>{WRITTEN}</tool_call><tool_call>{WRITTEN}", "", [ONE, ONE]),
     ],
 )
 def test_hermes_calls_are_json_between_tags(text, said, calls):

@@ -48,12 +48,8 @@ def test_a_line_goes_up_where_its_values_do():
 
 
 def test_equal_values_and_a_single_step_can_be_drawn():
-    for line in (
-        Line("a", (5,), (0.25,)),
-        Line("a", (1, 2), (0.0, 0.0)),
-        Line("a", (1, 2), (7.0, 7.0)),
-    ):
-        parsed(Chart("One", "", (line,)))
+    for values in ((0.25,), (0.0, 0.0), (7.0, 7.0)):
+        parsed(Chart("One", "", (Line("a", (1, 2)[: len(values)], values),)))
 
 
 def test_a_share_near_zero_stands_on_zero_and_one_far_from_it_does_not():
@@ -96,12 +92,8 @@ def test_a_band_encloses_its_line():
 
 
 def test_the_first_and_last_and_the_extremes_are_named_with_their_steps():
-    assert charts.extremes((3, 5, 8, 9), (2.0, 7.0, -1.0, 4.0)) == {
-        "first": (3, 2.0),
-        "lowest": (8, -1.0),
-        "highest": (5, 7.0),
-        "last": (9, 4.0),
-    }
+    ends = charts.extremes((3, 5, 8, 9), (2.0, 7.0, -1.0, 4.0))
+    assert ends == {"first": (3, 2), "lowest": (8, -1), "highest": (5, 7), "last": (9, 4)}
 
 
 def test_labels_cannot_leave_their_place_nor_be_read_as_formulas(tmp_path):
@@ -128,11 +120,8 @@ def test_equal_charts_are_equal_files_and_take_their_colours_from_the_page():
     lines = tuple(Line(str(i), (1, 2), (1.0, 2.0 + i)) for i in range(7))
     text = charts.svg(Chart("A", "", lines), "p")
     assert text == charts.svg(Chart("A", "", lines), "p")
-    assert set(re.findall(r"--\w+", text)) == {
-        "--quiet",
-        "--rule",
-        *(f"--c{i}" for i in range(6)),
-    }
+    colours = {f"--c{i}" for i in range(6)}
+    assert set(re.findall(r"--\w+", text)) == {"--quiet", "--rule"} | colours
     assert not re.search(r"(?:fill|stroke): #(?!000000)\w{6}", text)
 
 

@@ -17,6 +17,7 @@ from qerl_jax.tracking import charts, page, report
 
 ROOT = pathlib.Path(__file__).parents[3]
 BROWSERS = "chromium chromium-browser chromium-headless-shell google-chrome chrome".split()
+ACCURACY = ("eval/accuracy", "eval/accuracy_low", "eval/accuracy_high")
 HOSTILE = "<script>document.title = 'taken'</script>" + "x" * 500
 
 
@@ -26,9 +27,8 @@ def make_run(folder, seed=0, steps=12, lift=0.0, **changes):
     cfg = dataclasses.replace(cfg, output_dir=str(folder), seed=seed, **changes)
     (folder / "completions").mkdir(parents=True)
     config.write_run(folder, cfg)
-    rows = [
-        {"step": 0, "eval/accuracy": 0.3, "eval/accuracy_low": 0.25, "eval/accuracy_high": 0.35}
-    ]
+    accuracy = lambda *values: dict(zip(ACCURACY, values, strict=True))
+    rows = [{"step": 0} | accuracy(0.3, 0.25, 0.35)]
     rows += [
         {
             "step": step,
@@ -47,7 +47,7 @@ def make_run(folder, seed=0, steps=12, lift=0.0, **changes):
         }
         for step in range(1, steps + 1)
     ]
-    rows[-1] |= {"eval/accuracy": 0.6, "eval/accuracy_low": 0.5, "eval/accuracy_high": 0.7}
+    rows[-1] |= accuracy(0.6, 0.5, 0.7)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for step in (1, steps):
         samples = [
@@ -133,9 +133,8 @@ def compared(tmp_path_factory):
     evaluation = folders[0] / "eval" / "adapter" / "gsm8k"
     evaluation.mkdir(parents=True)
     estimate = {"name": "mean@4", "value": 0.5, "over_problems": [0.4, 0.6], "over_samples": None}
-    (evaluation / "summary.json").write_text(
-        json.dumps({"name": "gsm8k", "samples": 4, "estimates": [estimate]})
-    )
+    summary = {"name": "gsm8k", "samples": 4, "estimates": [estimate]}
+    (evaluation / "summary.json").write_text(json.dumps(summary))
     return report.write(folders, tmp_path / "page")
 
 
@@ -143,9 +142,8 @@ def test_the_command_writes_the_page_into_the_run_and_shows_its_curves(tmp_path,
     run = make_run(tmp_path / "run")
     assert main.main(["report", str(run)]) == 0
     shown = capsys.readouterr().out.splitlines()
-    assert (
-        shown[0] == f"page in {run}/report/index.html" and (run / "report" / "reward.png").exists()
-    )
+    assert shown[0] == f"page in {run}/report/index.html"
+    assert (run / "report" / "reward.png").exists()
     assert shown[1].split() == ["reward", "0.05", "▁▂▂▃▄▄▅▅▆▇▇█", "0.6"]
     assert shown[-1] == "held-out accuracy 0.300 -> 0.600"
     assert main.main(["report", str(tmp_path)]) == 2
@@ -259,12 +257,9 @@ def test_a_browser_shows_the_page_on_a_phone_and_on_a_desk(compared, tmp_path):
     text = json.dumps(compared.read_text()).replace("</", "<\\/")
     (tmp_path / "look.html").write_text(f"<body><script>{LOOK.replace('PAGE', text)}</script>")
     flags = "--headless --no-sandbox --disable-gpu --virtual-time-budget=20000 --dump-dom".split()
-    shown = subprocess.run(
-        [browser(), *flags, f"--user-data-dir={tmp_path}/profile", f"file://{tmp_path}/look.html"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    ).stdout
+    command = [browser(), *flags, f"--user-data-dir={tmp_path}/profile"]
+    command.append(f"file://{tmp_path}/look.html")
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
     phone, desk = json.loads(re.search(r"\[\{.*\}\]", html.unescape(shown))[0])
     for seen in (phone, desk):
         assert seen["overflow"] <= 0  # nothing has to be scrolled sideways

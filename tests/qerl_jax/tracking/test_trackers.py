@@ -44,14 +44,8 @@ def packages(monkeypatch):
 
 
 def write(folder, step, rows):
-    logger = log.Logger(
-        folder,
-        total_steps=4,
-        step=step,
-        quiet=True,
-        report_to=("tensorboard", "wandb", "trackio"),
-        settings={"seed": 1},
-    )
+    options = {"report_to": ("tensorboard", "wandb", "trackio"), "settings": {"seed": 1}}
+    logger = log.Logger(folder, total_steps=4, step=step, quiet=True, **options)
     for at, row in rows:
         logger.write(at, row)
     logger.close()
