@@ -75,12 +75,12 @@ def evaluate(
     require(mesh is None or loaded is None, "mesh", mesh, rule)
     mesh = mesh_of(mesh, MeshConfig())
     runtime.use_compilation_cache()
-    source = loaded.source if loaded else policy
+    source = policy.source if isinstance(policy, Policy) else policy
     source = source if isinstance(source, PolicySource) else policies.find(source)
-    tools = loaded and loaded.tools
+    tools = loaded.tools if loaded else None
     jobs = []
     for name in map(os.fspath, sets):
-        protocol = benchmark.protocol_for(name, source, options, tools and tools.cfg)
+        protocol = benchmark.protocol_for(name, source, options, tools.cfg if tools else None)
         jobs.append((benchmark.source_of(name, source, options), protocol))
     with tempfile.TemporaryDirectory() as temporary:
         folder = output_dir or results_folder(source, options.protocol)
@@ -91,14 +91,14 @@ def evaluate(
         return benchmark.run(
             source,
             jobs,
-            folder,
+            pathlib.Path(folder),
             seed=options.seed,
             max_concurrent=options.max_concurrent,
             log=_log(quiet),
             policy=loaded,
             mesh=mesh,
             quiet=quiet,
-            toolboxes=tools and tools.toolboxes,
+            toolboxes=tools.toolboxes if tools else None,
         )
 
 
@@ -170,19 +170,20 @@ def export(
         ("to", to, ("peft", "merged", "nvfp4", "pair")),
         ("base", base, (None, "original", "packed")),
     )
+    path: Any = run
     if isinstance(run, Policy):
         rule = "must come from a run as it was trained; its adapter is written by save_pretrained"
-        source = run.source
-        of_run = source.folder is not None and not run.unsaved
-        is_newest = of_run and (
-            source.step or sources.saved(source.folder) == (source.adapter, None)
+        source, path = run.source, run.source.folder
+        is_newest = path is not None and (
+            source.step or sources.saved(path) == (source.adapter, None)
         )
-        require(is_newest, "run", run, rule)
-        run, step = source.folder, source.step if step is None else step
-    require(isinstance(run, str | os.PathLike), "run", run, "must be a run, or its folder")
+        require(is_newest and not run.unsaved, "run", run, rule)
+        step = source.step if step is None else step
+    require(isinstance(path, str | os.PathLike), "run", run, "must be a run, or its folder")
     runtime.use_compilation_cache()
-    options = {"base": base, "step": step, "limit": limit, "overwrite": overwrite}
-    return exports.export(os.fspath(run), to, out, **options, model=model, weights=weights)
+    options: dict[str, Any] = {"base": base, "step": step, "limit": limit, "overwrite": overwrite}
+    options |= {"model": model, "weights": weights}
+    return exports.export(os.fspath(path), to, pathlib.Path(out), **options)
 
 
 def quantize(
@@ -248,9 +249,9 @@ def quantize(
     choices = (format, method, block_scales, scale_rounding, double_quant)
     recipe = quantizer.Recipe(*choices, rows, patterns)
     if quiet:
-        return quantizer.quantize(os.fspath(source), target, recipe, _log(quiet))
+        return quantizer.quantize(os.fspath(source), pathlib.Path(target), recipe, _log(quiet))
     with terminal.job("quantizing") as (log, move):
-        return quantizer.quantize(os.fspath(source), target, recipe, log, move)
+        return quantizer.quantize(os.fspath(source), pathlib.Path(target), recipe, log, move)
 
 
 def plan(
@@ -282,7 +283,7 @@ def plan(
     limit = memory.device_memory() if card is None else card.limit
     if device_memory is not None:
         limit = memory.parse_size(str(device_memory))
-    return memory.plan(cfg, limit=limit, device=card and card.device)
+    return memory.plan(cfg, limit=limit, device=card.device if card else None)
 
 
 def report(*runs: str | os.PathLike, output_dir: str | os.PathLike | None = None) -> pathlib.Path:
@@ -306,7 +307,8 @@ def report(*runs: str | os.PathLike, output_dir: str | os.PathLike | None = None
     for index, run in enumerate(runs):
         rule = "must be a run, or its folder; several are given one after the other: report(*runs)"
         require(isinstance(run, str | os.PathLike), f"runs[{index}]", run, rule)
-    return pages.write([pathlib.Path(run) for run in runs], output_dir)
+    folder = None if output_dir is None else pathlib.Path(output_dir)
+    return pages.write([pathlib.Path(run) for run in runs], folder)
 
 
 def _log(quiet: bool) -> Callable[[str], None]:

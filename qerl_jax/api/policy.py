@@ -112,8 +112,8 @@ class Policy(LoadedPolicy):
     unsaved: bool = False
 
     def __repr__(self) -> str:
-        model, adapter = self.source.model, self.source.adapter
-        adapter = "unsaved" if self.unsaved else adapter and os.fspath(adapter)
+        model, path = self.source.model, self.source.adapter
+        adapter = "unsaved" if self.unsaved else path and os.fspath(path)
         return f"Policy({model.model_name_or_path!r}, {adapter=}, weights={model.weights!r})"
 
     @property
@@ -257,10 +257,10 @@ class Policy(LoadedPolicy):
         params = self._params(sampling_params, options)
         require(self.tools is None, "tools", self.tools, "a stream calls no tools: use generate")
         require(params.n == 1, "n", params.n, "a stream gives one completion")
-        problems = self._problems(_prompts(prompt))
+        (problem,) = self._problems(_prompts(prompt))
         ((key,),) = _keys(params, 1)
         sampler = self._sampler(params, chunk=_STREAMED_TOKENS)
-        return sampler.stream(self.variables, *problems, key)
+        return sampler.stream(self.variables, problem, key)
 
     def _problems(
         self, prompts: Sequence[Prompt], columns: Sequence[Mapping[str, Any]] | None = None
@@ -271,7 +271,8 @@ class Policy(LoadedPolicy):
             if self.apply_chat_template
             else prompts
         )
-        return list(map(Problem, chats, columns or [{}] * len(chats)))
+        rows = columns or [{}] * len(chats)
+        return [Problem(chat, dict(row)) for chat, row in zip(chats, rows, strict=True)]
 
     def _params(self, params: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:
         """Returns sampling options with changes, and with what ends a completion of this policy."""
@@ -285,6 +286,7 @@ class Policy(LoadedPolicy):
         row, talk = completion.row, completion.conversation
         text = text_before(completion.text, row.tokens, params, self.tokenizer.decode)
         messages = None if talk is None else list(talk.messages)
+        assert row.ended is not None
         columns = (text, row.tokens, row.behaviour_logps, row.ended, messages, row.given)
         return CompletionOutput(index, *columns)
 
@@ -494,6 +496,7 @@ def find(
         files = ("config.toml", "adapter_config.json")
         if adapter is None and any((pathlib.Path(name) / file).is_file() for file in files):
             name, adapter = None, name
+    adapter = None if adapter is None else os.fspath(adapter)
     return sources.find_policy(name, adapter, **settings)
 
 
@@ -516,11 +519,12 @@ def _keys(params: SamplingParams, prompts: int) -> np.ndarray:
 
     With one seed, rows are numbered through all prompts; with a seed per prompt, from 0 for each prompt.
     """
-    if np.ndim(params.seed) == 0:
-        return row_keys(jax.random.key(params.seed), prompts, params.n)
+    seeds: Any = params.seed
+    if np.ndim(seeds) == 0:
+        return row_keys(jax.random.key(seeds), prompts, params.n)
     rule = f"must be one, or one for each of {prompts=}"
-    require(len(params.seed) == prompts, "seed", len(params.seed), rule)
-    return np.concatenate([row_keys(jax.random.key(seed), 1, params.n) for seed in params.seed])
+    require(len(seeds) == prompts, "seed", len(seeds), rule)
+    return np.concatenate([row_keys(jax.random.key(seed), 1, params.n) for seed in seeds])
 
 
 def _sorted(completions: Iterator[Completion]) -> Iterator[Completion]:

@@ -3,13 +3,16 @@
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qerl_jax import config as configs
 from qerl_jax.config import MeshConfig, RunConfig, ToolsConfig
 from qerl_jax.rewards.stock import RewardFunction
 from qerl_jax.system.checked import ConfigError, from_table, pythons, require, sections, to_table
 from qerl_jax.tools.environments import Tool
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 type Config = RunConfig | Mapping[str, Any] | str | os.PathLike
 type Mesh = MeshConfig | Mapping[str, Any]
@@ -62,7 +65,7 @@ def run_config(
     return cfg
 
 
-def options_of[Options](
+def options_of[Options: "DataclassInstance"](
     cls: type[Options], options: Options | None, name: str, changes: Mapping[str, Any]
 ) -> Options:
     """Returns options, an instance of a dataclass, with changes; None means the defaults.

@@ -262,7 +262,7 @@ class GrpoConfig(Checked, section="grpo.", renamed=RENAMED):
     @property
     def correction(self) -> CorrectionConfig | None:
         """The table `mismatch.correction`."""
-        return self.mismatch and self.mismatch.correction
+        return self.mismatch.correction if self.mismatch else None
 
     @property
     def ratio_cap(self) -> float | None:

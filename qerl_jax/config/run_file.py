@@ -1,5 +1,6 @@
 """The TOML file of a run: read from a path or by a packaged name, and written into the run folder."""
 
+import os
 import pathlib
 import re
 import tomllib
@@ -15,7 +16,7 @@ RUN_FORMAT = 1
 _FORMAT_KEY = "run_format"
 
 
-def load(path: str | pathlib.Path) -> RunConfig:
+def load(path: str | os.PathLike) -> RunConfig:
     """Reads and checks a TOML file, or a config of the package by its name, such as "quickstart"."""
     return from_table(RunConfig, read_table(path))
 
@@ -67,7 +68,7 @@ _DEEP_KEY = re.compile(
 )
 
 
-def read_table(path: str | pathlib.Path) -> dict[str, Any]:
+def read_table(path: str | os.PathLike) -> dict[str, Any]:
     """Reads a TOML file, or a config of the package by its name; nothing is checked but that it is TOML.
 
     The config of a run folder is read as any other: a new run can be started from it.
@@ -93,7 +94,7 @@ def _parsed(path: pathlib.Path) -> dict[str, Any]:
     return table
 
 
-def _find(path: str | pathlib.Path) -> pathlib.Path:
+def _find(path: str | os.PathLike) -> pathlib.Path:
     """The file of a path, or of the name of a config in the package."""
     path = pathlib.Path(path)
     if path.is_file():

@@ -634,7 +634,7 @@ class RunConfig(Checked):
         run_name: The run's name in those trackers; absent means the name of the run folder.
     """
 
-    output_dir: NotEmpty = core()
+    output_dir: NotEmpty = dataclasses.field(metadata={"tier": "core"})
     model: ModelConfig
     data: DataConfig
     rewards: RewardConfig
@@ -712,7 +712,9 @@ class RunConfig(Checked):
         """
         if self.max_steps is not None:
             return self.max_steps
-        rollouts = max(1, round(self.num_train_epochs * num_problems / self.prompts_per_rollout))
+        rollouts = max(
+            1, round((self.num_train_epochs or 0) * num_problems / self.prompts_per_rollout)
+        )
         steps = rollouts * self.updates_per_rollout
         rule = f"{num_problems} problems make {steps:.3g} steps of it; must be fewer than 2**31"
         require(steps < 2**31, "num_train_epochs", self.num_train_epochs, rule)

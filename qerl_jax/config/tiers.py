@@ -59,13 +59,13 @@ def _changed(cfg: Any, prefix: str = "") -> Iterator[tuple[str, Tier]]:
 
     A section that is absent by default is named itself if it is there with its own defaults, unless it has core fields.
     """
-    inner = sections(type(cfg))
+    inner = sections(cfg.__class__)
     for field in dataclasses.fields(cfg):
         name, value = prefix + field.name, getattr(cfg, field.name)
         if field.name not in inner:
             if value != field.default:
                 is_lower = value in field.metadata.get("experimental", ())
-                tier = "experimental" if is_lower else field.metadata["tier"]
+                tier: Tier = "experimental" if is_lower else field.metadata["tier"]
                 yield f"{name} = {value!r}", tier
         elif value is not None:
             within = list(_changed(value, f"{name}."))

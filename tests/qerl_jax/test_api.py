@@ -123,9 +123,7 @@ def test_overrides_change_fields_within_a_section_and_none_removes_one():
     assert cfg.optim == dataclasses.replace(before.optim, learning_rate=1e-4)
     four = qerl_jax.LoraConfig(4)
     assert settings.run_config(cfg, {"lora": four}).lora == four
-
-
-def test_overrides_reach_into_tables_of_sections():
+    # They reach into tables of sections.
     started = settings.run_config(QUICKSTART, {"grpo": {"reference": {"beta": 0.1}, "sapo": None}})
     cfg = settings.run_config(started, {"grpo": {"reference": {"policy": "base"}}})
     assert cfg.grpo.reference == config.ReferenceConfig(0.1, "base")
@@ -458,10 +456,7 @@ def test_a_device_that_reports_no_memory_samples_64_completions_or_as_a_limit_sa
     assert policy._sampler(qerl_jax.SamplingParams()).max_concurrent == 64
     for limits in (EngineLimits(96), EngineLimits(kv_cache_tokens=4096)):
         assert limits.on_this_device() == limits
-
-
-def test_a_number_of_numpy_will_do_as_a_limit(policy):
-    few = dataclasses.replace(policy, limits=EngineLimits(np.int64(2)))
+    few = dataclasses.replace(policy, limits=EngineLimits(np.int64(2)))  # a number of numpy will do
     assert len(few.generate(["1+1", "2+2", "3+3"], max_tokens=1)) == 3
 
 

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import functools
 import json
 import threading
 import time
@@ -27,7 +28,10 @@ def toolbox():
 
 @contextlib.contextmanager
 def session(toolbox, **columns):
-    with contextlib.closing(Session(toolbox, columns)) as made:
+    of_row = (
+        functools.partial(Session, toolbox) if isinstance(toolbox, Toolbox) else toolbox.session
+    )
+    with contextlib.closing(of_row(columns)) as made:
         yield made
 
 

@@ -27,9 +27,7 @@ def change_metrics(folder, changes):
 
 def test_a_card_says_what_ran_and_what_came_of_it(tmp_path):
     found = parts(make_run(tmp_path / "mine"), ["update: micro-batches of 512 tokens"])
-    assert found[""].startswith(
-        "# mine\n\nHeld-out accuracy went from 0.300 to 0.600. Reward went "
-    )
+    assert found[""].startswith("# mine\n\nHeld-out accuracy went from 0.300 to 0.600. Reward w")
     assert "12 of 12 steps had rewards that differ, and made an update." in found[""]
     assert "| base | qerl-tiny, held in nvfp4 |" in found["What ran"]
     assert "| a rollout | 32 prompts x 8 completions of at most 44 tokens |" in found["What ran"]
@@ -55,13 +53,6 @@ def test_a_run_that_only_a_notebook_can_repeat_offers_no_command(tmp_path):
     assert "| again | from your script or notebook, which defines the rows |" in what
 
 
-def test_half_a_character_of_a_completion_is_shown_by_its_number(tmp_path):
-    folder = make_run(tmp_path / "run")
-    for path in (folder / "completions").iterdir():
-        path.write_text(path.read_text().replace("1+1?", r"\ud83d 1+1?"))
-    assert r"\ud83d 1+1?" in parts(folder)["Samples"]
-
-
 def test_a_card_adds_up_what_the_phases_have_cost(tmp_path):
     cost = parts(make_run(tmp_path / "run"))["Time and cost"]
     # Twelve steps of 1 s and 2 s on two devices.
@@ -70,21 +61,17 @@ def test_a_card_adds_up_what_the_phases_have_cost(tmp_path):
     assert "- 12,000 tokens" in cost and "- the last process took 130 s" in cost
 
 
-def test_a_card_repeats_the_warnings_of_the_run(tmp_path):
+def test_a_card_repeats_the_warnings_of_the_run_and_of_its_start(tmp_path):
     folder = make_run(tmp_path / "run")
     assert parts(folder)["Warnings"].startswith("None.")
-    change_metrics(folder, {"frac_reward_zero_std": 1.0})
-    lines = parts(folder)["Warnings"].splitlines()
-    assert lines[0].startswith("- warning: step 3: nothing was learned in the first 3 steps.")
-    assert lines[1].startswith("- warning: this run has learned nothing in 12 steps.")
-
-
-def test_a_warning_at_the_start_stands_with_the_warnings(tmp_path):
-    folder = make_run(tmp_path / "run")
     found = parts(folder, ["warning: 1 of 49 problems have no answer", "update: one micro-batch"])
     assert found["Warnings"].strip() == "- warning: 1 of 49 problems have no answer"
     assert found["Said at the start"].strip() == "- update: one micro-batch"
     assert "Said at the start" not in parts(folder, ["warning: no answer"])
+    change_metrics(folder, {"frac_reward_zero_std": 1.0})
+    lines = parts(folder)["Warnings"].splitlines()
+    assert lines[0].startswith("- warning: step 3: nothing was learned in the first 3 steps.")
+    assert lines[1].startswith("- warning: this run has learned nothing in 12 steps.")
 
 
 def test_a_card_of_a_run_without_rewards_opens_with_that_and_shows_what_was_written(tmp_path):
@@ -116,9 +103,9 @@ def test_where_all_rewards_are_equal_one_sample_stands_for_them(tmp_path):
     assert shown.count("Step 12") == 1 and "three" not in shown
 
 
-def test_a_completion_cannot_end_its_fence(tmp_path):
+def test_a_completion_cannot_end_its_fence_and_half_a_character_is_shown_by_its_number(tmp_path):
     folder = make_run(tmp_path / "run")
-    row = {"prompt": "1+1?", "completion": "````\n# mine", "reward": 1.0}
+    row = {"prompt": "\ud83d 1+1?", "completion": "````\n# mine", "reward": 1.0}
     (folder / "completions" / "step_000012.jsonl").write_text(json.dumps(row) + "\n")
     shown = parts(folder)["Samples"]
-    assert "`````text\n1+1?\n\n````\n# mine\n`````" in shown
+    assert "`````text\n\\ud83d 1+1?\n\n````\n# mine\n`````" in shown

@@ -11,13 +11,8 @@ from rich.console import Console
 from qerl_jax import config
 from qerl_jax.tracking import terminal as display
 
-ROW = {
-    "reward": 0.25,
-    "completions/mean_length": 31.0,
-    "eval/accuracy": 0.5,
-    "clip_ratio/region_mean": 0.0123,
-    "perf/update_time": 2.5,
-}
+ROW = {"reward": 0.25, "completions/mean_length": 31.0, "eval/accuracy": 0.5}
+ROW |= {"clip_ratio/region_mean": 0.0123, "perf/update_time": 2.5}
 
 
 @pytest.mark.parametrize(
@@ -78,9 +73,6 @@ def test_a_terminal_shows_metrics_and_a_sample_with_its_reward():
     assert "1+1?" in last and "[bold]2[/bold]" in last and "so it is 2" in last and " … " in last
     assert "KL" not in last  # there is none
     assert "adapter in runs/x" in text
-
-
-def test_a_sample_that_no_reward_judged_is_shown_as_such():
     assert "no reward, 9 tokens, truncated" in shown(terminal=True, reward=None)
 
 
@@ -103,6 +95,9 @@ def test_a_line_tells_skipped_updates_and_the_time_that_is_left():
 
 def test_a_step_shows_its_rows_its_phase_and_the_time_that_is_expected():
     out, console = screen()
+    display.Display(50, 0, console).close()  # before the first step nothing is said of its rows
+    assert "step 0/50" in out.getvalue()
+    assert "rows" not in out.getvalue() and "None" not in out.getvalue()
     view = display.Display(50, 0, console)
     # The first step compiles; of the others the median is expected.
     for step, seconds in enumerate((90.0, 20.0, 30.0, 28.0), 1):
@@ -120,21 +115,18 @@ def test_a_step_shows_its_rows_its_phase_and_the_time_that_is_expected():
     assert "reward" in last and "rows" not in last and "update  " not in last
 
 
-def test_before_the_first_step_nothing_is_said_of_its_rows():
-    out, console = screen()
-    view = display.Display(50, 0, console)
-    view.close()
-    assert "step 0/50" in out.getvalue()
-    assert "rows" not in out.getvalue() and "None" not in out.getvalue()
-
-
-def test_a_job_shows_a_bar_with_the_time_that_is_left_where_it_can_be_redrawn():
+def test_a_job_shows_a_bar_with_the_time_that_is_left_where_it_can_be_redrawn_else_its_lines():
     shown, console = screen()
     with display.job("quantizing", console) as (log, move):
         move(0.5)
         log("layer 1/2 [x]")
     assert "layer 1/2 [x]" in shown.getvalue() and "50%" in shown.getvalue()
     assert "quantizing" in shown.getvalue() and "left" in shown.getvalue()
+    shown = io.StringIO()
+    with display.job("quantizing", Console(file=shown, width=20)) as (log, move):
+        move(0.5)
+        log("a line that is longer than the console [x]")
+    assert shown.getvalue() == "a line that is longer than the console [x]\n"
 
 
 class Output:
@@ -220,11 +212,3 @@ def test_loading_says_in_a_log_what_is_loaded_and_quietly_nothing(stderr, capsys
         move(0.5)
     line = "base: random weights in the shape of tiny, held in nvfp4\n"
     assert capsys.readouterr() == (("", line) if stderr else (line, ""))
-
-
-def test_a_job_prints_its_lines_only_where_nothing_can_be_redrawn():
-    shown = io.StringIO()
-    with display.job("quantizing", Console(file=shown, width=20)) as (log, move):
-        move(0.5)
-        log("a line that is longer than the console [x]")
-    assert shown.getvalue() == "a line that is longer than the console [x]\n"

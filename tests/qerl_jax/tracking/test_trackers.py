@@ -4,6 +4,7 @@ import importlib.util
 import re
 import sys
 import types
+from unittest import mock
 
 import pytest
 
@@ -13,21 +14,11 @@ from qerl_jax.tracking import logger as log
 from qerl_jax.tracking import trackers
 
 
-class Recorder:
+class Recorder(mock.MagicMock):
     """Stands in for a package, and keeps every call."""
 
-    def __init__(self):
-        self.calls = []
-
-    def __getattr__(self, name):
-        def call(*args, **options):
-            self.calls.append((name, args, options))
-            return self
-
-        return call
-
     def named(self, name):
-        return [(args, options) for called, args, options in self.calls if called == name]
+        return [(call.args, call.kwargs) for call in getattr(self, name).call_args_list]
 
 
 @pytest.fixture
@@ -37,6 +28,7 @@ def packages(monkeypatch):
     for name, recorder in recorders.items():
         module = types.ModuleType(name)
         module.__spec__ = importlib.util.spec_from_loader(name, loader=None)
+        recorder.init.return_value = recorder.SummaryWriter.return_value = recorder
         for function in ("SummaryWriter", "init", "log", "finish"):
             setattr(module, function, getattr(recorder, function))
         monkeypatch.setitem(sys.modules, name, module)
