@@ -152,7 +152,7 @@ def test_a_config_need_not_say_what_the_arguments_say(tmp_path):
         ({"num_train_epochs": 2, "max_steps": 1}, "max_steps, num_train_epochs: got (1, 2.0)"),
         ({"max_stepz": 1}, "max_stepz: unknown field; the top level has"),
         ({"dataset": "gsm8k"}, "dataset: got 'gsm8k'; must be a list of dicts"),
-        ({"dataset": {"train": ROWS}}, "must be a list of dicts, or a datasets.Dataset of one split"),
+        ({"dataset": {"train": ROWS}}, "or a datasets.Dataset (or IterableDataset) of one split"),
         ({"dataset": ["1+1"]}, "dataset: got ['1+1']; must be a list of dicts"),
         ({"dataset": []}, "dataset: got []; must have at least one row"),
         ({"dataset": [{"text": "1"}]}, "dataset: columns: got ['text']; must have a column 'prompt'"),
