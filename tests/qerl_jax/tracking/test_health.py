@@ -72,11 +72,11 @@ def test_an_accuracy_of_0_beside_a_reward_that_rises_is_told_once():
 def test_a_function_that_never_gives_a_number_is_told_once():
     silent = {"rewards/a/mean": 0.0, "rewards/a/std": 0.0, "rewards/a/judged_ratio": 0.0}
     both = {"rewards/b/std": 0.5} | silent
-    (line,) = said(both)
+    (line,) = warnings_of(both)
     assert line.startswith("warning: step 3: rewards/a: returned None for every completion of the")
     some = silent | {"rewards/a/judged_ratio": 0.1}
-    assert said(some, both) == []  # it gave some: the rows of other problems have no answer
-    assert said({"rewards/a/std": 0.0}, both) == []
+    assert warnings_of(some, both) == []  # it gave some: the rows of other problems have no answer
+    assert warnings_of({"rewards/a/std": 0.0}, both) == []
 
 
 def test_nothing_is_said_of_single_steps():
