@@ -9,14 +9,13 @@ A name is imported when it is first used, and JAX with the first name that needs
 for your own training loop are in `qerl_jax.rl`.
 """
 
-import importlib
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from qerl_jax.system import lazy_names
 
 if TYPE_CHECKING:
-    import qerl_jax.rl as rl
+    from qerl_jax import rl
     from qerl_jax.api.jobs import evaluate, export, plan, quantize, report
     from qerl_jax.api.policy import CompletionOutput, Policy, RequestOutput, load
     from qerl_jax.api.runs import Run, load_run, train
@@ -51,15 +50,13 @@ if TYPE_CHECKING:
     __version__: str
 
 _imported, _, _all = lazy_names.attach(__name__, __file__)
-__all__ = ["__version__", "rl", *_all]
+__all__ = ["__version__", *_all]
 
 
 def __getattr__(name: str) -> Any:
     """Imports a public name, or reads the version, when it is first asked for."""
     if name == "__version__":
         return metadata.version("qerl-jax")
-    if name == "rl":
-        return importlib.import_module("qerl_jax.rl")
     return _imported(name)
 
 

@@ -23,8 +23,10 @@ def attach(
     def imported(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(modules[name]), name)
-        setattr(importlib.import_module(package), name, value)
+        module = importlib.import_module(modules[name])
+        if module is (root := importlib.import_module(package)):
+            return importlib.import_module(f"{package}.{name}")
+        setattr(root, name, value := getattr(module, name))
         return value
 
     return imported, lambda: sorted(modules), sorted(modules)
