@@ -6,7 +6,6 @@ whose result is freed after the product.
 """
 
 import jax
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.formats.number_format import PackedTensor
@@ -44,11 +43,8 @@ def packed_matmul(
     shape = jax.eval_shape(lambda: format_of(w).dequantize(w, x.dtype)).shape
     if len(shape) != 2:
         raise ValueError(f"w must be one [N, K] matrix; got a stack {shape}")
-    if x.dtype not in (jnp.float32, jnp.bfloat16):
-        raise ValueError(f"x must be float32 or bfloat16; got {x.dtype}")
+    api.check_fits(x, w)
     n, k = w.shape
-    if x.ndim == 0 or x.shape[-1] != k:
-        raise ValueError(f"x must be [..., K = {k}] to meet w of shape {w.shape}; got {x.shape}")
     return _matmul(x.reshape(-1, k), w).reshape(*x.shape[:-1], n).astype(out_dtype or x.dtype)
 
 

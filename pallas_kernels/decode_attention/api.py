@@ -105,11 +105,11 @@ def plan(
     """Divides the work of `decode_attention` among warpgroups. All layers of a decoding step share one plan.
 
     Args:
-      keys: as for `decode_attention`; only shape and dtype are used.
-      tables: int32 [B, W], as for `decode_attention`.
-      ends: int32 [B], as for `decode_attention`.
-      shared: as for `decode_attention`.
-      sequence: as for `decode_attention`.
+      keys: as for `decode_attention`, as are the other arrays; of the keys only shape and dtype are used.
+      tables: int32 [B, W].
+      ends: int32 [B].
+      shared: int32 [B] or None.
+      sequence: int32 [B] or None.
       heads: H, query heads.
 
     Returns:

@@ -88,12 +88,7 @@ def supports(
 ) -> str | None:
     """Returns why this kernel cannot run a problem with this configuration, or None if it can.
 
-    Args:
-      qkv_shape: [B, H + 2 J, C].
-      dtype: dtype of qkv.
-      cache_shape: [L, N, J, S, C], the shape of the keys.
-      cache_dtype: dtype of the keys.
-      config: the configuration.
+    The arguments are shapes and dtypes of qkv [B, H + 2 J, C] and of the keys [L, N, J, S, C].
     """
     layers, pages, key_heads, slots, head_size = cache_shape
     group = qkv_shape[1] // key_heads - 2
@@ -113,13 +108,8 @@ def supports(
 def pick_config(rows: int, key_heads: int, head_size: int, group: int = 8) -> Config:
     """Picks a configuration. More units get longer parts and, above 8 units, as many warpgroups as registers allow.
 
-    `group` only affects `stages`, which a plan does not depend on.
-
-    Args:
-      rows: B, rows of the batch.
-      key_heads: J, key/value heads.
-      head_size: C, channels per head.
-      group: H / J, query heads per key head.
+    `rows` is B, rows of the batch; `group` is H / J, query heads per key head. It only affects `stages`, which a plan
+    does not depend on.
     """
     units = rows * key_heads
     # With at most 8 units, summing parts takes most of the time. It is faster with more registers per warpgroup.

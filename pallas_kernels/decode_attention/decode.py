@@ -31,19 +31,10 @@ def plan(
     *,
     group: int = SIBLINGS,
 ) -> jax.Array:
-    """Makes the plan, an operand of `decode_attention`: it lists the work of every warpgroup.
+    """Makes the plan, an operand of `decode_attention`, as `api.plan` does; int32 [size], see `plans.Split`.
 
-    Args:
-      shape: [L, N, J, S, C], the shape of the keys.
-      tables: int32 [B, W], each row's pages.
-      ends: int32 [B], the slot of each row's new token.
-      config: the configuration; None for that of `pick_config`.
-      shared: int32 [B], as for `api.decode_attention`; None if rows share no pages.
-      sequence: int32 [B], as for `api.decode_attention`, or None.
-      group: H / J, query heads per key head. Tokens of a sequence form tiles if `supports_sharing` accepts it.
-
-    Returns:
-      int32 [size], as described by `plans.Split`.
+    `shape` is that of the keys. `config` defaults to that of `pick_config`. `group` is H / J, query heads per key head:
+    tokens of a sequence form tiles if `supports_sharing` accepts it.
     """
     config, split = _division(tables.shape, shape, group, config, shared, sequence)
     return plans.make(tables, ends, shape[1], split, shared, sequence)

@@ -206,10 +206,8 @@ class _Agenda:
 
     def page(self, n: jax.Array | int) -> jax.Array:
         """Returns the n-th page of this warpgroup as page * J + head, or -1 after the last."""
-        split = self.split
-        return self.plan[
-            split.pages_at + self.number * (split.length + 1) + lax.min(n, split.length)
-        ]
+        at, last = self.split.pages_at, self.split.length
+        return self.plan[at + self.number * (last + 1) + lax.min(n, last)]
 
     def count(self) -> jax.Array:
         """Returns the number of parts of this warpgroup."""
@@ -290,13 +288,11 @@ class _Warpgroup:
     @property
     def _keys(self) -> Ring:
         """The ring buffer of page slots for keys."""
-        refs = self.refs
-        return self._ring(refs.keys, refs.key_slots, refs.keys_full)
+        return self._ring(self.refs.keys, self.refs.key_slots, self.refs.keys_full)
 
     @property
     def _values(self) -> Ring:
-        refs = self.refs
-        return self._ring(refs.values, refs.value_slots, refs.values_full)
+        return self._ring(self.refs.values, self.refs.value_slots, self.refs.values_full)
 
     def _ring(self, cache: jax.Ref, slots: jax.Ref, full: jax.Ref) -> Ring:
         def copy(n, slot, page):
@@ -366,10 +362,6 @@ class _Warpgroup:
         cos, sin = (_load_columns(self.refs.turns.at[parity, i]) for i in range(2))
         return self._signed(cos, sin, chunk)
 
-    def _read_queries(self, parity: jax.Array, at: int) -> jax.Array:
-        ref = self.refs.inputs.at[parity, pl.ds(0, self.problem.group_rows), pl.ds(at, 64)]
-        return collectives.load_rows(ref, interpret=self.problem.interpret)
-
     def _queries(self, parity: jax.Array, unit: jax.Array) -> list[jax.Array]:
         """Returns the rotated queries of a unit, or of all rows of a tile: [64, 64] for each chunk of columns."""
         if self.problem.split.sequences:
@@ -383,7 +375,10 @@ class _Warpgroup:
         )
 
     def _own_queries(self, parity: jax.Array) -> list[jax.Array]:
-        read = functools.partial(self._read_queries, parity)
+        def read(at: int) -> jax.Array:
+            ref = self.refs.inputs.at[parity, pl.ds(0, self.problem.group_rows), pl.ds(at, 64)]
+            return collectives.load_rows(ref, interpret=self.problem.interpret)
+
         queries = []
         for chunk in range(self.problem.chunks):
             turns = [_broadcast(table, (64, 64), 1) for table in self._turns(parity, chunk)]
@@ -428,12 +423,9 @@ class _Warpgroup:
 
         The tile's rows after it become 0: their weights are 0, but 0 times infinity or NaN would be NaN.
         """
-        new = [
-            self._read_input(parity, self.problem.group + 1, 64 * chunk).astype(
-                self.refs.values.dtype
-            )
-            for chunk in range(self.problem.chunks)
-        ]
+        read = functools.partial(self._read_input, parity, self.problem.group + 1)
+        chunks = range(self.problem.chunks)
+        new = [read(64 * chunk).astype(self.refs.values.dtype) for chunk in chunks]
         tile = self.refs.value_slots.at[ring_slot]
         self._append(tile, self.refs.values, slot, page, new, clear=True)
 
@@ -447,15 +439,9 @@ class _Warpgroup:
         *,
         clear: bool,
     ) -> None:
-        """Writes a new key or value to a page's tile and to the cache.
+        """Writes a new key or value, [64] for each chunk of columns, to a page's tile [64, C] and to the cache.
 
-        Args:
-          tile: the page [64, C] in shared memory.
-          cache: all keys or all values, [L * N * J * S, C] in device memory.
-          slot: its slot in the page.
-          page: page * J + head.
-          new: the key or value, [64] for each chunk of columns.
-          clear: whether the tile's rows after `slot` become 0.
+        `page` is page * J + head. With `clear` the tile's rows after `slot` become 0.
         """
         interpret = self.problem.interpret
         for chunk, columns in enumerate(new):
@@ -473,17 +459,9 @@ class _Warpgroup:
         turn: jax.Array,
         carry: tuple[_Softmax, jax.Array, jax.Array],
     ) -> tuple[_Softmax, jax.Array, jax.Array]:
-        """Attends to one page and starts loading the page that takes its slot.
+        """Attends to page `turn` of a part, whose inputs are in buffer `parity`, and starts loading what takes its slot.
 
-        Args:
-          parity: which of the two input buffers holds the part's inputs.
-          piece: the part that the page belongs to.
-          queries: the unit's rotated queries, [64, 64] for each chunk of columns.
-          turn: index of the page in the part.
-          carry: the softmax so far; the page's index among the warpgroup's pages; the page to load into its slot.
-
-        Returns:
-          The carry for the next page.
+        The carry is the softmax so far; the page's index among the warpgroup's pages; the page to load into its slot.
         """
         softmax, n, ahead = carry
         slot = self._keys.slot(n)
@@ -539,11 +517,9 @@ class _Warpgroup:
     def _weights(
         self, softmax: _Softmax, scores: jax.Array, new_slot: jax.Array
     ) -> tuple[_Softmax, jax.Array]:
-        """Adds a page's scores to the running softmax.
+        """Adds a page's scores to the running softmax, whose products are rescaled but do not yet include this page.
 
-        Returns:
-          The new softmax, whose products are rescaled but do not yet include this page; and P [64, slots], the
-          weights of the page's values.
+        Also returns P [64, slots], the weights of the page's values.
         """
         column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=_OF_TILE)
         if self.problem.split.sequences:

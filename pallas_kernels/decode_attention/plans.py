@@ -171,16 +171,15 @@ def make(
     a few small kernels.
 
     Args:
-      tables: int32 [B, W], each row's pages.
-      ends: int32 [B], the slot of each row's new token.
+      tables: int32 [B, W], as for `api.decode_attention`, and so are `ends`, `shared` and `sequence`.
+      ends: int32 [B].
       pages: N, pages of the cache in one layer.
       split: how units are cut.
-      shared: int32 [B], as for `api.decode_attention`: the number of each row's first pages that other rows may
-        share. None if `split.siblings` is 0 or `split.sequences`.
-      sequence: int32 [B], as for `api.decode_attention`; used only if `split.sequences`.
+      shared: int32 [B]; None if `split.siblings` is 0 or `split.sequences`.
+      sequence: int32 [B]; used only if `split.sequences`.
 
     Returns:
-      int32 [cut.size], laid out as `Split` describes.
+      int32 [split.size], laid out as `Split` describes.
     """
     rows, key_heads, blocks, rounds = split.rows, split.key_heads, split.blocks, split.rounds
     tables = jnp.clip(tables, 0, pages - 1)
@@ -271,13 +270,7 @@ def places(
     """Returns page and slot of each row's new token, int32 [B] each.
 
     All places are different. If several rows write to one slot, only the last of them keeps its page; the others get
-    numbers from N on, which are no pages.
-
-    Args:
-      tables: int32 [B, W], each row's pages.
-      ends: int32 [B], the slot of each row's new token.
-      pages: N, pages of the cache in one layer.
-      slots: S, slots of a page.
+    numbers from N on, which are no pages. The other arguments are those of `make`; `slots` is S, slots of a page.
     """
     rows, width = tables.shape
     ends = jnp.clip(ends, 0, width * slots - 1)

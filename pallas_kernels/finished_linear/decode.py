@@ -21,7 +21,6 @@ from pallas_kernels.finished_linear.residual_stream import Stream
 from pallas_kernels.nvfp4_matmul import decode, decode_config, decode_plan, dense_tile, layout
 from pallas_kernels.nvfp4_matmul.decode import Sums
 from pallas_kernels.nvfp4_matmul.decode_config import Config
-from pallas_kernels.nvfp4_matmul.decode_plan import Plan
 from pallas_kernels.nvfp4_matmul.layout import TILE, HopperNVFP4
 
 MAX_M = decode_config.MAX_M
@@ -133,9 +132,7 @@ def linear(
     fill = functools.partial(_filled, sizes=sizes)
     if any(size % TILE for size in sizes[:-1]):
         in_rows = sums.in_rows()
-        rows = fill(in_rows.partials[0, :n])[None]
-        tiles = rows.shape[1] // TILE
-        sums = Sums(rows, Plan(tiles, 1, tiles), TILE, in_rows.adapter)
+        sums = Sums.of_rows(fill(in_rows.partials[0, :n])[None], in_rows.adapter)
     y = epilogue.finish(
         sums,
         fill(divisor, value=1) if len(divisor) == n else divisor,
@@ -185,19 +182,18 @@ def _dense_product(x: jax.Array, w: jax.Array, branch: PackedLora | None) -> Sum
     def times(matrix):
         return jnp.dot(matrix, x.T, preferred_element_type=jnp.float32)[None]
 
-    tiles = layout.tiles(len(w))
     rows = jnp.pad(times(w), ((0, 0), (0, -len(w) % TILE), (0, 0)))
-    return Sums(rows, Plan(tiles, 1, tiles), TILE, None if branch is None else times(branch.a))
+    return Sums.of_rows(rows, None if branch is None else times(branch.a))
 
 
 def _next_product(
     m: int, w: HopperNVFP4 | jax.Array, branch: PackedLora | None
-) -> decode_plan.NextProduct | gated_config.NextProduct | None:
+) -> decode_plan.NextProduct | None:
     if not isinstance(w, HopperNVFP4):
         return None
     if w.is_paired:
         config = gated_config.pick_config(m, *w.shape, rank=0 if branch is None else branch.rank)
-        return None if config is None else gated_config.NextProduct(w.words, config)
+        return None if config is None else gated_config.next_product(w.words, config)
     config = _config(m, *w.shape, branch is not None)
     return decode.next_product(m, w, config, None if branch is None else branch.a)
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.finished_linear import gated_config
-from pallas_kernels.finished_linear.gated_config import Config, NextProduct
+from pallas_kernels.finished_linear.gated_config import Config
 from pallas_kernels.finished_linear.lora import PackedLora
 from pallas_kernels.finished_linear.residual_stream import Stream
 from pallas_kernels.nvfp4_matmul import decode_plan, layout
@@ -32,24 +32,15 @@ def linear(
     branch: PackedLora | None = None,
     eps: float | None = None,
     config: Config | None = None,
-    following: decode_plan.NextProduct | NextProduct | None = None,
+    following: decode_plan.NextProduct | None = None,
     counters: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Computes silu(gate) * up; gate and up are the halves of x W^T with LoRA and the norm before (see the module).
 
-    Args:
-      x: bfloat16 [M, K], or a residual stream, which is normalized first. M is a multiple of 8; K is plain or padded
-        with zeros to whole tiles.
-      w: one [N, K] weight whose rows are in pairs.
-      divisor: w's global scale after `decode.sliceable`; None for `w.global_scale`.
-      branch: from `lora.pack_lora` with `is_paired`; None without LoRA.
-      eps: epsilon of the norm, if x is a stream.
-      config: the configuration; None for that of `pick_config`.
-      following: the next product, whose first words are prefetched; None for none.
-      counters: zeros, int32 [COUNTERS]; the kernel sets them back to 0. Pass the same array for all layers to save
-        a kernel per layer; None makes a new one.
-      interpret: whether to run on a CPU and report data races.
+    The arguments are those of `decode.linear`, for a weight whose rows are in pairs and a branch from `lora.pack_lora`
+    with `is_paired`; but `following` is a `NextProduct`. `counters` are zeros, int32 [COUNTERS]; the kernel sets them
+    back to 0. Pass the same array for all layers to save a kernel per layer; None makes a new one.
 
     Returns:
       bfloat16 [M, N / 2].

@@ -9,6 +9,7 @@ import jax
 from pallas_kernels import runtime
 from pallas_kernels.nvfp4_matmul import layout
 from pallas_kernels.nvfp4_matmul.decode_config import MAX_M, most_shared_bytes
+from pallas_kernels.nvfp4_matmul.decode_plan import NextProduct
 from pallas_kernels.nvfp4_matmul.layout import TILE
 
 # The most ranks of each of gate and up. Both together take four tiles of A, and U and B as many slots.
@@ -169,31 +170,10 @@ def candidates(m: int, n: int, k: int, *, rank: int) -> tuple[Config, ...]:
     return _candidates(m, n, k, rank, runtime.device())
 
 
-@dataclasses.dataclass(frozen=True)
-class NextProduct:
-    """Describes a product of this kernel for the product before it, which prefetches; see `decode_plan.NextProduct`.
-
-    Attributes:
-      words: its packed weight, int32 [N / 64, K / 64, 3, 192].
-      config: its configuration.
-    """
-
-    words: jax.Array
-    config: Config
-
-    @property
-    def blocks(self) -> int:
-        """Number of blocks that multiply W."""
-        return self.config.blocks
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns of the words that a block reads first, in tiles of 64 x 64."""
-        return self.config.high, self.config.step // TILE
-
-    def first(self, block: jax.Array) -> tuple[jax.Array, int]:
-        """Returns the row and column where a block's first words begin, in tiles of 64 x 64."""
-        return first_tile(block, len(self.words), self.config.blocks), 0
+def next_product(words: jax.Array, config: Config) -> NextProduct:
+    """Returns the `NextProduct` that describes a call of this kernel with a weight's words."""
+    first = lambda block: (first_tile(block, len(words), config.blocks), 0)
+    return NextProduct(words, config.blocks, (config.high, config.step // TILE), first)
 
 
 def first_tile(block: jax.Array, tiles: int, blocks: int) -> jax.Array:

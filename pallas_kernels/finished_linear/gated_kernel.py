@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.finished_linear import gated_config, lora
-from pallas_kernels.finished_linear.gated_config import Config, NextProduct, Tiling
+from pallas_kernels.finished_linear.gated_config import Config, Tiling
 from pallas_kernels.mosaic import collectives, fragments, paired, registers, transposed
 from pallas_kernels.mosaic import launch as mosaic
 from pallas_kernels.mosaic.ring import Ring
@@ -48,7 +48,7 @@ class Problem:
     tiling: Tiling
     rank: int
     norm: tuple[int, float] | None
-    following: decode_plan.NextProduct | NextProduct | None
+    following: decode_plan.NextProduct | None
     interpret: bool
 
     @property

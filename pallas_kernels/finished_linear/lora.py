@@ -117,10 +117,8 @@ def pack_pairs(gate: jax.Array, up: jax.Array) -> jax.Array:
     *stack, n, rank = gate.shape
     both = jnp.stack([gate, up], axis=-3).astype(jnp.bfloat16)
     both = both.reshape(*stack, 2, n // 32, 4, 8, rank // 8, 4, 2)
-    # Axes: part, tile, w, g, eight, t, pair -> tile, part, eight, w, g, t, pair.
-    both = both.transpose(
-        *range(len(stack)), *(len(stack) + axis for axis in (1, 0, 4, 2, 3, 5, 6))
-    )
+    # Axes: half, tile, w, g, eight, t, pair.
+    both = layout.transposed(both, "hnwgetp", "nhewgtp")
     words = jax.lax.bitcast_convert_type(both, jnp.int32)
     words = words.reshape(*stack, n // 32, max(1, rank // 16), min(4, rank // 4), 128)
     words = words.swapaxes(-1, -2).reshape(*words.shape[:-2], -1)

@@ -185,14 +185,8 @@ def prepared_linear(
 ) -> jax.Array:
     """Computes `linear` with LoRA's matrices that were prepared once for many calls. It has no derivative.
 
-    Args:
-      x: bfloat16 [M, K].
-      w: one [N, K] weight.
-      a: bfloat16 [K, 64 * parts], from `side_by_side`.
-      b: bfloat16 [N, 64], from `below_each_other`.
-      sizes: sizes of the parts of N, from `kernel_sizes`.
-      unit: float32 [M, 1].
-      bias: float32 [N] from `bias_of_kernel`, or None.
+    `a` is bfloat16 [K, 64 * parts] from `side_by_side`, `b` bfloat16 [N, 64] from `below_each_other`, `sizes` from
+    `kernel_sizes`, and the bias, if there is one, float32 [N] from `bias_of_kernel`.
     """
     return prefill.matmul(x, w, epilogue=_of_kernel(jnp.dot(x, a), b, sizes, unit, bias))
 

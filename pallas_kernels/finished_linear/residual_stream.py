@@ -48,12 +48,9 @@ def stream(values: jax.Array, scale: jax.Array) -> Stream:
 
 
 def added(stream_: Stream, y: jax.Array, scale: jax.Array) -> Stream:
-    """Adds y to a stream without a kernel, for a y that is first summed over devices.
+    """Adds y, float32 [M, D], to a stream without a kernel, for a y that is first summed over devices.
 
-    Args:
-      stream_: the stream.
-      y: float32 [M, D].
-      scale: scale of the next norm, float32 [D].
+    `scale` is the scale of the next norm, float32 [D].
     """
     values = stream_.values[: stream_.width].T
     return stream(rounded(values.astype(jnp.float32) + y, values.dtype), scale)

@@ -27,6 +27,7 @@ from pallas_kernels.formats.nvfp4 import (
     ASCENDING,
     CODE_VALUES,
     block_errors,
+    least_errors,
     nearest_codes,
     nearest_magnitudes,
     pack_codes,
@@ -96,17 +97,15 @@ def quantize(
 def search_scales(
     w: jax.Array, moments: jax.Array | None = None, *, rounding: ScaleRounding = "nearest"
 ) -> jax.Array:
-    """Finds for each block the scale that rounds it with the smallest squared error.
+    """Finds for each block the scale that rounds it with the smallest error, as `nvfp4.search_scales` defines it.
 
-    The candidates are the scale of `quantize`, its double and its half. The error of a block is d G d^T, where d is
-    rounded w - w, and G is the block's matrix of moments, or the identity. On equal errors the scale of `quantize`
-    wins, then the larger one.
+    The candidates are the scale of `quantize`, its double and its half. On equal errors the scale of `quantize` wins,
+    then the larger one.
 
     Args:
-      w: [..., N, K], float32, bfloat16 or float16, K % 32 == 0.
-      moments: float32 [K / 32, 32, 32], second moments of the 32 inputs that a block multiplies. By default all
-        entries have equal weight. Only for w [N, K].
-      rounding: as in `quantize`.
+      w: as for `quantize`, and so is `rounding`.
+      moments: float32 [K / 32, 32, 32], as for `nvfp4.search_scales`.
+      rounding: "nearest" or "floor".
 
     Returns:
       uint8 [..., N, K / 32].
@@ -120,13 +119,8 @@ def search_scales(
         off = nearest_magnitudes(sizes * _inverse(scales)) * _steps(scales) - sizes
         return block_errors(off if moments is None else off * signs, moments)
 
-    def tried(best, step):
-        scales = jnp.clip(first + step, 0, _SCALE_MAX)
-        errors = error(scales)
-        better = errors < best[1]
-        return (jnp.where(better, scales, best[0]), jnp.where(better, errors, best[1])), None
-
-    (scales, _), _ = jax.lax.scan(tried, (first, error(first)), jnp.asarray(SEARCHED_STEPS))
+    candidate = lambda step: jnp.clip(first + step, 0, _SCALE_MAX)
+    scales, _ = least_errors(error, (first, error(first)), jnp.asarray(SEARCHED_STEPS), candidate)
     return scales.astype(jnp.uint8)
 
 
@@ -159,17 +153,9 @@ def fuse(parts: Sequence[MXFP4Tensor]) -> MXFP4Tensor:
 
 
 def random(key: jax.Array, shape: Sequence[int], *, std: float = 0.02) -> MXFP4Tensor:
-    """Makes a random packed weight for benchmarks, without ever holding it unpacked.
+    """Makes a random packed weight, as `nvfp4.random` does; K must be a multiple of 32.
 
     Codes are uniform over all 16. Scales are one of two neighbouring powers of two.
-
-    Args:
-      key: a JAX random key.
-      shape: (..., N, K).
-      std: standard deviation of the dequantized entries.
-
-    Raises:
-      ValueError: shape has fewer than two axes or K % 32 != 0.
     """
     _check_shape(shape)
     *stack, n, k = shape
@@ -219,13 +205,6 @@ def _check_shape(shape: Sequence[int]) -> None:
         raise ValueError(f"MXFP4 blocks hold {BLOCK} values along K; got K = {shape[-1]}")
 
 
-def _search(
-    parts: Sequence[jax.Array], moments: jax.Array | None, rounding: ScaleRounding
-) -> list[MXFP4Tensor]:
-    scales = [search_scales(part, moments, rounding=rounding) for part in parts]
-    return [quantize(part, scales=best) for part, best in zip(parts, scales, strict=True)]
-
-
 FORMAT = NumberFormat(
     name="mxfp4",
     tensor=MXFP4Tensor,
@@ -235,7 +214,10 @@ FORMAT = NumberFormat(
     quantize=lambda parts, options: [
         quantize(part, rounding=options.scale_rounding) for part in parts
     ],
-    search=lambda parts, moments, like, options: _search(parts, moments, options.scale_rounding),
+    search=lambda parts, moments, like, options: [
+        quantize(part, scales=search_scales(part, moments, rounding=options.scale_rounding))
+        for part in parts
+    ],
     recode=lambda w, t: quantize(w, scales=t.scales),
     steps=steps,
     dequantize=dequantize,

@@ -25,7 +25,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from pallas_kernels.formats.number_format import NumberFormat, PackedTensor, Tiling
-from pallas_kernels.formats.nvfp4 import block_errors
+from pallas_kernels.formats.nvfp4 import block_errors, least_errors
 
 BLOCK = 64
 GROUP = 256
@@ -130,16 +130,14 @@ def recode(w: jax.Array, t: NF4Tensor) -> NF4Tensor:
 
 
 def search_scales(w: jax.Array, moments: jax.Array | None = None) -> jax.Array:
-    """Finds for each block the scale that rounds it with the smallest squared error.
+    """Finds for each block the scale that rounds it with the smallest error, as `nvfp4.search_scales` defines it.
 
-    The candidates are the largest magnitude and its products with `SEARCHED_SHARES`. The error of a block is d G d^T,
-    where d is rounded w - w, and G is the block's matrix of moments, or the identity. On equal errors the first
-    candidate wins.
+    The candidates are the largest magnitude and its products with `SEARCHED_SHARES`. The first of equal ones wins.
 
     Args:
-      w: [..., N, K] with N * K even; float32, bfloat16 or float16.
-      moments: float32 [K / 64, 64, 64], second moments of the 64 inputs that a block multiplies. By default all
-        entries have equal weight. Only for w [N, K]. Not used if K % 64 != 0, when blocks cross the ends of rows.
+      w: as for `quantize`.
+      moments: float32 [K / 64, 64, 64], as for `nvfp4.search_scales`. Not used if K % 64 != 0, when blocks cross the
+        ends of rows.
 
     Returns:
       float32 [..., ceil(N * K / 64)].
@@ -155,13 +153,8 @@ def search_scales(w: jax.Array, moments: jax.Array | None = None) -> jax.Array:
             return block_errors(off, None)
         return block_errors(off.reshape(BLOCK, n, k // BLOCK), moments).reshape(-1)
 
-    def tried(best, share):
-        errors = error(share)
-        better = errors < best[1]
-        return (jnp.where(better, share, best[0]), jnp.where(better, errors, best[1])), None
-
     start = jnp.ones_like(largest), error(jnp.float32(1))
-    (shares, _), _ = jax.lax.scan(tried, start, jnp.asarray(SEARCHED_SHARES, jnp.float32))
+    shares, _ = least_errors(error, start, jnp.asarray(SEARCHED_SHARES, jnp.float32))
     return shares * largest
 
 
@@ -224,18 +217,9 @@ def fuse(parts: Sequence[NF4Tensor]) -> NF4Tensor:
 def random(
     key: jax.Array, shape: Sequence[int], *, std: float = 0.02, double: bool = False
 ) -> NF4Tensor:
-    """Makes a random packed weight for benchmarks, without ever holding it unpacked.
+    """Makes a random packed weight, as `nvfp4.random` does; N * K must be even. With `double`, scales are quantized too.
 
     Codes are uniform over all 16. Scales are uniform between 0.8 and 1.2 times their mean, before quantization.
-
-    Args:
-      key: a JAX random key.
-      shape: (..., N, K).
-      std: standard deviation of the dequantized entries.
-      double: quantize the scales too.
-
-    Raises:
-      ValueError: shape has fewer than two axes or N * K is odd.
     """
     *stack, n, k = _checked_shape(shape)
     spread = math.sqrt(np.mean(CODE_VALUES.astype(np.float64) ** 2))
@@ -313,19 +297,8 @@ def _decoded(t: NF4Tensor) -> NF4Tensor:
     return dataclasses.replace(t, absmax=scales(t), absmax2=None, offset=None)
 
 
-def _search(parts: Sequence[jax.Array], moments: jax.Array | None, double: bool) -> list[NF4Tensor]:
-    absmax = [search_scales(part, moments) for part in parts]
-    return [
-        quantize(part, double=double, absmax=best) for part, best in zip(parts, absmax, strict=True)
-    ]
-
-
 def _by_rows(t: NF4Tensor) -> NF4Tensor:
-    """Returns a weight with codes [..., N, K / 2] and decoded scales [..., N, K / 64].
-
-    Raises:
-      ValueError: blocks cross the ends of rows.
-    """
+    """Returns a weight with codes [..., N, K / 2] and decoded scales [..., N, K / 64]; no block may cross rows."""
     n, k = t.shape
     if k % BLOCK:
         raise ValueError(f"NF4's blocks of {BLOCK} cross the ends of rows; got K = {k}")
@@ -339,7 +312,10 @@ FORMAT = NumberFormat(
     group=BLOCK,
     grid=CODE_VALUES,
     quantize=lambda parts, options: [quantize(part, double=options.double_quant) for part in parts],
-    search=lambda parts, moments, like, options: _search(parts, moments, options.double_quant),
+    search=lambda parts, moments, like, options: [
+        quantize(part, double=options.double_quant, absmax=search_scales(part, moments))
+        for part in parts
+    ],
     recode=recode,
     steps=steps,
     dequantize=dequantize,

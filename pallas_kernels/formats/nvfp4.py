@@ -13,7 +13,7 @@ largest E4M3 value.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -228,21 +228,14 @@ def _search_rows(
         off = nearest_magnitudes(sizes * (1 / scales)) * scales - sizes
         return block_errors(off if moments is None else off * signs, moments)
 
-    def better_of(best, bits):
-        errors = error(bits)
-        better = errors < best[1]
-        return jnp.where(better, bits, best[0]), jnp.where(better, errors, best[1])
-
-    def tried(best, step):
-        # Positive E4M3 values have the order of their bytes, from 1 (2^-9) to 126 (448).
-        return better_of(best, jnp.clip(start + step, 1, 126)), None
-
     as_bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.uint8).astype(jnp.int32)
     start = as_bits(_scales_of_maxima(block_max, divisor, w.dtype, 0))
     best = as_bits(first), error(as_bits(first))
     if tried_scales is not None:
-        best = better_of(best, as_bits(tried_scales))
-    (bits, errors), _ = jax.lax.scan(tried, best, jnp.asarray(SEARCHED_STEPS))
+        best = _better_of(error, best, as_bits(tried_scales))
+    # Positive E4M3 values have the order of their bytes, from 1 (2^-9) to 126 (448).
+    candidate = lambda step: jnp.clip(start + step, 1, 126)
+    bits, errors = least_errors(error, best, jnp.asarray(SEARCHED_STEPS), candidate)
     scales = jax.lax.bitcast_convert_type(bits.astype(jnp.uint8), jnp.float8_e4m3fn)
     return scales, errors / divisor**2
 
@@ -302,6 +295,23 @@ def search(
         best = better(searched(like[0].global_scale, tried_scales), best)
     divisor, scales, _ = best
     return split(quantize(whole, divisor, scales), sizes)
+
+
+def least_errors(
+    error: Callable[[jax.Array], jax.Array],
+    best: tuple[jax.Array, jax.Array],
+    steps: jax.Array,
+    candidate: Callable[[jax.Array], jax.Array] = lambda step: step,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns values and errors of blocks: of `best`, or the first of candidate(step) for all steps with a smaller error."""
+    tried = lambda best, step: (_better_of(error, best, candidate(step)), None)
+    return jax.lax.scan(tried, best, steps)[0]
+
+
+def _better_of(error, best, values):
+    errors = error(values)
+    better = errors < best[1]
+    return jnp.where(better, values, best[0]), jnp.where(better, errors, best[1])
 
 
 def block_errors(off: jax.Array, moments: jax.Array | None) -> jax.Array:

@@ -4,7 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
@@ -49,8 +48,7 @@ def load_rows(ref: jax.Ref, *, is_quarter: bool = False, interpret: bool) -> jax
         warp, row, column = position()
         pair = ir.VectorType.get((2,), ir.MemRefType(ref.type).element_type)
         begin = arith.muli(warp, i32(width if is_quarter else 0))
-        layout = kind.layout.to_mgpu()
-        registers = np.empty(layout.registers_shape((64, width)), object)
+        pairs = []
         for at in range(width // 8):
             where = arith.addi(arith.addi(begin, column), i32(8 * at))
             loaded = [
@@ -58,8 +56,8 @@ def load_rows(ref: jax.Ref, *, is_quarter: bool = False, interpret: bool) -> jax
                 for of_half in _rows_of_halves(row, rows)
             ]
             # A warp holds 16 rows. If there are only 8, its last 8 repeat the first 8.
-            registers.flat[2 * at], registers.flat[2 * at + 1] = loaded[0], loaded[-1]
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+            pairs += [loaded[0], loaded[-1]]
+        return registers.fragment(kind, pairs)
 
     return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=kind)(emit)(ref)
 
@@ -116,13 +114,10 @@ def load_row_values(ref: jax.Ref) -> jax.Array:
     def emit(_: mgpu.LaunchContext, ref: ir.Value) -> mgpu.FragmentedArray:
         _, row, _ = position()
         single = ir.VectorType.get((1,), ir.MemRefType(ref.type).element_type)
-        layout = kind.layout.to_mgpu()
-        registers = np.empty(layout.registers_shape((64,)), object)
         loaded = [
             vector.load(single, ref, [index(of_half)]) for of_half in _rows_of_halves(row, rows)
         ]
-        registers.flat[0], registers.flat[1] = loaded[0], loaded[-1]
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+        return registers.fragment(kind, [loaded[0], loaded[-1]])
 
     return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=kind)(emit)(ref)
 

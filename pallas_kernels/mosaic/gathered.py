@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
@@ -16,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
-from pallas_kernels.mosaic.registers import i32, index, llvm, pointer, position, thread
+from pallas_kernels.mosaic.registers import fragment, i32, index, llvm, pointer, position, thread
 
 utils = mgpu.utils
 
@@ -64,11 +63,11 @@ def load_heads(
         _, row, column = position()
         of_row = index(arith.addi(head.registers.item(), arith.minui(row, i32(count - 1))))
 
-        def load(member: ir.Value, tile: int, kind: ir.Type) -> ir.Value:
+        def load(member: ir.Value, tile: int, pair: ir.Type) -> ir.Value:
             where = index(arith.addi(column, i32((at + 8 * tile) % columns)))
-            return vector.load(kind, ref, [index(member), of_row, where])
+            return vector.load(pair, ref, [index(member), of_row, where])
 
-        return _loaded(ref, members, load)
+        return _loaded(kind, ref, members, load)
 
     arg_types, kind = (_OF_REF, _OF_REF, _OF_SCALAR), _tile_of(ref.dtype)
     return plgpu.inline_mgpu(arg_types=arg_types, return_type=kind)(emit)(ref, members, head)
@@ -92,11 +91,11 @@ def load_columns(ref: jax.Ref, members: jax.Ref, *, interpret: bool) -> jax.Arra
     def emit(_: mgpu.LaunchContext, ref: ir.Value, members: ir.Value) -> mgpu.FragmentedArray:
         _, _, column = position()
 
-        def load(member: ir.Value, tile: int, kind: ir.Type) -> ir.Value:
+        def load(member: ir.Value, tile: int, pair: ir.Type) -> ir.Value:
             where = index(arith.addi(column, i32(8 * tile % length)))
-            return vector.load(kind, ref, [index(member), where])
+            return vector.load(pair, ref, [index(member), where])
 
-        return _loaded(ref, members, load)
+        return _loaded(kind, ref, members, load)
 
     arg_types, kind = (_OF_REF, _OF_REF), _tile_of(ref.dtype)
     return plgpu.inline_mgpu(arg_types=arg_types, return_type=kind)(emit)(ref, members)
@@ -147,15 +146,10 @@ def store_part_values(
     *,
     interpret: bool,
 ) -> None:
-    """Stores the 8 values of each member.
+    """Stores the 8 values of each member: float32 [64], one for each row of a tile.
 
-    Args:
-      values: float32 [64], one for each row of a tile.
-      ref: float32 [units, parts, kinds, 8] in device memory.
-      members: the list.
-      position_of: as for `store_parts`.
-      which: the kind of value.
-      interpret: run on a CPU.
+    `ref` is float32 [units, parts, kinds, 8] in device memory, and `which` the kind of value. The other arguments are
+    those of `store_parts`.
     """
     stride, unit, part = position_of
     if interpret:
@@ -180,26 +174,19 @@ def store_part_values(
 def load_parts(
     ref: jax.Ref, members: jax.Ref, position_of: tuple[int, jax.Array, jax.Array], at: int
 ) -> jax.Array:
-    """Loads 64 columns of what `store_parts` stored: float32 [64, 64]. It cannot be interpreted.
-
-    Args:
-      ref: float32 [units, parts, 8, n] in device memory.
-      members: the list.
-      position_of: as for `store_parts`.
-      at: the first column.
-    """
+    """Loads 64 columns, from `at` on, of what `store_parts` stored: float32 [64, 64]. It cannot be interpreted."""
     stride, unit, part = position_of
 
     def emit(_: mgpu.LaunchContext, ref, members, unit, part) -> mgpu.FragmentedArray:
         _, row, column = position()
 
-        def load(member: ir.Value, tile: int, kind: ir.Type) -> ir.Value:
+        def load(member: ir.Value, tile: int, pair: ir.Type) -> ir.Value:
             of_unit = arith.addi(arith.muli(member, i32(stride)), unit.registers.item())
             where = arith.addi(column, i32(at + 8 * tile))
             begin = [of_unit, part.registers.item(), row, where]
-            return vector.load(kind, ref, [index(item) for item in begin])
+            return vector.load(pair, ref, [index(item) for item in begin])
 
-        return _loaded(ref, members, load)
+        return _loaded(kind, ref, members, load)
 
     arg_types, kind = (_OF_REF, _OF_REF, _OF_SCALAR, _OF_SCALAR), _tile_of(ref.dtype)
     return plgpu.inline_mgpu(arg_types=arg_types, return_type=kind)(emit)(ref, members, unit, part)
@@ -208,27 +195,18 @@ def load_parts(
 def load_part_values(
     ref: jax.Ref, members: jax.Ref, position_of: tuple[int, jax.Array, jax.Array], which: int
 ) -> jax.Array:
-    """Loads what `store_part_values` stored: float32 [64]. It cannot be interpreted.
-
-    Args:
-      ref: float32 [units, parts, kinds, 8] in device memory.
-      members: the list.
-      position_of: as for `store_parts`.
-      which: the kind of value.
-    """
+    """Loads what `store_part_values` stored: float32 [64]. It cannot be interpreted."""
     stride, unit, part = position_of
     kind = plgpu.ShapeDtypeStruct((64,), ref.dtype, layout=_OF_TILE.reduce(1))
 
     def emit(_: mgpu.LaunchContext, ref, members, unit, part) -> mgpu.FragmentedArray:
         _, row, _ = position()
-        single = ir.VectorType.get((1,), ir.MemRefType(ref.type).element_type)
-        layout = kind.layout.to_mgpu()
-        registers = np.empty(layout.registers_shape((64,)), object)
-        for half, member in enumerate(_members_of_halves(members)):
+        single, loaded = ir.VectorType.get((1,), ir.MemRefType(ref.type).element_type), []
+        for member in _members_of_halves(members):
             of_unit = arith.addi(arith.muli(_row_of(member), i32(stride)), unit.registers.item())
             at = [of_unit, part.registers.item(), i32(which), row]
-            registers.flat[half] = vector.load(single, ref, [index(item) for item in at])
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+            loaded.append(vector.load(single, ref, [index(item) for item in at]))
+        return fragment(kind, loaded)
 
     arg_types = (_OF_REF, _OF_REF, _OF_SCALAR, _OF_SCALAR)
     return plgpu.inline_mgpu(arg_types=arg_types, return_type=kind)(emit)(ref, members, unit, part)
@@ -339,16 +317,18 @@ def _members_of_halves(members: ir.Value) -> list[ir.Value]:
 
 
 def _loaded(
-    ref: ir.Value, members: ir.Value, load: Callable[[ir.Value, int, ir.Type], ir.Value]
+    kind: plgpu.ShapeDtypeStruct,
+    ref: ir.Value,
+    members: ir.Value,
+    load: Callable[[ir.Value, int, ir.Type], ir.Value],
 ) -> mgpu.FragmentedArray:
     """Makes a [64, 64] tile; load(row of the batch, index of 8 columns, type) returns a thread's two values."""
-    kind = ir.VectorType.get((2,), ir.MemRefType(ref.type).element_type)
-    layout = _OF_TILE.to_mgpu()
-    registers = np.empty(layout.registers_shape((64, 64)), object)
-    for half, member in enumerate(_members_of_halves(members)):
-        for tile in range(8):
-            registers.flat[2 * tile + half] = load(_row_of(member), tile, kind)
-    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+    pair = ir.VectorType.get((2,), ir.MemRefType(ref.type).element_type)
+    halves = [
+        [load(_row_of(member), tile, pair) for tile in range(8)]
+        for member in _members_of_halves(members)
+    ]
+    return fragment(kind, [value for both in zip(*halves, strict=True) for value in both])
 
 
 def _for_present(

@@ -209,24 +209,31 @@ def nvfp4_matmul(
         raise ValueError(
             f"w must be an NVFP4Tensor, or what prepare returned; got {type(w).__name__}"
         )
-    if isinstance(w, NVFP4Tensor) and w.codes.ndim != 2:
-        raise ValueError(f"w must be one [N, K] matrix; its codes have shape {w.codes.shape}")
-    if isinstance(w, HopperNVFP4) and w.words.ndim != 4:
-        raise ValueError(f"w must be one [N, K] matrix; its words have shape {w.words.shape}")
-    if isinstance(w, PortableWeight) and w.words.ndim != 3:
-        raise ValueError(f"w must be one [N, K] matrix; its words have shape {w.words.shape}")
-    if x.dtype not in (jnp.float32, jnp.bfloat16):
-        raise ValueError(f"x must be float32 or bfloat16; got {x.dtype}")
-    n, k = w.shape
-    if x.ndim == 0 or x.shape[-1] != k:
-        raise ValueError(f"x must be [..., K = {k}] to meet w of shape {w.shape}; got {x.shape}")
-
-    *rows, _ = x.shape
+    field, axes = {
+        NVFP4Tensor: ("codes", 2),
+        HopperNVFP4: ("words", 4),
+        PortableWeight: ("words", 3),
+    }[type(w)]
+    if (array := getattr(w, field)).ndim != axes:
+        raise ValueError(f"w must be one [N, K] matrix; its {field} have shape {array.shape}")
+    check_fits(x, w)
+    *rows, k = x.shape
+    n = w.shape[0]
     m = math.prod(rows)
     name = _choose(_implementations(w), implementation, m, n, k, x.dtype)
     # Flatten x to one matrix: on a CPU a bfloat16 dot with two leading axes takes twice as long (8 x 64 rows).
     y = _matmul(name, x.dtype, x.reshape(m, k), w).reshape(*rows, n)
     return y.astype(out_dtype or x.dtype)
+
+
+def check_fits(x: jax.Array, w: PackedWeight | PackedTensor) -> None:
+    """Raises ValueError if x is not [..., K] in float32 or bfloat16, to meet a weight w [N, K]."""
+    if x.dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"x must be float32 or bfloat16; got {x.dtype}")
+    if x.ndim == 0 or x.shape[-1] != w.shape[1]:
+        raise ValueError(
+            f"x must be [..., K = {w.shape[1]}] to meet w of shape {w.shape}; got {x.shape}"
+        )
 
 
 def _implementations(w: PackedWeight) -> dict[str, Any]:
@@ -261,15 +268,11 @@ def _matmul(name: str, dtype: DTypeLike, x: jax.Array, w: PackedWeight) -> jax.A
     return rounded(sums.astype(jnp.float32), dtype).astype(jnp.float32) * w.multiplier
 
 
-def _matmul_fwd(
-    name: str, dtype: DTypeLike, x: jax.Array, w: PackedWeight
-) -> tuple[jax.Array, PackedWeight]:
+def _matmul_fwd(name, dtype, x, w):
     return _matmul(name, dtype, x, w), w
 
 
-def _matmul_bwd(
-    name: str, dtype: DTypeLike, w: PackedWeight, dy: jax.Array
-) -> tuple[jax.Array, None]:
+def _matmul_bwd(name, dtype, w, dy):
     return _implementations(w)[name].backward(dy.astype(dtype), w), None
 
 

@@ -40,7 +40,16 @@ def _cut(m: int, w: HopperNVFP4, config: Config, a_words: jax.Array | None) -> t
 
 def next_product(m: int, w: HopperNVFP4, config: Config, a_words: jax.Array | None) -> NextProduct:
     """Returns the `NextProduct` that describes a call of `product` with m rows of x and these arguments."""
-    return NextProduct(w.words, config, _cut(m + -m % 8, w, config, a_words)[0])
+    plan, (high, wide) = (
+        _cut(m + -m % 8, w, config, a_words)[0],
+        (config.warpgroups, config.step // TILE),
+    )
+
+    def first(block: jax.Array) -> tuple[jax.Array, jax.Array]:
+        tile, step = plan.tile_and_step(plan.start(block))
+        return tile * high, step * wide
+
+    return NextProduct(w.words, plan.blocks, (high, wide), first)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +69,12 @@ class Sums:
     plan: Plan
     rows: int
     adapter: jax.Array | None
+
+    @classmethod
+    def of_rows(cls, rows: jax.Array, adapter: jax.Array | None) -> "Sums":
+        """Returns sums of one part, float32 [1, N, M] in rows, with N in whole tiles."""
+        tiles = rows.shape[1] // TILE
+        return cls(rows, Plan(tiles, 1, tiles), TILE, adapter)
 
     @property
     def size(self) -> tuple[int, int, int]:
@@ -82,8 +97,7 @@ class Sums:
                 total += jnp.where(part < filled, self.partials[part], 0)
             rows = fragments.to_rows(total)[None]
         u = None if self.adapter is None else fragments.to_rows(self.adapter)
-        tiles = rows.shape[1] // TILE
-        return Sums(rows, Plan(tiles, 1, tiles), TILE, u)
+        return Sums.of_rows(rows, u)
 
     @property
     def in_fragments(self) -> bool:

@@ -98,12 +98,7 @@ def pick_config(m: int, n: int, k: int) -> Config:
     """Picks the configuration for a problem: from the device's table, otherwise by `heuristic`.
 
     If the device's table has no row for the problem, but the device has as many multiprocessors as an H200, then the
-    H200's row is used, because its number of blocks fits.
-
-    Args:
-      m: rows of x, 1 to 128.
-      n: rows of W.
-      k: columns of x and W.
+    H200's row is used, because its number of blocks fits. The arguments are as for `supports`.
     """
     card, problem = runtime.device(), (_bucket(m), n, k)
     config = table_of(card.name).get(problem)

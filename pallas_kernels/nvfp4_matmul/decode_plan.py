@@ -1,13 +1,11 @@
 """How the blocks of the kernel for few rows (`decode`) divide its work."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import numpy as np
 from jax import lax
-
-from pallas_kernels.nvfp4_matmul.decode_config import Config
-from pallas_kernels.nvfp4_matmul.layout import TILE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,26 +82,12 @@ class NextProduct:
 
     Attributes:
       words: its packed weight, int32 [N / 64, K / 64, 3, 192].
-      config: its configuration.
-      plan: the assignment of its units to its blocks.
+      blocks: number of blocks that multiply W.
+      shape: rows and columns of the words that a block reads first, in tiles of 64 x 64.
+      first: returns the row and column where a block's first words begin, in tiles of 64 x 64.
     """
 
     words: jax.Array
-    config: Config
-    plan: Plan
-
-    @property
-    def blocks(self) -> int:
-        """Number of blocks that multiply W."""
-        return self.plan.blocks
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns of the words that a block reads first, in tiles of 64 x 64."""
-        return self.config.warpgroups, self.config.step // TILE
-
-    def first(self, block: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the row and column where a block's first words begin, in tiles of 64 x 64."""
-        tile, at = self.plan.tile_and_step(self.plan.start(block))
-        high, wide = self.shape
-        return tile * high, at * wide
+    blocks: int
+    shape: tuple[int, int]
+    first: Callable[[jax.Array], tuple[jax.Array, jax.Array | int]]

@@ -91,8 +91,7 @@ def pack(a: jax.Array, height: int = TILE) -> jax.Array:
     a = jnp.pad(a.astype(jnp.bfloat16), widths)
     a = a.reshape(*stack, -1, 4, 2, 4, 2, -(-rank // height), height // 16, 2, 8)
     # Axes of one matrix: k, i, b, t, a (columns of A^T), n, w, h, g (its rows).
-    order = [5, 0, 1, 6, 8, 3, 2, 7, 4]
-    a = a.transpose(*range(len(stack)), *(len(stack) + axis for axis in order))
+    a = layout.transposed(a, "kibtanwhg", "nkiwgtbha")
     words = jax.lax.bitcast_convert_type(a, jnp.int32)
     words = words.reshape(*words.shape[: len(stack) + 2], height // 16, layout.CODE_WORDS)
     words = jnp.pad(words, [(0, 0)] * (words.ndim - 1) + [(0, layout.SCALE_WORDS)])

@@ -202,12 +202,12 @@ def unpack_tiles(words: jax.Array) -> tuple[jax.Array, jax.Array]:
     pairs = code_words.reshape(*code_words.shape[:-1], CODE_WORDS // 2, 2)
     codes = jnp.stack([_gather_code(pairs, *index) for index in np.ndindex(2, 4, 2)], axis=-1)
     codes = codes.reshape(*stack, n, k, 4, 8, 4, 2, 2, 2, 2, 2)
-    codes = _transposed(codes, "nkwgtjibha", "nwhgkjibta")
+    codes = transposed(codes, "nkwgtjibha", "nwhgkjibta")
 
     rotated = jnp.stack([scale_words >> 4, scale_words >> 12 | scale_words << 20], axis=-1)
     scales = jnp.stack([rotated & 0xFF, rotated >> 16 & 0xFF], axis=-1)
     scales = scales.astype(jnp.uint8).reshape(*stack, n, k, 4, 8, 2, 2, 2)
-    scales = _transposed(scales, "nkwgjih", "nwhgkji")
+    scales = transposed(scales, "nkwgjih", "nwhgkji")
     return codes.reshape(*stack, n * TILE, k * TILE), scales.reshape(*stack, n * TILE, k * 4)
 
 
@@ -225,7 +225,7 @@ def _code_words(codes: jax.Array) -> jax.Array:
     """
     *stack, n, k = codes.shape
     codes = codes.reshape(*stack, n // TILE, 4, 2, 8, k // TILE, 2, 2, 2, 4, 2)
-    codes = _transposed(codes, "nwhgkjibta", "nkwgtjibha").astype(jnp.uint32)
+    codes = transposed(codes, "nwhgkjibta", "nkwgtjibha").astype(jnp.uint32)
     words = [0, 0]
     for i, b, h, a, bit in np.ndindex(2, 2, 2, 2, 4):
         word, bit_index = map(int, _CODE_PLACES[i, 2 * b + h, a, bit])
@@ -246,13 +246,13 @@ def _scale_words(scales: jax.Array) -> jax.Array:
     """Packs scale bytes into words: uint8 [..., N, K / 16] -> uint32 [..., N / 64, K / 64, 64]."""
     *stack, n, blocks = scales.shape
     scales = scales.reshape(*stack, n // TILE, 4, 2, 8, blocks // 4, 2, 2)
-    scales = _transposed(scales, "nwhgkji", "nkwgjih").astype(jnp.uint32)
+    scales = transposed(scales, "nwhgkji", "nkwgjih").astype(jnp.uint32)
     first, second = (scales[..., i, 0] << 4 | scales[..., i, 1] << 20 for i in range(2))
     words = first | second << 8 | second >> 24
     return words.reshape(*stack, n // TILE, blocks // 4, SCALE_WORDS)
 
 
-def _transposed(a: jax.Array, axes: str, order: str) -> jax.Array:
+def transposed(a: jax.Array, axes: str, order: str) -> jax.Array:
     """Transposes the last axes of a from the order `axes` to `order`, one letter for each axis; leading axes stay."""
     leading = a.ndim - len(axes)
     return a.transpose(*range(leading), *(leading + axes.index(axis) for axis in order))

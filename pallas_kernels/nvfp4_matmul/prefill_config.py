@@ -55,8 +55,9 @@ class Config:
         # Warpgroup 0 waits for the next tile before it refills the slot of the last one.
         if self.stages < (least := 3 - self.producer):
             raise ValueError(f"stages must be {least} or more; got {self.stages}")
-        if self.band < 1:
-            raise ValueError(f"band must be 1 or more; got {self.band}")
+        for name in ("band", "split"):
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"{name} must be 1 or more; got {value}")
         if self.cluster not in (1, 2):
             raise ValueError(f"cluster must be 1 or 2; got {self.cluster}")
         if self.rows % (8 * self.cluster):
@@ -66,8 +67,6 @@ class Config:
                 f"a producer leaves registers for {MOST_WITH_PRODUCER} rows and 2 warpgroups; "
                 f"got {self.rows} and {self.warpgroups}"
             )
-        if self.split < 1:
-            raise ValueError(f"split must be 1 or more; got {self.split}")
 
 
 def supports(

@@ -79,6 +79,8 @@ def decode_attention(
     group = all_heads // key_heads - 2
     pages = pages_of_a_piece(rows, key_heads, width)
     pieces = -(-width // pages)
+    sizes = {"KEY_HEADS": key_heads, "GROUP": group, "SIZE": size, "SLOTS": slots, "WIDTH": width}
+    sizes |= {"PAGES": pages, "PIECES": pieces}
     products, weights, keys, values = launch.call(
         "attention_kernels.attend",
         {
@@ -103,15 +105,9 @@ def decode_attention(
         aliases={"new_keys": "keys", "new_values": "values"},
         LAYERS=layers,
         POOL=pool,
-        KEY_HEADS=key_heads,
-        GROUP=group,
         GROUP_FILLED=_filled(group),
-        SIZE=size,
-        SLOTS=slots,
-        WIDTH=width,
-        PAGES=pages,
-        PIECES=pieces,
         APPENDS=appends,
+        **sizes,
     )
     out = launch.call(
         "attention_kernels.combine",
@@ -121,13 +117,7 @@ def decode_attention(
         warps=4,
         stages=1,
         has_tensor_cores=False,
-        KEY_HEADS=key_heads,
-        GROUP=group,
-        SIZE=size,
-        SLOTS=slots,
-        WIDTH=width,
-        PAGES=pages,
-        PIECES=pieces,
         PIECES_FILLED=1 << (pieces - 1).bit_length(),
+        **sizes,
     )[0]
     return out, keys, values
