@@ -102,16 +102,69 @@ def test_the_reference_is_softmax_attention_over_the_tokens_so_far():
         np.testing.assert_allclose(cache, expected, atol=1e-6)
 
 
-def test_places_outside_are_moved_to_the_nearest_inside():
-    *rest, layer, tables, ends = problem(1, 6, 2, 8, [127, 0, 5], 2, dtype=jnp.float32)
+def assert_indices_are_clamped(run, arguments):
+    """Checks that what is outside the cache is moved to the nearest inside; row 0 ends at 127 of 128, row 1 at 0 or 5."""
+    *rest, layer, tables, ends = arguments
     last = rest[3].shape[1] - 1
-    inside = (*rest, layer, tables.at[1].set(jnp.array([last, 0])), ends)
-    outside = (*rest, layer + 7, tables.at[1].set(jnp.array([99, -3])), jnp.array([500, -1, 5]))
-    for a, b in zip(oracle(*inside), oracle(*outside), strict=True):
+    inside = (*rest, layer, tables.at[0].set(jnp.array([last, 0])), ends)
+    outside = jnp.where(ends == 127, 500, jnp.where(ends == 0, -1, ends))
+    outside = (*rest, layer + 7, tables.at[0].set(jnp.array([99, -3])), outside)
+    for a, b in zip(run(inside), run(outside), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
+def test_places_outside_are_moved_to_the_nearest_inside():
+    arguments = problem(1, 6, 2, 8, [127, 0, 5], 2, dtype=jnp.float32)
+    assert_indices_are_clamped(lambda arguments: oracle(*arguments), arguments)
+
+
 # The plan ------------------------------------------------------------------------------------
+
+
+def lists_of(plan, split):
+    """A plan's pieces (fields, pages) by warpgroup, numbers of pages of warpgroups, tiles and totals."""
+    plan = np.asarray(plan)
+    assert plan.shape == (split.size,) and not plan[: split.pieces_at].any()
+    pieces = plan[split.pieces_at : split.pages_at].reshape(split.blocks, split.rounds, -1)
+    pages = plan[split.pages_at : split.counts_at].reshape(split.blocks, -1)
+    found, loads = [], []
+    for mine, own, count in zip(pieces, pages, plan[split.counts_at : split.tiles_at], strict=True):
+        n = 0
+        for fields in mine[:count].tolist():
+            length = -(-fields[plans.SLOTS] // PAGE)
+            found.append((fields, own[n : n + length].tolist()))
+            n += length
+        assert np.all(own[n:] == -1)
+        loads.append(n)
+    tiles = plan[split.tiles_at : split.totals_at].reshape(split.rows, split.siblings)
+    return found, loads, tiles, plan[split.totals_at : split.places_at]
+
+
+def assert_rows_are_read(plan, split, tables, ends):
+    """Checks that the parts of each row and head, those of its tile included, read its pages in order.
+
+    Returns the plan's lists, and for each (row, head) its parts: pages, slots, home, whether of a tile.
+    """
+    pieces, loads, tiles, totals = lists_of(plan, split)
+    totals = totals if split.siblings else plans.totals_of(ends, split)
+    parts_of = {}
+    for (unit, part, slots, home), pages in pieces:
+        row, head = divmod(unit, split.key_heads)
+        is_tile = row >= split.rows
+        members = tiles[row - split.rows] if is_tile else [row]
+        for member in (m for m in members if m >= 0):
+            parts = parts_of.setdefault((int(member), head), {})
+            assert part // plans.SHIFT not in parts
+            parts[part // plans.SHIFT] = pages, slots, home, is_tile
+            assert is_tile or part % plans.SHIFT == totals[member]
+    assert sorted(parts_of) == [*itertools.product(range(split.rows), range(split.key_heads))]
+    for (row, head), parts in parts_of.items():
+        parts_of[row, head] = parts = [parts[index] for index in range(totals[row])]
+        live = tables[row, : ends[row] // PAGE + 1] * split.key_heads + head
+        assert sum((pages for pages, *_ in parts), []) == live.tolist()
+        assert sum(slots for _, slots, *_ in parts) == ends[row] + 1
+        assert [home for _, _, home, _ in parts] == [-1] * (len(parts) - 1) + [live[-1]]
+    return pieces, loads, parts_of
 
 
 @pytest.mark.parametrize(("pages", "parts", "blocks"), [(4, 16, 20), (2, 3, 7), (1, 64, 132)])
@@ -123,19 +176,7 @@ def test_a_plan_gives_every_live_page_to_one_block(pages, parts, blocks):
     tables = 1 + rng.permutation(rows * width).reshape(rows, width)
     split = plans.Split(rows, width, key_heads, pages, parts, blocks)
     plan = jax.jit(plans.make, static_argnums=(2, 3))(tables, ends, 1 + rows * width, split)
-    pieces, loads, *_ = lists_of(plan, split)
-    parts_of_unit = {}
-    for (unit, part, slots, home), own in pieces:
-        parts_of_unit.setdefault(unit, {})[part // plans.SHIFT] = own, slots, home
-        assert part % plans.SHIFT == plans.parts_of(ends[unit // key_heads] // PAGE + 1, split)
-    assert sorted(parts_of_unit) == [*range(rows * key_heads)]
-    for unit, parts_by_index in parts_of_unit.items():
-        row, head = divmod(unit, key_heads)
-        own = [parts_by_index[index] for index in range(len(parts_by_index))]
-        live = tables[row, : ends[row] // PAGE + 1] * key_heads + head
-        assert sum((pages for pages, _, _ in own), []) == live.tolist()
-        assert sum(slots for _, slots, _ in own) == ends[row] + 1
-        assert [home for _, _, home in own] == [-1] * (len(own) - 1) + [live[-1]]
+    _, loads, _ = assert_rows_are_read(plan, split, tables, ends)
     # As even as the last pieces, which are the shortest, allow.
     assert max(loads) - min(loads) <= max(pages, -(-width // parts))
 
@@ -166,17 +207,20 @@ def test_the_kernel_meets_the_reference_without_a_race(
     assert_meets_reference(interpreted(config)(*arguments), arguments)
 
 
+def assert_first_row_has_the_same_bits(run, arguments, other_ends, *plan):
+    *rest, tables, ends = arguments
+    first = run(*arguments, *plan)[0][0]
+    # The other rows out of use: tables of zeros, ends that mean nothing.
+    idle = run(*rest, tables.at[1:].set(0), ends.at[1:].set(jnp.array(other_ends)))[0]
+    np.testing.assert_array_equal(idle[0], first)
+    assert np.all(np.isfinite(f32(idle)))
+
+
 @pytest.mark.slow
 def test_a_row_has_the_same_bits_whatever_the_others_are(interpreter):
-    *rest, tables, ends = problem(2, 4, 1, 64, [100, 40], 2)
-    config = Config(1, 2, 2, 2)
-    run = interpreted(config)
-    plan = decode.plan(rest[3].shape, tables, ends, config)
-    first = run(*rest, tables, ends, plan)[0][0]
-    # The other row out of use: a table of zeros, an end that means nothing.
-    idle = run(*rest, tables.at[1].set(0), ends.at[1].set(127))[0]
-    np.testing.assert_array_equal(idle[0], first)
-    assert np.all(np.isfinite(f32(idle[1])))
+    arguments, config = problem(2, 4, 1, 64, [100, 40], 2), Config(1, 2, 2, 2)
+    plan = decode.plan(arguments[3].shape, *arguments[-2:], config)
+    assert_first_row_has_the_same_bits(interpreted(config), arguments, [127], plan)
 
 
 # Pages that rows share ------------------------------------------------------------------------
@@ -199,25 +243,6 @@ def sharing(seed, heads, key_heads, head_size, groups, width):
     return (*rest[:3], *caches, rest[5], jnp.asarray(tables), ends), jnp.array(shared, jnp.int32)
 
 
-def lists_of(plan, split):
-    """A plan's pieces (fields, pages) by warpgroup, numbers of pages of warpgroups, tiles and totals."""
-    plan = np.asarray(plan)
-    assert plan.shape == (split.size,) and not plan[: split.pieces_at].any()
-    pieces = plan[split.pieces_at : split.pages_at].reshape(split.blocks, split.rounds, -1)
-    pages = plan[split.pages_at : split.counts_at].reshape(split.blocks, -1)
-    found, loads = [], []
-    for mine, own, count in zip(pieces, pages, plan[split.counts_at : split.tiles_at], strict=True):
-        n = 0
-        for fields in mine[:count].tolist():
-            length = -(-fields[plans.SLOTS] // PAGE)
-            found.append((fields, own[n : n + length].tolist()))
-            n += length
-        assert np.all(own[n:] == -1)
-        loads.append(n)
-    tiles = plan[split.tiles_at : split.totals_at].reshape(split.rows, split.siblings)
-    return found, loads, tiles, plan[split.totals_at : split.places_at]
-
-
 def test_a_plan_reads_shared_pages_once_for_each_tile():
     rng = np.random.default_rng(5)
     width, key_heads, pages = 20, 2, 401
@@ -228,27 +253,10 @@ def test_a_plan_reads_shared_pages_once_for_each_tile():
     tables[:11, :7], tables[11:13, :3] = tables[0, :7], tables[11, :3]
     split = plans.Split(len(shared), width, key_heads, 3, 8, 13, siblings=8)
     plan = jax.jit(plans.make, static_argnums=(2, 3))(tables, ends, pages, split, shared)
-    found, _, tiles, totals = lists_of(plan, split)
-    read = {}
-    for (unit, part, slots, home), own in found:
-        row, head = divmod(unit, key_heads)
-        is_tile = row >= split.rows
-        members = tiles[row - split.rows] if is_tile else [row]
-        for member in (m for m in members if m >= 0):
-            piece = (own, slots, home, is_tile)
-            assert read.setdefault((member, head, part // plans.SHIFT), piece) is piece
-            if not is_tile:
-                assert part % plans.SHIFT == totals[member]
-    for row, end in enumerate(ends):
-        first = min(shared[row], end // PAGE)
-        for head in range(key_heads):
-            own = [read.pop((row, head, part)) for part in range(totals[row])]
-            live = tables[row, : end // PAGE + 1] * key_heads + head
-            assert sum((piece[0] for piece in own), []) == live.tolist()
-            assert sum(len(piece[0]) for piece in own if piece[3]) == first
-            assert sum(slots for _, slots, _, _ in own) == end + 1
-            assert [home for _, _, home, _ in own] == [-1] * (len(own) - 1) + [live[-1]]
-    assert not read
+    found, _, parts_of = assert_rows_are_read(plan, split, tables, ends)
+    for (row, _), parts in parts_of.items():
+        of_tile = sum(len(pages) for pages, _, _, is_tile in parts if is_tile)
+        assert of_tile == min(shared[row], ends[row] // PAGE)
     # Each tile's pages are read once: of 11 rows by two tiles, and by one of the pair and of each row alone.
     of_tiles = sum(len(own) for (unit, *_), own in found if unit >= split.units)
     assert of_tiles == key_heads * (2 * 7 + 3 + 5 + 1)
@@ -647,12 +655,9 @@ def test_the_kernel_on_its_device_meets_the_reference(group, config, head_size):
 
 @pytest.mark.gpu
 def test_on_its_device_a_row_has_the_same_bits_whatever_the_others_are():
-    *rest, tables, ends = problem(1, 28, 4, 128, [900, 40, 512, 3], 16)
+    arguments = problem(1, 28, 4, 128, [900, 40, 512, 3], 16)
     run = jax.jit(functools.partial(decode_attention, implementation="hopper"))
-    first = run(*rest, tables, ends)[0][0]
-    idle = run(*rest, tables.at[1:].set(0), ends.at[1:].set(jnp.array([0, 1023, 77])))[0]
-    np.testing.assert_array_equal(idle[0], first)
-    assert np.all(np.isfinite(f32(idle)))
+    assert_first_row_has_the_same_bits(run, arguments, [0, 1023, 77])
 
 
 @pytest.mark.gpu

@@ -43,14 +43,13 @@ def test_double_quantization_meets_the_recorded_scales(case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_recorded_scales_decode_to_the_recorded_values(case):
-    shape = VECTORS[f"{case}.weight"].shape
-    packed, indices, absmax2, offset = (
-        jnp.asarray(VECTORS[f"{case}.{name}"])
-        for name in ("packed", "dq.absmax_u8", "dq.absmax2", "dq.offset")
-    )
-    t = nf4.NF4Tensor(packed, indices, absmax2, jnp.broadcast_to(offset, absmax2.shape), shape)
-    np.testing.assert_allclose(nf4.scales(t), VECTORS[f"{case}.dq.absmax_f32"], rtol=1e-6)
-    values = VECTORS[f"{case}.dq.dequant_f32"]
+    recorded = lambda name: VECTORS[f"{case}.{name}"]
+    packed, indices, absmax2 = map(recorded, ("packed", "dq.absmax_u8", "dq.absmax2"))
+    offset = jnp.broadcast_to(recorded("dq.offset"), absmax2.shape)
+    arrays = map(jnp.asarray, (packed, indices, absmax2, offset))
+    t = nf4.NF4Tensor(*arrays, recorded("weight").shape)
+    np.testing.assert_allclose(nf4.scales(t), recorded("dq.absmax_f32"), rtol=1e-6)
+    values = recorded("dq.dequant_f32")
     np.testing.assert_allclose(nf4.dequantize(t), values, atol=1e-6 * np.abs(values).max())
 
 
@@ -77,10 +76,9 @@ def test_fused_parts_and_stacked_layers_hold_the_same_values(double):
 
 
 def test_double_quantization_takes_half_a_bit_off():
-    shape = (1024, 1024)
-    bits = [8 * jax.eval_shape(lambda d=d: nf4.random(jax.random.key(0), shape, double=d)).nbytes
-            for d in (False, True)]  # fmt: skip
-    assert bits[0] / 2**20 == 4.5 and bits[1] / 2**20 == 4 + 8 / 64 + 64 / (64 * 256)
+    for double, bits in ((False, 4.5), (True, 4 + 8 / 64 + 64 / (64 * 256))):
+        make = lambda double=double: nf4.random(jax.random.key(0), (1024, 1024), double=double)
+        assert 8 * jax.eval_shape(make).nbytes == bits * 2**20
 
 
 @pytest.mark.parametrize("double", [False, True])

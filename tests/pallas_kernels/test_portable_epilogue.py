@@ -6,37 +6,25 @@ import pytest
 from pallas_kernels import nvfp4, rounded, runtime
 from pallas_kernels.linear import finish
 from pallas_kernels.portable import epilogue, layout
+from tests.pallas_kernels.common import f32, normal, to_portable
 from tests.pallas_kernels.devices import like
 
 LAYERS, LAYER = 2, 1
 # Compiled whole: operation by operation these tests take several times as long.
-quantize, prepare = jax.jit(nvfp4.quantize), jax.jit(layout.prepare)
+quantize = jax.jit(nvfp4.quantize)
 decoded = jax.jit(layout.decoded, static_argnums=1)
-
-
-def normal(seed, *shape):
-    return np.random.default_rng(seed).standard_normal(shape)
 
 
 def problem(sizes, k, *, m=5, rank=None, has_bias=False, per_row=False):
     """Makes a stack of packed linears, LoRA's matrices, and the last layer's result by the definition."""
-    n = sum(sizes)
-    parts = [quantize(jnp.asarray(normal(n, LAYERS, n, k) * k**-0.5, jnp.float32))]
-    if per_row:
-        parts = [
-            quantize(jnp.asarray(normal(s, LAYERS, s, k) * k**-0.5, jnp.float32)) for s in sizes
-        ]
+    n, draw = sum(sizes), lambda seed, *shape: normal(seed, (LAYERS, *shape), jnp.float32)
+    parts = [quantize(draw(s, s, k) * k**-0.5) for s in (sizes if per_row else [n])]
     t = nvfp4.fuse(parts, shared=not per_row)
     matrices = [
-        (
-            jnp.asarray(normal(i, LAYERS, k, rank or 1) * k**-0.5, jnp.float32),
-            jnp.asarray(normal(i + 9, LAYERS, rank or 1, s), jnp.float32),
-        )
-        for i, s in enumerate(sizes)
+        (draw(i, k, rank) * k**-0.5, draw(i + 9, rank, s)) for i, s in enumerate(sizes) if rank
     ]
-    bias = jnp.asarray(normal(3, LAYERS, n), jnp.bfloat16) if has_bias else None
-    x = jnp.asarray(normal(4, m, k), jnp.bfloat16)
-    return prepare(t), matrices if rank else None, bias, x
+    bias = normal(3, (LAYERS, n)) if has_bias else None
+    return to_portable(t), matrices or None, bias, normal(4, (m, k))
 
 
 def definition(w, matrices, bias, x, *, unit=None, residual=None):
@@ -60,28 +48,15 @@ def definition(w, matrices, bias, x, *, unit=None, residual=None):
 
 
 def linear(w, matrices, bias, x, sizes, residual=None, **options):
-    branch = None if matrices is None else epilogue.pack_lora(matrices, 0.5)
-
-    @jax.jit
-    def run(x, residual):
-        return epilogue.linear(
-            x,
-            w,
-            layer=jnp.array([LAYER], jnp.int32),
-            multiplier=w.multiplier,
-            sizes=sizes,
-            bias=bias,
-            branch=branch,
-            residual=residual,
-            **options,
-        )
-
-    return run(x, residual)
+    options |= {"branch": None if matrices is None else epilogue.pack_lora(matrices, 0.5)}
+    options |= {"layer": jnp.array([LAYER], jnp.int32), "multiplier": w.multiplier, "bias": bias}
+    run = lambda x, residual: epilogue.linear(x, w, sizes=sizes, residual=residual, **options)
+    return jax.jit(run)(x, residual)
 
 
 def assert_mostly_equal(actual, expected):
     """Sums in another order may round the other way in bfloat16; a missing rounding changes half of all values."""
-    actual, expected = np.float32(actual), np.float32(expected)
+    actual, expected = f32(actual), f32(expected)
     assert actual.shape == expected.shape
     assert np.mean(actual != expected) < 0.02
     np.testing.assert_allclose(actual, expected, rtol=2**-6, atol=np.abs(expected).max() * 2**-7)
@@ -112,23 +87,20 @@ def test_before_compute_capability_8_rows_may_be_larger_than_float16_is(portable
         normed = linear(w, matrices, bias, stream, sizes, eps=1e-6)
     for unit, actual in ((None, plain), (stream.unit(1e-6)[:, None], normed)):
         for row, expected in zip(actual, definition(w, matrices, bias, x, unit=unit), strict=True):
-            largest = np.abs(np.float32(expected)).max()
-            np.testing.assert_allclose(np.float32(row), np.float32(expected), atol=largest * 2**-7)
+            largest = np.abs(f32(expected)).max()
+            np.testing.assert_allclose(f32(row), f32(expected), atol=largest * 2**-7)
 
 
 def test_a_residual_stream_is_normalized_by_its_two_kernels(portable):
     sizes, width = (80,), 80
     w, matrices, _, x = problem(sizes, 128, rank=24)
-    before = jnp.asarray(normal(6, 5, width), jnp.bfloat16)
-    scales = jnp.asarray(1 + 0.1 * normal(7, LAYERS, width), jnp.float32)
+    before, scales = normal(6, (5, width)), 1 + 0.1 * normal(7, (LAYERS, width), jnp.float32)
     stream = epilogue.stream(before, scales[0])
     new = linear(w, matrices, None, x, sizes, residual=(stream, scales))
     expected = definition(w, matrices, None, x, residual=before)
     assert_mostly_equal(new.values, expected)
-    wide = np.float32(new.values)
-    np.testing.assert_array_equal(
-        np.float32(new.scaled), np.float32(jnp.asarray(wide * scales[LAYER], jnp.bfloat16))
-    )
+    wide = f32(new.values)
+    np.testing.assert_array_equal(new.scaled, jnp.asarray(wide * scales[LAYER], jnp.bfloat16))
     unit = 1 / np.sqrt((wide**2).mean(axis=1) + 1e-6)
     np.testing.assert_allclose(new.unit(1e-6), unit, rtol=1e-5)
 
@@ -150,12 +122,9 @@ def test_a_gate_and_what_it_lets_through_become_one(portable):
 
 def test_ranks_are_filled_up_to_powers_of_two():
     assert [epilogue.filled_rank(r) for r in (1, 16, 17, 32, 48, 256)] == [16, 16, 32, 32, 64, 256]
-    matrices = [
-        (jnp.ones((2, 64, 24)), jnp.ones((2, 24, 40))),
-        (jnp.ones((2, 64, 24)), jnp.ones((2, 24, 8))),
-    ]
+    matrices = [(jnp.ones((2, 64, 24)), jnp.ones((2, 24, size))) for size in (40, 8)]
     branch = epilogue.pack_lora(matrices, 3.0)
     assert branch.a.shape == (2, 64, 64) and branch.b.shape == (2, 48, 32)
     assert branch.sizes == (40, 8) and branch.rank == 32
-    np.testing.assert_array_equal(np.float32(branch.b).sum(axis=-1), 72)
-    np.testing.assert_array_equal(np.float32(branch.a).sum(axis=(1, 2)), 2 * 24 * 64)
+    np.testing.assert_array_equal(f32(branch.b).sum(axis=-1), 72)
+    np.testing.assert_array_equal(f32(branch.a).sum(axis=(1, 2)), 2 * 24 * 64)

@@ -47,14 +47,11 @@ def rounded(x, grid):
 
 def errors(blocks, steps, grid, own=None):
     """Computes the errors, float64 [N, B, candidates], of blocks [N, B, b] with steps [N, B, candidates]."""
-    found = []
-    for step in np.moveaxis(np.broadcast_to(steps, (*blocks.shape[:2], steps.shape[-1])), -1, 0):
-        off = rounded(blocks / step[..., None], grid) * step[..., None] - blocks
-        if own is None:
-            found.append(np.sum(off**2, -1))
-        else:
-            found.append(np.einsum("nbi,bij,nbj->nb", off, own.astype(np.float64), off))
-    return np.stack(found, -1)
+    if own is None:
+        own = np.tile(np.eye(blocks.shape[2]), (blocks.shape[1], 1, 1))
+    wide = np.broadcast_to(steps, (*blocks.shape[:2], steps.shape[-1]))[..., None]
+    off = rounded(blocks[:, :, None] / wide, grid) * wide - blocks[:, :, None]
+    return np.einsum("nbci,bij,nbcj->nbc", off, own.astype(np.float64), off)
 
 
 SIGNED = np.concatenate([-E2M1[:0:-1], E2M1])
@@ -107,11 +104,8 @@ def test_blocks_of_zeros_and_ties_keep_the_scale_of_the_maximum():
     # 4, 2, 1, 0.5 are codes themselves at 8; at the maximum's scale, 5.5, none is.
     assert np.asarray(plain.scales[3]).astype(np.float32) == 5.5
     assert np.asarray(scales[3]).astype(np.float32) == 8.0
-    for codes in (
-        plain.codes[0],
-        nvfp4.quantize(jnp.asarray(w), jnp.array([8.0]), scales).codes[0],
-    ):
-        assert not np.asarray(codes).any()
+    for t in (plain, nvfp4.quantize(jnp.asarray(w), jnp.array([8.0]), scales)):
+        assert not np.asarray(t.codes[0]).any()
 
 
 def test_the_global_scale_leaves_room_where_blocks_need_it():
@@ -162,8 +156,9 @@ def test_nf4_takes_the_best_share_of_the_maximum(with_moments):
     blocks = np.asarray(w, np.float64).reshape(8, 2, 64)
     largest = np.abs(blocks).max(-1)
     shares = np.sort([1.0, *nf4.SEARCHED_SHARES])
-    of_all = errors(blocks, largest[..., None] * shares, nf4.CODE_VALUES.astype(np.float64), own)
-    found = errors(blocks, scales.reshape(8, 2, 1), nf4.CODE_VALUES.astype(np.float64), own)[..., 0]
+    grid = nf4.CODE_VALUES.astype(np.float64)
+    of_all = errors(blocks, largest[..., None] * shares, grid, own)
+    found = errors(blocks, scales.reshape(8, 2, 1), grid, own)[..., 0]
     np.testing.assert_allclose(found, of_all.min(-1), rtol=1e-4)
 
 
@@ -179,18 +174,8 @@ def test_nf4_rounds_weights_by_the_scales_that_are_kept(double):
     np.testing.assert_array_equal(again.codes, t.codes)
 
 
-def test_steps_are_what_a_unit_of_a_code_is_worth():
-    w = weights(13, (4, 128))
-    for module, table in (
-        (nvfp4, nvfp4.CODE_VALUES),
-        (mxfp4, nvfp4.CODE_VALUES),
-        (nf4, nf4.CODE_VALUES),
-    ):
-        t = module.quantize(w)
-        codes = (
-            np.asarray(module.unpack_codes(t.codes))
-            if module is not mxfp4
-            else np.asarray(nvfp4.unpack_codes(t.codes))
-        )
-        values = table[codes].reshape(4, 128)
-        np.testing.assert_allclose(module.steps(t) * values, module.dequantize(t), rtol=1e-6)
+@pytest.mark.parametrize(("module", "codes"), [(nvfp4, nvfp4), (mxfp4, nvfp4), (nf4, nf4)])
+def test_steps_are_what_a_unit_of_a_code_is_worth(module, codes):
+    t = module.quantize(weights(13, (4, 128)))
+    values = codes.CODE_VALUES[np.asarray(codes.unpack_codes(t.codes))].reshape(4, 128)
+    np.testing.assert_allclose(module.steps(t) * values, module.dequantize(t), rtol=1e-6)

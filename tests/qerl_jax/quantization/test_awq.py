@@ -48,19 +48,21 @@ def mean_kl(reference, other, ids, lengths):
     return float(np.concatenate(kls)[live].mean())
 
 
+FIRST = "model.layers.0."
+
+
 def first_layer(folder):
     """Returns the architecture of a model, and its first layer's tensors by their names in a folder."""
     tensors = Tensors(folder)
-    return architecture.load(folder), {
-        name: np.array(tensors[name]) for name in tensors if name.startswith("model.layers.0.")
-    }
+    names = [name for name in tensors if name.startswith(FIRST)]
+    return architecture.load(folder), {name: np.array(tensors[name]) for name in names}
 
 
 def as_tree(arch, tensors):
     def read(_, names):
         return jnp.concatenate([jnp.asarray(tensors[f"{name}.weight"]) for name in names])
 
-    return base_model.read_layer(arch, tensors, "model.layers.0.", jnp.float32, read)
+    return base_model.read_layer(arch, tensors, FIRST, jnp.float32, read)
 
 
 def hidden(arch, seed=0, shape=(3, 12)):
@@ -71,10 +73,14 @@ def hidden(arch, seed=0, shape=(3, 12)):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["qwen2_untied", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3", "llama3"))],
+    ("name", "form"),
+    [
+        ("qwen2_untied", "mxfp4"),
+        pytest.param("qwen3", "mxfp4", marks=pytest.mark.slow),
+        pytest.param("llama3", "nvfp4", marks=pytest.mark.slow),
+    ],
 )
-def test_folding_changes_nothing_but_the_rounding(name, monkeypatch):
+def test_folding_changes_nothing_but_the_rounding(name, form, monkeypatch):
     """Biases of v, several query heads per key, and norms of heads see the same numbers after it."""
     monkeypatch.setattr(awq, "GRID", 4)
     arch, tensors = first_layer(GOLDEN / "models" / name)
@@ -86,14 +92,7 @@ def test_folding_changes_nothing_but_the_rounding(name, monkeypatch):
         linear: awq.observe(awq.no_inputs(arch.input_width(linear)), inputs[linear], live)
         for linear in arch.linears()
     }
-    folded = awq.fold(
-        arch,
-        FORMATS["nvfp4" if name == "llama3" else "mxfp4"],
-        "maximum",
-        tensors,
-        "model.layers.0.",
-        seen,
-    )
+    folded = awq.fold(arch, FORMATS[form], "maximum", tensors, FIRST, seen)
     actual, new_inputs = run(as_tree(arch, folded.tensors))
     scale = np.abs(np.asarray(expected)).max()
     np.testing.assert_allclose(actual, expected, atol=2e-6 * scale)
@@ -121,49 +120,49 @@ def test_hidden_states_pass_layers_as_the_model_does():
     for index in range(model.arch.num_layers):
         states.advance(jax.tree.map(lambda leaf: leaf[index], frozen["layers"]))  # noqa: B023
     expected, _ = model.apply({"frozen": frozen}, jnp.asarray(ids))
-    actual = layers.rms_norm(
-        jnp.asarray(np.stack(states.rows)), frozen["norm"]["scale"], model.arch.rms_norm_eps
-    )
+    rows, scale = jnp.asarray(np.stack(states.rows)), frozen["norm"]["scale"]
+    actual = layers.rms_norm(rows, scale, model.arch.rms_norm_eps)
     live = np.arange(ids.shape[1]) < lengths[:, None]
     np.testing.assert_allclose(actual[live], expected[live], rtol=1e-4, atol=1e-4)
 
 
+def written(folder, *rows):
+    """Writes rows to a file, and returns a calibration with it."""
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Calibration(str(path))
+
+
+def rendered(rows):
+    return TOKENS.render(calibration.prompts(rows), add_generation_prompt=False)
+
+
 def test_rows_are_found_under_the_usual_names(tmp_path):
-    rows = {
-        "messages": '{"messages": [{"role": "user", "content": "2+3?"}]}',
-        "sharegpt": '{"system": "Sum.", "conversations": [{"from": "human", "value": "2+3?"}, '
-        '{"from": "gpt", "value": "5"}]}',
-        "text": '{"text": "2+3=5"}',
-        "pair": '{"problem": "2+3?", "solution": "5"}',
-    }
-    found = {}
-    for name, row in rows.items():
-        (tmp_path / f"{name}.jsonl").write_text(row + "\n")
-        found[name] = TOKENS.render(
-            calibration.prompts(Calibration(str(tmp_path / f"{name}.jsonl"))),
-            add_generation_prompt=False,
-        )
-    chat = lambda *messages: [TOKENS.hf.apply_chat_template(list(messages), tokenize=False)]
+    chat = lambda *messages: TOKENS.hf.apply_chat_template(list(messages), tokenize=False)
     user, assistant = {"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "5"}
-    assert found["messages"] == chat(user)
-    assert found["sharegpt"] == chat({"role": "system", "content": "Sum."}, user, assistant)
-    assert found["text"] == ["2+3=5"]
-    assert found["pair"] == chat(user, assistant)
+    turns = [{"from": "human", "value": "2+3?"}, {"from": "gpt", "value": "5"}]
+    system = {"role": "system", "content": "Sum."}
+    for row, text in (
+        ({"messages": [user]}, chat(user)),
+        ({"system": "Sum.", "conversations": turns}, chat(system, user, assistant)),
+        ({"text": "2+3=5"}, "2+3=5"),
+        ({"problem": "2+3?", "solution": "5"}, chat(user, assistant)),
+    ):
+        assert rendered(written(tmp_path, row)) == [text]
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "message"),
     [
-        ('{"weight": 3}', r"row 0: columns: got \['weight'\]; must hold messages"),
-        ('{"messages": "hello"}', "row 0: messages: got 'hello'; must be a list of messages"),
-        ('{"text": 3}', "row 0: text: got 3; must be a text"),
-        ('{"text": ""}', "its texts have no tokens"),
+        ({"weight": 3}, r"row 0: columns: got \['weight'\]; must hold messages"),
+        ({"messages": "hello"}, "row 0: messages: got 'hello'; must be a list of messages"),
+        ({"text": 3}, "row 0: text: got 3; must be a text"),
+        ({"text": ""}, "its texts have no tokens"),
     ],
 )
-def test_rows_without_texts_are_refused(tmp_path, row, said):
-    (tmp_path / "odd.jsonl").write_text(row + "\n")
-    with pytest.raises(ValueError, match=f"odd.jsonl.*{said}"):
-        calibration.token_rows(Calibration(str(tmp_path / "odd.jsonl")), TOKENS)
+def test_rows_without_texts_are_refused(tmp_path, row, message):
+    with pytest.raises(ValueError, match=f"rows.jsonl.*{message}"):
+        calibration.token_rows(written(tmp_path, row), TOKENS)
 
 
 def test_a_row_may_lack_what_other_rows_have_and_errors_name_the_row_of_the_file(tmp_path):
@@ -172,18 +171,12 @@ def test_a_row_may_lack_what_other_rows_have_and_errors_name_the_row_of_the_file
         {"messages": None, "text": "A!", "question": None},
         {"messages": None, "text": None, "question": "A?"},
     ]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in table))
-    found = TOKENS.render(calibration.prompts(Calibration(str(path))), add_generation_prompt=False)
-    assert sorted(found) == sorted(
-        [*TOKENS.render([table[0]["messages"]] * 2, add_generation_prompt=False), "A!"]
-    )
+    prompts = TOKENS.render([table[0]["messages"]] * 2, add_generation_prompt=False)
+    assert sorted(rendered(written(tmp_path, *table))) == sorted([*prompts, "A!"])
     for bad in range(3):
-        path.write_text(
-            "".join(json.dumps({"text": 5 if i == bad else "A"}) + "\n" for i in range(3))
-        )
+        rows = written(tmp_path, *({"text": 5 if i == bad else "A"} for i in range(3)))
         with pytest.raises(ValueError, match=f"rows.jsonl.*column 'text': .*row {bad} has 5"):
-            calibration.prompts(Calibration(str(path)))
+            calibration.prompts(rows)
 
 
 def test_a_tokenizer_of_another_model_is_refused_before_calibration():

@@ -59,20 +59,14 @@ def test_kept_linears_are_written_as_they_are_and_named_in_the_config(folder):
 def test_a_mixed_base_computes_what_its_unpacked_weights_compute(folder):
     model, variables = load(folder)
     assert model.dense_linears == KEPT
-    weights = {
-        name: linear.get("weight")
-        for name, linear in variables["frozen"]["layers"].items()
-        if "weight" in linear
-    }
-    assert isinstance(weights["o"], NVFP4Tensor) and isinstance(weights["down"], jax.Array)
-    assert isinstance(weights["qkv"], NVFP4Tensor)
+    kinds = {"o": NVFP4Tensor, "qkv": NVFP4Tensor, "down": jax.Array}
+    for name, kind in kinds.items():
+        assert isinstance(variables["frozen"]["layers"][name]["weight"], kind)
     assert variables["frozen"]["dense_overrides"]["qkv"].shape[0] == 2
     dense = logits(*load(folder, weights="float32"))
     np.testing.assert_allclose(logits(model, variables), dense, atol=2e-3)
-    all_packed = dict(
-        variables, frozen={k: v for k, v in variables["frozen"].items() if k != "dense_overrides"}
-    )
-    other = logits(model.clone(dense_linears=KEPT[1:]), all_packed)
+    packed = {k: v for k, v in variables["frozen"].items() if k != "dense_overrides"}
+    other = logits(model.clone(dense_linears=KEPT[1:]), variables | {"frozen": packed})
     assert np.abs(other - dense).max() > 0.05  # the packed weights of kept layers are not read
 
 
@@ -89,10 +83,8 @@ def test_slopes_of_an_adapter_over_a_mixed_base_are_those_over_its_unpacked_weig
 
         @jax.jit
         def loss(params, model=model, variables=variables):
-            hidden, _ = model.apply(
-                variables | {"params": params}, jnp.asarray(TOKENS), remat=remat
-            )
-            return jnp.sum(hidden**2)
+            variables = variables | {"params": params}
+            return jnp.sum(model.apply(variables, jnp.asarray(TOKENS), remat=remat)[0] ** 2)
 
         found.append(jax.grad(loss)(params))
     for ours, theirs in zip(*map(jax.tree.leaves, found), strict=True):
@@ -126,9 +118,8 @@ def test_the_memory_plan_counts_linears_in_16_bits(folder, tmp_path):
 
 
 def test_a_pattern_without_a_linear_is_refused(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"keep: got 'model.layers.9.\*'; names no linear; they are"
-    ):
+    message = r"keep: got 'model.layers.9.\*'; names no linear; they are"
+    with pytest.raises(ValueError, match=message):
         quantizer.quantize("qerl-tiny", tmp_path / "x", Recipe(keep=("model.layers.9.*",)), QUIET)
 
 
@@ -154,9 +145,8 @@ def test_calibration_leaves_kept_linears_alone_and_prints_what_hurts_most(
     name = "model.layers.1.mlp.down_proj.weight"
     np.testing.assert_array_equal(ours[name], theirs[name])
     model, variables = load(tmp_path / "out")
-    np.testing.assert_allclose(
-        logits(model, variables), logits(*load(tmp_path / "out", weights="float32")), atol=2e-3
-    )
+    dense = logits(*load(tmp_path / "out", weights="float32"))
+    np.testing.assert_allclose(logits(model, variables), dense, atol=2e-3)
 
 
 @pytest.mark.slow
@@ -194,13 +184,10 @@ def test_a_folder_that_keeps_one_part_of_a_linear_is_read(folder, tmp_path):
 
 
 def test_a_layer_that_stays_whole_in_16_bits_is_written_and_said_so(tmp_path):
-    said = []
-    report = quantizer.quantize(
-        "qerl-tiny", tmp_path / "base", Recipe(keep=("model.layers.*",)), said.append
-    )
+    lines, recipe = [], Recipe(keep=("model.layers.*",))
+    report = quantizer.quantize("qerl-tiny", tmp_path / "base", recipe, lines.append)
     assert report["layers"] == [{"layer": index} for index in range(3)]
-    assert said[0].startswith("layer 1/3  error of weights: none")
+    assert lines[0].startswith("layer 1/3  error of weights: none")
     ours, theirs = Tensors(tmp_path / "base"), Tensors(quantizer.hf_folder.TINY)
-    assert {name: ours[name].tobytes() for name in ours} == {
-        name: theirs[name].tobytes() for name in theirs
-    }
+    contents = lambda tensors: {name: tensors[name].tobytes() for name in tensors}
+    assert contents(ours) == contents(theirs)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import nvfp4
 from pallas_kernels.formats.number_format import Options
 from qerl_jax.checkpoint import packed_formats
 from qerl_jax.checkpoint.safetensors import Tensors
@@ -21,6 +21,7 @@ from qerl_jax.quantization import quantizer
 from qerl_jax.quantization.quantizer import REPORT, Recipe
 from tests import golden_files
 from tests.model_folders import DENSE, PACKED, assert_trees_equal, copy, read
+from tests.pallas_kernels.common import without_negative_zero
 
 SLOW = pytest.mark.slow
 QUIET = lambda line: None
@@ -61,9 +62,7 @@ def test_nvfp4_folders_hold_the_bytes_of_llm_compressor(bfloat16, tmp_path):
         assert ours[name].dtype == theirs[name].dtype, name
         a, b = ours[name], theirs[name]
         if name.endswith("weight_packed"):
-            a, b = (
-                np.where(c == 8, 0, c) for c in map(np.asarray, map(nvfp4.unpack_codes, (a, b)))
-            )
+            a, b = without_negative_zero(a), without_negative_zero(b)
         np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8), err_msg=name)
 
 
@@ -163,22 +162,21 @@ def test_a_killed_job_leaves_nothing_half_made_and_goes_on(during, bfloat16, tmp
     assert {path.name for path in tmp_path.iterdir()} == {"whole", "out"}
 
 
-def test_what_cannot_be_quantized_is_named(bfloat16, tmp_path):
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "something").touch()
-    with pytest.raises(FileExistsError, match="full'; exists"):
-        quantizer.quantize(bfloat16, tmp_path / "full", Recipe(), QUIET)
-    with pytest.raises(ValueError, match="is quantized already"):
-        quantizer.quantize(PACKED, tmp_path / "out", Recipe(), QUIET)
-    (tmp_path / "left.partial").mkdir()
-    (tmp_path / "left.partial" / "something").touch()
-    with pytest.raises(FileExistsError, match="no unfinished job"):
-        quantizer.quantize(bfloat16, tmp_path / "left", Recipe(), QUIET)
-    monkey = type("Usage", (), {"free": 10**5})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quantizer.shutil, "disk_usage", lambda path: monkey)
-        with pytest.raises(ValueError, match="the disk has 0.0 GB"):
-            quantizer.quantize(bfloat16, tmp_path / "out", Recipe(), QUIET)
+def test_what_cannot_be_quantized_is_named(bfloat16, tmp_path, monkeypatch):
+    for name in ("full", "left.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "something").touch()
+    for source, target, kind, message in (
+        (bfloat16, "full", FileExistsError, "full'; exists"),
+        (PACKED, "out", ValueError, "is quantized already"),
+        (bfloat16, "left", FileExistsError, "no unfinished job"),
+    ):
+        with pytest.raises(kind, match=message):
+            quantizer.quantize(source, tmp_path / target, Recipe(), QUIET)
+    usage = types.SimpleNamespace(free=10**5)
+    monkeypatch.setattr(quantizer.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(ValueError, match="the disk has 0.0 GB"):
+        quantizer.quantize(bfloat16, tmp_path / "out", Recipe(), QUIET)
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
@@ -200,9 +198,8 @@ def test_the_command_quantizes_and_says_why_it_cannot(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "layer 3/3  error of weights: qkv 0.09" in out and "peak host memory" in out
     written = sum(path.stat().st_size for path in (tmp_path / "tiny").glob("*.safetensors"))
-    assert float(re.search(r"\n([.\d]+) MB, from ", out)[1]) == pytest.approx(
-        written / 1e6, rel=0.1
-    )
+    megabytes = float(re.search(r"\n([.\d]+) MB, from ", out)[1])
+    assert megabytes == pytest.approx(written / 1e6, rel=0.1)
     weight = load(tmp_path / "tiny", "nf4")["layers"]["down"]["weight"]
     assert weight.absmax.dtype == jnp.float32 and weight.absmax2 is None
     assert main.main(["quantize", "qerl-tiny", target]) == 2
