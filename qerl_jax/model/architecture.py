@@ -323,7 +323,7 @@ def _rope(config: dict[str, Any], longest: int | None) -> tuple[float, Rope | No
     def number(field: str, default: float | None = None) -> float:
         value = rope.get(field)
         value = default if value is None else value
-        require(value is not None, "config.json: rope_type", kind, f"it needs {field}")
+        require(value is not None, f"config.json: {name}.rope_type", kind, f"it needs {field}")
         return _positive(f"{name}.{field}", value)
 
     if kind in ("default", "dynamic"):

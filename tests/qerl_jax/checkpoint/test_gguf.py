@@ -291,8 +291,8 @@ for folder in sys.argv[1:]:
 def test_a_large_tokenizer_is_loaded_without_a_warning(tmp_path):
     """transformers warns of a fault in tokenizers of more than 100,000 tokens if it takes them for Mistral's."""
     _, fields, tensors = contents("qwen2_untied")
-    tokens, types = ["a", "b", "ab", *map(str, range(100_000)), "<|end|>"], [1] * 100_003 + [3]
-    fields |= tokenizer_fields(tokens, types, ["a b"], eos_token_id=100_003)
+    tokens, types = ["a", "b", "ab", "<|end|>", *map(str, range(100_000))], [1, 1, 1, 3]
+    fields |= tokenizer_fields(tokens, types + [1] * 100_000, ["a b"], eos_token_id=3)
     folder = gguf.as_folder(write(tmp_path / "model.gguf", fields, tensors))
     other = shutil.copytree(folder, tmp_path / "other", symlinks=True)  # as of another program
     table = json.loads((folder / "config.json").read_text())
