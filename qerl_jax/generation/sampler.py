@@ -78,6 +78,7 @@ class Sampler:
         context: Positions that the model was made for, at which a completion ends; None for any number.
         tools: Tools that the policy may call; None for single-turn rows.
         hosts: The processes that sample; the first one computes rewards and runs tools.
+        window: The window of the policy's attention, which no row may exceed; None for full attention.
     """
 
     engine: Engine | Fleet
@@ -88,6 +89,7 @@ class Sampler:
     context: int | None = None
     tools: Tools | None = None
     hosts: Hosts = Hosts()
+    window: int | None = None
 
     @classmethod
     def of(
@@ -120,7 +122,7 @@ class Sampler:
         }
         engine = engine_of(Engine.of(model, tokenizer, params, **options), replicas)
         shapes = max_prompt_length, limits.max_concurrent, model.arch.context
-        return cls(engine, tokenizer, params, *shapes, tools, replicas.hosts)
+        return cls(engine, tokenizer, params, *shapes, tools, replicas.hosts, model.arch.window)
 
     def ask(
         self,
@@ -213,6 +215,10 @@ class Sampler:
 
     def _limit(self, index: int, prompt: int) -> int:
         """Returns how many tokens may follow a prompt: `max_tokens`, or what the model's context leaves."""
+        longest = prompt + self.params.max_tokens
+        if self.window is not None and longest > self.window:
+            rule = f"only full attention is supported, in rows up to sliding_window = {self.window}"
+            raise ValueError(f"prompt {index}: got {longest} tokens with max_tokens; {rule}")
         context = self.context or math.inf
         if prompt >= context:
             raise ValueError(

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from qerl_jax.checkpoint import base_model
+from qerl_jax.generation.sampler import Sampler
+from qerl_jax.generation.sampling_params import SamplingParams
 from qerl_jax.model import architecture, layers
 from qerl_jax.model.transformer import Transformer, head
 from tests import golden_files
@@ -85,6 +87,14 @@ def test_the_longest_row_is_that_of_context_and_window(base, changes, context, w
     rule = "sliding_window = .*only full attention" if window else "max_position_embeddings"
     with pytest.raises(ValueError, match=f"max_tokens: got 3; with a prompt of .*{rule}"):
         arch.require_context(context - 2, 3, "max_tokens")
+
+
+def test_a_completion_may_not_leave_the_window():
+    """At the end of the context it would be cut off; here transformers would go on."""
+    sampler = Sampler(None, None, SamplingParams(max_tokens=8), context=24, window=24)
+    assert sampler._limit(0, 16) == 8
+    with pytest.raises(ValueError, match="prompt 3: got 25 tokens with max_tokens; only full att"):
+        sampler._limit(3, 17)
 
 
 def test_a_window_that_mistrals_config_does_not_state_is_transformers_default():
