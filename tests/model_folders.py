@@ -7,9 +7,8 @@ import shutil
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors.numpy import save_file
 
-from qerl_jax.checkpoint import base_model
+from qerl_jax.checkpoint import base_model, safetensors
 from qerl_jax.config import LoraConfig
 from qerl_jax.model import architecture
 from qerl_jax.model.transformer import Transformer, init_params
@@ -53,7 +52,7 @@ def copy(source, target, *, config=None, tensors=None):
         shutil.copy(source / "model.safetensors", target)
     else:
         held = golden_files.load(source / "model.safetensors")
-        save_file(changed(held, tensors), target / "model.safetensors")
+        safetensors.write(target / "model.safetensors", changed(held, tensors))
     return target
 
 

@@ -16,8 +16,8 @@ import pytest
 
 from pallas_kernels import runtime
 from qerl_jax import config
-from qerl_jax.checkpoint import base_model, packed_formats
-from qerl_jax.checkpoint.safetensors import Tensors
+from qerl_jax.checkpoint import packed_formats
+from qerl_jax.checkpoint.folder_tensors import FolderTensors
 from qerl_jax.cli import main as cli
 from qerl_jax.model import architecture, fused_decode
 from qerl_jax.model.division import Division
@@ -204,7 +204,7 @@ def test_the_base_of_a_case_is_whole(family, tmp_path):
     case = next(c for c in CASES if c["family"] == family and c["source"] != "random")
     check_device_run.write_base(case, tmp_path / "base")
     arch = architecture.load(tmp_path / "base")
-    base_model.check_names(arch, Tensors(tmp_path / "base"), None)
+    assert FolderTensors(tmp_path / "base", arch).check() == []
 
 
 # What is asserted of metrics --------------------------------------------------------------------------

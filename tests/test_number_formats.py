@@ -15,6 +15,7 @@ from pallas_kernels import FORMATS, NumberFormat, PackedTensor, packed_matmul
 from pallas_kernels.formats.number_format import Tiling
 from pallas_kernels.formats.registry import with_options
 from qerl_jax.checkpoint import base_model, packed_formats
+from qerl_jax.checkpoint.folder_tensors import FolderTensors
 from qerl_jax.checkpoint.packed_formats import FolderFormat
 from qerl_jax.config import PackedFormat
 from qerl_jax.model import architecture, fused_decode
@@ -114,7 +115,7 @@ def registered(monkeypatch):
 
 def read(folder, weights="toy8"):
     model = Transformer(architecture.load(folder), weights, None, jnp.float32)
-    model = model.clone(dense_linears=base_model.dense_linears_of(folder, model.arch))
+    model = model.clone(dense_linears=FolderTensors(folder, model.arch).dense_linears())
     return model, base_model.read_base(folder, model)
 
 

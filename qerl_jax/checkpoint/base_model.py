@@ -9,17 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import NumberFormat, PackedTensor, PackedWeight, prepare, runtime
-from qerl_jax.checkpoint import hf_folder, packed_formats, safetensors
+from qerl_jax.checkpoint import hf_folder, packed_formats
+from qerl_jax.checkpoint.folder_tensors import FolderTensors
 from qerl_jax.config import DENSE, BlockScales, LoraConfig, MeshConfig, ModelConfig
 from qerl_jax.data import tokenizer
 from qerl_jax.model import architecture, lora
 from qerl_jax.model.transformer import DenseLinears, Transformer, abstract_base, random_base
-from qerl_jax.system.checked import require
-
-_FLOATS = ("F32", "BF16", "F16", "F64")
-# Tensors beside a weight that are ignored: scales for quantized activations, which stay in 16 bits here, and for a
-# quantized KV cache.
-_IGNORED = ("input_scale", "input_global_scale", "output_scale", "q_scale", "k_scale", "v_scale")
+from qerl_jax.system.checked import require, tell
 
 # A function from a tree of shapes to a tree of shardings.
 type Placer = Callable[[Any], Any]
@@ -43,7 +39,8 @@ def describe_base(
 ) -> tuple[Transformer, tokenizer.Tokenizer]:
     """Returns the model and the tokenizer of a base, without reading its weights.
 
-    Weights are downloaded from the hub only if the folder is packed, to see which linears are in 16 bits.
+    Unless the base is random, its weights are downloaded from the hub: they say which linears are packed, and whether
+    the head is the embedding.
 
     Args:
         cfg: Names the base, and the storage format of its linears.
@@ -65,9 +62,10 @@ def describe_base(
     rule = f"{name!r} is a shape without files, from which the checkpoint of a run could take its config.json"
     require(not (is_shape and is_full), "model.trainable", cfg.trainable, rule)
     tokens = _tokenizer(cfg, folder, arch)
-    in_16_bits = ()
-    if not cfg.random_base and packed_formats.of_folder(folder) is not None:
-        in_16_bits = dense_linears_of(hf_folder.local_folder(name), arch)
+    in_16_bits: DenseLinears = ()
+    if not cfg.random_base:
+        tensors = FolderTensors(hf_folder.local_folder(name), arch)
+        arch, in_16_bits = tensors.arch, tensors.dense_linears()
     model = Transformer(
         arch,
         cfg.weights,
@@ -146,10 +144,10 @@ def read_base(
 
     Raises:
         NotImplementedError: If the folder has an unsupported packed format, or another format than the model.
-        ValueError: If a tensor is missing, or has another shape than config.json says.
+        ValueError: If a tensor is missing, has another shape than config.json says, or is not finite.
     """
-    arch, tensors = model.arch, hf_folder.open_weights(folder)
-    source = packed_formats.of_folder(folder)
+    tensors = FolderTensors(folder, model.arch)
+    arch, source = model.arch, tensors.source
     require(
         source is None or model.weights in (source.name, *DENSE),
         "model.weights",
@@ -157,8 +155,15 @@ def read_base(
         f"{folder} holds {source and source.name}: set it to that, or to {' or '.join(DENSE)}, which unpacks it",
         NotImplementedError,
     )
-    check_names(arch, tensors, source)
-    in_16_bits = dense_linears_of(folder, arch)
+    for line in tensors.check():
+        tell(line)
+    is_tied, in_16_bits = tensors.arch.tie_word_embeddings, tensors.dense_linears()
+    require(
+        is_tied == arch.tie_word_embeddings,
+        "model.arch.tie_word_embeddings",
+        arch.tie_word_embeddings,
+        f"{folder} has another head than the embedding",
+    )
     is_same = model.weights in DENSE or model.dense_linears == in_16_bits
     require(
         is_same,
@@ -174,7 +179,7 @@ def read_base(
         rank = branches[linear].rank if linear in branches else 0
         return prepare(weight, model.dtype, is_gated=linear == "gate_up", rank=rank)
 
-    shared = set() if source is None else _shared_scales(arch, tensors, source)
+    shared = tensors.shared_scales()
     dense_layers = dict(in_16_bits)
     _, partly = model.split_dense()
     stacks: dict[str, jax.Array] = {}
@@ -182,7 +187,7 @@ def read_base(
     def read_linear(linear: str, names: list[str]) -> PackedWeight | jax.Array:
         index = int(names[0].split(".")[2])
         if model.weights in DENSE or index in dense_layers.get(linear, ()):
-            dense = [read_dense(tensors, source, name, dtype) for name in names]
+            dense = tensors.weights(names, dtype)
             whole = jnp.concatenate(dense).astype(dtype)
             if model.weights in DENSE or linear not in partly:
                 return whole
@@ -193,12 +198,10 @@ def read_base(
             # All layers must have the same structure: this one gets a packed weight too, which is never read.
             parts = source.numbers.pack(dense)
         elif source is None:
-            parts = [jnp.asarray(tensors[f"{name}.weight"]) for name in names]
-            return arrange(
-                _pack(packed_formats.named(model.weights).numbers, scales, parts), linear
-            )
+            form, parts = packed_formats.named(model.weights).numbers, tensors.weights(names)
+            return arrange(_pack(form, scales, parts), linear)
         else:
-            parts = [source.read(tensors, name) for name in names]
+            parts = [tensors.packed(name) for name in names]
         return arrange(source.numbers.fuse(parts, shared=linear in shared), linear)
 
     read = read_linear
@@ -207,37 +210,6 @@ def read_base(
         read = lambda linear, names: split(linear, read_linear(linear, names))
     frozen = assemble(arch, tensors, dtype, read, progress, places)
     return frozen | ({"dense_overrides": stacks} if stacks else {})
-
-
-def read_dense(
-    tensors: Mapping[str, Any], source: packed_formats.FolderFormat | None, name: str, dtype
-) -> jax.Array:
-    """Reads a linear's weight [N, K], in its stored dtype, or dequantized to `dtype` if it is packed."""
-    if source is None or _in_16_bits(tensors, name):
-        return jnp.asarray(tensors[f"{name}.weight"])
-    return source.numbers.unpack(source.read(tensors, name), dtype)
-
-
-def dense_linears_of(folder: str | pathlib.Path, arch: architecture.Architecture) -> DenseLinears:
-    """Returns the linears of a packed folder that are stored in 16 bits, and in which layers.
-
-    They are found by the tensors, not by the config. If one of the linears that read the same input is in 16 bits,
-    all of them count as such.
-    """
-    if packed_formats.of_folder(folder) is None:
-        return ()
-    tensors, layers = safetensors.Tensors(folder), {}
-    for linear in arch.linears():
-        layers[linear] = tuple(
-            index
-            for index in range(arch.num_layers)
-            if any(_in_16_bits(tensors, name) for name in arch.linear_names(linear, index))
-        )
-    return tuple((linear, at) for linear, at in layers.items() if at)
-
-
-def _in_16_bits(tensors: safetensors.Tensors, name: str) -> bool:
-    return f"{name}.weight" in tensors and tensors.type(f"{name}.weight") in _FLOATS
 
 
 def assemble(
@@ -300,7 +272,7 @@ _put = jax.jit(_into, donate_argnums=0)
 
 def read_layer(
     arch: architecture.Architecture,
-    tensors: safetensors.Tensors | Mapping[str, Any],
+    tensors: Mapping[str, Any],
     prefix: str,
     dtype,
     read_linear: Callable[[str, list[str]], PackedWeight | jax.Array],
@@ -331,78 +303,3 @@ def read_layer(
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _pack(form: NumberFormat, scales: BlockScales, parts: list[jax.Array]) -> PackedTensor:
     return form.fuse(form.pack(parts, scales), shared=True)
-
-
-def _shared_scales(
-    arch: architecture.Architecture,
-    tensors: safetensors.Tensors,
-    source: packed_formats.FolderFormat,
-) -> set[str]:
-    """Returns the fused linears whose parts share one global scale in every layer; all if the format has none.
-
-    The others get one scale per row in all layers, because stacked layers must have the same structure.
-    """
-    if not source.numbers.has_global_scale:
-        return set(arch.linears())
-    return {
-        linear
-        for linear in arch.linears()
-        if all(
-            len({source.read(tensors, name).global_scale.item() for name in names}) == 1
-            for names in (arch.linear_names(linear, index) for index in range(arch.num_layers))
-            if not any(_in_16_bits(tensors, name) for name in names)
-        )
-    }
-
-
-def check_names(
-    arch: architecture.Architecture,
-    tensors: safetensors.Tensors,
-    source: packed_formats.FolderFormat | None,
-) -> None:
-    """Checks names, dtypes and shapes of all tensors before anything is loaded.
-
-    Args:
-        arch: The architecture that the tensors should have.
-        tensors: The opened weights.
-        source: The packed format of the folder; None for 16 bits.
-
-    Raises:
-        SafetensorsError, ValueError: If a tensor is missing, or has another shape than `arch` says.
-        NotImplementedError: If a tensor has a dtype that cannot be read, or an extra tensor would change the output
-            of a linear.
-    """
-    expected = {
-        "model.embed_tokens.weight": (arch.vocab_size, arch.width),
-        "model.norm.weight": (arch.width,),
-    }
-    if not arch.tie_word_embeddings:
-        expected["lm_head.weight"] = (arch.vocab_size, arch.width)
-    linears = set()
-    for index in range(arch.num_layers):
-        prefix = f"model.layers.{index}."
-        expected |= {f"{prefix}{name}.weight": (size,) for name, size in arch.norms().values()}
-        for linear, parts in arch.linears().items():
-            names = arch.linear_names(linear, index)
-            linears.update(names)
-            for name, (_, n) in zip(names, parts, strict=True):
-                is_dense, k = source is None or _in_16_bits(tensors, name), arch.input_width(linear)
-                shapes = {"weight": (n, k)} if is_dense else source.shapes(n, k)
-                shapes |= {"bias": (n,)} if linear == "qkv" and arch.qkv_bias else {}
-                expected |= {f"{name}.{suffix}": shape for suffix, shape in shapes.items()}
-    for name in tensors:
-        linear, _, suffix = name.rpartition(".")
-        if linear not in linears:
-            continue
-        if name not in expected and suffix not in _IGNORED:
-            raise NotImplementedError(
-                f"{name}: has no place in the model, and would change what the linear does"
-            )
-        is_dense, type_read = source is None or _in_16_bits(tensors, linear), tensors.type(name)
-        known = ({"weight": _FLOATS} if is_dense else source.types).get(suffix, (type_read,))
-        rule = f"must be {' or '.join(known)}"
-        require(type_read in known, f"{name}: type", type_read, rule, NotImplementedError)
-    for name, shape in expected.items():
-        shape_read = tensors.shape(name)
-        if shape_read != shape and not (shape_read == () and shape == (1,)):
-            raise ValueError(f"{name}: got shape {shape_read}; config.json says {shape}")

@@ -26,6 +26,7 @@ import numpy as np
 from pallas_kernels import NumberFormat
 from qerl_jax import config
 from qerl_jax.checkpoint import base_model, hf_folder, packed_formats, peft, run_state
+from qerl_jax.checkpoint.folder_tensors import FolderTensors
 from qerl_jax.checkpoint.policy import PolicySource, find_policy, load_base, saved, trained_model
 from qerl_jax.data import arithmetic, tokenizer
 from qerl_jax.model import architecture, layers, logprobs, lora, transformer
@@ -107,14 +108,8 @@ def export(
     bare = probe.policy(model, frozen, params, adapter=False)
     effect = _mean_size(trained - probe.logps(bare))
     dtype = np.dtype(frozen["embed_tokens"].dtype)
-    report = {
-        "run": str(run.resolve()),
-        "to": to,
-        "base": name,
-        "from": base,
-        "step": step,
-        "tokens": trained.size,
-    }
+    report = {"run": str(run.resolve()), "to": to, "base": name, "from": base, "step": step}
+    report["tokens"] = trained.size
     with whole_folder(out, REPORT, "export") as partial:
         goal, whose, of_bases = trained, "the trained policy's", 0.0
         if to == "peft":
@@ -138,7 +133,11 @@ def export(
         logps = probe.logps(found)
         off = _mean_size(logps - goal)
         limit = _limit(to, model.dtype, effect) if limit is None else limit
-        _require_near(out, off, limit, whose, effect)
+        if not off <= limit:  # also if it is NaN
+            raise ExportError(
+                f"{out}: not written: its log-probabilities differ from {whose} by {off:.4g} on average, "
+                f"and the limit (--limit) is {limit:.4g}; training changed them by {effect:.4g}"
+            )
         report |= {
             "mean_difference": _mean_size(logps - trained),
             "max_difference": float(np.abs(logps - trained).max()),
@@ -148,17 +147,6 @@ def export(
         }
         (partial / REPORT).write_text(json.dumps(report, indent=2) + "\n")
     return report
-
-
-def _require_near(
-    out: str | pathlib.Path, off: float, limit: float, whose: str, effect: float
-) -> None:
-    """Raises an `ExportError` if log-probabilities differ by more than the limit."""
-    if not off <= limit:  # also if it is NaN
-        raise ExportError(
-            f"{out}: not written: its log-probabilities differ from {whose} by {off:.4g} on average, "
-            f"and the limit (--limit) is {limit:.4g}; training changed them by {effect:.4g}"
-        )
 
 
 def _write_base(
@@ -176,7 +164,7 @@ def _write_base(
     written = model.clone(
         weights=form.name if form else str(dtype),
         lora=None,
-        dense_linears=base_model.dense_linears_of(folder, model.arch),
+        dense_linears=FolderTensors(folder, model.arch).dense_linears(),
     )
     return probe.policy(written, base_model.read_base(folder, written))
 
@@ -337,9 +325,8 @@ def _load(
 ) -> tuple[transformer.Transformer, dict[str, Any], int | None, Any, _Probe]:
     """Reads the trained policy, with the base in `folder`.
 
-    Returns:
-        The model, the adapter (empty if the whole base was trained), the step of its checkpoint (None for a PEFT
-        folder), the base on the device, and the prompts on which policies are compared.
+    Returns the model, the adapter (empty if the whole base was trained), the step of its checkpoint (None for a PEFT
+    folder), the base on the device, and the prompts on which policies are compared.
     """
     base = dataclasses.replace(source.model, model_name_or_path=str(folder), trainable="lora")
     adapter = source.adapter
@@ -391,12 +378,7 @@ def _probe(tokens: tokenizer.Tokenizer) -> _Probe:
 def _limit(to: Kind, dtype: Any, effect: float) -> float:
     """Returns the largest mean difference of log-probabilities, in nats, that rounding can cause.
 
-    A merge that lost the adapter differs by `effect`.
-
-    Args:
-        to: The kind of export.
-        dtype: Dtype of the activations.
-        effect: Mean absolute difference between the trained policy and its base, in nats.
+    A merge that lost the adapter differs by `effect`, the mean difference between the trained policy and its base.
     """
     if to == "peft":
         return 1e-4  # float32 in, float32 out: nothing is rounded
@@ -415,26 +397,18 @@ class _Sums:
     """The weights of a base, to which the adapter is added linear by linear.
 
     Attributes:
-        source: The folder of the base.
-        arch: The architecture, for the names of layers and tensors.
-        tensors: The tensors of that folder.
-        stored: The format of the folder if it is packed, else None.
+        tensors: The tensors of the base's folder.
         held: Format to which the base's 16-bit linears are rounded before the adapter is added, or None.
         scales: How block scales of `held` are chosen.
         params: The adapter's layers; empty if the whole base was trained.
         branches: The adapter's branches, by linear.
-        dense: (linear, layer) pairs that are in 16 bits in a packed folder.
     """
 
-    source: pathlib.Path
-    arch: architecture.Architecture
-    tensors: Mapping[str, Any]
-    stored: packed_formats.FolderFormat | None
+    tensors: FolderTensors
     held: packed_formats.FolderFormat | None
     scales: config.BlockScales
     params: dict[str, Any]
     branches: Mapping[str, lora.LinearShape]
-    dense: frozenset[tuple[str, int]]
 
     @classmethod
     def of(
@@ -446,37 +420,44 @@ class _Sums:
         base: Base | None,
     ) -> "_Sums":
         """Makes the sums for a choice of base; None for `pair`, which uses the base of the training."""
-        stored = packed_formats.of_folder(folder)
+        tensors = FolderTensors(folder, model.arch)
         packed = cfg.weights not in config.DENSE and cfg.trainable != "full"
-        rounded = stored is None and packed and base != "original"
+        rounded = tensors.source is None and packed and base != "original"
         return cls(
-            folder,
-            model.arch,
-            hf_folder.open_weights(folder),
-            stored,
+            tensors,
             packed_formats.named(cfg.weights) if rounded else None,
             cfg.block_scales,
             params.get("layers", {}),
             lora.shapes(model.lora, model.arch) if model.lora else {},
-            frozenset((linear, index) for linear, at in model.dense_linears for index in at),
         )
+
+    @property
+    def arch(self) -> architecture.Architecture:
+        """The architecture, for the names of layers and tensors."""
+        return self.tensors.arch
 
     @property
     def form(self) -> packed_formats.FolderFormat | None:
         """The format of the base's packed linears; None if none are packed."""
-        return self.stored or self.held
+        return self.tensors.source or self.held
+
+    @functools.cached_property
+    def dense(self) -> frozenset[tuple[str, int]]:
+        """The (linear, layer) pairs that a packed folder does not pack."""
+        return frozenset((name, index) for name, at in self.tensors.dense_linears() for index in at)
 
     def packed(self, linear: str, index: int) -> list[Any] | None:
         """Returns the packed weights of a linear's parts, in the format `form`; None if they are not packed."""
         if (linear, index) in self.dense:
             return None
         names = self.arch.linear_names(linear, index)
-        if self.stored is not None:
-            return [self.stored.read(self.tensors, name) for name in names]
+        if self.tensors.source is not None:
+            return [self.tensors.packed(name) for name in names]
         if self.held is None:
             return None
-        weights = [jnp.asarray(self.tensors[f"{name}.weight"]) for name in names]
-        return self.held.numbers.pack(weights, self.scales)
+        return self.held.numbers.pack(
+            [self.tensors[f"{name}.weight"] for name in names], self.scales
+        )
 
     def weights(self, linear: str, index: int, packed: list[Any] | None) -> list[jax.Array]:
         """Returns the weights [N, K] of a linear's parts with the adapter added, float32 if there is an adapter.
@@ -486,9 +467,7 @@ class _Sums:
         if packed is not None:
             weights = [self.form.numbers.unpack(part, jnp.float32) for part in packed]
         else:
-            names = self.arch.linear_names(linear, index)
-            read = functools.partial(base_model.read_dense, self.tensors, self.stored)
-            weights = [read(name, jnp.float32) for name in names]
+            weights = self.tensors.weights(self.arch.linear_names(linear, index))
         if linear not in self.params:
             return weights
         shape = self.branches[linear]
@@ -537,23 +516,14 @@ def _ways(
 ) -> dict[str, float]:
     """Computes KL(trained policy || served policy) for each way to serve it, in nats per token.
 
-    Args:
-        sums: Base and adapter.
-        model: The trained policy.
-        params: Its adapter; empty if the whole base was trained.
-        probe: The prompts.
-        trained: The trained policy's log-probabilities, from `probe.policy`.
-        bare: Log-probabilities of its base alone.
-        found: Log-probabilities of the written policy.
-        dtype: Dtype of tensors that are not packed.
-        to: The kind of export.
+    `trained`, `bare` and `found` are the log-probabilities of the trained policy, its base, and the written policy.
     """
     if not params:
         return {_MERGED_4: _mean_kl(trained, found)}
-    if model.weights in config.DENSE and sums.stored is None:
+    if model.weights in config.DENSE and sums.tensors.source is None:
         # The policy was trained on 16-bit weights, so the 4-bit base is another one.
         four = model.clone(weights="nvfp4")
-        frozen = base_model.read_base(sums.source, four)
+        frozen = base_model.read_base(sums.tensors.folder, four)
         alone = probe.policy(four, frozen, params, adapter=False)
         beside = found if to == "pair" else probe.policy(four, frozen, params)
         del frozen
@@ -597,17 +567,8 @@ def _write_pair(
 def _write_model(
     folder: pathlib.Path, sums: _Sums, form: packed_formats.FolderFormat | None, dtype: np.dtype
 ) -> None:
-    """Writes a merged model layer by layer.
-
-    Args:
-        folder: An existing empty folder.
-        sums: Base and adapter.
-        form: Format to which the sum is packed; None writes it in `dtype`.
-        dtype: Dtype of tensors that are not packed.
-    """
+    """Writes a merged model layer by layer; linears are packed in `form`, all else is in `dtype`."""
     arch, tensors = sums.arch, sums.tensors
-    outside = {"model.embed_tokens.weight", "model.norm.weight"}
-    outside |= set() if arch.tie_word_embeddings else {"lm_head.weight"}
     dense = [name for at in sorted(sums.dense) for name in arch.linear_names(*at)]
 
     def layer(index: int) -> dict[str, np.ndarray]:
@@ -634,9 +595,9 @@ def _write_model(
 
     hf_folder.fill_folder(
         folder,
-        sums.source,
+        sums.tensors.folder,
         arch.num_layers,
-        {name: tensors[name] for name in tensors if name in outside},
+        {name: tensors[name] for name in tensors if not name.startswith("model.layers.")},
         layer,
         kind=lambda index: frozenset(linear for linear, at in sums.dense if at == index),
         dtype=dtype,

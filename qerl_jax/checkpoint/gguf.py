@@ -282,6 +282,10 @@ class Tensors(Mapping[str, np.ndarray]):
         self._entry(name)
         return "BF16"
 
+    def path(self, name: str) -> pathlib.Path:
+        """Returns the file."""
+        return self._path
+
     def _entry(self, name: str) -> tuple[str, Entry]:
         if name not in self._entries:
             raise GGUFError(f"{self._path}: holds no tensor for {name}")

@@ -120,9 +120,16 @@ def fill_folder(
     config = read_json(source / "config.json") | {"torch_dtype": str(dtype)}
     config.pop("quantization_config", None)
     config.pop("dtype", None)  # transformers 5 writes this name and reads both
+    state_head(config, has_head="lm_head.weight" in outside)
     if quantization_config is not None:
         config["quantization_config"] = quantization_config
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def state_head(config: dict[str, Any], *, has_head: bool) -> None:
+    """Writes into the content of a config.json that the head is not the embedding, if the weights have a head."""
+    if has_head and config.get("tie_word_embeddings"):
+        config["tie_word_embeddings"] = False
 
 
 def copy_companions(source: pathlib.Path, folder: pathlib.Path) -> None:

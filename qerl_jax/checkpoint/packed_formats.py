@@ -1,7 +1,8 @@
 """How a Hugging Face folder stores the weights of each packed number format.
 
 NVFP4 and MXFP4 folders have the format of compressed-tensors, which transformers can read, and vLLM should (not
-tested). NF4 folders have the format that transformers writes with bitsandbytes.
+tested). NF4 folders have the format that transformers writes with bitsandbytes. Weights in 8 bits, which
+`folder_tensors` dequantizes, have no format here.
 """
 
 import dataclasses
@@ -32,9 +33,14 @@ _STATE_BYTES = 192
 _METHOD_FIELDS = {
     "modelopt": "quant_algo",
     "modelopt_fp4": "quant_algo",
+    "modelopt_mixed": "quant_algo",
     "bitsandbytes": "bnb_4bit_quant_type",
 }
 _QUANT_STATE = "quant_state.bitsandbytes__nf4"
+# Safetensors' names of the dtypes of plain numbers.
+FLOATS = ("F32", "BF16", "F16", "F64")
+# Limits for the largest weight that the scales of an NVFP4 weight give. An inverted global scale exceeds them.
+_SMALLEST, _LARGEST = 1e-9, 1e5
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,9 +53,11 @@ class FolderFormat:
             names.
         nbytes: Maps (N, K) to the bytes of these tensors.
         write: Converts a packed weight to these tensors.
-        types: Safetensors' names of the dtypes that a tensor may have; tensors without an entry are not checked.
+        types: Safetensors' names of the dtypes of all tensors of a weight, by the last part of their names; tensors
+            without an entry are not checked.
         read: Reads a packed weight into host memory, from an opened folder and a linear's name.
         config: `quantization_config` of a folder.
+        check_scales: Raises a ValueError that names the first scale that no weight has, from the same arguments.
     """
 
     numbers: NumberFormat
@@ -59,6 +67,7 @@ class FolderFormat:
     write: Callable[[Any], dict[str, np.ndarray]]
     read: Callable[[Tensors, str], Any]
     config: dict[str, Any]
+    check_scales: Callable[[Tensors, str], None] = lambda tensors, name: None
 
     @property
     def name(self) -> str:
@@ -94,16 +103,73 @@ def named(name: str, options: Options = DEFAULT_OPTIONS) -> FolderFormat:
 
 
 def of_folder(folder: str | pathlib.Path) -> FolderFormat | None:
-    """Returns the format of a model folder, by `quantization_config` in config.json, or by hf_quant_config.json.
+    """Returns the format of a model folder's packed linears; None if no linear is packed.
 
-    None means no quantization. Keys that do not concern the weights are ignored, whatever library version wrote them.
-    Scales for quantized activations (W4A4) are ignored too: activations stay in 16 bits here, which is more exact.
+    `quantization_config` in config.json, or hf_quant_config.json, states it. If they state several formats, one of 8
+    bits, or none, the tensors of the linears decide. Keys that do not concern the weights are ignored, whatever
+    library version wrote them. Scales for quantized activations (W4A4) are ignored too: activations stay in 16 bits
+    here, which is more exact.
 
     Raises:
         NotImplementedError: If the quantization is not supported; the error names it.
         ValueError: If the configs are malformed.
     """
     folder = pathlib.Path(folder)
+    quantization = stated_quantization(folder)
+    if quantization is not None:
+        where = f"{folder}: quantization_config"
+        method = quantization.get("quant_method")
+        rule = "must be an object, and what it says of the weights must be texts"
+        require(isinstance(method, str | None), where, method, rule)
+        field = _METHOD_FIELDS.get(method, "format")
+        form = quantization.get(field)
+        require(isinstance(form, str | None), f"{where}: {field}", form, rule)
+        known = [*_READ, *_BY_TENSORS]
+        rule = (
+            f"must be absent, or one of {', '.join(f'{method} {form!r}' for method, form in known)}"
+        )
+        stated = f"quantization_config: quant_method, {field}"
+        require((method, form) in known, stated, (method, form), rule, NotImplementedError)
+        _check_parts(quantization)
+        if (method, form) in _READ:
+            # Only NF4 has the option, and bitsandbytes' default for it.
+            is_double = bool(quantization.get("bnb_4bit_use_double_quant"))
+            options = Options(double_quant=is_double) if form == "nf4" else DEFAULT_OPTIONS
+            return _READ[method, form](options)
+    if not any(folder.glob("*.safetensors")):
+        return None
+    tensors = Tensors(folder)
+    suffixes = {suffix for form in _readable() for suffix in form.types}
+    modules = (
+        name.removesuffix(f".{suffix}")
+        for name in tensors
+        for suffix in suffixes
+        if name.startswith("model.layers.") and name.endswith(f".{suffix}")
+    )
+    return next(filter(None, (of_weight(tensors, module) for module in modules)), None)
+
+
+def of_weight(tensors: Tensors, name: str) -> FolderFormat | None:
+    """Returns the packed format whose tensors the weight of a module has, by their names and dtypes; None if none."""
+
+    def is_stored(form: FolderFormat) -> bool:
+        full = {f"{name}.{suffix}": types for suffix, types in form.types.items()}
+        return all(at in tensors and tensors.type(at) in types for at, types in full.items())
+
+    return next(filter(is_stored, _readable()), None)
+
+
+def _readable() -> list[FolderFormat]:
+    options = (Options(double_quant=True), Options(double_quant=False))
+    return [read(option) for read in dict.fromkeys(_READ.values()) for option in options]
+
+
+def stated_quantization(folder: pathlib.Path) -> dict[str, Any] | None:
+    """Returns the `quantization_config` of config.json, or what hf_quant_config.json says; None if neither states one.
+
+    Raises:
+        ValueError: If it is not an object.
+    """
     quantization = read_json(folder / "config.json").get("quantization_config")
     beside = folder / "hf_quant_config.json"
     if quantization is None and beside.is_file():
@@ -111,19 +177,15 @@ def of_folder(folder: str | pathlib.Path) -> FolderFormat | None:
         stated = read_json(beside).get("quantization") or {}
         require(isinstance(stated, dict), f"{beside}: quantization", stated, "must be an object")
         quantization = {"quant_method": "modelopt"} | stated
-    if quantization is None:
-        return None
-    where = f"{folder}: quantization_config"
     rule = "must be an object, and what it says of the weights must be texts"
-    require(isinstance(quantization, dict), where, quantization, rule)
-    method = quantization.get("quant_method")
-    require(isinstance(method, str | None), where, method, rule)
-    field = _METHOD_FIELDS.get(method, "format")
-    form = quantization.get(field)
-    require(isinstance(form, str | None), f"{where}: {field}", form, rule)
-    rule = f"must be absent, or one of {', '.join(f'{method} {form!r}' for method, form in _READ)}"
-    stated = f"quantization_config: quant_method, {field}"
-    require((method, form) in _READ, stated, (method, form), rule, NotImplementedError)
+    is_object = isinstance(quantization, dict | None)
+    require(is_object, f"{folder}: quantization_config", quantization, rule)
+    return quantization
+
+
+def _check_parts(quantization: dict[str, Any]) -> None:
+    """Refuses what changes all weights, and formats of single groups (compressed-tensors) or layers (ModelOpt) that
+    cannot be read."""
     if quantization.get("transform_config"):
         raise NotImplementedError(
             "quantization_config: transform_config: rotated weights cannot be read"
@@ -132,11 +194,18 @@ def of_folder(folder: str | pathlib.Path) -> FolderFormat | None:
     sparsity = sparsity.get("format", "dense") if isinstance(sparsity, dict) else sparsity
     stated, rule = "quantization_config: sparsity_config: format", "only 'dense' can be read"
     require(sparsity == "dense", stated, sparsity, rule, NotImplementedError)
-    # Only NF4 has the option, and bitsandbytes' default for it.
-    is_double = bool(quantization.get("bnb_4bit_use_double_quant"))
-    return _READ[method, form](
-        Options(double_quant=is_double) if form == "nf4" else DEFAULT_OPTIONS
-    )
+    known = {form for _, form in (*_READ, *_BY_TENSORS)}
+    rule = f"must be one of {', '.join(sorted(map(repr, known - {None})))}"
+    for table, field in (("config_groups", "format"), ("quantized_layers", "quant_algo")):
+        parts = quantization.get(table) or {}
+        require(
+            isinstance(parts, dict), f"quantization_config: {table}", parts, "must be an object"
+        )
+        for name, part in parts.items():
+            form = part.get(field) if isinstance(part, dict) else part
+            is_known = isinstance(form, str | None) and form in known | {None}
+            where = f"quantization_config: {table}: {name}: {field}"
+            require(is_known, where, form, rule, NotImplementedError)
 
 
 def _compressed_tensors(form: str, **weights: Any) -> dict[str, Any]:
@@ -168,70 +237,106 @@ def _compressed_tensors(form: str, **weights: Any) -> dict[str, Any]:
     }
 
 
+def refuse_first(tensors: Tensors, name: str, bad: np.ndarray, rule: str) -> None:
+    """Raises a ValueError that names file, tensor and index of the first entry where `bad` is true, if there is one.
+
+    Args:
+        tensors: The opened folder.
+        name: The tensor.
+        bad: bool, of the tensor's shape.
+        rule: What holds for good entries, in words.
+    """
+    if not bad.any():
+        return
+    index = tuple(np.argwhere(bad)[0].tolist())
+    where = f"{tensors.path(name)}: {name}{list(index) if index else ''}"
+    with np.errstate(over="ignore"):
+        require(False, where, float(np.float32(tensors[name][index])), rule, ValueError)
+
+
 # NVFP4 and MXFP4
 
 
 _FP4_NAMES = ("weight_packed", "weight_scale", "weight_global_scale")  # MXFP4 has no global scale
+_CODE_MAX = float(nvfp4.CODE_VALUES.max())  # of both
 
 
 def _write_fp4(t: NVFP4Tensor | MXFP4Tensor) -> dict[str, np.ndarray]:
     return dict(zip(_FP4_NAMES, map(np.asarray, jax.tree.leaves(t)), strict=False))
 
 
-def _nvfp4_tensor(codes: np.ndarray, scales: np.ndarray, global_scale: np.ndarray) -> NVFP4Tensor:
-    shape = (codes.shape[0], 2 * codes.shape[1])
-    return NVFP4Tensor(codes, scales, np.asarray(global_scale, np.float32).reshape(1), shape)
+def _nvfp4_as(names: tuple[str, str, str], divides: bool, options: Options) -> FolderFormat:
+    """Returns NVFP4 under these names of its tensors; the global scale divides the weight, or multiplies it."""
+    weight, block_scale, global_scale = names
 
+    def read(tensors: Tensors, name: str) -> NVFP4Tensor:
+        codes, scales, scale = (tensors[f"{name}.{suffix}"] for suffix in names)
+        shape = (codes.shape[0], 2 * codes.shape[1])
+        scale = np.asarray(scale, np.float32).reshape(1)
+        with np.errstate(divide="ignore"):  # `check_scales` refuses a scale of 0
+            return NVFP4Tensor(codes, scales, scale if divides else 1 / scale, shape)
 
-def _read_nvfp4(tensors: Tensors, name: str) -> NVFP4Tensor:
-    return _nvfp4_tensor(*(tensors[f"{name}.{suffix}"] for suffix in _FP4_NAMES))
+    def check_scales(tensors: Tensors, name: str) -> None:
+        at = f"{name}.{block_scale}"
+        bits, scales = tensors[at].view(np.uint8), tensors[at]
+        if bits.max() >= 0x7F:  # NaN, or a sign; -0 is 0x80
+            rule = "a block scale must be a number, and not negative"
+            refuse_first(tensors, at, (bits >= 0x7F) & (bits != 0x80), rule)
+            bits = np.where(bits == 0x80, np.uint8(0), bits)
+        # The bits of positive numbers are in the order of the numbers.
+        largest = _CODE_MAX * float(bits.max().view(scales.dtype))
+        at = f"{name}.{global_scale}"
+        scale = np.asarray(tensors[at], np.float32)
+        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+            weight_max = largest / scale if divides else largest * scale
+            usable = (scale > 0) & np.isfinite(scale)
+            usable &= (largest == 0) | ((weight_max >= _SMALLEST) & (weight_max <= _LARGEST))
+        rule = (
+            f"a global scale must be a positive number that makes the largest weight {_SMALLEST:g} to {_LARGEST:g}; "
+            f"it is {float(weight_max.reshape(-1)[0]):.3g} (is the scale inverted?)"
+        )
+        refuse_first(tensors, at, ~usable, rule)
 
-
-@functools.cache
-def _nvfp4(options: Options) -> FolderFormat:
     return FolderFormat(
         numbers=with_options("nvfp4", options),
         shapes=lambda n, k: {
-            "weight_packed": (n, k // 2),
-            "weight_scale": (n, k // nvfp4.BLOCK),
-            "weight_global_scale": (1,),
+            weight: (n, k // 2),
+            block_scale: (n, k // nvfp4.BLOCK),
+            global_scale: (1,),
         },
         nbytes=lambda n, k: n * k // 2 + n * k // nvfp4.BLOCK + 4,
-        types={"weight_packed": ("U8",), "weight_scale": ("F8_E4M3",)},
+        types={weight: ("U8",), block_scale: ("F8_E4M3",), global_scale: FLOATS},
         write=_write_fp4,
-        read=_read_nvfp4,
+        read=read,
         config=_compressed_tensors(
             "nvfp4-pack-quantized",
             strategy="tensor_group",
             group_size=nvfp4.BLOCK,
             scale_dtype="torch.float8_e4m3fn",
         ),
+        check_scales=check_scales,
     )
 
 
-def _read_modelopt(tensors: Tensors, name: str) -> NVFP4Tensor:
-    # ModelOpt multiplies by `weight_scale_2`, while compressed-tensors divides by its global scale.
-    scale = 1 / np.asarray(tensors[f"{name}.weight_scale_2"], np.float32)
-    return _nvfp4_tensor(tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"], scale)
+@functools.cache
+def _nvfp4(options: Options) -> FolderFormat:
+    return _nvfp4_as(_FP4_NAMES, True, options)
 
 
 @functools.cache
 def _modelopt(options: Options) -> FolderFormat:
-    return dataclasses.replace(
-        _nvfp4(options),
-        shapes=lambda n, k: {
-            "weight": (n, k // 2),
-            "weight_scale": (n, k // nvfp4.BLOCK),
-            "weight_scale_2": (1,),
-        },
-        types={"weight": ("U8",), "weight_scale": ("F8_E4M3",)},
-        read=_read_modelopt,
-    )
+    return _nvfp4_as(("weight", "weight_scale", "weight_scale_2"), False, options)
 
 
 def _read_mxfp4(tensors: Tensors, name: str) -> MXFP4Tensor:
     codes, scales = (tensors[f"{name}.{suffix}"] for suffix in _FP4_NAMES[:2])
     return MXFP4Tensor(codes, scales, (codes.shape[0], 2 * codes.shape[1]))
+
+
+def _check_mxfp4(tensors: Tensors, name: str) -> None:
+    at = f"{name}.weight_scale"
+    rule = "255 is NaN, and from 253 on the largest weights are infinite"
+    refuse_first(tensors, at, tensors[at] > 252, rule)
 
 
 @functools.cache
@@ -249,6 +354,7 @@ def _mxfp4(options: Options) -> FolderFormat:
             group_size=mxfp4.BLOCK,
             scale_dtype="torch.uint8",
         ),
+        check_scales=_check_mxfp4,
     )
 
 
@@ -297,14 +403,33 @@ def _read_nf4(tensors: Tensors, name: str) -> NF4Tensor:
     return NF4Tensor(codes, absmax, absmax2, offset, tuple(state["shape"]))
 
 
+def _check_nf4(tensors: Tensors, name: str) -> None:
+    tables = {"quant_map": nf4.CODE_VALUES, "nested_quant_map": nf4.SCALE_VALUES}
+    for suffix in (*tables, "absmax", "nested_absmax"):
+        at = f"{name}.weight.{suffix}"
+        if at not in tensors or tensors.type(at) == "U8":
+            continue
+        values, rule = tensors[at], "a scale must be a finite number, and not negative"
+        good = (values >= 0) & np.isfinite(values)
+        if suffix in tables:
+            good, rule = np.isclose(values, tables[suffix], atol=1e-5), "another table of codes"
+        refuse_first(tensors, at, ~good, rule)
+    at = f"{name}.weight.{_QUANT_STATE}"
+    offset = parse_json(tensors[at].tobytes()).get("nested_offset", 0.0)
+    is_finite = isinstance(offset, int | float) and math.isfinite(offset)
+    require(is_finite, f"{tensors.path(at)}: {at}: nested_offset", offset, "must be finite")
+
+
 @functools.cache
 def _nf4(options: Options) -> FolderFormat:
     double = options.double_quant
 
     def shapes(n: int, k: int) -> dict[str, tuple[int, ...]]:
         blocks = math.ceil(n * k / nf4.BLOCK)
-        nested = {"weight.nested_absmax": (math.ceil(blocks / nf4.GROUP),)} if double else {}
-        return {"weight": (n * k // 2, 1), "weight.absmax": (blocks,)} | nested
+        one = {"weight": (n * k // 2, 1), "weight.absmax": (blocks,), "weight.quant_map": (16,)}
+        groups = math.ceil(blocks / nf4.GROUP)
+        two = {"weight.nested_absmax": (groups,), "weight.nested_quant_map": (256,)}
+        return one | two if double else one
 
     def nbytes(n: int, k: int) -> int:
         # The quant state, a text of 192 bytes, is not counted.
@@ -312,13 +437,22 @@ def _nf4(options: Options) -> FolderFormat:
         scales = blocks + 4 * math.ceil(blocks / nf4.GROUP) if double else 4 * blocks
         return n * k // 2 + scales + tables
 
+    types: dict[str, tuple[str, ...]] = {
+        "weight": ("U8",),
+        "weight.absmax": ("U8",) if double else ("F32",),
+        "weight.quant_map": ("F32",),
+        f"weight.{_QUANT_STATE}": ("U8",),
+    }
+    if double:
+        types |= {"weight.nested_absmax": ("F32",), "weight.nested_quant_map": ("F32",)}
     return FolderFormat(
         numbers=with_options("nf4", options),
         shapes=shapes,
         nbytes=nbytes,
-        types={"weight": ("U8",)},
+        types=types,
         write=_write_nf4,
         read=_read_nf4,
+        check_scales=_check_nf4,
         config={
             "quant_method": "bitsandbytes",
             "load_in_4bit": True,
@@ -351,3 +485,18 @@ _READ: dict[tuple[str, str], Callable[[Options], FolderFormat]] = {
     ("modelopt_fp4", "W4A16_NVFP4"): _modelopt,
     ("bitsandbytes", "nf4"): _nf4,
 }
+# Formats for which the tensors of a folder say how each weight is stored: 8 bits, or several formats beside each other.
+_BY_TENSORS = (
+    ("compressed-tensors", "mixed-precision"),
+    ("compressed-tensors", "float-quantized"),
+    ("compressed-tensors", "int-quantized"),
+    ("compressed-tensors", "naive-quantized"),
+    ("compressed-tensors", "dense"),
+    ("modelopt", "MIXED_PRECISION"),
+    ("modelopt_mixed", "MIXED_PRECISION"),
+    ("modelopt", "FP8"),
+    ("modelopt", "FP8_PER_CHANNEL_PER_TOKEN"),
+    ("modelopt", "FP8_PB_WO"),
+    ("fp8", None),
+    ("fbgemm_fp8", None),
+)

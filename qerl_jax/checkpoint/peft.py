@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qerl_jax.checkpoint.packed_formats import FLOATS, refuse_first
 from qerl_jax.checkpoint.safetensors import Tensors
 from qerl_jax.config import Linear, LoraConfig
 from qerl_jax.model import architecture, lora, transformer
@@ -234,7 +235,7 @@ def import_adapter(folder: str | pathlib.Path, model: transformer.Transformer) -
 
     Raises:
         SafetensorsError, ValueError: If the model's `lora` differs, or a tensor is missing, has another shape, or
-            does not belong to the model.
+            does not belong to the model, or is not finite.
         FileNotFoundError, NotImplementedError: As for `read_lora`.
     """
     tensors, config = Tensors(folder, "adapter_model"), _config(folder)
@@ -250,7 +251,12 @@ def import_adapter(folder: str | pathlib.Path, model: transformer.Transformer) -
         if tensors.shape(full) != sizes:
             raise ValueError(f"{full}: got shape {tensors.shape(full)}; the model needs {sizes}")
         unread.discard(full)
-        return np.asarray(tensors[full], np.float32)
+        holds, rule = tensors.type(full) in FLOATS, f"must be {' or '.join(FLOATS)}"
+        require(holds, f"{full}: type", tensors.type(full), rule, NotImplementedError)
+        with np.errstate(over="ignore"):
+            values = np.asarray(tensors[full], np.float32)
+        refuse_first(tensors, full, ~np.isfinite(values), "must be a finite number")
+        return values
 
     def branch(name: str, n: int, k: int, filled: int) -> tuple[np.ndarray, np.ndarray]:
         a, b = np.zeros((k, filled), np.float32), np.zeros((filled, n), np.float32)

@@ -62,6 +62,7 @@ class Tensors(dict[str, np.ndarray]):
         """
         super().__init__()
         self._files: dict[str, str] = {}
+        self._folder = pathlib.Path(folder)
         single = pathlib.Path(folder) / f"{stem}.safetensors"
         index = single.with_name(f"{single.name}.index.json")
         # The single file comes first: transformers leaves an old index when it saves a model over one with shards.
@@ -94,6 +95,10 @@ class Tensors(dict[str, np.ndarray]):
             SafetensorsError: If there is no such tensor.
         """
         return _TYPES[self[name].dtype]
+
+    def path(self, name: str) -> pathlib.Path:
+        """Returns the file that holds a tensor."""
+        return self._folder / self._files[name]
 
     def _open_shards(self, index: pathlib.Path) -> None:
         """Opens the files of an index, and checks that each holds the tensors that the index lists for it."""

@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import runtime
-from qerl_jax.checkpoint import base_model, hf_folder
+from qerl_jax.checkpoint import hf_folder
+from qerl_jax.checkpoint.folder_tensors import FolderTensors
 from qerl_jax.config import DENSE, ConfigError, OptimConfig, Remat, RunConfig
 from qerl_jax.distributed import sharding
 from qerl_jax.distributed.mesh import places
@@ -620,15 +621,20 @@ def _architecture(cfg: RunConfig) -> architecture.Architecture:
     known = architecture.known(name)
     if known and not pathlib.Path(name).expanduser().is_dir():
         return known
-    return architecture.load(hf_folder.local_folder(name, weights=False))
+    folder = hf_folder.local_folder(name, weights=False)
+    return FolderTensors(folder).arch if _has_weights(cfg) else architecture.load(folder)
+
+
+def _has_weights(cfg: RunConfig) -> bool:
+    """Whether the base is a local folder with weights that the run reads."""
+    folder = pathlib.Path(cfg.model.model_name_or_path).expanduser()
+    return not cfg.model.random_base and any(folder.glob("*.safetensors"))
 
 
 def _dense_linears(cfg: RunConfig, arch: architecture.Architecture) -> DenseLinears:
-    """Returns the linears that a local model folder keeps in 16 bits."""
+    """Returns the linears that a local model folder does not pack."""
     folder = pathlib.Path(cfg.model.model_name_or_path).expanduser()
-    if cfg.model.random_base or not any(folder.glob("*.safetensors")):
-        return ()
-    return base_model.dense_linears_of(folder, arch)
+    return FolderTensors(folder, arch).dense_linears() if _has_weights(cfg) else ()
 
 
 def _rank(cfg: RunConfig) -> str:

@@ -23,6 +23,8 @@ import numpy as np
 from pallas_kernels import NumberFormat, runtime
 from pallas_kernels.formats.number_format import Options, ScaleRounding
 from qerl_jax.checkpoint import base_model, hf_folder, packed_formats, safetensors
+from qerl_jax.checkpoint.folder_tensors import FolderTensors
+from qerl_jax.checkpoint.packed_formats import FLOATS
 from qerl_jax.config import BlockScales, PackedFormat
 from qerl_jax.data import tokenizer
 from qerl_jax.model import architecture, transformer
@@ -182,7 +184,7 @@ def quantize(
         Busy: If another process quantizes into the target.
         ValueError: If the source is already quantized, cannot be packed, or will not fit on the disk.
     """
-    job = _open(hf_folder.local_folder(source), pathlib.Path(target).resolve(), recipe)
+    job = _open(hf_folder.local_folder(source), pathlib.Path(target).resolve(), recipe, log)
     with job.progress, writing(job.folder):
         return _quantize(job, recipe, log, move, with_sensitivity=with_sensitivity)
 
@@ -211,9 +213,10 @@ def _quantize(
     start = time.monotonic()
     passed = lambda: time.monotonic() - start
     if not done:
-        tensors = hf_folder.open_weights(job.source)
+        tensors = FolderTensors(job.source, arch)
         outside = [name for name in tensors if not name.startswith("model.layers.")]
-        job.write({name: tensors[name] for name in outside}, {}, passed())
+        content = {name: np.asarray(tensors[name], tensors.stored_dtype(name)) for name in outside}
+        job.write(content, {}, passed())
     for index in range(arch.num_layers):
         number = index + 1
         if index >= written:
@@ -249,16 +252,19 @@ def _size(nbytes: int) -> str:
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.2f} MB"
 
 
-def _open(source: pathlib.Path, target: pathlib.Path, recipe: Recipe) -> _Job:
+def _open(
+    source: pathlib.Path, target: pathlib.Path, recipe: Recipe, log: Callable[[str], None]
+) -> _Job:
     """Checks that the source can be quantized into the target, and opens the job, with files of an earlier call."""
     options = Options(recipe.scale_rounding, recipe.double_quant)
     form = packed_formats.named(recipe.format, options)
-    arch = architecture.load(source)
-    is_dense = packed_formats.of_folder(source) is None
+    tensors = FolderTensors(source)
+    arch, is_dense = tensors.arch, tensors.source is None
     require(is_dense, "source", str(source), "is quantized already; 16-bit weights are needed")
     in_16_bits = kept_linears(arch, recipe.keep)
     form.check(arch)
-    base_model.check_names(arch, hf_folder.open_weights(source), None)
+    for line in tensors.check():
+        log(line)
     hf_folder.require_new(target, "target")
     files = [path for path in sorted(source.iterdir()) if path.suffix in (".safetensors", ".gguf")]
     sizes = {path.name: path.stat().st_size for path in files}
@@ -275,11 +281,6 @@ def _open(source: pathlib.Path, target: pathlib.Path, recipe: Recipe) -> _Job:
     return _Job(source, target, arch, form, in_16_bits, progress)
 
 
-@jax.jit
-def _number_not_finite(values: jax.Array) -> jax.Array:
-    return jnp.sum(~jnp.isfinite(values))
-
-
 def _quantized_layer(
     job: _Job,
     recipe: Recipe,
@@ -290,13 +291,7 @@ def _quantized_layer(
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Returns the packed tensors of a layer, and the errors of its weights and, with calibration, of its outputs."""
     form, tensors = job.form.numbers, _stored(job, index)
-    type_of = lambda linear: tensors[f"{job.arch.linear_names(linear, index)[0]}.weight"].dtype
-    types = {linear: type_of(linear) for linear in job.arch.linears()}
-    for name, values in tensors.items():
-        # A NaN or infinity would make its whole block useless, or with a global scale its whole tensor.
-        if bad := int(_number_not_finite(values)):
-            rule = f"all weights must be finite; {bad} of {values.size} are not"
-            require(False, f"{job.source}: {name}", float(np.float32(values).sum()), rule)
+    dtype_of = FolderTensors(job.source, job.arch).stored_dtype
     packed: dict[str, list[Any]] = {}
     grams: dict[str, jax.Array] = {}
     outputs: dict[str, tuple[float, float]] = {}
@@ -328,7 +323,7 @@ def _quantized_layer(
         weights = [jnp.asarray(written.pop(f"{name}.weight")) for name in names]
         if (linear, index) in job.in_16_bits:
             for name, weight in zip(names, weights, strict=True):
-                written[f"{name}.weight"] = np.asarray(weight, types[linear])
+                written[f"{name}.weight"] = np.asarray(weight, dtype_of(f"{name}.weight"))
             continue
         if "gptq" in recipe.method:
             before = packed.pop(linear, None)
@@ -385,6 +380,7 @@ def _finish(job: _Job, divergences: dict[tuple[int, str], float]) -> dict[str, A
     names = [name for at in sorted(job.in_16_bits) for name in job.arch.linear_names(*at)]
     quantization = job.form.config_without(names)
     config = read_json(job.source / "config.json") | {"quantization_config": quantization}
+    hf_folder.state_head(config, has_head=not job.arch.tie_word_embeddings)
     index = {"metadata": {"total_size": job.nbytes}, "weight_map": weight_map}
     contents = {"model.safetensors.index.json": index, "config.json": config, REPORT: report}
     for name, content in contents.items():
@@ -405,7 +401,7 @@ def _hidden_states(
     log(f"calibrating on {len(ids)} rows of {cfg.dataset}, {lengths.sum()} tokens")
     dtype = "bfloat16" if runtime.platform() == "gpu" else "float32"
     model = transformer.Transformer(arch, dtype, None, jnp.dtype(dtype))
-    embedding = hf_folder.open_weights(folder)["model.embed_tokens.weight"]
+    embedding = np.asarray(FolderTensors(folder, arch)["model.embed_tokens.weight"])
     return HiddenStates(model, embedding, ids, lengths)
 
 
@@ -417,25 +413,29 @@ def _layer(
 ) -> dict[str, Any]:
     """Makes the dense tree of a layer for calibration, from its tensors in 16 bits, or packed in `form`."""
 
+    def weight(name):
+        if form is None or f"{name}.weight" in tensors and tensors.type(f"{name}.weight") in FLOATS:
+            return jnp.asarray(tensors[f"{name}.weight"])
+        return form.numbers.unpack(form.read(tensors, name), model.dtype)
+
     def read(_, names):
-        weights = [base_model.read_dense(tensors, form, name, model.dtype) for name in names]
-        return jnp.concatenate(weights).astype(model.dtype)
+        return jnp.concatenate(list(map(weight, names))).astype(model.dtype)
 
     return base_model.read_layer(model.arch, tensors, f"model.layers.{index}.", model.dtype, read)
 
 
-def _stored(job: _Job, index: int) -> dict[str, np.ndarray]:
+def _stored(job: _Job, index: int) -> dict[str, jax.Array]:
     """Returns the tensors of a layer of the source; opening the file again releases the mapped memory of the last
     layer."""
-    tensors, prefix = hf_folder.open_weights(job.source), f"model.layers.{index}."
+    tensors, prefix = FolderTensors(job.source, job.arch), f"model.layers.{index}."
     return {name: tensors[name] for name in tensors if name.startswith(prefix)}
 
 
 def _ends(job: _Job) -> tuple[jax.Array, jax.Array]:
     """Returns the scale [D] of the last norm, and the matrix [V, D] of the LM head."""
-    tensors, tied = hf_folder.open_weights(job.source), job.arch.tie_word_embeddings
+    tensors, tied = FolderTensors(job.source, job.arch), job.arch.tie_word_embeddings
     head = tensors["model.embed_tokens.weight" if tied else "lm_head.weight"]
-    return jnp.asarray(tensors["model.norm.weight"]), jnp.asarray(head)
+    return tensors["model.norm.weight"], head
 
 
 def _line(errors: dict[str, Any], number: int, total: int, seconds: float) -> str:

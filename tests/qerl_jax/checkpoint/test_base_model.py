@@ -197,13 +197,17 @@ IMPOSSIBLE = [
 # The same of the config's `quantization_config`.
 UNREADABLE = [
     ({"quant_method": "gptq"}, "quant_method, format: got .'gptq', None."),
-    (QUANTIZED | {"format": "float-quantized"}, "got .'compressed-tensors', 'float-quantized'."),
+    (QUANTIZED | {"format": "pack-quantized"}, "got .'compressed-tensors', 'pack-quantized'."),
+    (
+        QUANTIZED | {"format": "mixed-precision", "config_groups": {"g": {"format": "marlin-24"}}},
+        "config_groups: g: format: got 'marlin-24'; must be one of",
+    ),
     (QUANTIZED | {"transform_config": {"config_groups": {"R1": {}}}}, "config: rotated weights"),
     (
         QUANTIZED | {"sparsity_config": {"format": "sparse-24-bitmask"}},
         "sparsity_config: format: got 'sparse-24-bitmask'",
     ),
-    ({"quant_method": "modelopt", "quant_algo": "FP8"}, "got .'modelopt', 'FP8'.; must be"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "got .'modelopt', 'NVFP4_AWQ'."),
 ]
 
 

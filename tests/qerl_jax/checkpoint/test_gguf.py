@@ -138,6 +138,19 @@ def test_quantized_tensors_come_out_near_what_went_in(kind, most, tmp_path):
         assert kind in (BF16, F16) or error > 1e-3
 
 
+def test_the_first_number_that_is_none_is_named(tmp_path):
+    _, fields, tensors = contents("qwen2_untied")
+    shape, kind, content = tensors["blk.1.ffn_up.weight"]
+    values = np.frombuffer(content, "<f4").copy().reshape(shape)
+    values[3, 37] = np.nan
+    tensors["blk.1.ffn_up.weight"] = shape, kind, values.tobytes()
+    folder = hf_folder.local_folder(str(write(tmp_path / "m.gguf", fields, tensors)))
+    with pytest.raises(
+        ValueError, match=r"gguf: model.layers.1.mlp.up_proj.weight\[3, 37\]: got nan"
+    ):
+        base(folder)
+
+
 @needs_package
 def test_a_block_of_q4_k_is_unpacked_as_ggml_defines_it(tmp_path):
     """It has 256 weights: eight times 32 codes of 4 bits, scales and minima of 6 bits, and two halves for all."""

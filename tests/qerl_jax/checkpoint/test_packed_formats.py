@@ -44,21 +44,10 @@ def modelopt(folder, *, beside=False, **extra):
             tensors[name] = value
     algorithm = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16}
     config = {"quantization_config": None if beside else {"quant_method": "modelopt"} | algorithm}
-    write(folder, config, tensors | extra)
+    copy(PACKED, folder, config=config, tensors=tensors | extra)
     if beside:
         table = {"producer": {"name": "modelopt"}, "quantization": algorithm}
         (folder / "hf_quant_config.json").write_text(json.dumps(table))
-    return folder
-
-
-def write(folder, config, tensors):
-    """Makes a copy of the packed folder with types that the safetensors package does not write."""
-    copy(PACKED, folder, config=config)
-    (folder / "model.safetensors").unlink()
-    held = golden_files.load(PACKED / "model.safetensors") | tensors
-    held = {name: value for name, value in held.items() if value is not None}
-    table = {name: (value.dtype, value.shape) for name, value in held.items()}
-    safetensors.write_shards(folder, table, held.__getitem__)
     return folder
 
 
@@ -72,14 +61,15 @@ def test_weights_of_a_folder_with_quantized_activations_are_read_as_they_are(tmp
     groups = quantization()["config_groups"]
     groups["group_0"]["input_activations"] = {"num_bits": 4}
     config = {"quantization_config": quantization(config_groups=groups)}
-    write(tmp_path, config, {f"{NAME}.input_global_scale": np.ones(1, np.float32)})
+    tensors = {f"{NAME}.input_global_scale": np.ones(1, np.float32)}
+    copy(PACKED, tmp_path, config=config, tensors=tensors)
     assert_trees_equal(base(tmp_path, "nvfp4"), base(PACKED, "nvfp4"))
 
 
 def test_a_global_scale_may_be_a_scalar(tmp_path):
     name = f"{NAME}.weight_global_scale"
     held = golden_files.load(PACKED / "model.safetensors")[name]
-    write(tmp_path, None, {name: held.reshape(())})
+    copy(PACKED, tmp_path, tensors={name: held.reshape(())})
     assert_trees_equal(base(tmp_path, "nvfp4"), base(PACKED, "nvfp4"))
 
 
@@ -112,7 +102,8 @@ def test_scales_for_awq_inputs_are_not_dropped_silently(tmp_path):
 def test_a_linear_left_out_of_the_quantization_is_named(tmp_path):
     dense = golden_files.load(DENSE / "model.safetensors")[f"{NAME}.weight"]
     parts = ("weight_packed", "weight_scale", "weight_global_scale")
-    write(tmp_path, None, dict.fromkeys(f"{NAME}.{p}" for p in parts) | {f"{NAME}.weight": dense})
+    tensors = dict.fromkeys(f"{NAME}.{p}" for p in parts) | {f"{NAME}.weight": dense}
+    copy(PACKED, tmp_path, tensors=tensors)
     with pytest.raises(
         config.ConfigError, match=r"model.dense_linears: got \(\); .* keeps \(\('down', \(1,\)"
     ):
@@ -132,7 +123,7 @@ def test_a_linear_left_out_of_the_quantization_is_named(tmp_path):
 def test_a_packed_tensor_that_is_not_of_the_format_is_named(tmp_path, suffix, change, error, match):
     name = f"{NAME}.{suffix}"
     stored = golden_files.load(PACKED / "model.safetensors").get(name)
-    write(tmp_path, None, {name: change(stored)})
+    copy(PACKED, tmp_path, tensors={name: change(stored)})
     text = match.replace("NAME", name) if "NAME" in match else f"{name}: .*{match}"
     with pytest.raises(error, match=text):
         base(tmp_path, "nvfp4")

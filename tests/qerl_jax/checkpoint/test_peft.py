@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from qerl_jax.checkpoint import peft
+from qerl_jax.checkpoint import peft, safetensors
 from qerl_jax.checkpoint.safetensors import SafetensorsError
 from qerl_jax.config import LoraConfig
 from qerl_jax.model.architecture import PARENT
@@ -308,6 +308,28 @@ def test_an_adapter_of_another_shape_is_refused(tmp_path):
     rule = r"k_proj.lora_A.weight: got shape \(8, 128\); .* \(4, 128\)"
     with pytest.raises(ValueError, match=rule):
         peft.import_adapter(folder, model)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (
+            lambda x: x.at[2, 1].set(jnp.nan),
+            r"file: NAME\[2, 1\]: got nan; must be a finite number",
+        ),
+        (lambda x: x.at[2, 1].set(jnp.inf), r"NAME\[2, 1\]: got inf"),
+        (lambda x: x.astype(jnp.int8), "NAME: type: got 'I8'; must be F32"),
+    ],
+)
+def test_numbers_of_an_adapter_that_are_none_are_named(tmp_path, change, match):
+    name = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
+    tensors = golden_files.load(ADAPTER / "adapter_model.safetensors")
+    folder = changed_adapter(tmp_path)
+    path = folder / "adapter_model.safetensors"
+    safetensors.write(path, tensors | {name: np.asarray(change(jnp.asarray(tensors[name])))})
+    match = match.replace("NAME", name).replace("file", str(path))
+    with pytest.raises((ValueError, NotImplementedError), match=match):
+        peft.import_adapter(folder, adapter_model())
 
 
 def test_an_adapter_of_a_deeper_model_is_refused():

@@ -10,7 +10,8 @@ import pytest
 
 import qerl_jax
 from pallas_kernels import NVFP4Tensor, runtime
-from qerl_jax.checkpoint import base_model, export, safetensors
+from qerl_jax.checkpoint import export, safetensors
+from qerl_jax.checkpoint.folder_tensors import FolderTensors
 from qerl_jax.checkpoint.policy import load_base
 from qerl_jax.checkpoint.safetensors import Tensors
 from qerl_jax.config import LoraConfig, ModelConfig
@@ -155,7 +156,7 @@ def test_exports_keep_what_the_base_keeps(to, folder, tmp_path):
     model, variables = finished_run(tmp_path / "run", model_name_or_path=str(folder))
     export.export(tmp_path / "run", to, tmp_path / "out", limit=9.0)
     written = tmp_path / "out" / "base" if to == "pair" else tmp_path / "out"
-    kept = base_model.dense_linears_of(written, model.arch)
+    kept = FolderTensors(written, model.arch).dense_linears()
     assert kept == (() if to == "merged" else KEPT)
     if to == "nvfp4":
         ours, theirs = Tensors(written), Tensors(folder)

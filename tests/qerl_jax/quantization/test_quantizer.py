@@ -187,7 +187,7 @@ def test_weights_that_are_not_finite_are_named_and_no_folder_is_left(value, bflo
     tensors[name][3, 5] = value
     copy(DENSE, tmp_path / "source", tensors=tensors)
     (tmp_path / "source" / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match=rf"{re.escape(name)}: got {value}; .* 1 of \d+ are not"):
+    with pytest.raises(ValueError, match=rf"{re.escape(name)}\[3, 5\]: got {value}; must be a fin"):
         quantizer.quantize(tmp_path / "source", tmp_path / "out", Recipe(), QUIET)
     assert not (tmp_path / "out").exists()
 
