@@ -25,6 +25,7 @@ from qerl_jax.distributed import sharding
 from qerl_jax.generation.prompts import encode
 from qerl_jax.generation.sampler import Completion, Sampler, row_keys
 from qerl_jax.generation.sampling_params import EngineLimits, SamplingParams
+from qerl_jax.generation.scheduler import NOT_FINITE, NotFinite
 from qerl_jax.generation.stop_strings import text_before, with_stop_tokens
 from qerl_jax.model import fused_decode
 from qerl_jax.rl import microbatches
@@ -345,7 +346,7 @@ class Policy(LoadedPolicy):
 
         Raises:
             ConfigError: For prompts or completions that are no such thing.
-            ValueError: For a row that is longer than the context of the model.
+            ValueError: For a row that is longer than the context of the model, or whose log-probabilities are NaN.
         """
         prompts = _prompts(prompts)
         completions = [completions] if isinstance(completions, str) else list(completions)
@@ -373,7 +374,13 @@ class Policy(LoadedPolicy):
             packed = experience.pack(batch, {})
             scored = _token_logps(self.model, variables, packed, heat, **options)
             logps.append(np.asarray(scored)[: batch.rows.lengths.sum()])
-        return np.split(np.concatenate(logps), experience.offsets[1:-1])
+        by_row = np.split(np.concatenate(logps), experience.offsets[1:-1])
+        for i, values in enumerate(by_row):
+            if np.isnan(values).any():
+                raise NotFinite(
+                    f"logprobs: completion {i} has the log-probability nan. {NOT_FINITE}"
+                )
+        return by_row
 
     def save_pretrained(self, folder: str | os.PathLike) -> pathlib.Path:
         """Writes the adapter as a PEFT folder; of a policy without one, the whole 16-bit model.

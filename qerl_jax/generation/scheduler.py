@@ -60,8 +60,20 @@ class QueuedPrompt:
         return (len(self.tokens) - 1) // page_size if len(self.keys) > 1 else 0
 
 
+# The likely causes of numbers that are not finite where all weights are.
+NOT_FINITE = (
+    "All weights were finite when they were read, so numbers of base, adapter or noise are too large for the dtype "
+    "of the model, or the device computes wrongly"
+)
+
+
+class NotFinite(ValueError):
+    """Raised when a policy gives numbers that are not finite; the message says where they were seen first."""
+
+
 # Why a row ended: a stop token or string, or its limit.
 type Ending = Literal["stop", "length"]
+
 # Called with a row's number and its tokens so far when its turn has ended. Returns None if the row ends there,
 # otherwise a future of the tokens that follow. The row is forced to take them; an empty list ends it.
 type TurnTaker = Callable[[int, Sequence[int]], "concurrent.futures.Future[Sequence[int]] | None"]
@@ -597,12 +609,21 @@ class Schedule:
         Returns:
             The tokens of each row. Slots and pages are freed at once. The arrays are sliced only when the iterator is
             read, so the next chunk can start before that.
+
+        Raises:
+            NotFinite: If a log-probability is NaN.
         """
+        has_nan = bool(np.isnan(behaviour_logps).any())
         taken = []
         for slot, row in self._running():
             if row.reply is not None:
                 continue
             seen, length = len(row.tokens), int(lengths[slot])
+            if has_nan and (bad := np.isnan(behaviour_logps[slot, :length])).any():
+                raise NotFinite(
+                    f"sampling: token {seen + int(bad.argmax())} of row {row.index} has the log-probability nan: the "
+                    f"logits are not finite. {NOT_FINITE}"
+                )
             forced = min(length, len(row.forced))
             row.forced = row.forced[forced:]
             row.tokens += tokens[slot, :length].tolist()

@@ -15,6 +15,7 @@ import numpy as np
 from pallas_kernels import runtime
 from qerl_jax.aqn.draw import RowNoise
 from qerl_jax.distributed.hosts import Hosts
+from qerl_jax.generation.scheduler import NOT_FINITE, NotFinite
 from qerl_jax.planning import memory
 from qerl_jax.rl import dynamic_sampling, rollouts, update
 from qerl_jax.rl.experience import Experience
@@ -42,9 +43,19 @@ def check(
     """Checks the state after a step, with metrics `learned`: finite, and the same in all processes.
 
     Raises:
-        ValueError: If weights or the optimizer's state are not finite.
+        ValueError: If weights or the optimizer's state are not finite, or no update of the run was so far.
         RuntimeError: If the processes have different weights.
     """
+    if learned["updates/non_finite"] and int(state.skipped) == int(state.step):
+        seen = ", ".join(
+            f"{name} {float(learned[name]):.4g}"
+            for name in ("loss", "grad_norm", "entropy")
+            if name in learned
+        )
+        raise NotFinite(
+            f"update: {seen}: the first update is not finite, and so would be all others. {NOT_FINITE}; "
+            "non_finite/ has the step for qerl replay"
+        )
     logps = experience.behaviour_logps[experience.mask]
     if learned["updates/non_finite"] or not np.isfinite(logps).all():
         require_finite(state)

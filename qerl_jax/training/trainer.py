@@ -13,6 +13,7 @@ import jax
 from qerl_jax import config
 from qerl_jax.data import datasets
 from qerl_jax.distributed.hosts import Hosts
+from qerl_jax.generation.scheduler import NotFinite
 from qerl_jax.rewards import stock
 from qerl_jax.rl import update
 from qerl_jax.tools import environments
@@ -102,7 +103,11 @@ def _loop(run: PreparedRun, on_step: recorder.Callback | None, quiet: bool) -> u
             trace = record.begin_step()
             step, schedule_step, state = position.step, position.schedule_step, position.state
             noise = run.aqn(step, schedule_step, position.sigma).on(run.replicas)
-            groups = gather(run, position, noise, trace, logger.row_ended)
+            try:
+                groups = gather(run, position, noise, trace, logger.row_ended)
+            except NotFinite:
+                guards.require_finite(state)  # if weights are broken, that says more
+                raise
             experience = groups.experience(cfg, noise.vectors)
             trace.lap("reward")
 
@@ -112,8 +117,8 @@ def _loop(run: PreparedRun, on_step: recorder.Callback | None, quiet: bool) -> u
             state, learned = run.updater(
                 state, run.frozen, experience, noise.of_updates, key, schedule_step
             )
-            trace.lap("update")
             guards.check(run, state, experience, learned)
+            trace.lap("update")
             if step == first:
                 guards.compare_memory(run.plan, run.earlier_peak, logger.note)
 

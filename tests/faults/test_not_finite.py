@@ -2,17 +2,22 @@
 
 import dataclasses
 import itertools
+import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import qerl_jax
+from qerl_jax.checkpoint.hf_folder import TINY
+from qerl_jax.checkpoint.safetensors import Tensors
 from qerl_jax.cli import main
 from qerl_jax.rl import grpo, update
 from qerl_jax.tracking import logger
 from qerl_jax.training import groups, replay, trainer
 from tests.faults import harness
+from tests.model_folders import copy
 
 
 def with_nan(tree):
@@ -137,9 +142,44 @@ def test_weights_that_stay_broken_end_the_run_before_anything_is_saved(
         patch.setattr(update, "apply", in_step(3, of_state, update.apply))
         patch.setattr(trainer.guards, "is_due", lambda *_: False)
         shown = harness.refused(capsys, "train", path)
-    assert "is not finite after step 4, which no update" in shown
+    assert "is not finite after step 3, which no update" in shown
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["2"]
     assert main.main(["train", str(path)]) == 0
     whole = tmp_path / "whole"
     trainer.train(harness.tiny(whole), quiet=True)
     assert harness.results(tmp_path / "run") == harness.results(whole)
+
+
+@pytest.fixture(scope="module")
+def too_large(tmp_path_factory):
+    """A base of finite numbers whose products overflow."""
+    folder = tmp_path_factory.mktemp("base") / "model"
+    shutil.copytree(TINY, folder)
+    names = [f"model.layers.1.mlp.{part}_proj.weight" for part in ("up", "down")]
+    tensors = {name: np.full_like(Tensors(TINY)[name], 9e29) for name in names}
+    return copy(TINY, folder, tensors=tensors)
+
+
+def test_a_base_that_gives_nan_is_named_when_it_samples_and_scores(too_large):
+    policy = qerl_jax.load(too_large, weights="bfloat16", quiet=True)
+    with pytest.raises(ValueError, match="sampling: token 0 of row 0 has the log-probability nan"):
+        policy.generate(["What is 2+3?"], max_tokens=4)
+    with pytest.raises(ValueError, match="logprobs: completion 0 has the log-probability nan"):
+        policy.logprobs(["What is 2+3?"], ["5"])
+
+
+def test_a_run_stops_where_its_base_first_gives_nan(too_large, tmp_path, capsys):
+    base = {"model_name_or_path": str(too_large), "weights": "bfloat16"}
+    line = harness.refused(capsys, "train", harness.write_config(tmp_path / "run", model=base))
+    assert "the logits are not finite" in line and "in the rollout of step 1" in line
+    assert "cut off" not in line
+
+
+def test_a_run_whose_first_update_is_not_finite_stops(tmp_path, monkeypatch):
+    gradient = in_step(1, of_gradients, update.summed_gradient)
+    monkeypatch.setattr(update, "summed_gradient", gradient)
+    with pytest.raises(
+        ValueError, match="update: loss .*, grad_norm nan, .*: the first update"
+    ) as e:
+        trainer.train(harness.tiny(tmp_path / "run"), quiet=True, reward_functions=[lengths])
+    assert e.value.__notes__[0].startswith("in the update of step 1 ")

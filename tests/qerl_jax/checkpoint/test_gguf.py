@@ -194,7 +194,9 @@ def test_sensitivities_of_a_tied_file_are_measured_with_its_embedding(tmp_path):
     folder, fields, tensors = contents("qwen2_untied")
     del tensors["output.weight"]
     file = write(tmp_path / "model.gguf", fields, tensors)
-    job = quantizer._open(hf_folder.local_folder(str(file)), tmp_path / "out", Recipe())
+    job = quantizer._open(
+        hf_folder.local_folder(str(file)), tmp_path / "out", Recipe(), lambda line: None
+    )
     job.progress.close()
     norm, head = quantizer._ends(job)
     stored = golden_files.load(folder / "model.safetensors")
