@@ -285,7 +285,7 @@ class Policy(LoadedPolicy):
     ) -> CompletionOutput:
         """Returns a completion by vLLM's names; `index` is its number among those of its prompt."""
         row, talk = completion.row, completion.conversation
-        text = text_before(completion.text, row.tokens, params, self.tokenizer.decode)
+        text = text_before(completion.text, row.tokens.tolist(), params, self.tokenizer.decode)
         messages = None if talk is None else list(talk.messages)
         assert row.ended is not None
         columns = (text, row.tokens, row.behaviour_logps, row.ended, messages, row.given)

@@ -233,7 +233,7 @@ def _is_row(row: Any) -> bool:
 
 
 def _problems(
-    cfg: DataConfig, rows: Any, columns: tuple, selected: Sequence[int], where: str
+    cfg: DataConfig, rows: Any, columns: tuple[str, str | None], selected: Sequence[int], where: str
 ) -> Problems:
     """Makes problems of the rows with indices in `selected`, from their columns of prompt and answer."""
 

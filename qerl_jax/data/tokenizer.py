@@ -200,8 +200,8 @@ def load(
         # A template silently ignores a name that it does not use.
         is_used = name not in _OWN_OPTIONS and name in template
         require(is_used, "model.chat_template_kwargs", name, rule)
-    stops = [] if hf.eos_token_id is None else [hf.eos_token_id]
-    stops = tuple(dict.fromkeys(stops + _stated_ends(folder)))
+    ends = [] if hf.eos_token_id is None else [hf.eos_token_id]
+    stops = tuple(dict.fromkeys(ends + _stated_ends(folder)))
     largest = max(hf.get_vocab().values(), default=-1)
     tokens = Tokenizer(hf, stops, -1, largest + 1, template, options, template_date)
     if template:

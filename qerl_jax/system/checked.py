@@ -27,7 +27,7 @@ class ConfigError(ValueError):
 class Rule:
     """A rule for the values of a field, besides its type: whether a value satisfies it, and the words of the error."""
 
-    holds: Callable[[Any], bool]
+    holds: Callable[[Any], object]
     text: str
 
     def __call__(self, value: Any) -> bool:
