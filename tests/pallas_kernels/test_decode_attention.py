@@ -110,7 +110,8 @@ def assert_indices_are_clamped(run, arguments):
     outside = jnp.where(ends == 127, 500, jnp.where(ends == 0, -1, ends))
     outside = (*rest, layer + 7, tables.at[0].set(jnp.array([99, -3])), outside)
     for a, b in zip(run(inside), run(outside), strict=True):
-        np.testing.assert_array_equal(a, b)
+        # NaN equals NaN in float32 only.
+        np.testing.assert_array_equal(a.astype(jnp.float32), b.astype(jnp.float32))
 
 
 def test_places_outside_are_moved_to_the_nearest_inside():
