@@ -29,11 +29,11 @@ class Health:
         taught: Number of these rows in which rewards differed and an update was made.
     """
 
-    def __init__(self, usual_mismatch: float | None = None):
+    def __init__(self, usual_mismatch: float | None = None, ends: Mapping[int, str] | None = None):
         """Creates a health without rows.
 
         `usual_mismatch` is the largest mean difference of sampler and trainer that rounding explains, in nats; None if
-        they differ on purpose.
+        they differ on purpose. `ends` has the texts of special tokens that are named as ends, by id, for warnings.
         """
         self.usual_mismatch = usual_mismatch
         self.steps = self.taught = 0
@@ -43,14 +43,16 @@ class Health:
         self._silent: dict[str, float] = {}
         self._values: dict[str, list[float]] = {}
         self._warned: set[Check] = set()
-        self._missed_end: str | None = None
+        self._ends = ends or {}
 
     @classmethod
-    def of(cls, cfg: RunConfig, rows: Iterable[Row] = ()) -> Self:
+    def of(
+        cls, cfg: RunConfig, rows: Iterable[Row] = (), ends: Mapping[int, str] | None = None
+    ) -> Self:
         """Returns the health of a run that has logged these rows; warnings about them count as given."""
         only_sampler_has_noise = cfg.noise is not None and cfg.noise.scope == "rollout"
         bound = {"bfloat16": 0.05, "float32": 1e-3}[cfg.model.dtype]
-        health = cls(None if only_sampler_has_noise else bound)
+        health = cls(None if only_sampler_has_noise else bound, ends)
         for row in rows:
             health.see(row)
         return health
@@ -82,7 +84,6 @@ class Health:
                 values = self._values.setdefault(name, [])
                 values.append(float(value))
                 del values[_WINDOW:-_WINDOW]  # only the first and the last are needed
-        self._missed_end = row.get("completions/missed_end")
         self._count(row)
         warnings = []
         for check in _CHECKS:
@@ -238,12 +239,13 @@ def cause(health: Health) -> str:
 
 def _about_missed_end(health: Health) -> str | None:
     """Returns why completions run on to their limit if most of these hold a token that should have ended them."""
-    share, end = health.latest("completions/missed_end_ratio") or 0.0, health._missed_end
-    if end is None or share < 0.5:
+    share, end = (health.latest(f"completions/missed_end{part}") for part in ("_ratio", ""))
+    if end is None or not share or share < 0.5:
         return None
+    text = f" {health._ends[int(end)]!r}" if end in health._ends else ""
     return (
-        f"{share:.0%} of the completions that are cut off hold the special token {end!r}, at which they do not end. Set "
-        f"rollout.stop = [{end!r}]; a greater length does not help"
+        f"{share:.0%} of the completions that are cut off hold the special token{text}, at which they do not end. Set "
+        f"rollout.stop_token_ids = [{end:.0f}]; a greater length does not help"
     )
 
 

@@ -127,15 +127,15 @@ def truncation(
     }
 
 
-def missed_ends(rollout: rollouts.Rollout, ends: Mapping[int, str]) -> dict[str, Any]:
-    """Returns the share of truncated completions that hold one of `ends`, and the commonest first one as text.
+def missed_ends(rollout: rollouts.Rollout, ends: Mapping[int, str]) -> dict[str, float]:
+    """Returns the share of truncated completions that hold one of `ends`, and the commonest first one's id.
 
     `ends` are special tokens, by id, that are named as ends, and end no completion. Empty if no completion holds one.
     """
     masks = rollout.observation_mask or [None] * len(rollout.completion_ids)
     rows = zip(rollout.completion_ids, masks, rollout.stopped, strict=True)
     sampled = [ids if mask is None else ids[~mask] for ids, mask, stopped in rows if not stopped]
-    firsts = (next((ends[i] for i in ids.tolist() if i in ends), None) for ids in sampled)
+    firsts = (next((i for i in ids.tolist() if i in ends), None) for ids in sampled)
     counts = collections.Counter(first for first in firsts if first is not None)
     if not counts:
         return {}

@@ -24,7 +24,7 @@ WELL = {
 
 def watched(*stages, steps=15):
     """Returns a run's health and its warnings, if its rows are healthy except for the changes of each stage."""
-    health = Health()
+    health = Health(ends={421: "<|im_end|>"})
     rows = [WELL | changes for changes in stages for _ in range(steps)]
     lines = [health.see({"step": step} | row) for step, row in enumerate(rows, 1)]
     return health, [line for of_step in lines for line in of_step]
@@ -112,10 +112,10 @@ def test_a_run_that_never_learned_is_told_after_three_steps_and_at_its_end():
             {
                 "completions/clipped_ratio": 1.0,
                 "completions/missed_end_ratio": 0.9,
-                "completions/missed_end": "<|im_end|>",
+                "completions/missed_end": 421,
             },
             "90% of the completions that are cut off hold the special token '<|im_end|>', at which they do not end. "
-            "Set rollout.stop = ['<|im_end|>']",
+            "Set rollout.stop_token_ids = [421]; a greater length does not help",
         ),
         (
             {"completions/clipped_ratio": 1.0, "sampling/entropy": math.nan},

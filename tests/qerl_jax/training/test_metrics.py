@@ -41,5 +41,5 @@ def test_ends_that_were_missed_are_counted_in_truncated_completions_without_what
         completion_ids=ids, stopped=(False, False, True, False, False), observation_mask=tuple(mask)
     )
     found = metrics.missed_ends(rollout, {1: "<a>", 9: "<b>"})
-    assert found == {"completions/missed_end_ratio": 0.5, "completions/missed_end": "<b>"}
+    assert found == {"completions/missed_end_ratio": 0.5, "completions/missed_end": 9}
     assert metrics.missed_ends(rollout, {7: "<c>"}) == {}
