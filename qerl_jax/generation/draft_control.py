@@ -173,13 +173,10 @@ class Always(Auto):
 
 @dataclasses.dataclass(frozen=True)
 class Drafting:
-    """Options of drafting.
+    """Options of drafting: what creates the control of a device's rows, and the largest batch that has drafts.
 
-    Attributes:
-        control: Creates the control of a device's rows.
-        most_rows: The largest batch that has drafts.
-        least_limit: The smallest completion limit, in tokens, with drafts: for shorter completions compiling would
-            take longer than drafts save.
+    Completions have drafts if their limit is at least `least_limit` tokens: for shorter ones compiling would take longer
+    than drafts save.
     """
 
     control: Callable[[], Auto] = Auto

@@ -28,29 +28,20 @@ _NO_TEXT, _NO_CONTEXT = -2, -3
 class Texts:
     """Texts in which drafts are searched, in addition to the rows of the batch.
 
-    Attributes:
-        ended: int32 [B, P], the concatenated ended completions of each row's group; each follows the last tokens of
-            the prompt, and is followed by -1.
-        group: int32 [B], the number of each row's group.
+    Ended completions are concatenated; each follows the last tokens of the prompt, and is followed by -1.
     """
 
-    ended: Any
-    group: Any
+    ended: Any  # int32 [B, P], the ended completions of each row's group
+    group: Any  # int32 [B], the number of each row's group
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Drafts:
-    """A draft for each row.
+    """A draft for each row; the match is that between the row's end and the draft's text."""
 
-    Attributes:
-        match: int32 [B], length of the match between the row's end and the draft's text, at most `LONGEST_MATCH`;
-            0 without a draft.
-        tokens: int32 [B, MOST], -1 after the draft's end.
-    """
-
-    match: jax.Array
-    tokens: jax.Array
+    match: jax.Array  # int32 [B], length of the match, at most `LONGEST_MATCH`; 0 without a draft
+    tokens: jax.Array  # int32 [B, MOST], -1 after the draft's end
 
     def kinds(self) -> jax.Array:
         """Returns the kind of match before each token, if the tokens before it are right: int32 [B, MOST]."""

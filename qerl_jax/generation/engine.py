@@ -270,7 +270,7 @@ class Engine:
         self, demand: kv_capacity.Demand, slots: int, prompts: Sequence[QueuedPrompt], limit: int
     ) -> Shapes:
         """Returns the shapes of the programs for a number of slots and the longest limit of a row."""
-        size = self._page_size
+        size, largest = self._page_size, max(len(prompt.keys) for prompt in prompts)
         return Shapes(
             size,
             self._spec.chunk,
@@ -282,10 +282,7 @@ class Engine:
             least_shared=self._least_shared(prompts),
             drafted=self._drafts.most_rows if demand.positions else 0,
             # Enough for the completions of the previous round and of this one.
-            ended=min(
-                2 * max(len(prompt.keys) for prompt in prompts) * (limit + LONGEST_MATCH + 1),
-                MOST_ENDED,
-            ),
+            ended=min(2 * largest * (limit + LONGEST_MATCH + 1), MOST_ENDED),
             stop_strings=self._stop_strings is not None,
         )
 

@@ -31,12 +31,7 @@ _MOST_LENGTHS = 1 << 16
 
 
 class Fleet:
-    """Samples completions on several devices, as `Engine` does on one.
-
-    Args:
-        engine: The engine that runs on each replica.
-        replicas: The devices.
-    """
+    """Samples completions on several devices, as `Engine` does on one: an engine runs on each replica."""
 
     def __init__(self, engine: Engine, replicas: Replicas):
         self._engine, self._replicas = engine, replicas

@@ -237,6 +237,7 @@ def from_hf(config: dict[str, Any]) -> Architecture:
         return value
 
     width, heads, epsilon = size("hidden_size"), size("num_attention_heads"), "rms_norm_eps"
+    head_size = family.head_size or width // heads
     longest = None if config.get(_CONTEXT) is None else size(_CONTEXT)
     theta, scaling = _rope(config, longest)
     if isinstance(scaling, YarnRope) and longest is not None:
@@ -252,9 +253,7 @@ def from_hf(config: dict[str, Any]) -> Architecture:
         num_layers=size("num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=size("num_key_value_heads") if config.get("num_key_value_heads") else heads,
-        head_size=size("head_dim")
-        if config.get("head_dim")
-        else family.head_size or width // heads,
+        head_size=size("head_dim") if config.get("head_dim") else head_size,
         rms_norm_eps=_positive(epsilon, config.get(epsilon, 1e-6)),
         rope_theta=theta,
         rope_scaling=scaling,
@@ -344,14 +343,9 @@ def _rope(config: dict[str, Any], longest: int | None) -> tuple[float, Rope | No
     scale = lambda weight: 1 + 0.1 * weight * math.log(max(factor, 1))
     weights = [rope.get(field) and number(field) for field in ("mscale", "mscale_all_dim")]
     default = scale(weights[0]) / scale(weights[1]) if all(weights) else scale(1)
-    return theta, YarnRope(
-        factor,
-        original,
-        number("attention_factor", default),
-        number("beta_fast", 32.0),
-        number("beta_slow", 1.0),
-        bool(rope.get("truncate", True)),
-    )
+    sharpness, betas = number("attention_factor", default), {"beta_fast": 32.0, "beta_slow": 1.0}
+    betas = [number(field, value) for field, value in betas.items()]
+    return theta, YarnRope(factor, original, sharpness, *betas, bool(rope.get("truncate", True)))
 
 
 def _qwen2(

@@ -77,8 +77,7 @@ def most_rows(
     model: transformer.Transformer, *, adapter: bool = True, own_noise: bool = False
 ) -> int:
     """Returns the most rows that fused layers decode at a time on this device: 128, or 0 without them; see `fit`."""
-    fits = fit(model, MAX_ROWS, adapter=adapter, own_noise=own_noise)
-    return 0 if fits is None else MAX_ROWS
+    return MAX_ROWS if fit(model, MAX_ROWS, adapter=adapter, own_noise=own_noise) else 0
 
 
 def supports(

@@ -19,26 +19,16 @@ from qerl_jax.model.architecture import Architecture, LinearRope, Llama3Rope, Ya
 
 
 class Normed(NamedTuple):
-    """The result of an RMSNorm as two factors. A linear may multiply `values` first, and its output by `unit` later.
+    """The result of an RMSNorm as two factors. A linear may multiply `values` first, and its output by `unit` later."""
 
-    Attributes:
-        values: [..., D], x * scale in x's dtype.
-        unit: float32 [..., 1], 1 / sqrt(mean(x^2) + eps).
-    """
-
-    values: jax.Array
-    unit: jax.Array
+    values: jax.Array  # [..., D], x * scale in x's dtype
+    unit: jax.Array  # float32 [..., 1], 1 / sqrt(mean(x^2) + eps)
 
 
 def logits(hidden: jax.Array, head: jax.Array) -> jax.Array:
     """Computes logits: hidden states [..., D] and head [V, D] -> float32 [..., V]."""
-    return jnp.einsum(
-        "...d,vd->...v",
-        hidden,
-        head.astype(hidden.dtype),
-        preferred_element_type=jnp.float32,
-        precision=_precision(hidden.dtype),
-    )
+    options = {"preferred_element_type": jnp.float32, "precision": _precision(hidden.dtype)}
+    return jnp.einsum("...d,vd->...v", hidden, head.astype(hidden.dtype), **options)
 
 
 def branches(

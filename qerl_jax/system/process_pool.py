@@ -40,14 +40,12 @@ _MEMORY_BYTES = 4 << 30
 class Failure:
     """The result of a call that returned no value.
 
-    Attributes:
-        reason: "timeout" if it was killed at its limit, "died" if its process ended (in a `Pool` twice) or the worker
-            was stopped, "raised" for an exception.
-        detail: The exception's type and text.
+    The reason is "timeout" if it was killed at its limit, "died" if its process ended (in a `Pool` twice) or the worker
+    was stopped, and "raised" for an exception.
     """
 
     reason: Literal["timeout", "died", "raised"]
-    detail: str = ""
+    detail: str = ""  # the exception's type and text
 
 
 class Pool:
