@@ -162,7 +162,7 @@ def test_rows_are_the_same_where_devices_decode_them_together(count, tensor, rep
 )
 def test_rows_are_the_same_with_drafts(count, how):
     """Each device controls its own drafts; devices that decode rows together find the same ones."""
-    control = functools.partial(draft_tests.InTurn, 12)
+    control = functools.partial(draft_tests.Control, 12, 0, None)
     drafts = dataclasses.replace(draft_tests.drafting(), control=control)
     found = sampled(count, 3, **how, compact=True, drafts=drafts)
     engines.assert_same(found, sampled(1, 3))

@@ -30,24 +30,33 @@ from tests.qerl_jax.generation.test_engine import (
 )
 
 
-class Always:
-    """A control that asks for the same number of tokens in each step."""
+class Control:
+    """A control that asks for these numbers of tokens in each step of one chunk after the other, again and again.
 
-    def __init__(self, positions):
-        self.record, self._positions, self.said = draft_control.Record(), positions, []
+    It notes of each chunk its rows, the outcome of its drafts, its tokens, and how long ended rows were idle in it.
+    """
+
+    def __init__(self, *positions):
+        self.record, self._positions = draft_control.Record(), itertools.cycle(positions)
+        self.slots, self.outcomes, self.chunks = [], [], []
 
     def positions(self, slots, live):
-        return max(slots, self._positions)
+        self.slots.append(slots)
+        count = next(self._positions)
+        return count and max(slots, count)
 
     def odds(self):
         return np.linspace(0.2, 0.9, KINDS).astype(np.float32)
 
     def learn(self, slots, positions, outcome, tokens):
         self.record.add(slots, positions, outcome, tokens)
+        self.outcomes.append(outcome)
+        calls, rows = int(outcome.calls), int(outcome.rows)
+        self.chunks.append((calls, slots * calls - rows, tokens))
 
 
 def drafting(positions=24, **options):
-    return Drafting(functools.partial(Always, positions), least_limit=1, **options)
+    return Drafting(functools.partial(Control, positions), least_limit=1, **options)
 
 
 @pytest.mark.parametrize(
@@ -76,28 +85,8 @@ def test_rows_that_wait_and_rows_that_stop_are_those_without_drafts():
     assert_same(run(prompts(limit=40), drafts=drafting(), **tight), expected)
 
 
-class InTurn(Always):
-    """A control that makes drafts in one chunk, compares some in the next, and does neither in the one after."""
-
-    def positions(self, slots, live):
-        self.said.append(slots)
-        return (max(slots, self._positions), 0, None)[len(self.said) % 3]
-
-
-class Watching(Always):
-    """Notes of each chunk its steps, and the steps for which rows that ended in it were idle."""
-
-    def __init__(self, positions):
-        super().__init__(positions)
-        self.chunks = []
-
-    def learn(self, slots, positions, outcome, tokens):
-        calls, rows = int(outcome.calls), int(outcome.rows)
-        self.chunks.append((calls, slots * calls - rows, tokens))
-
-
 def watched(queue, **options):
-    control = Watching(8)
+    control = Control(8)
     run(queue, drafts=Drafting(lambda: control, least_limit=1), **options)
     return control.chunks
 
@@ -183,20 +172,15 @@ def test_short_and_many_rows_and_those_of_a_fixed_batch_have_no_drafts(options, 
 @pytest.mark.slow
 def test_a_batch_that_grows_again_has_no_drafts():
     """Rows wait for pages, so few run at first; once some have ended there are more than may have drafts."""
-    queue, sizes = prompts(0, (5, 9, 7, 6), (6, 6, 6, 6), limit=60), []
-
-    class Noted(Always):
-        def positions(self, slots, live):
-            sizes.append(slots)
-            return super().positions(slots, live)
+    queue, control = prompts(0, (5, 9, 7, 6), (6, 6, 6, 6), limit=60), Control(24)
 
     texts = []
-    for drafts in (None, Drafting(lambda: Noted(24), most_rows=8, least_limit=1)):
+    for drafts in (None, Drafting(lambda: control, most_rows=8, least_limit=1)):
         subject = plain.make(chunk=4, drafts=drafts, kv_cache_tokens=400)
         rows = values(complete(subject, queue, 0.3, max_concurrent=10))
         texts.append([tokens for tokens, *_ in rows])
         assert subject.times_parked > 0
-    assert texts[0] == texts[1] and set(sizes) == {8}
+    assert texts[0] == texts[1] and set(control.slots) == {8}
 
 
 def test_a_config_makes_drafts_on_a_hopper_gpu_only():
@@ -209,17 +193,6 @@ def test_a_config_makes_drafts_on_a_hopper_gpu_only():
         assert made("always").tokens_of_a_step(8) and made("always").control().positions(9, 1) == 18
     with runtime.on(dataclasses.replace(runtime.H200, compute_capability="8.9")):
         assert made("auto") is None
-
-
-@pytest.mark.slow
-def test_ended_completions_are_looked_through_and_other_groups_too():
-    """At temperature 0 the completions of a prompt are equal: the second of two is known when it begins."""
-    both, alone = (plain.make(chunk=8, drafts=drafting(64)) for _ in range(2))
-    rows = complete(both, prompts(0, (5,), (2,), limit=40), 0.0, max_concurrent=1)
-    assert rows[0].tokens.tolist() == rows[1].tokens.tolist()
-    complete(alone, prompts(0, (5,), (1,), limit=40), 0.0, max_concurrent=1)
-    second = both.drafted.rows - alone.drafted.rows
-    assert second <= min(alone.drafted.rows, 8 + 40 / 8)
 
 
 @pytest.mark.slow
@@ -264,25 +237,15 @@ def test_a_recall_keeps_the_last_round_of_each_prompt_and_forgets_the_oldest(mon
     assert said(0) == said(2) == []
 
 
-class Watch(Always):
-    """A control that makes no drafts, and keeps what became of those that were only compared."""
-
-    def positions(self, slots, live):
-        return 0
-
-    def learn(self, slots, positions, outcome, tokens):
-        self.said.append(outcome)
-
-
 def test_drafts_that_are_only_compared_know_nothing_of_what_follows():
     """Counted again in Python, row by row and place by place."""
-    control, chunk = Watch(0), 32
+    control, chunk = Control(0), 32
     queue = prompts(0, (5, 9), (3, 2), limit=2 * chunk)
     drafts = Drafting(lambda: control, least_limit=1)
     said = [tokens for tokens, *_ in run(queue, 0.0, chunk=chunk, drafts=drafts)]
     starts = [prompt.tokens.tolist() for prompt in queue for _ in prompt.keys]
     group, ended = [0, 0, 0, 1, 1], [[]] * 5
-    for number, outcome in enumerate(control.said):
+    for number, outcome in enumerate(control.outcomes):
         tried, right, matches = np.zeros(KINDS, int), np.zeros(KINDS, int), np.zeros(9, int)
         for place in (0, 16):
             begin = chunk * number + place
@@ -301,7 +264,7 @@ def test_drafts_that_are_only_compared_know_nothing_of_what_follows():
         assert outcome.right.tolist() == right.tolist()
         assert outcome.matches.tolist() == matches.tolist()
         assert (int(outcome.calls), int(outcome.rows)) == (chunk, 5 * chunk)
-    assert len(control.said) == 2 and right.sum() > 0
+    assert len(control.outcomes) == 2 and right.sum() > 0
 
 
 @pytest.mark.gpu

@@ -85,60 +85,6 @@ def test_every_row_ends_and_no_page_has_two_writers(seed):
     assert schedule._pages.free == num_pages - 1
 
 
-class Device:
-    """A pool's pages as one number per token, and what programs do with them."""
-
-    def __init__(self, num_pages, size):
-        self.pages = np.full((num_pages, size), -1)
-
-    def run(self, schedule, draw, chunk):
-        """Runs a chunk, checks that each row finds the tokens before it, and returns what `harvest` takes except stops."""
-        for move in schedule.leaving():
-            move.contents = self.pages[move.pages]
-        while (fresh := schedule.next_prefill()) is not None:
-            for tokens, table in zip(*fresh[:2], strict=True):
-                for place in range(len(tokens)):
-                    if page := table[place // self.pages.shape[1]]:
-                        self.pages[page, place % self.pages.shape[1]] = tokens[place]
-        for move in schedule.returning():
-            self.pages[move.pages] = move.contents[move.skipped :]
-        for source, target in zip(*(schedule.copies() or ((), ())), strict=True):
-            self.pages[target] = self.pages[source]
-        slots = schedule.slots(with_history=True)
-        made = np.minimum(draw.integers(1, chunk + 1, len(slots.live)), slots.limit - slots.step)
-        tokens = draw.integers(1, 1000, (len(slots.live), chunk))
-        for slot in np.flatnonzero(slots.live):
-            size, table = self.pages.shape[1], slots.tables[slot]
-            at = lambda n, size=size, table=table: (table[n // size], n % size)
-            end = slots.ends[slot]
-            assert [self.pages[at(n)] for n in range(end)] == slots.history[slot, :end].tolist()
-            assert slots.history[slot, end] == slots.token[slot]
-            for n, token in enumerate([slots.token[slot], *tokens[slot, : made[slot] - 1]]):
-                assert at(end + n)[0] > 0
-                self.pages[at(end + n)] = token
-        live = slots.live & (slots.step + made < slots.limit) & (draw.random(len(made)) < 0.97)
-        return tokens, np.zeros(tokens.shape), made, live
-
-
-@pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.parametrize("sizes", [(6,), (6, 3)])
-def test_a_row_that_is_parked_finds_what_it_left(group, sizes):
-    draw, size, limit, chunk, width = np.random.default_rng(group), 4, 60, 5, 9
-    lengths = draw.integers(1, width + 1, 24 // group)
-    queue = [queued(group, draw.integers(1, 1000, n), limit) for n in lengths]
-    shapes = Shapes(size, chunk, 17, width + limit, width - 1, 6, sizes)
-    schedule, ended = Schedule(shapes, 40, distribute(queue)), 0
-    device, live = Device(40, size), []
-    while schedule.unfinished():
-        brought = device.run(schedule, draw, chunk)
-        live.append(int(brought[3].sum()))
-        rows = schedule.harvest(*brought, np.array([0]), None)
-        ended += sum(row.ended is not None for row in rows)
-    # Of the 17 pages that a row can need there are two times as many, and yet more rows than two run.
-    assert ended == 24 and schedule.times_parked > 3 and max(live) > 3
-    assert schedule._pages.free == 39
-
-
 def test_rows_that_have_room_take_all_their_pages_once_nothing_waits():
     """So the device continues without the host."""
     schedule = Schedule(Shapes(4, 5, 26, 0, 2, 1, (2,)), 60, distribute([queued(2)]))

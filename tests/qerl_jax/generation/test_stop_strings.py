@@ -29,12 +29,8 @@ def first_end(stops, tokens):
 @pytest.mark.parametrize(
     "tokens,kept",
     [
-        ([0, 1, 0, 1], None),
-        ([0, 3, 4, 1], 3),
-        ([6, 7, 5, 0, 1, 1], 3),
-        ([6, 7, 9, 9, 9, 9, 9, 9, 9, 5], 10),
-        ([2, 1, 3, 4], 2),
-        ([3, 7], None),
+        *[([0, 1, 0, 1], None), ([0, 3, 4, 1], 3), ([6, 7, 5, 0, 1, 1], 3)],
+        *[([6, 7, 9, 9, 9, 9, 9, 9, 9, 5], 10), ([2, 1, 3, 4], 2), ([3, 7], None)],
     ],
 )
 def test_the_fewest_tokens_whose_text_holds_a_string(tokens, kept):

@@ -11,7 +11,7 @@ import pytest
 from qerl_jax.generation.draft_control import Drafting
 from qerl_jax.generation.stop_strings import StopStrings
 from tests.pallas_kernels.common import slow
-from tests.qerl_jax.generation.test_drafts import Watching, drafting
+from tests.qerl_jax.generation.test_drafts import Control, drafting
 from tests.qerl_jax.generation.test_engine import (
     WIDTH,
     complete,
@@ -84,7 +84,7 @@ def test_replies_are_run_several_tokens_at_a_time_where_there_are_drafts(rows, p
 
 def test_a_row_whose_turn_has_ended_is_answered_before_others_have_run_long():
     """A chunk that the device began before the host has looked would run without the row to its end."""
-    control = Watching(10)
+    control = Control(10)
     drafts = Drafting(lambda: control, least_limit=1)
     # Ten rows in as many slots, each with a token in each step: none is at its limit before the 40th.
     sample(Turns([[9]] * LIMIT), drafts=drafts, chunk=16, max_concurrent=10)

@@ -109,31 +109,6 @@ def test_rotation_turns_the_halves_of_a_head_by_position_times_frequency():
     np.testing.assert_allclose(actual, [np.cos(3), np.cos(0.3), np.sin(3), np.sin(0.3)], atol=1e-6)
 
 
-def test_rotated_products_depend_on_the_distance_alone():
-    query, key = jax.random.normal(jax.random.key(1), (2, 1, 1, 1, 8))
-    product = lambda *at: jnp.vdot(*map(rotated, (query, key), [jnp.array([[n]]) for n in at]))
-    near = [product(3 + shift, shift) for shift in (0, 1, 40, 500)]
-    np.testing.assert_allclose(near, near[0], atol=1e-4)
-    assert abs(product(4, 0) - near[0]) > 1e-2
-
-
-def test_llama3_keeps_short_wavelengths_and_stretches_long_ones():
-    """The window is 64, the bounds 1 and 4: fewer than 1 turn within it is long, more than 4 turns are short."""
-    scalings = None, architecture.Llama3Rope(8.0, 1.0, 4.0, 64)
-    plain, scaled = (
-        layers.rope_frequencies(dataclasses.replace(ARCH, rope_theta=1e4, rope_scaling=scaling))
-        for scaling in scalings
-    )
-    turns = 64 * plain / (2 * np.pi)  # 10.2, 1.02, .102, .0102
-    np.testing.assert_array_equal(scaled[turns > 4], plain[turns > 4])
-    np.testing.assert_array_equal(scaled[turns < 1], plain[turns < 1] / np.float32(8))
-    between = (turns > 1) & (turns < 4)
-    blend = (turns[between] - 1) / 3
-    expected = plain[between] * (blend + (1 - blend) / 8)
-    np.testing.assert_allclose(scaled[between], expected, rtol=1e-5)
-    assert between.sum() == 1
-
-
 def test_a_scale_finer_than_bfloat16_acts_on_a_bfloat16_norm():
     """Near 1 steps of bfloat16 are 2^-7 wide; the scale is 1 + 2^-9, and the input 128 times it."""
     x = jnp.full((1, 4), 4.0, jnp.bfloat16)
@@ -189,12 +164,6 @@ def test_a_backward_pass_through_swiglu_keeps_its_input_alone():
     _, pull = jax.vjp(layers.swiglu, gate_up)
     kept = [leaf for leaf in jax.tree.leaves(pull) if isinstance(leaf, jax.Array)]
     assert sum(leaf.nbytes for leaf in kept) == gate_up.nbytes
-
-
-def test_swiglu_by_hand():
-    """silu(0) = 0 and silu(ln 3) = 3/4 ln 3; the gate is the first half."""
-    actual = layers.swiglu(jnp.array([0.0, np.log(3), 5.0, 4.0]))
-    np.testing.assert_allclose(actual, [0.0, 3 * np.log(3)], rtol=1e-6)
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["one x", "an x of each"])

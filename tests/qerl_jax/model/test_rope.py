@@ -18,6 +18,10 @@ from tests.model_folders import copy
 CASES = json.loads((GOLDEN / "rope" / "cases.json").read_text())
 BASES = GOLDEN / "models"
 
+QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 8}
+LAYERS = ["full_attention", "sliding_attention"]
+YARN = {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0}
+
 
 def from_changed(base, changes):
     config = json.loads((BASES / base / "config.json").read_text()) | changes
@@ -48,35 +52,10 @@ def test_frequencies_and_logits_equal_transformers(name, tmp_path):
         ("mistral", {"sliding_window": 24}, 24, 24),
         ("mistral", {"sliding_window": 512}, 512, None),
         ("mistral", {"max_position_embeddings": 8192}, 8192, None),  # null in the file
-        (
-            "qwen2_tied",
-            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
-            128,
-            None,
-        ),
-        (
-            "qwen2_tied",
-            {
-                "use_sliding_window": True,
-                "sliding_window": 8,
-                "max_window_layers": 1,
-                "layer_types": None,
-            },
-            8,
-            8,
-        ),
-        (
-            "qwen3",
-            {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 9},
-            9,
-            9,
-        ),
-        (
-            "qwen2_tied",
-            {"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0}},
-            512,
-            None,
-        ),
+        ("qwen2_tied", QWEN_WINDOW | {"max_window_layers": 2}, 128, None),
+        ("qwen2_tied", QWEN_WINDOW | {"max_window_layers": 1, "layer_types": None}, 8, 8),
+        ("qwen3", {"layer_types": LAYERS, "sliding_window": 9}, 9, 9),
+        ("qwen2_tied", {"rope_parameters": YARN}, 512, None),
     ],
 )
 def test_the_longest_row_is_that_of_context_and_window(base, changes, context, window):

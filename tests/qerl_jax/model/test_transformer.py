@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qerl_jax.checkpoint import base_model, peft, safetensors
+from qerl_jax.checkpoint import base_model, peft
 from qerl_jax.config import LoraConfig
 from qerl_jax.model import architecture, layers, logprobs, transformer
 from qerl_jax.model.transformer import (
@@ -135,32 +135,6 @@ def test_bfloat16_logits_stay_within_two_percent_of_the_largest():
 def test_compressed_tensors_checkpoint_gives_its_reference_logits(side):
     model, frozen = load(GOLDEN / "nvfp4/qwen2_untied", weights="nvfp4")
     assert_logits(model, {"frozen": frozen}, GOLDEN / "nvfp4/qwen2_untied", side)
-
-
-def test_quantizing_on_load_gives_the_bytes_of_llm_compressor(tmp_path):
-    """The golden checkpoint was made from this model cast to bfloat16."""
-    _, expected = load(GOLDEN / "nvfp4/qwen2_untied", weights="nvfp4")
-    _write_bfloat16_copy(GOLDEN / "models/qwen2_untied", tmp_path)
-    model = Transformer(architecture.load(tmp_path), "nvfp4", None, jnp.float32)
-    actual = base_model.read_base(tmp_path, model, "maximum")
-    for linear in ("qkv", "o", "gate_up", "down"):
-        ours, theirs = (tree["layers"][linear]["weight"] for tree in (actual, expected))
-        assert ours.global_scale.shape == theirs.global_scale.shape == (3, 1)
-        np.testing.assert_array_equal(ours.global_scale, theirs.global_scale)
-        np.testing.assert_array_equal(*(np.float32(leaf.scales) for leaf in (ours, theirs)))
-        np.testing.assert_array_equal(*(_without_minus_zero(leaf.codes) for leaf in (ours, theirs)))
-
-
-def _write_bfloat16_copy(source, target):
-    tensors = golden_files.load(source / "model.safetensors")
-    tensors = {name: tensor.astype(jnp.bfloat16) for name, tensor in tensors.items()}
-    safetensors.write(target / "model.safetensors", tensors)
-    (target / "config.json").write_text((source / "config.json").read_text())
-
-
-def _without_minus_zero(codes):
-    low, high = np.asarray(codes) & 0xF, np.asarray(codes) >> 4
-    return np.where(low == 8, 0, low), np.where(high == 8, 0, high)
 
 
 LORA_GOLDEN = GOLDEN / "lora/qwen2_untied_r8"
