@@ -123,6 +123,9 @@ def export(
                 found = _write_pair(partial, pathlib.Path(out), sums, model, params, probe, dtype)
             else:
                 found = _write_base(partial, sums, model, probe, dtype, is_packed=to == "nvfp4")
+            if source.run is not None:
+                rollout, written = source.run.rollout, partial / ("base" if to == "pair" else "")
+                hf_folder.state_ends(written, rollout.stop_token_ids or (), rollout.stop or ())
         if to == "merged" and base == "original" and cfg.weights not in config.DENSE:
             # On another base the adapter has another effect, so compare the merged model with that base and the
             # adapter beside it.

@@ -5,7 +5,7 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -134,24 +134,26 @@ def state_head(config: dict[str, Any], *, has_head: bool) -> None:
 
 def copy_companions(source: pathlib.Path, folder: pathlib.Path) -> None:
     """Copies the files beside a model's weights, such as config and tokenizer, without those that describe the
-    weights; states what ends a completion (`_state_ends`)."""
+    weights; states what ends a completion (`state_ends`)."""
     for path in source.iterdir():
         described = path.name.endswith(".index.json") or path.name in _OWN
         if path.suffix in _COPIED and not described:
             shutil.copyfile(path, folder / path.name)
-    _state_ends(folder)
+    state_ends(folder)
 
 
-def _state_ends(folder: pathlib.Path) -> None:
+def state_ends(folder: pathlib.Path, ids: Sequence[int] = (), texts: Sequence[str] = ()) -> None:
     """Writes all tokens at which a completion ends here to generation_config.json, if it does not name them already.
 
     transformers and vLLM end completions by a model's configs, and know neither the ends of its tokenizer nor those of
-    its chat template.
+    its chat template. A run may have ended completions at further `ids`, and at `texts`, of which special tokens count.
     """
     try:
-        ends = list(tokenizer.load(folder).stop_tokens)
+        tokens = tokenizer.load(folder)
     except (FileNotFoundError, ValueError):  # none, or none that we could use
         return
+    special = [tokens.special_tokens[text] for text in texts if text in tokens.special_tokens]
+    ends = list(dict.fromkeys([*tokens.stop_tokens, *ids, *special]))
     path = folder / "generation_config.json"
     generation = read_json(path) if path.is_file() else {}
     named = generation.get("eos_token_id")

@@ -237,6 +237,8 @@ def export(run: PreparedRun, folder: pathlib.Path, params: Any) -> None:
         else:
             base = hf_folder.local_folder(source, weights=False)
             hf_folder.export_model(folder, model, run.frozen | params, base)
+            rollout = run.cfg.rollout
+            hf_folder.state_ends(folder, rollout.stop_token_ids or (), rollout.stop or ())
 
 
 def _about_unjudged(step: int, scored: rollouts.Scored) -> str:

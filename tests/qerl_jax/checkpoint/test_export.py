@@ -16,7 +16,14 @@ from qerl_jax.checkpoint import export, hf_folder, packed_formats, peft
 from qerl_jax.checkpoint.policy import load_base
 from qerl_jax.checkpoint.run_state import StateFiles
 from qerl_jax.cli import main
-from qerl_jax.config import DataConfig, LoraConfig, ModelConfig, RewardConfig, RunConfig
+from qerl_jax.config import (
+    DataConfig,
+    LoraConfig,
+    ModelConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+)
 from qerl_jax.model import layers
 from qerl_jax.model.transformer import head, init_params
 from qerl_jax.rl import update
@@ -36,6 +43,7 @@ def run_config(folder, lora=LORA, **model):
         data=DataConfig("arithmetic", num_problems=64),
         rewards=RewardConfig(("correct_and_well_formed_reward",)),
         lora=lora,
+        rollout=RolloutConfig(stop=("<|endoftext|>", "no token"), stop_token_ids=(9,)),
     )
 
 
@@ -93,6 +101,9 @@ def test_an_adapter_merged_into_the_packed_base_is_the_trained_policy(run, tmp_p
     table = json.loads((tmp_path / "out" / "config.json").read_text())
     assert table["torch_dtype"] == "bfloat16" and "quantization_config" not in table
     assert (tmp_path / "out" / "tokenizer.json").is_file()
+    # The end of the template, a token of the run, and a stop string of the run that is a token.
+    ends = json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"]
+    assert ends == [421, 9, 419]
 
 
 @pytest.mark.slow
