@@ -64,13 +64,13 @@ def _watch() -> Watch:
     return Watch((sys.prefix, sys.base_prefix), allowed=_OF_JINJA)
 
 
-def render_batch(template: str, chats: list, settings: dict[str, Any]) -> list[str]:
+def render_batch(*request: Any) -> list[str]:
     """Calls `template_renderer.render_batch`. If it did more than render, returns one text "did ..." that says what."""
     watch, texts = _watch(), []
     watch.seen.clear()
     try:
         with watch:
-            texts = template_renderer.render_batch(template, chats, settings)
+            texts = template_renderer.render_batch(*request)
     except Exception:
         if not watch.seen:
             raise
