@@ -39,8 +39,7 @@ CHOICES = {
     },
     "groups chosen by one reward": {
         "grpo": {"dynamic_sampling": {"metric": "accuracy_reward"}},
-        "rewards": TWO | {"weights": (1.0, 0.0)},
-        "noise": {},
+        **{"rewards": TWO | {"weights": (1.0, 0.0)}, "noise": {}},
     },
     "epochs of dynamic sampling": {
         "grpo": {"dynamic_sampling": {}},
@@ -58,12 +57,9 @@ CHOICES = {
     "entropy bonus": {"grpo": {"entropy": {"adaptive": True, "coef": 0.01, "target": 0.3}}},
     "an adapter of several shapes": {
         "lora": {
-            "rank": 4,
-            "alpha": 16.0,
+            **{"rank": 4, "alpha": 16.0, "alpha_pattern": {"v_proj": 32.0}, "use_rslora": True},
             "target_modules": ("q_proj", "v_proj", "gate_proj", "down_proj"),
             "rank_pattern": {"down_proj": 16, "layers.0.self_attn.q_proj": 2},
-            "alpha_pattern": {"v_proj": 32.0},
-            "use_rslora": True,
         },
     },
     "off-policy sequence mask": {"grpo": {"mismatch": {"off_policy_threshold": 0.01}}},

@@ -84,9 +84,7 @@ OPTIONS = {
     },
     "some layers": SMALL | {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": [0, 2]},
     "norms": {
-        "r": 4,
-        "lora_alpha": 4,
-        "target_modules": ["k_proj"],
+        **{"r": 4, "lora_alpha": 4, "target_modules": ["k_proj"]},
         "modules_to_save": ["input_layernorm", "post_attention_layernorm"],
     },
 }

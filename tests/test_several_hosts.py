@@ -14,8 +14,8 @@ from qerl_jax.checkpoint.run_state import StateFiles
 from qerl_jax.tracking import logger
 from tests import test_tiny_run as tiny
 from tests.faults import harness
-from tests.faults.harness import json_lines
 from tests.qerl_jax.rl import test_update as updates
+from tests.test_several_devices import assert_same_steps, flags
 from tests.test_tools_learn import THINKS
 
 pytestmark = [pytest.mark.slow, pytest.mark.process]
@@ -44,8 +44,7 @@ def start(*paths, devices=1):
         found.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{found.getsockname()[1]}"
     names = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": f"{len(paths)}"}
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
-    before = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    before = os.environ | {"JAX_PLATFORMS": "cpu"} | flags(devices)
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     processes = []
     for index, path in enumerate(paths):
@@ -69,21 +68,9 @@ def start_until(step, folder, path):
     return processes
 
 
-def texts(folder):
-    files = sorted((folder / "completions").iterdir())
-    return [[(row["completion"], row["reward"]) for row in json_lines(file)] for file in files]
-
-
 def assert_same(folder, other):
-    """Checks that two runs sampled the same texts with the same rewards, and learned the same but for rounding."""
-    assert texts(folder) == texts(other)
-    same = ("step", "reward", "num_tokens", "completions/mean_length", "eval/accuracy")
-    rows, others = logger.read_metrics(folder), logger.read_metrics(other)
-    for row, expected in zip(rows, others, strict=True):
-        assert {k: row.get(k) for k in same} == {k: expected.get(k) for k in same}
-        if row["step"]:
-            assert row["loss"] == pytest.approx(expected["loss"], rel=1e-4, abs=1e-6)
-            assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+    """Checks that two runs sampled the same, and have the same weights but for rounding."""
+    assert_same_steps(folder, other)
     found, expected = (StateFiles(each, None).params() for each in (folder, other))
     assert found[0] == expected[0]
     updates.assert_close(found[1], expected[1], rtol=1e-2, atol=1e-3)
@@ -118,12 +105,8 @@ def test_the_first_process_runs_the_tools_of_two(tmp_path):
     """A signal stops both, and they continue with groups that the last rollout did not need."""
     environment = "tests.qerl_jax.tools.environments_for_tests:AskedInTheFirst"
     tools = dataclasses.replace(THINKS, functions=(), environment=environment)
-    options = {
-        "length": 80,
-        "tools": tools,
-        "grpo": {"reference": {"beta": 0.01}, "dynamic_sampling": {"max_rounds": 2}},
-        "save_steps": 1,
-    }
+    grpo = {"reference": {"beta": 0.01}, "dynamic_sampling": {"max_rounds": 2}}
+    options = {"length": 80, "tools": tools, "grpo": grpo, "save_steps": 1}
     alone, both = tmp_path / "alone", tmp_path / "both"
     codes, said = ended(start(written(alone, 1, **options)))
     assert codes == [0], said

@@ -36,15 +36,9 @@ BATCH = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 2}
 
 def small(folder, **sections):
     """Returns a config that runs in seconds: 8 prompts x 4, six steps, a checkpoint every two."""
-    defaults = {
-        "max_steps": 6,
-        "save_steps": 2,
-        "data": {"num_problems": 200},
-        "rollout": {"num_generations": 4, "max_completion_length": 32},
-        "optim": BATCH,
-        "eval": None,
-    }
-    return quickstart(folder, **(defaults | sections))
+    rollout = {"num_generations": 4, "max_completion_length": 32}
+    defaults = {"data": {"num_problems": 200}, "rollout": rollout, "optim": BATCH}
+    return harness.tiny(folder, **(defaults | sections))
 
 
 def accuracies(folder):
@@ -125,21 +119,14 @@ def test_several_updates_of_one_rollout_train_norms_and_reference_in_one_run(tmp
 @pytest.mark.slow
 def test_all_that_a_run_remembers_survives_an_interruption(tmp_path):
     """This is the place in the data, groups left over by dynamic sampling, and a moving reference."""
-
-    def cfg(name):
-        return small(
-            tmp_path / name,
-            max_steps=4,
-            save_steps=1,
-            grpo={
-                "dynamic_sampling": {"max_rounds": 3},
-                "reference": {"beta": 0.02, "policy": "synced", "sync_steps": 2},
-            },
-            rewards={"functions": ("accuracy_reward",), "soft_punish_cache": 30},
-            rollout={"num_generations": 4, "generation_batch_size": None},
-        )
-
-    whole = train(cfg("whole"), quiet=True)
+    reference = {"beta": 0.02, "policy": "synced", "sync_steps": 2}
+    options = {
+        **{"max_steps": 4, "save_steps": 1},
+        "grpo": {"dynamic_sampling": {"max_rounds": 3}, "reference": reference},
+        "rewards": {"functions": ("accuracy_reward",), "soft_punish_cache": 30},
+        "rollout": {"num_generations": 4, "generation_batch_size": None},
+    }
+    whole = train(small(tmp_path / "whole", **options), quiet=True)
     rows = logger.read_metrics(tmp_path / "whole")
     rounds = [int(row["dynamic_sampling/rounds"]) for row in rows]
     assert 1 < max(rounds) <= 3
@@ -147,10 +134,11 @@ def test_all_that_a_run_remembers_survives_an_interruption(tmp_path):
     assert -1 < rows[0]["rewards/soft_overlong_punishment_reward/mean"] < 0
     assert rows[0]["kl"] == pytest.approx(0, abs=1e-6) and rows[1]["kl"] > 1e-6
 
-    train(cfg("resumed"), quiet=True, on_step=lambda step, _: step < 2)
-    resumed = train(cfg("resumed"), quiet=True)
+    resumed = small(tmp_path / "resumed", **options)
+    train(resumed, quiet=True, on_step=lambda step, _: step < 2)
+    state = train(resumed, quiet=True)
     assert harness.results(tmp_path / "resumed") == harness.results(tmp_path / "whole")
-    jax.tree.map(np.testing.assert_array_equal, resumed, whole)
+    jax.tree.map(np.testing.assert_array_equal, state, whole)
 
 
 @pytest.mark.slow
@@ -212,53 +200,44 @@ def test_a_short_run_learns(tmp_path):
     assert after - before >= 0.2
 
 
+FILE = {"dataset": "/nowhere/data.jsonl"}
+# The error of a change.
 BAD_RUNS = {
-    "missing model": ({"model": {"model_name_or_path": "/nowhere/model"}}, "/nowhere/model"),
-    "adapter of another rank": (
-        {"model": {"adapter_name_or_path": str(GOLDEN / "lora/qwen2_untied_r8")}},
-        "lora.rank: got 16; the adapter in",
-    ),
-    "missing data": ({"data": {"dataset": "/nowhere/data.jsonl"}}, "/nowhere/data.jsonl"),
-    "held-out rows that are trained on": (
-        {"data": {"dataset": "/nowhere/data.jsonl"}, "eval": {"num_problems": 8}},
-        "eval.dataset: got None; must name held-out problems: /nowhere/data.jsonl is a file",
-    ),
-    "unknown reward": ({"rewards": {"functions": ("acuracy_reward",)}}, "acuracy_reward"),
-    "judge that is no reward": (
-        {"grpo": {"dynamic_sampling": {"metric": "acc"}}},
-        "grpo.dynamic_sampling.metric: got 'acc'; must be \"reward\", or one of the rewards",
-    ),
-    "shaping that is no reward": (
-        {"rewards": {"shaping": ("length_reward",)}},
-        "rewards.shaping: got ('length_reward',); the rewards of this run are",
-    ),
-    "nothing but form": (
-        {"grpo": {"dynamic_sampling": {}}, "rewards": {"functions": ("format_reward",)}},
-        "grpo.dynamic_sampling.metric: got None; all rewards of this run shape form or length",
-    ),
-    "raising reward": ({"rewards": {"functions": ("tests.reward_controls:raising",)}}, "KeyError"),
-    "short reward": (
-        {"rewards": {"functions": ("tests.reward_controls:one_short",)}},
-        "got 1; must be one for each of 2 completions",
-    ),
-    "cache by a share of unknown memory": (
-        {"rollout": {"num_generations": 4, "kv_cache_fraction": 0.5}},
-        "rollout.kv_cache_fraction: got 0.5; this device does not report its memory",
-    ),
-    "long prompt": (
-        {"data": {"num_problems": 200, "max_prompt_length": 20}},
-        "data.max_prompt_length",
-    ),
+    "/nowhere/model": {"model": {"model_name_or_path": "/nowhere/model"}},
+    "lora.rank: got 16; the adapter in": {
+        "model": {"adapter_name_or_path": str(GOLDEN / "lora/qwen2_untied_r8")}
+    },
+    "/nowhere/data.jsonl": {"data": FILE},
+    "eval.dataset: got None; must name held-out problems: /nowhere/data.jsonl is a file": {
+        **{"data": FILE, "eval": {"num_problems": 8}}
+    },
+    "acuracy_reward": {"rewards": {"functions": ("acuracy_reward",)}},
+    "grpo.dynamic_sampling.metric: got 'acc'; must be \"reward\", or one of the rewards": {
+        "grpo": {"dynamic_sampling": {"metric": "acc"}}
+    },
+    "rewards.shaping: got ('length_reward',); the rewards of this run are": {
+        "rewards": {"shaping": ("length_reward",)}
+    },
+    "grpo.dynamic_sampling.metric: got None; all rewards of this run shape form or length": {
+        **{"grpo": {"dynamic_sampling": {}}, "rewards": {"functions": ("format_reward",)}}
+    },
+    "KeyError": {"rewards": {"functions": ("tests.reward_controls:raising",)}},
+    "got 1; must be one for each of 2 completions": {
+        "rewards": {"functions": ("tests.reward_controls:one_short",)}
+    },
+    "rollout.kv_cache_fraction: got 0.5; this device does not report its memory": {
+        "rollout": {"num_generations": 4, "kv_cache_fraction": 0.5}
+    },
+    "data.max_prompt_length": {"data": {"num_problems": 200, "max_prompt_length": 20}},
 }
 
 
-@pytest.mark.parametrize("case", BAD_RUNS)
+@pytest.mark.parametrize("named", BAD_RUNS)
 def test_bad_input_is_one_error_before_the_base_is_read_and_a_run_folder_exists(
-    case, tmp_path, capsys, monkeypatch
+    named, tmp_path, capsys, monkeypatch
 ):
-    changes, named = BAD_RUNS[case]
     monkeypatch.setattr(base_model, "load_weights", lambda *_: pytest.fail("the base was read"))
-    path = harness.written(small(tmp_path / "run", **changes))
+    path = harness.written(small(tmp_path / "run", **BAD_RUNS[named]))
     assert named in harness.refused(capsys, "train", path)
     assert not (tmp_path / "run").exists()
 
@@ -271,27 +250,23 @@ def test_a_reward_that_expects_a_chat_and_gets_a_text_is_told_why(tmp_path):
     def reward(completions, **_):
         return [float(len(completion[0]["content"])) for completion in completions]
 
-    why = "TypeError.*completions are texts, because.*completion_text"
-    with pytest.raises(ValueError, match=why):
-        train(cfg, reward_functions=[reward], quiet=True)
-
     def other(completions, solution, **_):
         return [0.0] * len(completions)
 
+    why = "TypeError.*completions are texts, because.*completion_text"
+    with pytest.raises(ValueError, match=why):
+        train(cfg, reward_functions=[reward], quiet=True)
     with pytest.raises(ValueError, match="have no column 'solution'") as error:
         train(cfg, reward_functions=[other], quiet=True)
     assert "completions are texts" not in str(error.value)
 
 
 def test_faults_of_data_and_folder_are_told_before_the_base_is_read(tmp_path, monkeypatch, capsys):
-    class Read(Exception):
-        """The base is read."""
-
-    monkeypatch.setattr(base_model, "load_weights", mock.Mock(side_effect=Read))
+    monkeypatch.setattr(base_model, "load_weights", mock.Mock(side_effect=EOFError))
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", "answer": ""}\n')
     data = {"dataset": str(rows), "name": None, "num_problems": None}
-    with pytest.raises(Read):
+    with pytest.raises(EOFError):
         train(small(tmp_path / "run", data=data))
     problems, base = "1 of 2 problems have no answer (problem 1,", "base: qerl-tiny"
     shown = capsys.readouterr().out
@@ -346,12 +321,10 @@ def test_a_run_may_go_on_with_other_settings_of_what_is_on_a_device(tmp_path):
     (tmp_path / "run" / "checkpoints" / "2").mkdir(parents=True)
     config.write_run(tmp_path / "run", cfg)
     # As where it goes on on devices that share a base, which refuses "none".
-    changes = {
-        "model": {"gradient_checkpointing": "auto"},
-        "rollout": {"num_generations": 4, "max_concurrent": 4},
-        "optim": BATCH | {"max_tokens_per_microbatch": 512},
-        "mesh": config.MeshConfig(data=1, fsdp=2),
-    }
+    rollout = {"num_generations": 4, "max_concurrent": 4}
+    changes = {"model": {"gradient_checkpointing": "auto"}, "rollout": rollout}
+    changes |= {"mesh": config.MeshConfig(data=1, fsdp=2)}
+    changes |= {"optim": BATCH | {"max_tokens_per_microbatch": 512}}
     other = small(tmp_path / "run", **changes)
     assert earlier_run(other) == cfg
     changes["rollout"]["temperature"] = 0.5
@@ -366,8 +339,7 @@ def test_a_finished_run_can_be_made_longer_and_follows_the_longer_schedules(tmp_
     train(short, quiet=True)
     before = logger.read_metrics(folder)
     longer = dataclasses.replace(short, max_steps=4)
-    state = train(longer)
-    assert int(state.step) == 4
+    assert int(train(longer).step) == 4
     rows = logger.read_metrics(folder)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert without_times(rows[:2]) == without_times(before)
@@ -399,8 +371,7 @@ def test_rows_are_held_against_the_context_of_the_base_that_was_loaded(tmp_path,
     unsaid = {"qerl-tiny": dataclasses.replace(arch, context=None)}
     monkeypatch.setattr(architecture, "KNOWN", unsaid)
     assert memory.plan(cfg).peak
-    limit = f"more than the {arch.context} that the model was made for"
-    with pytest.raises(ValueError, match=limit):
+    with pytest.raises(ValueError, match=f"more than the {arch.context} that the model was made"):
         train(cfg, quiet=True)
 
 
@@ -410,7 +381,7 @@ def test_every_config_runs_for_two_rollouts_on_the_tiny_base(path, tmp_path):
     """It keeps its algorithm, noise and adapter, with the quickstart's model, problems and sizes."""
     cfg, tiny, replace = config.load(path), small(tmp_path / "run"), dataclasses.replace
     updates = cfg.updates_per_rollout // cfg.grpo.num_iterations
-    batch = {"per_device_train_batch_size": 16 // updates, "gradient_accumulation_steps": 2}
+    batch = BATCH | {"per_device_train_batch_size": 16 // updates}
     rows = {"generation_batch_size": 32, "max_concurrent": cfg.rollout.max_concurrent and 16}
     punishment = cfg.rewards.soft_punish_cache and 10
     # The template of the tiny base knows no calls; what an environment says makes prompts longer.
@@ -441,15 +412,14 @@ def test_completions_are_logged_with_their_rewards_and_what_rewards_log(tmp_path
     cfg = small(tmp_path / "run", max_steps=1, rewards={"functions": functions}, eval=watched)
     train(cfg, quiet=True)
     rows = completions_of(tmp_path / "run")
-    assert len(rows) == 32
     before, metrics = logger.read_metrics(tmp_path / "run")
     assert 0 <= before["eval/accuracy"] <= before["eval/pass@2"] <= 1
     assert np.isclose(np.mean([row["reward"] for row in rows]), metrics["reward"])
     assert [row["letters"] for row in rows] == [len(row["completion"]) for row in rows]
-    assert metrics["steps_to_go"] == 1
+    assert len(rows) == 32 and metrics["steps_to_go"] == 1
     card = (tmp_path / "run" / "report.md").read_text()
-    assert "| rewards | accuracy_reward, tests.reward_controls:talkative |" in card
-    for text in ("of 1 steps had rewards that differ", "| evaluations | ", "1 x cpu"):
+    shown = ("of 1 steps had rewards that differ", "| evaluations | ", "1 x cpu")
+    for text in (*shown, "| rewards | accuracy_reward, tests.reward_controls:talkative |"):
         assert text in card
     assert "accuracy_reward" in (tmp_path / "run" / "report" / "index.html").read_text()
 
@@ -473,19 +443,17 @@ def test_a_reward_that_raises_costs_no_whole_step(tmp_path):
 @pytest.mark.slow
 def test_a_run_takes_problems_and_rewards_from_memory_and_reports_its_rows(tmp_path):
     problems = [Problem(f"{a}+1=", {"answer": str(a + 1)}) for a in range(12)]
-    told = []
+    told, seen = [], {}
 
     def length_reward(completion_ids, answer, **_):
         told.extend(answer)
         return [-float(len(ids)) for ids in completion_ids]
 
-    seen = {}
     cfg = small(tmp_path / "run", max_steps=2, data={"dataset": "/nowhere/data.jsonl"})
     see = lambda step, row: seen.update({step: json.loads(json.dumps(row))})
     mine = {"problems": problems, "reward_functions": [length_reward], "on_step": see}
-    state = train(cfg, **mine, quiet=True)
+    assert int(train(cfg, **mine, quiet=True).step) == 2
     rows = logger.read_metrics(tmp_path / "run")
-    assert int(state.step) == 2
     assert [{"step": step} | row for step, row in seen.items()] == rows
     assert set(told) == {str(a + 1) for a in range(12)}
 
@@ -526,8 +494,8 @@ def test_an_epoch_under_dynamic_sampling_ends_when_all_its_problems_were_met(tmp
         sampling = {"dynamic_sampling": {"max_rounds": 4}}
         cfg = small(tmp_path / name, max_steps=None, num_train_epochs=1.0, grpo=sampling)
         asked.clear()
-        options |= {"problems": problems, "reward_functions": [silent_reward], "quiet": True}
-        return cfg, train(cfg, **options)
+        options |= {"reward_functions": [silent_reward], "quiet": True}
+        return cfg, train(cfg, problems=problems, **options)
 
     cfg, whole = run("whole")
     assert sorted(asked[1:]) == sorted(str(a + 1) for a in range(48))  # one is of the check before
@@ -572,10 +540,10 @@ def test_completions_without_a_reward_are_left_out_counted_and_warned_of_once(tm
 def test_a_device_that_reports_its_memory_has_the_plan_beside_the_peak(
     tmp_path, monkeypatch, capsys
 ):
-    cfg = small(tmp_path / "run", max_steps=1)
-    planned = memory.plan(cfg, limit=80_000_000_000)
-    stats = {"bytes_limit": 80_000_000_000, "bytes_in_use": planned.size("always")}
-    stats |= {"peak_bytes_in_use": planned.peak}
+    cfg, limit = small(tmp_path / "run", max_steps=1), 80_000_000_000
+    planned = memory.plan(cfg, limit=limit)
+    stats = {"bytes_in_use": planned.size("always"), "peak_bytes_in_use": planned.peak}
+    stats["bytes_limit"] = limit
     monkeypatch.setattr(runtime, "memory_stats", lambda: stats)
     train(cfg)
     shown = capsys.readouterr().out

@@ -28,8 +28,7 @@ def test_a_policy_learns_to_call_a_calculator_for_what_it_cannot_compute(tmp_pat
     changes = {"output_dir": str(folder), "max_steps": 8, "save_steps": 8}
     train(dataclasses.replace(cfg, model=model, **changes), quiet=True)
     rows = logger.read_metrics(folder)
-    calls = [row["tools/call_frequency"] for row in rows]
-    rewards = [row["reward"] for row in rows]
+    calls, rewards = ([row[x] for row in rows] for x in ("tools/call_frequency", "reward"))
     assert calls[0] < 0.4 < 0.6 < np.mean(calls[-3:])
     assert np.mean(rewards[-3:]) > rewards[0] + 0.1
     called = [talk for talk in completions_of(folder, 8) if len(talk["turns"]) > 1]
@@ -49,13 +48,9 @@ THINKS = ToolsConfig(
 def test_a_run_with_tools_scores_what_it_sampled_and_goes_on_after_an_interruption(tmp_path):
     """Rows of several turns continue in the cache, and sampler and trainer agree on every token."""
     options = {
-        "max_steps": 4,
-        "save_steps": 1,
-        "tools": THINKS,
-        "noise": None,
+        **{"max_steps": 4, "save_steps": 1, "tools": THINKS, "noise": None},
         "rollout": {"num_generations": 4, "max_completion_length": 80, "max_concurrent": 12},
         "grpo": {"dynamic_sampling": {"max_rounds": 2}},
-        "eval": None,
     }
     train(small(tmp_path / "whole", **options), quiet=True)
     resumed = small(tmp_path / "resumed", **options)
@@ -75,12 +70,11 @@ def test_a_policy_is_evaluated_and_filtered_with_the_environments_that_it_traine
     """Rows name one of two environments. Sampling is greedy, so that the run and `qerl eval` sample alike."""
     here = "tests.qerl_jax.tools.environments_for_tests"
     names = ["asked", "silent"] * 8
-    rows = [
-        {"question": f"What is {3 + n}+{20 - n}?", "answer": 23, "environment": name}
-        for n, name in enumerate(names)
-    ]
     data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with data.open("w") as file:
+        for n, name in enumerate(names):
+            row = {"question": f"What is {3 + n}+{20 - n}?", "answer": 23, "environment": name}
+            file.write(json.dumps(row) + "\n")
     environments = {"asked": f"{here}:Asked", "silent": f"{here}:Silent"}
     held_out = {"dataset": str(data), "num_problems": 16, "reward": "Asked", "temperature": 0.0}
     run = qerl_jax.train(

@@ -38,12 +38,10 @@ def quickstart(folder, **sections):
 def tiny(folder, **sections):
     """A config whose run takes seconds on a CPU: six steps of 2 prompts x 2, a checkpoint every second step."""
     defaults = {
-        "max_steps": 6,
-        "save_steps": 2,
         "data": {"num_problems": 40},
         "rollout": {"num_generations": 2, "max_completion_length": 8},
         "optim": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
-        "eval": None,
+        **{"max_steps": 6, "save_steps": 2, "eval": None},
     }
     return quickstart(folder, **(defaults | sections))
 
@@ -132,8 +130,7 @@ def flip(path, bit):
 
 def flip_somewhere(paths, rng):
     """Flips one random bit of several files, and returns the file and the bit."""
-    sizes = [8 * path.stat().st_size for path in paths]
-    (path,) = rng.choices(paths, sizes)
+    (path,) = rng.choices(paths, [8 * path.stat().st_size for path in paths])
     bit = rng.randrange(8 * path.stat().st_size)
     flip(path, bit)
     return path, bit
@@ -141,9 +138,8 @@ def flip_somewhere(paths, rng):
 
 def run(*command, timeout=600):
     """Runs a command, and returns its exit code and output."""
-    pipes = {"capture_output": True, "text": True}
-    command = [*map(str, command)]
-    return subprocess.run(command, cwd=ROOT, timeout=timeout, check=False, **pipes)
+    how = {"capture_output": True, "text": True, "timeout": timeout}
+    return subprocess.run([*map(str, command)], cwd=ROOT, check=False, **how)
 
 
 def qerl(*arguments, timeout=600):
@@ -153,23 +149,14 @@ def qerl(*arguments, timeout=600):
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """What was done to a run, and where it stood.
+    """What was done to a run, and where it stood then; a step is 0 where there is none."""
 
-    Attributes:
-        kind: One of `FAULTS`, or `FULL`.
-        logged: The last step in its log then.
-        saved: Its newest checkpoint then, 0 for none.
-        kept: The newest checkpoint that can be read after it.
-        code: The exit code of the command.
-        shown: What it wrote to stderr.
-    """
-
-    kind: str
-    logged: int
-    saved: int
-    kept: int
-    code: int
-    shown: str
+    kind: str  # of FAULTS, or FULL
+    logged: int  # the last step in its log
+    saved: int  # its newest checkpoint
+    kept: int  # its newest checkpoint that can be read after the fault
+    code: int  # with which the command ended
+    shown: str  # on stderr
 
 
 # A signal; or a kill, after which the newest checkpoint is damaged if there is one before it.
@@ -183,9 +170,7 @@ def disturb(path, folder, rng, count, kinds=FAULTS, timeout=600):
 
     Moments, kinds and bits are chosen by `rng`; `FULL` may be among the kinds where the run folder is on a small file
     system. The run may end before so many faults. A start that takes longer than the timeout, in seconds, is a hang.
-
-    Yields:
-        Each `Fault`, when its process has ended.
+    Yields each `Fault` when its process has ended.
     """
     for _ in range(count):
         process = start(path)
