@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import runtime
-from scripts import bench, bench_training
+from scripts import bench, bench_kernels, bench_training
 from tests.faults.harness import json_lines
 
 BENCHMARKS = bench.benchmarks()
@@ -30,13 +30,11 @@ def measured(name, **options):
     return rows
 
 
+OTHERS = BENCHMARKS.keys() - {"tune", "recipe", "decode_attention"}
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
-        for name in BENCHMARKS
-        if name not in ("tune", "recipe", "decode_attention")
-    ],
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in sorted(OTHERS)]
 )
 def test_a_benchmark_runs_on_a_cpu(name):
     assert measured(name)
@@ -47,25 +45,19 @@ def test_attention_is_timed_in_its_kernel_and_in_cudnns():
     assert "error" not in theirs and apart["error"] <= 1 and together["error"] <= 1
 
 
-def small_card():
-    return runtime.on(dataclasses.replace(runtime.H200, processors=4, platform="cpu"))
-
-
 @pytest.mark.slow
 def test_the_fastest_configuration_becomes_a_row_of_a_table(tmp_path):
     table = tmp_path / "tuned" / "card.json"
-    with small_card():
+    with runtime.on(dataclasses.replace(runtime.H200, processors=4, platform="cpu")):
         (row,) = measured("tune", table=str(table))
     (written,) = json.loads(table.read_text())["rows"]
     assert written["config"] == row["config"] and (written["m"], written["n"]) == (16, 128)
 
 
 def test_a_table_has_one_row_for_a_problem(tmp_path):
-    from scripts.bench_kernels import merged
-
     table = tmp_path / "table.json"
     for m, value in ((8, "a"), (1, "b"), (8, "c")):
-        table.write_text(merged(table, {"m": m, "n": 64, "k": 32, "value": value}))
+        table.write_text(bench_kernels.merged(table, {"m": m, "n": 64, "k": 32, "value": value}))
     rows = json.loads(table.read_text())["rows"]
     assert [(row["m"], row["value"]) for row in rows] == [(1, "b"), (8, "c")]
     assert len(table.read_text().splitlines()) == 4
@@ -99,9 +91,9 @@ def test_rewards_are_drawn_with_the_chance_of_the_problem():
         assert np.mean(rewards) == pytest.approx(float(chance), abs=0.03)
 
 
-@pytest.mark.parametrize("name", ["7b", "qwen2.5-7b", "Qwen/Qwen2.5-7B-Instruct"])
-def test_a_random_base_takes_the_shape_of_a_model_on_the_hub(name):
-    assert bench_training.known_name(name) == "qwen2.5-7b"
+def test_a_random_base_takes_the_shape_of_a_model_on_the_hub():
+    for name in ("7b", "qwen2.5-7b", "Qwen/Qwen2.5-7B-Instruct"):
+        assert bench_training.known_name(name) == "qwen2.5-7b"
 
 
 def test_a_field_of_a_recipe_can_be_changed():
@@ -112,15 +104,13 @@ def test_a_field_of_a_recipe_can_be_changed():
     assert cfg.eval is None and cfg.mesh.data == 2 and cfg.model.random_base
 
 
-@pytest.mark.parametrize(
-    ("mebibytes", "share"),
-    [(143771, 0.558), (81559, bench_training.MOST_SHARE)],  # an H200, an H100
-)
-def test_a_pool_is_a_share_of_this_cards_memory(monkeypatch, mebibytes, share):
-    text = types.SimpleNamespace(stdout=f"{mebibytes}\n{mebibytes}\n")
-    monkeypatch.setattr(bench_training.subprocess, "run", lambda *_, **__: text)
-    variables = bench_training.pool_of({"pool_gib": 78})
-    assert float(variables["XLA_PYTHON_CLIENT_MEM_FRACTION"]) == pytest.approx(share, abs=5e-4)
+def test_a_pool_is_a_share_of_this_cards_memory(monkeypatch):
+    # Of an H200 and an H100.
+    for mebibytes, share in ((143771, 0.558), (81559, bench_training.MOST_SHARE)):
+        text = types.SimpleNamespace(stdout=f"{mebibytes}\n{mebibytes}\n")
+        monkeypatch.setattr(bench_training.subprocess, "run", lambda *_, text=text, **__: text)
+        variables = bench_training.pool_of({"pool_gib": 78})
+        assert float(variables["XLA_PYTHON_CLIENT_MEM_FRACTION"]) == pytest.approx(share, abs=5e-4)
     assert bench_training.pool_of({"pool_gib": 0.0}) == {}
 
 
@@ -160,17 +150,10 @@ class FakeChild:
     def __init__(self, name, case, variables, timeout):
         self.case, self.variables, self.log = case, variables, []
 
-    def wait_until_ready(self):
-        return self.case["n"] != 3
-
-    def measure(self):
-        return {"ms": float(self.case["n"])}
-
-    def has_ended(self):
-        return False
-
-    def kill(self):
-        pass
+    wait_until_ready = lambda self: self.case["n"] != 3
+    measure = lambda self: {"ms": float(self.case["n"])}
+    has_ended = lambda self: False
+    kill = lambda self: None
 
 
 def test_cases_that_compile_together_are_measured_in_turn(monkeypatch, tmp_path, capsys):
@@ -214,8 +197,8 @@ def test_scaling_fails_where_several_devices_sample_or_score_otherwise(
 @pytest.mark.process
 def test_a_process_measures_a_case_and_one_that_takes_too_long_is_killed(tmp_path):
     out = tmp_path / "rows.jsonl"
-    options = ["product", "--tiny", "--layer", "o", "--direction", "forward", "--rounds", "1"]
-    assert bench.main([*options, "--base", "nvfp4", "--out", str(out)]) == 0
+    options = "product --tiny --layer o --direction forward --rounds 1 --base nvfp4".split()
+    assert bench.main([*options, "--out", str(out)]) == 0
     (row,) = json_lines(out)
     assert row["benchmark"] == "product" and row["layer"] == "o" and row["device"] == "cpu"
-    assert bench.main([*options, "--base", "nvfp4", "--timeout", "0.2"]) == 1
+    assert bench.main([*options, "--timeout", "0.2"]) == 1

@@ -32,10 +32,10 @@ CASES = cases.read()
 # Fields of sections that no case changes: numbers that run no other code, places of files, data.
 UNCHANGED = {
     # An adapter to go on from is given by `then`, other kernels to the whole list by PALLAS_KERNELS. The tiny
-    # tokenizer's template takes no options.
-    "model": {"kernels", "block_scales", "chat_template_kwargs"},
+    # tokenizer's template takes no options and no date.
+    "model": {"kernels", "block_scales", "chat_template_kwargs", "chat_template_date"},
     "lora": {"alpha", "dropout"},
-    "rollout": {"temperature", "steps_per_generation"},
+    "rollout": {"temperature", "steps_per_generation", "stop_token_ids"},
     "grpo": set("epsilon advantage_estimator scale_rewards mask_truncated_completions".split())
     | {"sapo", "vespo"},
     "optim": {"min_lr_ratio", "adam_beta1", "adam_beta2", "adam_epsilon"},
@@ -46,8 +46,9 @@ UNCHANGED = {
 
 
 def run_config(case):
-    table = cases.run_config(case, "base", "run", reports_memory=True)
-    return config.from_table(config.RunConfig, table)
+    return config.from_table(
+        config.RunConfig, cases.run_config(case, "base", "run", reports_memory=True)
+    )
 
 
 def shape(case):
@@ -81,12 +82,6 @@ def test_only_the_stages_beside_training_are_left_out_of_pairs():
             assert {stage, other} not in left_out
 
 
-def test_a_case_has_one_stage_beside_its_training_or_reads_back_what_it_packed():
-    for case in CASES:
-        if case["source"] in cases.QUANTIZED:
-            assert case["then"] in ("none", "generate", *cases.EXPORTS)
-
-
 def test_the_smoke_cases_are_a_dozen_with_every_format_and_family():
     chosen = cases.smoke(CASES)
     assert len({case["number"] for case in chosen}) == 12
@@ -94,14 +89,14 @@ def test_the_smoke_cases_are_a_dozen_with_every_format_and_family():
         assert {case[name] for case in chosen} == set(FACTORS[name]), name
 
 
-def test_no_case_is_impossible_and_each_has_its_own_number():
+def test_cases_are_possible_numbered_and_together_have_every_part_that_hopper_kernels_run():
     assert [impossible(case) for case in CASES] == [None] * len(CASES)
     assert [case["number"] for case in CASES] == list(range(1, len(CASES) + 1))
-
-
-def test_every_part_that_hopper_kernels_run_is_in_a_case():
     for part in cases.kernels():
         assert any(part.items() <= case.items() for case in CASES), part
+    # A case has one stage beside its training, or reads back what it packed.
+    stages = {case["then"] for case in CASES if case["source"] in cases.QUANTIZED}
+    assert stages <= {"none", "generate", *cases.EXPORTS}
 
 
 def test_every_case_is_a_run_that_the_config_takes_with_a_base_that_can_be_held():
@@ -124,13 +119,12 @@ def test_the_fused_layers_take_the_cases_that_the_list_says_and_no_others(mesh):
     for case in CASES:
         if not cases.fits(case, mesh):
             continue
-        cfg, arch = run_config(case), shape(case)
-        shared = {name: mesh.get(name, 1) for name in ("fsdp", "tensor")}
-        full, dtype = case["trains"] == "full", jnp.dtype(case["dtype"])
-        model = Transformer(arch, case["weights"], cfg.lora, dtype, full=full, **shared).own_part
-        own_noise = cfg.has_row_noise
+        cfg, dtype = run_config(case), jnp.dtype(case["dtype"])
+        how = {"full": case["trains"] == "full"} | {n: mesh.get(n, 1) for n in ("fsdp", "tensor")}
+        model = Transformer(shape(case), case["weights"], cfg.lora, dtype, **how).own_part
         with runtime.on(runtime.H200):
-            reason = fused_decode.supports(model, min(case["rows"], 128), own_noise=own_noise)
+            rows, own_noise = min(case["rows"], 128), cfg.has_row_noise
+            reason = fused_decode.supports(model, rows, own_noise=own_noise)
         # The engine asks for up to 128 rows only.
         is_fused = reason is None and case["rows"] <= 128
         assert cases.is_fused(case | {"mesh": mesh}) == is_fused, reason
@@ -140,8 +134,8 @@ def test_the_fused_layers_take_the_cases_that_the_list_says_and_no_others(mesh):
 
 def test_cases_run_on_every_mesh_that_can_hold_them():
     of_four = cases.meshes(4)
-    pairs = [mesh for mesh in of_four if mesh["data"] == 2]
-    assert pairs == [{"data": 2, "fsdp": 2}, {"data": 2, "tensor": 2}]
+    pairs = [{"data": 2, axis: 2} for axis in ("fsdp", "tensor")]
+    assert [mesh for mesh in of_four if mesh["data"] == 2] == pairs
     assert len(of_four) == 5 and cases.meshes(1) == [{"data": 1}]
     for mesh in of_four:
         fitting = [case for case in CASES if cases.fits(case, mesh)]
@@ -154,27 +148,24 @@ def test_cases_run_on_every_mesh_that_can_hold_them():
 
 
 @pytest.mark.parametrize(
-    ("factor", "section", "field"),
+    ("section", "fields"),
     [
-        ("weights", config.ModelConfig, "weights"),
-        ("dtype", config.ModelConfig, "dtype"),
-        ("remat", config.ModelConfig, "gradient_checkpointing"),
-        ("loss", config.GrpoConfig, "loss_type"),
-        ("ratio", config.GrpoConfig, "importance_sampling_level"),
-        ("optimizer", config.OptimConfig, "optimizer"),
+        (config.ModelConfig, "weights=weights dtype=dtype remat=gradient_checkpointing"),
+        (config.GrpoConfig, "loss=loss_type ratio=importance_sampling_level"),
+        (config.OptimConfig, "optimizer=optimizer"),
     ],
 )
-def test_a_factor_has_all_that_its_field_may_be(factor, section, field):
-    # "auto" leaves the choice among the others to the plan.
-    allowed = set(typing.get_args(typing.get_type_hints(section)[field])) - {"auto"}
-    assert set(FACTORS[factor]) == allowed
+def test_a_factor_has_all_that_its_field_may_be(section, fields):
+    for factor, field in (pair.split("=") for pair in fields.split()):
+        # "auto" leaves the choice among the others to the plan.
+        allowed = set(typing.get_args(typing.get_type_hints(section)[field])) - {"auto"}
+        assert set(FACTORS[factor]) == allowed, factor
 
 
 @pytest.mark.parametrize("section", UNCHANGED)
 def test_every_other_field_of_a_section_is_changed_by_a_case(section):
     """A new option is added to the factors, or to those that need no case."""
-    sections = [getattr(run_config(case), section) for case in CASES]
-    held = [each for each in sections if each is not None]
+    held = [each for case in CASES if (each := getattr(run_config(case), section)) is not None]
     usual = {field.name: field.default for field in dataclasses.fields(held[0])}
     changed = {name for name in usual for each in held if getattr(each, name) != usual[name]}
     changed |= {"adapter_name_or_path"} if section == "model" else set()
@@ -183,8 +174,8 @@ def test_every_other_field_of_a_section_is_changed_by_a_case(section):
 
 def test_every_command_and_kind_of_export_of_the_readme_is_run():
     """This includes those of the pages for users."""
-    pages = ["README.md", *(f"docs/{name}.md" for name in ("data", "exporting", "first-real-run"))]
-    pages += ["docs/quantization.md", "docs/troubleshooting.md"]
+    docs = ("data", "exporting", "first-real-run", "quantization", "troubleshooting")
+    pages = ("README.md", *(f"docs/{name}.md" for name in docs))
     readme = "".join((ROOT / page).read_text() for page in pages)
     commands = set(re.findall(r"^  ([a-z]+) ", cli._USAGE, re.MULTILINE))
     asked = commands & set(re.findall(r"qerl ([a-z]+)", readme))
@@ -207,8 +198,6 @@ def test_the_base_of_a_case_is_whole(family, tmp_path):
     assert FolderTensors(tmp_path / "base", arch).check() == []
 
 
-# What is asserted of metrics --------------------------------------------------------------------------
-
 QUIET = CASES[0] | {name: values[0] for name, values in FACTORS.items()}
 QUIET |= {"noise": "rollout", "reference": "base", "ending": "stop"}
 
@@ -218,11 +207,6 @@ def metrics():
     names = ("step", "aqn/sigma", "sampling/sampling_logp_difference/mean")
     values = (1, 0.0, 0.01), (2, 0.2, 0.09), (3, 0.1, 0.06)
     return [row | dict(zip(names, numbers, strict=True)) for numbers in values]
-
-
-def test_good_metrics_are_green():
-    found = check_device_run.check_metrics(QUIET, metrics())
-    assert found == {"difference": 0.01, "noisy_difference": 0.06, "kl": 0.1}
 
 
 @pytest.mark.parametrize(
@@ -237,8 +221,10 @@ def test_good_metrics_are_green():
         (2, {"kl": 0.0}, "kl: got 0.0"),
     ],
 )
-def test_bad_metrics_are_red(row, changes, told):
+def test_good_metrics_are_green_and_bad_ones_red(row, changes, told):
     rows = metrics()
+    good = {"difference": 0.01, "noisy_difference": 0.06, "kl": 0.1}
+    assert check_device_run.check_metrics(QUIET, rows) == good
     rows[row] |= changes
     with pytest.raises(AssertionError, match=re.escape(told)):
         check_device_run.check_metrics(QUIET, rows)
@@ -255,9 +241,8 @@ def test_groups_that_the_last_policy_sampled_are_not_held_against_the_sampler():
 
 
 def test_a_zero_or_infinite_adapter_is_red():
-    names = [
-        f"model.layers.{i}.{n}.lora_{ab}.weight" for i in (0, 1) for n in "abcdefg" for ab in "AB"
-    ]
+    linears = [f"model.layers.{i}.{n}" for i in (0, 1) for n in "abcdefg"]
+    names = [f"{linear}.lora_{ab}.weight" for linear in linears for ab in "AB"]
     good = {name: np.ones((2, 2), np.float32) for name in names}
     check_device_run._check_adapter(QUIET, good, {})
     for value, told in ((0.0, "is still zero"), (np.inf, "not finite")):
@@ -265,16 +250,12 @@ def test_a_zero_or_infinite_adapter_is_red():
             check_device_run._check_adapter(QUIET, good | {names[1]: np.full((2, 2), value)}, {})
 
 
-# Processes and the table ------------------------------------------------------------------------------
-
 FAKE = """
 import faulthandler, json, os, signal, sys, time
 faulthandler.register(signal.SIGUSR1, all_threads=True)
-def at(name, stages):
-    print(json.dumps({"at": name, "stages": stages}), flush=True)
 def hangs():
-    at("base", [])
-    at("train", [{"name": "base", "seconds": 1.5}])
+    for name, stages in (("base", []), ("train", [{"name": "base", "seconds": 1.5}])):
+        print(json.dumps({"at": name, "stages": stages}), flush=True)
     time.sleep(60)
 print(json.dumps({"ready": "a device"}), flush=True)
 for line in sys.stdin:
@@ -338,22 +319,19 @@ def test_after_its_time_no_case_starts(limits, seconds, tmp_path):
     assert rows[5]["not_run"] and not rows[5]["ok"]
 
 
-def test_several_processes_answer_every_case_once(tmp_path):
-    heard, rows = run_fake(tmp_path, (1, 5, 6, 7, 8), jobs=3)
-    assert len(heard) == 1 and sorted(rows) == [1, 5, 6, 7, 8]
-
-
-def test_processes_are_divided_among_cards(tmp_path):
+def test_several_processes_divided_among_cards_answer_every_case_once(tmp_path):
     fake = FAKE.replace("os.getpid()", 'os.environ["CUDA_VISIBLE_DEVICES"]')
-    _, rows = run_fake(tmp_path, range(5, 25), fake=fake, jobs=4, cards=2)
-    assert len(rows) == 20 and {row["pid"] for row in rows.values()} == {"0", "1"}
+    heard, rows = run_fake(tmp_path, range(5, 25), fake=fake, jobs=4, cards=2)
+    assert len(heard) == 1 and sorted(rows) == list(range(5, 25))
+    assert {row["pid"] for row in rows.values()} == {"0", "1"}
 
 
 def test_a_card_is_one_of_those_that_may_be_seen(monkeypatch):
+    cards = lambda: [check_device.card(number, 2) for number in range(3)]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert [check_device.card(number, 2) for number in range(3)] == ["0", "1", "0"]
+    assert cards() == ["0", "1", "0"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    assert [check_device.card(number, 2) for number in range(3)] == ["2", "3", "2"]
+    assert cards() == ["2", "3", "2"]
     with pytest.raises(ValueError, match="--cards 3: CUDA_VISIBLE_DEVICES names 2: 2,3"):
         check_device.card(0, 3)
 
@@ -365,20 +343,33 @@ STAGES = [
 ]
 
 
+GREEN = {"number": 1, "name": "001 a", "ok": True, "seconds": 13.0, "stages": STAGES}
+
+
+def end_of_table(path, count, rows, header=None):
+    table = check_device.Table(path, count)
+    if header:
+        table.header(header)
+    for row in rows:
+        table.row(row)
+    return table.end()
+
+
+def test_a_table_counts_what_has_not_come():
+    assert [end_of_table(None, count, [GREEN]) for count in (1, 2)] == [0, 1]
+
+
 def test_the_table_ends_with_the_failures_and_its_status_says_if_one_is_red(tmp_path, capsys):
     rows = [
-        {"number": 1, "name": "001 a", "ok": True, "seconds": 13.0, "stages": STAGES},
+        GREEN,
         {"number": 2, "name": "002 b", "ok": False, "seconds": 1.0, "error": "it broke at 1.5e-3"},
         {"number": 3, "name": "003 c", "ok": False, "seconds": 1.0, "error": "it broke at 27"},
         {"number": 4, "name": "004 d", "ok": False, "seconds": 0.0, "error": "no", "not_run": True},
     ]
-    table = check_device.Table(tmp_path / "out.jsonl", 4)
     device = "device 0: NVIDIA H100 NVL (gpu, 5 GB for XLA)\nkernels: hopper\nHopper kernels: yes"
-    table.header(f"jax 0.11.2\nNVIDIA driver 580.1\n{device}")
     about = {"device": "NVIDIA H100 NVL", "jax": "0.11.2", "driver": "580.1", "kernels": "hopper"}
-    for row in rows:
-        table.row(row)
-    assert table.end() == 1
+    header = f"jax 0.11.2\nNVIDIA driver 580.1\n{device}"
+    assert end_of_table(tmp_path / "out.jsonl", 4, rows, header) == 1
     shown = capsys.readouterr().out.splitlines()
     begin = next(i for i, text in enumerate(shown) if "longest stage" in text) + 1
     assert shown[begin].split() == ["ok", "001", "13.0", "4.0", "14", "6", "train", "12.5", "s"]
@@ -400,16 +391,8 @@ def test_the_committed_page_of_all_paths_is_what_its_lines_say():
     assert "| 001 a | failed: a \\| b | 2026-11-24 | no |  |  | 2 |" in shown
 
 
-def test_a_table_counts_what_has_not_come():
-    for count, status in ((1, 0), (2, 1)):
-        table = check_device.Table(None, count)
-        table.row({"number": 1, "name": "001 a", "ok": True, "seconds": 13.0, "stages": STAGES})
-        assert table.end() == status
-
-
 def test_stages_count_programs_that_were_compiled_and_those_that_were_read(tmp_path):
-    stages = check_device_run.Stages()
-    heard = []
+    heard, stages = [], check_device_run.Stages()
     named = check_device_run.Stages(lambda rows, name: heard.append((len(rows), name)))
     double, triple = jax.jit(lambda x: 2 * x), jax.jit(lambda x: 3 * x)
     number = jax.device_put(np.float32(1))
@@ -468,17 +451,17 @@ def test_a_case_fails_where_other_kernels_would_run_than_those_that_were_chosen(
 
 @pytest.mark.slow
 def test_a_case_runs_from_its_base_to_what_follows(tmp_path):
-    assert_green(min(CASES, key=cases.cost), tmp_path)
+    assert_green(CASES, tmp_path)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("weights", FACTORS["weights"])
 def test_a_run_on_a_base_of_each_format_is_green_on_a_gpu(weights, tmp_path):
-    held = [case for case in CASES if case["weights"] == weights]
-    assert_green(min(held, key=cases.cost), tmp_path)
+    assert_green([case for case in CASES if case["weights"] == weights], tmp_path)
 
 
-def assert_green(case, folder):
-    row = check_device_run.run_case(case, folder)
+def assert_green(some, folder):
+    """Runs the cheapest of some cases."""
+    row = check_device_run.run_case(min(some, key=cases.cost), folder)
     assert row["ok"], row["traceback"]
     assert row["effect"] > 0

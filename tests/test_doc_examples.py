@@ -22,38 +22,22 @@ from qerl_jax.system.checked import from_table
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 # In the order in which they build on each other: `load` makes `policy`, `train` makes `run`.
 EXAMPLES = (
-    qerl_jax.load,
-    Policy.generate,
-    Policy.stream,
-    Policy.with_tools,
-    Policy.logprobs,
-    Policy.save_pretrained,
-    qerl_jax.train,
-    Run,
-    qerl_jax.load_run,
-    qerl_jax.report,
-    qerl_jax.plan,
-    qerl_jax.export,
-    qerl_jax.quantize,
-    qerl_jax.evaluate,
+    *(qerl_jax.load, Policy.generate, Policy.stream, Policy.with_tools, Policy.logprobs),
+    *(Policy.save_pretrained, qerl_jax.train, Run, qerl_jax.load_run, qerl_jax.report),
+    *(qerl_jax.plan, qerl_jax.export, qerl_jax.quantize, qerl_jax.evaluate),
 )
 
 
 @pytest.fixture(scope="module")
-def names():
-    """Holds what the examples have defined so far."""
-    return {}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Makes the working directory of all examples."""
-    return tmp_path_factory.mktemp("examples")
+def shared(tmp_path_factory):
+    """The working directory of all examples, and what they have defined so far."""
+    return tmp_path_factory.mktemp("examples"), {}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("documented", EXAMPLES, ids=lambda each: each.__qualname__)
-def test_the_example_of_a_docstring_gives_what_it_shows(documented, names, folder, monkeypatch):
+def test_the_example_of_a_docstring_gives_what_it_shows(documented, shared, monkeypatch):
+    folder, names = shared
     monkeypatch.chdir(folder)
     text = inspect.getdoc(documented)
     test = doctest.DocTestParser().get_doctest(text, names, documented.__qualname__, None, None)
@@ -113,11 +97,10 @@ def test_the_configs_of_the_page_on_environments_are_configs():
 @pytest.fixture
 def started(here):
     """Makes a folder with the files that the page "Getting started" lets its reader write."""
-    reward, rows = blocks("getting-started.md")
-    (config,) = blocks("getting-started.md", "toml")
-    for name, text in (("my_rewards.py", reward), ("make_rows.py", rows), ("my.toml", config)):
+    texts = blocks("getting-started.md") + blocks("getting-started.md", "toml")
+    for name, text in zip(("my_rewards.py", "make_rows.py", "my.toml"), texts, strict=True):
         (here / name).write_text(text)
-    run([rows])
+    run(texts[1:2])
     return here
 
 
@@ -125,8 +108,8 @@ def test_the_files_of_getting_started_make_a_run(started):
     cfg = configs.load(started / "my.toml")
     problems = datasets.from_config(cfg.data, split="train", seed=0)
     named = scoring.resolve(cfg.rewards.functions)
-    assert len(problems) == 49 * 49
     texts = [f"<answer>{n}</answer>" for n in (2, 3)]
+    assert len(problems) == 49 * 49
     assert named[0][1](completions=texts, answer=["2", "2"]) == [1.0, 0.0]
     scoring.check(named, problems[:2])
 

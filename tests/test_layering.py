@@ -115,8 +115,7 @@ KERNEL_ORDER = (
 def test_families_of_kernels_import_only_from_those_above_them():
     level = {name: level for level, row in enumerate(KERNEL_ORDER) for name in row}
     folder = ROOT / "pallas_kernels"
-    paths = [path for path in folder.rglob("*.py") if path != folder / "__init__.py"]
-    for path in paths:
+    for path in {*folder.rglob("*.py")} - {folder / "__init__.py"}:
         name = path.relative_to(folder).with_suffix("").parts[0]
         others = {other.split(".")[1] for other in imports(path) if other.startswith("pallas_k")}
         others -= {name}
@@ -130,5 +129,4 @@ def test_only_the_shim_names_what_mosaic_gpu_may_change():
 
 
 def test_library_runs_without_torch():
-    paths = (ROOT / "qerl_jax").rglob("*.py")
-    assert "torch" not in set(itertools.chain(*map(roots, paths)))
+    assert "torch" not in set(itertools.chain(*map(roots, (ROOT / "qerl_jax").rglob("*.py"))))

@@ -48,26 +48,18 @@ def test_two_devices_share_a_row_and_each_names_its_run():
     assert "| 2 | `python -m x` | 2026-11-22 | B | jax 1 |" in page
 
 
-def test_digits_are_kept(tmp_path):
-    path = tmp_path / "lines.jsonl"
-    path.write_text(json.dumps(measured()).replace("3586", "0.70") + "\n")
+def test_digits_stay_and_a_line_without_a_field_is_refused_by_its_number(tmp_path):
+    path, line = tmp_path / "lines.jsonl", json.dumps(measured()).replace("3586", "0.70") + "\n"
+    path.write_text(line)
     assert make_benchmarks.read(path)[0]["value"] == "0.70"
-
-
-def test_a_line_without_a_field_is_refused_by_its_number(tmp_path):
-    path = tmp_path / "lines.jsonl"
-    line = measured()
-    path.write_text(json.dumps(line) + "\n" + json.dumps(line | {"unti": 1}) + "\n")
+    path.write_text(line + json.dumps(measured(unti=1)) + "\n")
     with pytest.raises(ValueError, match=r"lines.jsonl, line 2: .*\['unti'\]"):
         make_benchmarks.read(path)
 
 
-def test_a_number_that_comes_twice_is_refused():
+def test_a_number_that_comes_twice_and_a_table_that_the_page_lacks_are_refused():
     with pytest.raises(ValueError, match="'7B, 8 rows' comes twice for A"):
         make_benchmarks.page([measured(), measured()])
-
-
-def test_a_table_that_the_page_lacks_is_refused():
     with pytest.raises(ValueError, match=r"no table of the page is called \['speed'\]"):
         make_benchmarks.page([measured(table="speed")])
 

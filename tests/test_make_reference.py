@@ -20,19 +20,16 @@ def test_every_field_of_a_config_is_on_its_page():
     assert '| `scope` | `"rollout"`, `"both"` | `"rollout"` |' in page
 
 
-def test_options_of_a_nested_dataclass_are_options_of_the_command():
-    page = make_reference.cli()
-    assert "| `--top-k` | integer | `0` |" in page and "| `--from` |" in page
-
-
 @pytest.mark.parametrize("page", [make_reference.cli, make_reference.configuration])
 def test_the_system_messages_that_have_names_are_named(page):
     (text,) = {line for line in page().splitlines() if "the name of one" in line and "none" in line}
     assert all(f'"{name}"' in text for name in datasets.SYSTEM_PROMPTS)
 
 
-def test_an_option_without_a_value_is_shown_as_the_command_line_takes_it():
+def test_options_are_shown_as_the_command_line_takes_them():
     page = make_reference.cli()
+    # Of a nested dataclass, and without a value.
+    assert "| `--top-k` | integer | `0` |" in page and "| `--from` |" in page
     assert "| `--ignore-eos` | no value |" in page and "| `--no-double-quant` | no value |" in page
 
 

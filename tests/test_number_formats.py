@@ -47,14 +47,12 @@ def per_entry(scales):
     return jnp.repeat(jnp.repeat(scales, 4, axis=-2), 8, axis=-1)
 
 
-def largest(w):
-    *stack, n, k = w.shape
-    return jnp.max(jnp.abs(w.reshape(*stack, n // 4, 4, k // 8, 8)), axis=(-3, -1))
-
-
 def toy(w, scales=None):
     w = w.astype(jnp.float32)
-    scales = jnp.maximum(largest(w), 1e-6) / 127 if scales is None else scales
+    if scales is None:
+        *stack, n, k = w.shape
+        largest = jnp.max(jnp.abs(w.reshape(*stack, n // 4, 4, k // 8, 8)), axis=(-3, -1))
+        scales = jnp.maximum(largest, 1e-6) / 127
     return ToyTensor(jnp.round(w / per_entry(scales)).astype(jnp.int8), scales, w.shape[-2:])
 
 

@@ -16,8 +16,7 @@ def row(step, accuracy=None, **more):
 
 
 def test_the_plan_of_7b_says_time_and_memory_without_a_download(capsys, monkeypatch):
-    argv = ["reproduce", "7b", "--plan-only", "--device", "H100"]
-    monkeypatch.setattr("sys.argv", argv)
+    monkeypatch.setattr("sys.argv", ["reproduce", "7b", "--plan-only", "--device", "H100"])
     reproduce.main()
     said = capsys.readouterr().out
     # 117 rollouts of 64 of 7473 problems, with 4 updates each.
@@ -25,13 +24,10 @@ def test_the_plan_of_7b_says_time_and_memory_without_a_download(capsys, monkeypa
     assert "device      what it offers" in said
 
 
-def test_a_run_that_does_not_fit_is_refused_before_the_download(monkeypatch):
+def test_what_does_not_fit_or_has_no_gpu_is_refused_before_the_download(monkeypatch):
     monkeypatch.setattr("sys.argv", ["reproduce", "32b", "--device", "T4"])
     with pytest.raises(config.ConfigError, match="memory"):
         reproduce.main()
-
-
-def test_a_machine_without_a_gpu_is_refused_before_the_download(monkeypatch):
     monkeypatch.setattr("sys.argv", ["reproduce", "7b"])
     with pytest.raises(SystemExit, match="device: got cpu, must be a GPU"):
         reproduce.main()

@@ -19,6 +19,10 @@ def result(rewards):
     return {"steps": {"reward": rewards}}
 
 
+def write(args, name, done=None):
+    (args.out / f"{name}.json").write_text(json.dumps(done or result([0.5, 0.5])))
+
+
 def all_rates(arm, best):
     """Makes results of an arm's first runs, of which those at one rate end with the highest reward."""
     return {
@@ -31,6 +35,7 @@ def all_rates(arm, best):
 def test_the_plan_has_72_runs_whose_last_are_known_when_the_rates_are():
     first = list(study.pieces({}))
     assert len(first) == len(set(first)) == 48
+    assert [Piece.named(piece.name) for piece in first] == first
     assert [piece.arm for piece in first[:8]] == list(ARMS)
     done = {}
     for arm in ARMS:
@@ -49,11 +54,6 @@ def test_the_best_rate_is_that_of_the_last_rewards_and_unknown_while_runs_are_mi
     done.popitem()
     assert study.best_rate(done, "nvfp4") is None
     assert not [piece for piece in study.pieces(done, ["nvfp4"], "seeds")]
-
-
-def test_a_piece_is_found_by_its_name():
-    for piece in study.pieces({}):
-        assert Piece.named(piece.name) == piece
 
 
 @pytest.mark.parametrize("arm", ARMS)
@@ -75,9 +75,8 @@ def test_every_arm_is_a_config_that_differs_in_what_it_says(arm, tmp_path):
 def two_steps(tmp_path):
     """Returns the arguments of a study of two steps on the tiny base, with problems that it can read."""
     tiny, table = config.read_table("quickstart"), config.read_table(study.CONFIG)
+    table |= {"max_steps": 2, "model": tiny["model"], "rewards": tiny["rewards"]}
     table |= {
-        "max_steps": 2,
-        **{"model": tiny["model"], "rewards": tiny["rewards"]},
         "data": tiny["data"] | {"num_problems": 64},
         "rollout": {"num_generations": 4, "max_completion_length": 32},
         "eval": {"num_problems": 8, "num_generations": 2, "temperature": 1.0},
@@ -114,9 +113,8 @@ def test_a_run_leaves_its_metrics_and_nothing_else(two_steps):
 
 def test_a_run_on_a_quantized_base_records_its_hash_too(two_steps):
     args = two_steps
-    weights = study.gptq_folder(args) / "model.safetensors"
+    weights, seen = study.gptq_folder(args) / "model.safetensors", set()
     weights.parent.mkdir(parents=True)
-    seen = set()
     for content in (b"one", b"other"):
         weights.write_bytes(content)
         seen.add(study.surroundings(args, ARMS["nvfp4-gptq"])["quantized"])
@@ -129,20 +127,17 @@ def test_a_run_on_a_quantized_base_records_its_hash_too(two_steps):
 def test_a_study_of_two_steps_is_done_in_pieces_by_several_processes(two_steps, capsys):
     args = two_steps
     args.jobs, args.seconds = 2, 0  # no time: nothing is begun
-    assert not study.work_off(args)
-    assert not study.read(args.out)
+    assert not study.work_off(args) and not study.read(args.out)
     args.seconds = 1e9
     for arm in args.arms:  # but for one rate of one arm all is there
         for piece in study.pieces({}, [arm], "rates"):
             if piece.rate != 3e-3 or arm == "bf16":
-                done = result([0.5, 0.5]) | {"of": "before"}
-                (args.out / f"{piece.name}.json").write_text(json.dumps(done))
+                write(args, piece.name, result([0.5, 0.5]) | {"of": "before"})
     assert study.work_off(args)
     results = study.read(args.out)
-    made = [name for name, each in results.items() if "of" not in each]
-    assert sorted(made) == ["nvfp4-aqn_0.003_0", "nvfp4-aqn_0.003_1"]
-    assert "nvfp4-aqn_0.003_0" in capsys.readouterr().out
-    assert "best rate" in study.progress(args)
+    made = sorted(name for name, each in results.items() if "of" not in each)
+    assert made == ["nvfp4-aqn_0.003_0", "nvfp4-aqn_0.003_1"]
+    assert made[0] in capsys.readouterr().out and "best rate" in study.progress(args)
     args.timing = True
     assert study.time_arms(args)
     assert json.loads((args.out / "timing_bf16.json").read_text())["step"] > 0
@@ -153,7 +148,7 @@ def test_runs_are_divided_among_cards(two_steps, monkeypatch):
     args.jobs, args.cards = 3, 2
 
     def begin(args, name, card):
-        (args.out / f"{name}.json").write_text(json.dumps(result([0.5, 0.5])))
+        write(args, name)
         cards.append(card)
         # The first run outlasts the next five, which therefore are not all on its card.
         is_first = len(cards) == 1
@@ -180,7 +175,7 @@ def test_other_runs_begin_while_gptq_quantizes(two_steps, monkeypatch, capsys, s
 
     def begin(args, name, card):
         began.append(name)
-        (args.out / f"{name}.json").write_text(json.dumps(result([0.5, 0.5])))
+        write(args, name)
         return types.SimpleNamespace(poll=lambda: 0, returncode=0)
 
     quantizing = types.SimpleNamespace(poll=poll, returncode=None)
@@ -199,7 +194,7 @@ def test_a_run_that_fails_is_told_of_and_left(two_steps, capsys):
     done = all_rates("bf16", 3e-4)
     done.pop("bf16_0.0003_1")
     for name, each in done.items():
-        (args.out / f"{name}.json").write_text(json.dumps(each))
+        write(args, name, each)
     assert not study.work_off(args)
     said = capsys.readouterr().out
     assert "bf16_0.0003_1 FAILED" in said and "nowhere" in said

@@ -7,17 +7,7 @@ import pytest
 
 from scripts import study_results
 from scripts.study import ARMS, FIRST_SEEDS, MORE_SEEDS, Piece
-from scripts.study_results import (
-    CLAIMS,
-    MISSING,
-    UNTESTED,
-    Claim,
-    Interval,
-    accuracy,
-    compared,
-    interval,
-    verdict,
-)
+from scripts.study_results import CLAIMS, MISSING, UNTESTED, Claim, accuracy, compared, verdict
 
 
 def run(reward=0.5, end=0.6, start=0.3, entropy=0.2, **more):
@@ -47,8 +37,8 @@ def test_runs_of_a_folder_are_added_with_what_the_page_needs(tmp_path):
     (tmp_path / "bf16_0.0003_0.json").write_text(json.dumps(result))
     (tmp_path / "timing_bf16.json").write_text('{"step": 0.5}')
     path = tmp_path / "study.jsonl"
-    study_results.add(tmp_path, path)
-    study_results.add(tmp_path, path)
+    for _ in range(2):
+        study_results.add(tmp_path, path)
     results, timings = study_results.read(path)
     assert timings == {"timing_bf16": {"step": 0.5}} and list(results) == ["bf16_0.0003_0"]
     added = results["bf16_0.0003_0"]
@@ -58,6 +48,7 @@ def test_runs_of_a_folder_are_added_with_what_the_page_needs(tmp_path):
 
 
 def test_an_interval_is_student_s():
+    interval = study_results.interval
     found = interval([1.0, 2.0, 3.0, 4.0])
     # t of 3 degrees of freedom is 3.182 at 97.5 %; the standard error is 1.291 / 2.
     np.testing.assert_allclose((found.low, found.high), (0.4457, 4.5543), atol=1e-3)
@@ -80,19 +71,17 @@ def test_arms_are_compared_by_the_seeds_that_both_have():
 
 
 @pytest.mark.parametrize(
-    ("ends", "equal", "expected"),
+    ("expected", "ends", "of_equality"),
     [
-        ((-0.01, 0.02), False, "not confirmed"),
-        ((0.001, 0.02), False, "confirmed"),
-        ((-0.02, -0.001), False, "opposite"),
-        ((-0.02, 0.02), True, "confirmed"),
-        ((-0.02, 0.04), True, "not confirmed"),
-        ((0.04, 0.06), True, "opposite"),
+        ("not confirmed", (-0.01, 0.02), (-0.02, 0.04)),
+        ("confirmed", (0.001, 0.02), (-0.02, 0.02)),
+        ("opposite", (-0.02, -0.001), (0.04, 0.06)),
     ],
 )
-def test_verdicts(ends, equal, expected):
-    claim = Claim("", "", "nvfp4", "bf16", accuracy, equal)
-    assert verdict(claim, Interval(0, *ends, 5)) == expected
+def test_verdicts(expected, ends, of_equality):
+    for equal, between in ((False, ends), (True, of_equality)):
+        claim = Claim("", "", "nvfp4", "bf16", accuracy, equal)
+        assert verdict(claim, study_results.Interval(0, *between, 5)) == expected
 
 
 def test_without_runs_the_page_says_so_and_has_no_number_of_ours():
@@ -135,10 +124,8 @@ def test_a_row_says_that_it_has_fewer_seeds_or_was_added():
     assert sum("(added)" in each for each in rows) == sum(claim.added for claim in CLAIMS)
 
 
-def test_the_committed_pages_are_what_the_scripts_make():
-    results, timings = study_results.read()
-    made = study_results.page(results, timings)
-    assert made == study_results.PAGE.read_text()
+def test_the_committed_page_is_what_the_script_makes():
+    assert study_results.page(*study_results.read()) == study_results.PAGE.read_text()
 
 
 @pytest.mark.slow

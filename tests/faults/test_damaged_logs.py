@@ -45,23 +45,18 @@ def test_a_bad_line_is_set_aside_and_all_rows_around_it_stay(case, tmp_path, cap
     assert path.read_bytes() == b"\n".join(whole) + b"\n"
 
 
-def test_of_a_last_line_that_a_kill_cut_short_nothing_is_said(tmp_path, capsys):
-    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines(ROWS[:3])) + b'\n{"step": 4, "rew')
+@pytest.mark.parametrize(
+    ("count", "end"),
+    [(3, b'\n{"step": 4, "rew'), (3, b""), (12, b"\n")],
+    ids=["a kill cut the last line short", "only its end is lacking", "rows beyond the checkpoint"],
+)
+def test_rows_of_the_steps_that_are_saved_are_all_that_stays_and_nothing_is_said(
+    count, end, tmp_path, capsys
+):
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines(ROWS[:count])) + end)
     logger.Logger(tmp_path, total_steps=16, step=3).close()
     assert "warning" not in capsys.readouterr().out
     assert logger.read_metrics(tmp_path) == ROWS[:3]
-
-
-def test_a_last_row_that_lacks_only_the_end_of_its_line_is_kept(tmp_path):
-    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines(ROWS[:3])))
-    logger.Logger(tmp_path, total_steps=16, step=3).close()
-    assert logger.read_metrics(tmp_path) == ROWS[:3]
-
-
-def test_rows_beyond_the_checkpoint_come_again_and_are_dropped(tmp_path):
-    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines(ROWS)) + b"\n")
-    logger.Logger(tmp_path, total_steps=16, step=5).close()
-    assert logger.read_metrics(tmp_path) == ROWS[:5]
 
 
 def test_files_in_completions_that_are_no_steps_are_left_alone(tmp_path):

@@ -3,6 +3,7 @@
 import dataclasses
 import pathlib
 import re
+from unittest import mock
 
 import jax
 import pytest
@@ -47,10 +48,7 @@ def test_an_absurd_value_is_refused_at_the_door(case, capsys):
             {"rewards": {"functions": ["a"], "options": {"a": {"x": [1e300]}}}},
             "rewards.options: got {'a': {'x': [1e+300]}}; must be a number that 32 bits can hold",
         ),
-        (
-            {"rewards": {"functions": ["a\0"]}},
-            "rewards.functions: got ('a\\x00',); must not hold a NUL character",
-        ),
+        ({"rewards": {"functions": ["a\0"]}}, "rewards.functions: got ('a\\x00',); must not hold"),
     ],
 )
 def test_values_that_nothing_can_use_are_refused_in_files_too(table, message):
@@ -110,10 +108,7 @@ def test_debug_shows_the_traceback_of_any_error(tmp_path, capsys):
 def test_a_bare_message_of_a_library_that_computes_is_no_answer(tmp_path, monkeypatch, capsys):
     """A ValueError of flax or JAX is not about the input, while ours are."""
 
-    def reshaped(cfg, **_):
-        return jax.numpy.zeros(3).reshape(2)
-
-    monkeypatch.setattr(trainer, "check", reshaped)
+    monkeypatch.setattr(trainer, "check", lambda cfg, **_: jax.numpy.zeros(3).reshape(2))
     path = harness.write_config(tmp_path / "run")
     assert main.main(["train", str(path)]) == 1
     shown = capsys.readouterr().err
@@ -173,9 +168,7 @@ def test_exhausted_memory_is_told_from_other_errors(text, found):
 
 
 def test_weights_that_do_not_fit_are_out_of_memory_too(tmp_path, monkeypatch, capsys):
-    def loading(*_, **__):
-        raise jax.errors.JaxRuntimeError(OOM)
-
+    loading = mock.Mock(side_effect=jax.errors.JaxRuntimeError(OOM))
     monkeypatch.setattr(base_model, "load_weights", loading)
     shown = harness.refused(capsys, "train", harness.write_config(tmp_path / "run"))
     assert "ran out of memory in the preparation" in shown

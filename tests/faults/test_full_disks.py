@@ -4,6 +4,7 @@ import errno
 import pathlib
 import sys
 import textwrap
+from unittest import mock
 
 import pytest
 
@@ -41,9 +42,7 @@ FREE = "free some space there, then start the command again"
     ],
 )
 def test_an_error_of_the_disk_names_path_reason_and_remedy(number, remedy, tmp_path, monkeypatch):
-    def failing(self, *_):
-        raise OSError(number, "text of the platform")
-
+    failing = mock.Mock(side_effect=OSError(number, "text of the platform"))
     monkeypatch.setattr(pathlib.Path, "write_bytes", failing)
     with pytest.raises(files.DiskError) as error:
         files.write_whole(tmp_path / "page.html", "text")
@@ -101,8 +100,8 @@ def test_a_checkpoint_that_finds_no_room_is_one_line_and_leaves_those_before_it(
             step: jax.Array
             params: jax.Array
 
-        def state(step, size=300_000):
-            values = jax.random.normal(jax.random.key(step), (size,))
+        def state(step):
+            values = jax.random.normal(jax.random.key(step), (300_000,))
             return State(jnp.int32(step), {"a": values})
 
         folder = pathlib.Path(sys.argv[1])
@@ -122,9 +121,9 @@ def test_a_checkpoint_that_finds_no_room_is_one_line_and_leaves_those_before_it(
         """,
         tmp_path,
     )
-    assert shown.count("\n") == 1
     path = tmp_path / "checkpoints" / "3"
     assert shown.startswith(f"{path}: could not be written: No space left on device; free")
+    assert shown.count("\n") == 1
 
 
 @needs_mounts
@@ -157,8 +156,7 @@ def test_a_run_on_a_full_disk_goes_on_once_there_is_room_as_if_nothing_had_been(
     train(harness.tiny(tmp_path / "whole"), quiet=True)
     blocks = [path.stat().st_blocks for path in (tmp_path / "whole").rglob("*")]
     size = max(4096, round(share * 512 * sum(blocks)))
-    disk, saved = tmp_path / "disk", tmp_path / "saved"
-    path = tmp_path / "run.toml"
+    disk, saved, path = (tmp_path / name for name in ("disk", "saved", "run.toml"))
     path.write_text(config.dump(harness.tiny(disk / "run")))
     disk.mkdir()
     shown = in_small_disk(

@@ -1,6 +1,7 @@
 """Tests of NaN and infinity in a run: each costs one update, is counted, and can be replayed."""
 
 import dataclasses
+import functools
 import itertools
 import shutil
 
@@ -28,15 +29,10 @@ def with_nan(tree):
 
 
 def in_step(number, change, function):
-    """A function whose result, or with `change` of two arguments whose call, is changed when it is called that often."""
+    """A function that `change` calls, with its arguments, when it is called the nth time."""
     calls = itertools.count(1)
-
-    def changed(*arguments, **options):
-        if next(calls) != number:
-            return function(*arguments, **options)
-        return change(function, *arguments, **options)
-
-    return changed
+    changed = functools.partial(change, function)
+    return lambda *given, **more: (changed if next(calls) == number else function)(*given, **more)
 
 
 def of_rewards(advantages, rewards, **options):
@@ -61,9 +57,7 @@ def of_weights(gradient, updater, policy, *arguments):
 
 @pytest.fixture(scope="module")
 def disturbed(tmp_path_factory):
-    """A run of six steps: NaN comes into the rewards of the 2nd, the log-probabilities of the 3rd, the gradients of the
-    4th and the weights of the 5th.
-    """
+    """A run of six steps: into the 2nd to the 5th comes a NaN."""
     folder = tmp_path_factory.mktemp("run")
     places = (
         (grpo, "group_advantages", 2, of_rewards),
@@ -178,8 +172,7 @@ def test_a_run_stops_where_its_base_first_gives_nan(too_large, tmp_path, capsys)
 def test_a_run_whose_first_update_is_not_finite_stops(tmp_path, monkeypatch):
     gradient = in_step(1, of_gradients, update.summed_gradient)
     monkeypatch.setattr(update, "summed_gradient", gradient)
-    with pytest.raises(
-        ValueError, match="update: loss .*, grad_norm nan, .*: the first update"
-    ) as e:
+    message = "update: loss .*, grad_norm nan, .*: the first update"
+    with pytest.raises(ValueError, match=message) as e:
         trainer.train(harness.tiny(tmp_path / "run"), quiet=True, reward_functions=[lengths])
     assert e.value.__notes__[0].startswith("in the update of step 1 ")

@@ -22,16 +22,8 @@ from qerl_jax.rl import rollouts
 from qerl_jax.training import replay
 from tests.faults import harness
 
-SOURCES = sorted(
-    path
-    for folder in ("qerl_jax", "pallas_kernels", "scripts")
-    for path in (harness.ROOT / folder).rglob("*.py")
-    # Runs lines of the TRL that is installed, to record what they compute; reads nothing else.
-    if path.name != "record_trl.py"
-)
 # Modules that run what they read.
-PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
-EXECUTE = {*PICKLES, "runpy", "code"}
+EXECUTE = set("pickle cPickle dill cloudpickle joblib shelve marshal runpy code".split())
 CALLS = {"eval", "exec", "compile", "__import__", "os.system", "torch.load", "yaml.load"}
 
 
@@ -60,12 +52,11 @@ def what_executes(tree):
 
 
 def test_no_module_runs_what_it_reads():
-    found = {
-        f"{path.relative_to(harness.ROOT)}:{line}"
-        for path in SOURCES
-        for line in what_executes(ast.parse(path.read_text()))
-    }
-    assert found == set()
+    for folder in ("qerl_jax", "pallas_kernels", "scripts"):
+        for path in (harness.ROOT / folder).rglob("*.py"):
+            # That runs lines of the TRL that is installed, to record what they compute; reads nothing else.
+            if path.name != "record_trl.py":
+                assert list(what_executes(ast.parse(path.read_text()))) == [], path
 
 
 def test_what_would_run_it_is_seen():
@@ -111,8 +102,8 @@ def test_a_step_with_pickled_objects_is_refused(tmp_path, capsys):
 
 def test_pickled_weights_are_not_read(tmp_path):
     canary = tmp_path / "canary"
-    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Canary(canary)))
-    (tmp_path / "model.safetensors").write_bytes(pickle.dumps(Canary(canary)))
+    for name in ("pytorch_model.bin", "model.safetensors"):
+        (tmp_path / name).write_bytes(pickle.dumps(Canary(canary)))
     with pytest.raises(safetensors.SafetensorsError, match="truncated or not a safetensors file"):
         safetensors.Tensors(tmp_path)
     (tmp_path / "model.safetensors").unlink()
@@ -126,9 +117,7 @@ def test_code_that_a_model_brings_along_is_not_run(tmp_path):
     code = f"import pathlib; pathlib.Path({str(canary)!r}).touch()\nclass Evil: pass\n"
     (tmp_path / "evil.py").write_text(code)
     auto = {"AutoTokenizer": ["evil.Evil", "evil.Evil"], "AutoConfig": "evil.Evil"}
-    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
-        if (harness.TINY / name).is_file():
-            shutil.copy(harness.TINY / name, tmp_path)
+    shutil.copytree(harness.TINY, tmp_path, dirs_exist_ok=True)
     for name in ("tokenizer_config.json", "config.json"):
         path = tmp_path / name
         table = json.loads(path.read_text()) if path.is_file() else {}
@@ -141,8 +130,7 @@ def test_code_that_a_model_brings_along_is_not_run(tmp_path):
 
 
 def test_code_beside_a_data_set_is_not_run(tmp_path):
-    canary = tmp_path / "canary"
-    folder = tmp_path / "rows"
+    canary, folder = tmp_path / "canary", tmp_path / "rows"
     folder.mkdir()
     (folder / "rows.py").write_text(f"import pathlib; pathlib.Path({str(canary)!r}).touch()\n")
     (folder / "rows.jsonl").write_text('{"prompt": "a", "answer": "1"}\n')

@@ -5,11 +5,11 @@ import errno
 import fcntl
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import pytest
 
@@ -61,9 +61,7 @@ def test_a_second_call_in_one_process_is_refused_too(tmp_path):
 
 
 def test_where_there_are_no_locks_a_warning_says_so(tmp_path, monkeypatch):
-    def without(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
+    without = mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available"))
     monkeypatch.setattr(fcntl, "flock", without)
     with locks.held(tmp_path) as warning:
         assert f"the file system of {tmp_path} has no locks" in warning
@@ -105,4 +103,3 @@ def test_of_two_runs_started_at_once_one_is_refused_and_the_other_is_undisturbed
     assert [each.returncode for each in ended] == [0, 2]
     assert ended[1].stderr.count("\n") == 1 and "output_dir" in ended[1].stderr
     assert harness.results(tmp_path / "shared") == harness.results(tmp_path / "alone")
-    shutil.rmtree(tmp_path / "shared")

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 
@@ -24,12 +23,10 @@ from tests.faults import harness
 
 def remembering(folder, **sections):
     """Makes a run with all that outlives a step: noise, sampling rounds, a moving reference, the best adapter."""
+    reference = {"beta": 0.02, "policy": "synced", "sync_steps": 2}
     return harness.tiny(
         folder,
-        grpo={
-            "dynamic_sampling": {"max_rounds": 3},
-            "reference": {"beta": 0.02, "policy": "synced", "sync_steps": 2},
-        },
+        grpo={"dynamic_sampling": {"max_rounds": 3}, "reference": reference},
         rewards={"functions": ("format_reward", "accuracy_reward"), "soft_punish_cache": 7},
         eval={"num_problems": 8, "eval_steps": 2, "batch_size": 8, "reward": "format_reward"},
         **sections,
@@ -107,13 +104,10 @@ def test_a_checkpoint_holds_what_the_run_remembers(tmp_path):
     train(cfg, quiet=True)
     rows = logger.read_metrics(tmp_path)
     progress = StateFiles(tmp_path, keep=None).supply()["progress"]
-    assert progress == {
-        "sources": {},
-        "num_tokens": rows[-1]["num_tokens"],
-        "best": max(row["eval/accuracy"] for row in rows),
-        "ends": True,
-    }
-    assert json.loads((tmp_path / "best.json").read_text())["eval/accuracy"] == progress["best"]
+    best = max(row["eval/accuracy"] for row in rows)
+    tokens = rows[-1]["num_tokens"]
+    assert progress == {"sources": {}, "num_tokens": tokens, "best": best, "ends": True}
+    assert json.loads((tmp_path / "best.json").read_text())["eval/accuracy"] == best
 
 
 @pytest.mark.slow
@@ -162,11 +156,8 @@ def test_a_run_says_that_the_code_of_its_reward_has_changed(tmp_path, capsys):
         train(harness.tiny(folder, max_steps=steps, rewards={"functions": functions}))
         return " ".join(capsys.readouterr().out.split())
 
-    warning = (
-        f"warning: the code of {file}:judge has changed since the run in {folder} began: its steps so far are kept "
-        "as they are. To train with the new code from the start, choose another output_dir, or remove "
-        f"{folder}"
-    )
+    warning = f"warning: the code of {file}:judge has changed since the run in {folder} began: its steps so far are kept "
+    warning += f"as they are. To train with the new code from the start, choose another output_dir, or remove {folder}"
     assert "warning: the code" not in shown("0.0", 2)
     over = shown("1.0", 2)
     assert "nothing left to do" in over and warning in over
@@ -192,4 +183,3 @@ def test_load_changes_no_bit(tmp_path):
             process.kill()
             process.wait()
     assert harness.results(tmp_path / "beside") == harness.results(tmp_path / "alone")
-    shutil.rmtree(tmp_path / "beside")

@@ -3,12 +3,8 @@
     python -m tests.faults.trial --faults 100 --seed 0
     python -m tests.faults.trial --faults 6 --deterministic     # a GPU needs this for equal bits
 
-A fault is one of these: a signal (SIGKILL, SIGTERM, SIGINT) at a random moment; a kill after which a random bit of the
-newest checkpoint is flipped or one of its files is truncated, if there is an older checkpoint; or a full disk, if a
-small file system can be mounted for the run. After each fault the run is started again. At its end metrics, completions
-and the adapter's bytes must equal those of the undisturbed run. The script prints a table. The exit status is 1 if
-anything differed, was shown as a traceback, or was lost beyond the last save. If results differ, it says from which
-step on, and by how much.
+`harness.disturb` makes the faults, and a full disk is one if a small file system can be mounted. The exit status is 1 if
+metrics, completions or the adapter's bytes differ, a traceback was shown, or more was lost than since the last save.
 """
 
 import argparse
@@ -103,11 +99,10 @@ def main() -> int:
         # Each start makes a few steps before its fault, and repeats some of them.
         steps = {"max_steps": 5 * options.faults, "save_steps": options.save_steps}
         steps["deterministic"] = options.deterministic
-        paths = []
-        for folder in folders:
+        paths = [pathlib.Path(place) / f"{folder.name}.toml" for folder in folders]
+        for folder, path in zip(folders, paths, strict=True):
             folder.parent.mkdir(exist_ok=True)
-            paths.append(pathlib.Path(place) / f"{folder.name}.toml")
-            paths[-1].write_text(config.dump(harness.tiny(folder, **steps)))
+            path.write_text(config.dump(harness.tiny(folder, **steps)))
         if (ended := harness.qerl("train", paths[0], timeout=None)).returncode:
             raise RuntimeError(f"the undisturbed run failed: {ended.stderr}")
         done, found = collections.Counter(), []
