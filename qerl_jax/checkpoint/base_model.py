@@ -148,29 +148,19 @@ def read_base(
     """
     tensors = FolderTensors(folder, model.arch)
     arch, source = model.arch, tensors.source
-    require(
-        source is None or model.weights in (source.name, *DENSE),
-        "model.weights",
-        model.weights,
-        f"{folder} holds {source and source.name}: set it to that, or to {' or '.join(DENSE)}, which unpacks it",
-        NotImplementedError,
-    )
+    can_read = source is None or model.weights in (source.name, *DENSE)
+    name = source and source.name
+    rule = f"{folder} holds {name}: set it to that, or to {' or '.join(DENSE)}, which unpacks it"
+    require(can_read, "model.weights", model.weights, rule, NotImplementedError)
     for line in tensors.check():
         tell(line)
     is_tied, in_16_bits = tensors.arch.tie_word_embeddings, tensors.dense_linears()
-    require(
-        is_tied == arch.tie_word_embeddings,
-        "model.arch.tie_word_embeddings",
-        arch.tie_word_embeddings,
-        f"{folder} has another head than the embedding",
-    )
+    rule = f"{folder} has another head than the embedding"
+    stated = arch.tie_word_embeddings
+    require(is_tied == stated, "model.arch.tie_word_embeddings", stated, rule)
     is_same = model.weights in DENSE or model.dense_linears == in_16_bits
-    require(
-        is_same,
-        "model.dense_linears",
-        model.dense_linears,
-        f"{folder} keeps {in_16_bits} in 16 bits",
-    )
+    rule = f"{folder} keeps {in_16_bits} in 16 bits"
+    require(is_same, "model.dense_linears", model.dense_linears, rule)
     dtype = abstract_base(model)["embed_tokens"].dtype
     branches = lora.shapes(model.lora, arch) if model.lora else {}
 
@@ -294,9 +284,8 @@ def read_layer(
         names = [f"{prefix}{architecture.PARENT[linear]}.{part}" for part, _ in parts]
         layer[linear] = {"weight": read_linear(linear, names)}
         if linear == "qkv" and arch.qkv_bias:
-            layer[linear]["bias"] = jnp.concatenate(
-                [jnp.asarray(tensors[f"{name}.bias"], dtype) for name in names]
-            )
+            biases = [jnp.asarray(tensors[f"{name}.bias"], dtype) for name in names]
+            layer[linear]["bias"] = jnp.concatenate(biases)
     return layer
 
 

@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import json
 import pathlib
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -94,8 +93,8 @@ def export(
     run = pathlib.Path(run)
     source = _source(run, model, weights)
     cfg, name = source.model, source.model.model_name_or_path
-    is_full = cfg.trainable == "full"
-    folder = _trained_model(run, to, step) if is_full else hf_folder.local_folder(name)
+    require(not cfg.random_base, f"{run}: model.random_base", True, "there is no base to export")
+    folder = _base_folder(cfg, run, to, step)
     base = _checked_base(cfg, folder, to, base)
     if overwrite and not pathlib.Path(out).is_file():
         _require_outside(pathlib.Path(out), run, folder)
@@ -115,14 +114,14 @@ def export(
         if to == "peft":
             peft.export_adapter(partial, params, model.lora, name)
             written = model.clone(lora=peft.read_lora(partial))
-            found = probe.policy(written, frozen, peft.import_adapter(partial, written))
+            exported = probe.policy(written, frozen, peft.import_adapter(partial, written))
         else:
             del frozen  # frees memory to read the export back
-            sums = _Sums.of(cfg, folder, model, params, base)
+            sums = _Sums.of(cfg, folder, model, params, base, dtype)
             if to == "pair":
-                found = _write_pair(partial, pathlib.Path(out), sums, model, params, probe, dtype)
+                exported = _write_pair(partial, pathlib.Path(out), sums, probe)
             else:
-                found = _write_base(partial, sums, model, probe, dtype, is_packed=to == "nvfp4")
+                exported = _write_base(partial, sums, probe, is_packed=to == "nvfp4")
             if source.run is not None:
                 rollout, written = source.run.rollout, partial / ("base" if to == "pair" else "")
                 hf_folder.state_ends(written, rollout.stop_token_ids or (), rollout.stop or ())
@@ -132,8 +131,8 @@ def export(
             alone, goal = _on_original(folder, model.clone(weights=str(dtype)), params, probe)
             of_bases, whose = alone - probe.logps(bare), "those of base and adapter"
         if to in ("nvfp4", "pair"):
-            report["kl"] = _ways(sums, model, params, probe, seen, bare, found, dtype, to)
-        logps = probe.logps(found)
+            report["kl"] = _ways(sums, probe, seen, bare, exported, to)
+        logps = probe.logps(exported)
         off = _mean_size(logps - goal)
         limit = _limit(to, model.dtype, effect) if limit is None else limit
         if not off <= limit:  # also if it is NaN
@@ -152,104 +151,79 @@ def export(
     return report
 
 
-def _write_base(
-    folder: pathlib.Path,
-    sums: "_Sums",
-    model: transformer.Transformer,
-    probe: "_Probe",
-    dtype: np.dtype,
-    *,
-    is_packed: bool,
-) -> Any:
-    """Writes the sums of base and adapter, packed as NVFP4 or in `dtype`; returns the written policy, read back."""
+def _write_base(folder: pathlib.Path, sums: "_Sums", probe: "_Probe", *, is_packed: bool) -> Any:
+    """Writes the sums of base and adapter, packed as NVFP4 or in 16 bits; returns the written policy, read back."""
     form = packed_formats.named("nvfp4") if is_packed else None
-    _write_model(folder, sums, form, dtype)
-    written = model.clone(
-        weights=form.name if form else str(dtype),
+    _write_model(folder, sums, form)
+    written = sums.model.clone(
+        weights=form.name if form else str(sums.dtype),
         lora=None,
-        dense_linears=FolderTensors(folder, model.arch).dense_linears(),
+        dense_linears=FolderTensors(folder, sums.arch).dense_linears(),
     )
     return probe.policy(written, base_model.read_base(folder, written))
 
 
 def _on_original(
     folder: pathlib.Path, model: transformer.Transformer, params: Any, probe: "_Probe"
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns log-probabilities of a base in 16 bits, without and with the adapter beside it."""
+):
+    """Returns the log-probabilities [n] of a base in 16 bits, without and with the adapter beside it."""
     frozen = base_model.read_base(folder, model)
-    alone = probe.logps(probe.policy(model, frozen, params, adapter=False))
-    return alone, probe.logps(probe.policy(model, frozen, params))
+    policies = [probe.policy(model, frozen, params, adapter=beside) for beside in (False, True)]
+    return [probe.logps(policy) for policy in policies]
 
 
 def lines(report: dict[str, Any]) -> list[str]:
     """Returns a report as lines of text: the comparison, the KL of each way to serve it, and warnings if needed."""
-    said = [line(report)]
-    if report["to"] == "peft" and report["base"] == "qerl-tiny":
-        said.append(
-            'note: PEFT cannot find the base "qerl-tiny", which is in this package. --to pair writes the base beside the '
-            "adapter, and --to merged writes a model that needs no base"
-        )
-    kl = report.get("kl")
-    if not kl:
-        return said
-    said.append(
-        "difference from the trained policy, KL in nats per token: "
-        + ", ".join(f"{way} {kl[way]:.3g}" for way in kl)
-    )
-    alone, merged = kl.get(_ALONE), kl.get(_MERGED_4)
-    if alone is None or merged is None or merged - kl[_BESIDE] <= MOST_LOST * alone:
-        return said
-    said.append(
-        f"WARNING: merging into 4-bit weights loses {(merged - kl[_BESIDE]) / max(alone, 1e-12):.0%} of what "
-        "training changed: the adapter is smaller than a step of these numbers. Serve base and adapter side by "
-        "side instead: qerl export RUN --to pair OUT, then vllm serve OUT/base --enable-lora --lora-modules "
-        "policy=OUT/adapter"
-    )
-    return said
-
-
-def line(report: dict[str, Any]) -> str:
-    """Returns the comparison in a report as a sentence."""
-    return (
+    text = [
         f"log-probabilities of {report['tokens']} tokens differ from the trained policy's by "
         f"{report['mean_difference']:.3g} on average, {report['max_difference']:.3g} at most; "
         f"training has changed them by {report['mean_effect_of_training']:.3g}"
-    )
+    ]
+    if report["to"] == "peft" and report["base"] == "qerl-tiny":
+        text.append(
+            'note: PEFT cannot find the base "qerl-tiny", which is in this package. --to pair writes the base beside the '
+            "adapter, and --to merged writes a model that needs no base"
+        )
+    kl = report.get("kl", {})
+    if kl:
+        ways = ", ".join(f"{way} {value:.3g}" for way, value in kl.items())
+        text.append(f"difference from the trained policy, KL in nats per token: {ways}")
+    if _ALONE in kl and _MERGED_4 in kl:
+        alone, lost = kl[_ALONE], kl[_MERGED_4] - kl[_BESIDE]
+        if not lost <= MOST_LOST * alone:  # also if it is NaN
+            text.append(
+                f"WARNING: merging into 4-bit weights loses {lost / max(alone, 1e-12):.0%} of what "
+                "training changed: the adapter is smaller than a step of these numbers. Serve base and adapter side by "
+                "side instead: qerl export RUN --to pair OUT, then vllm serve OUT/base --enable-lora --lora-modules "
+                "policy=OUT/adapter"
+            )
+    return text
 
 
 def _source(run: pathlib.Path, model: str | None, weights: str | None) -> PolicySource:
     """Returns the base and the adapter that are exported; see `export` for the arguments."""
-    is_run = (run / "config.toml").is_file()
-    require(
-        is_run or (run / "adapter_config.json").is_file(),
-        "run",
-        str(run),
-        "has no config.toml; a run folder is what qerl train writes",
-        FileNotFoundError,
-    )
-    if not is_run:
-        source = find_policy(model, run, weights=weights)
-        _require_base(source.model, run)
-        return source
+    if not (run / "config.toml").is_file():
+        rule = "has no config.toml; a run folder is what qerl train writes"
+        is_adapter = (run / "adapter_config.json").is_file()
+        require(is_adapter, "run", str(run), rule, FileNotFoundError)
+        return find_policy(model, run, weights=weights)
     for name, value in (("model", model), ("weights", weights)):
         rule = "the config of the run says it; it is for an adapter without its run"
         require(value is None, name, value, rule)
     cfg = config.load_run(run)
-    _require_base(cfg.model, run)
     return PolicySource(cfg.model, run=cfg, folder=run)
 
 
-def _require_base(cfg: config.ModelConfig, run: pathlib.Path) -> None:
-    require(not cfg.random_base, f"{run}: model.random_base", True, "there is no base to export")
-
-
-def _trained_model(run: pathlib.Path, to: Kind, step: int | None) -> pathlib.Path:
-    """Returns the folder of the final model of a run that trained the whole base."""
+def _base_folder(
+    cfg: config.ModelConfig, run: pathlib.Path, to: Kind, step: int | None
+) -> pathlib.Path:
+    """Returns the folder of the base: of a run that trained the whole of it, what that run has written."""
+    if cfg.trainable != "full":
+        return hf_folder.local_folder(cfg.model_name_or_path)
     rule = f"a run with model.trainable = 'full' has no adapter, and its 16-bit model is {run / 'model'}"
     require(to == "nvfp4", "to", to, rule)
-    require(
-        step is None, "step", step, "a run that trains the whole model writes only its last step"
-    )
+    rule = "a run that trains the whole model writes only its last step"
+    require(step is None, "step", step, rule)
     return trained_model(run)
 
 
@@ -259,18 +233,16 @@ def _checked_base(
     if to in ("peft", "pair"):
         require(base is None, "from", base, "an adapter is exported without adding it to weights")
         return None
-    packed = packed_formats.of_folder(folder) is not None
-    both = ["original"] if cfg.weights in config.DENSE else ["original", "packed"]
-    choices = ["packed"] if packed else both
+    choices = ["original"] if cfg.weights in config.DENSE else ["original", "packed"]
+    if packed_formats.of_folder(folder) is not None:
+        choices = ["packed"]
     if base is None and (to == "merged" or len(choices) == 1):
         return choices[-1]
-    require(
-        base in choices,
-        "from",
-        base,
+    rule = (
         f"must be {' or '.join(map(repr, choices))}: the adapter is added to the 16-bit weights of "
-        f"{folder} ('original') or to packed ones ('packed'), if there are such",
+        f"{folder} ('original') or to packed ones ('packed'), if there are such"
     )
+    require(base in choices, "from", base, rule)
     return base
 
 
@@ -305,12 +277,9 @@ class _Probe:
     ) -> np.ndarray:
         """Computes a policy's log-probabilities of all ids at the n answer tokens, float32 [n, num_tokens]."""
         variables = {"params": params or {}, "frozen": frozen}
-        rows, slots = np.nonzero(self.answers[:, 1:])
-        return np.asarray(
-            _distributions(
-                model, adapter, self.num_tokens, variables, jnp.asarray(self.ids), rows, slots
-            )
-        )
+        answers = np.nonzero(self.answers[:, 1:])
+        ids = jnp.asarray(self.ids)
+        return np.asarray(_distributions(model, adapter, self.num_tokens, variables, ids, *answers))
 
     def logps(self, policy: np.ndarray) -> np.ndarray:
         """Returns the log-probabilities [n] of the answer tokens, from the result of `policy`."""
@@ -332,23 +301,21 @@ def _load(
     folder), the base on the device, and the prompts on which policies are compared.
     """
     base = dataclasses.replace(source.model, model_name_or_path=str(folder), trainable="lora")
-    adapter = source.adapter
+    adapter, shape = source.adapter, None
     if adapter is not None:
-        rule = "an adapter's folder holds no checkpoints: name its run"
-        require(step is None, "step", step, rule)
+        require(
+            step is None, "step", step, "an adapter's folder holds no checkpoints: name its run"
+        )
         shape = peft.read_lora(adapter)
-    elif source.model.trainable == "full":
-        shape = None
-    else:
+    elif source.model.trainable != "full":
         shape = source.run.lora
         adapter, step = saved(source.folder) if step is None else (None, step)
     model, frozen, tokens = load_base(base, shape)
-    if shape is None:
-        params = {}
-    elif step is None:
-        params = peft.import_adapter(adapter, model)
-    else:
+    params = {}
+    if step is not None:
         step, params = run_state.StateFiles(source.folder, keep=None).params(step)
+    elif shape is not None:
+        params = peft.import_adapter(adapter, model)
     return model, params, step, frozen, _probe(tokens)
 
 
@@ -401,17 +368,19 @@ class _Sums:
 
     Attributes:
         tensors: The tensors of the base's folder.
-        held: Format to which the base's 16-bit linears are rounded before the adapter is added, or None.
-        scales: How block scales of `held` are chosen.
-        params: The adapter's layers; empty if the whole base was trained.
-        branches: The adapter's branches, by linear.
+        model: The model of the trained policy.
+        layers: The adapter's layers; empty if the whole base was trained.
+        rounding: Format to which the base's 16-bit linears are rounded before the adapter is added, or None.
+        scales: How block scales of `rounding` are chosen.
+        dtype: The dtype of what is not packed.
     """
 
     tensors: FolderTensors
-    held: packed_formats.FolderFormat | None
+    model: transformer.Transformer
+    layers: dict[str, Any]
+    rounding: packed_formats.FolderFormat | None
     scales: config.BlockScales
-    params: dict[str, Any]
-    branches: Mapping[str, lora.LinearShape]
+    dtype: np.dtype
 
     @classmethod
     def of(
@@ -421,18 +390,14 @@ class _Sums:
         model: transformer.Transformer,
         params: dict[str, Any],
         base: Base | None,
+        dtype: np.dtype,
     ) -> "_Sums":
         """Makes the sums for a choice of base; None for `pair`, which uses the base of the training."""
         tensors = FolderTensors(folder, model.arch)
         packed = cfg.weights not in config.DENSE and cfg.trainable != "full"
         rounded = tensors.source is None and packed and base != "original"
-        return cls(
-            tensors,
-            packed_formats.named(cfg.weights) if rounded else None,
-            cfg.block_scales,
-            params.get("layers", {}),
-            lora.shapes(model.lora, model.arch) if model.lora else {},
-        )
+        rounding = packed_formats.named(cfg.weights) if rounded else None
+        return cls(tensors, model, params.get("layers", {}), rounding, cfg.block_scales, dtype)
 
     @property
     def arch(self) -> architecture.Architecture:
@@ -442,7 +407,7 @@ class _Sums:
     @property
     def form(self) -> packed_formats.FolderFormat | None:
         """The format of the base's packed linears; None if none are packed."""
-        return self.tensors.source or self.held
+        return self.tensors.source or self.rounding
 
     @functools.cached_property
     def dense(self) -> frozenset[tuple[str, int]]:
@@ -456,11 +421,10 @@ class _Sums:
         names = self.arch.linear_names(linear, index)
         if self.tensors.source is not None:
             return [self.tensors.packed(name) for name in names]
-        if self.held is None:
+        if self.rounding is None:
             return None
-        return self.held.numbers.pack(
-            [self.tensors[f"{name}.weight"] for name in names], self.scales
-        )
+        weights = [self.tensors[f"{name}.weight"] for name in names]
+        return self.rounding.numbers.pack(weights, self.scales)
 
     def weights(self, linear: str, index: int, packed: list[Any] | None) -> list[jax.Array]:
         """Returns the weights [N, K] of a linear's parts with the adapter added, float32 if there is an adapter.
@@ -471,10 +435,10 @@ class _Sums:
             weights = [self.form.numbers.unpack(part, jnp.float32) for part in packed]
         else:
             weights = self.tensors.weights(self.arch.linear_names(linear, index))
-        if linear not in self.params:
+        if linear not in self.layers:
             return weights
-        shape = self.branches[linear]
-        pairs = [self.params[linear][part] for part, _ in self.arch.linears()[linear]]
+        shape = lora.shapes(self.model.lora, self.arch)[linear]
+        pairs = [self.layers[linear][part] for part, _ in self.arch.linears()[linear]]
         pairs = [
             (pair["a"][index], shape.scaled(pair["b"][index], part, index))
             for part, pair in enumerate(pairs)
@@ -483,13 +447,13 @@ class _Sums:
 
     def norm(self, norm: str, index: int) -> Any:
         """Returns the scale of a layer's norm: the trained one if there is one."""
-        if norm in self.params:
-            return self.params[norm]["scale"][index]
+        if norm in self.layers:
+            return self.layers[norm]["scale"][index]
         name, _ = self.arch.norms()[norm]
         return self.tensors[f"model.layers.{index}.{name}.weight"]
 
-    def dense_base(self, dtype: np.dtype) -> Any:
-        """Makes the `frozen` tree of the merged model in `dtype`, on the device."""
+    def dense_base(self) -> Any:
+        """Makes the `frozen` tree of the merged model in 16 bits, on the device."""
         norms = {
             f"model.layers.{index}.{name}.weight": self.norm(norm, index)
             for index in range(self.arch.num_layers)
@@ -499,79 +463,65 @@ class _Sums:
         def read(linear, names):
             index = int(names[0].split(".")[2])
             weights = self.weights(linear, index, self.packed(linear, index))
-            return jnp.concatenate(weights).astype(dtype)
+            return jnp.concatenate(weights).astype(self.dtype)
 
-        return base_model.assemble(
-            self.arch, collections.ChainMap(norms, self.tensors), dtype, read
-        )
+        tensors = collections.ChainMap(norms, self.tensors)
+        return base_model.assemble(self.arch, tensors, self.dtype, read)
 
 
 def _ways(
     sums: _Sums,
-    model: transformer.Transformer,
-    params: dict[str, Any],
     probe: _Probe,
     trained: np.ndarray,
     bare: np.ndarray,
-    found: np.ndarray,
-    dtype: np.dtype,
+    exported: np.ndarray,
     to: Kind,
 ) -> dict[str, float]:
     """Computes KL(trained policy || served policy) for each way to serve it, in nats per token.
 
-    `trained`, `bare` and `found` are the log-probabilities of the trained policy, its base, and the written policy.
+    `trained`, `bare` and `exported` are the log-probabilities of the trained policy, its base, and the written policy.
     """
-    if not params:
-        return {_MERGED_4: _mean_kl(trained, found)}
-    if model.weights in config.DENSE and sums.tensors.source is None:
+    if not sums.layers:
+        return {_MERGED_4: _mean_kl(trained, exported)}
+    alone, beside = bare, trained
+    if sums.model.weights in config.DENSE and sums.tensors.source is None:
         # The policy was trained on 16-bit weights, so the 4-bit base is another one.
-        four = model.clone(weights="nvfp4")
+        four = sums.model.clone(weights="nvfp4")
         frozen = base_model.read_base(sums.tensors.folder, four)
+        params = {"layers": sums.layers}
         alone = probe.policy(four, frozen, params, adapter=False)
-        beside = found if to == "pair" else probe.policy(four, frozen, params)
+        beside = exported if to == "pair" else probe.policy(four, frozen, params)
         del frozen
-    else:
-        alone, beside = bare, found if to == "pair" else trained
-    kl = {_ALONE: _mean_kl(trained, alone), _BESIDE: _mean_kl(trained, beside)}
     if to == "pair":
-        return kl
-    merged = model.clone(weights=str(dtype), lora=None)
-    in_16 = probe.policy(merged, sums.dense_base(dtype))
-    return kl | {_MERGED_16: _mean_kl(trained, in_16), _MERGED_4: _mean_kl(trained, found)}
+        return {_ALONE: _mean_kl(trained, alone), _BESIDE: _mean_kl(trained, exported)}
+    in_16 = probe.policy(sums.model.clone(weights=str(sums.dtype), lora=None), sums.dense_base())
+    ways = {_ALONE: alone, _BESIDE: beside, _MERGED_16: in_16, _MERGED_4: exported}
+    return {way: _mean_kl(trained, policy) for way, policy in ways.items()}
 
 
-def _write_pair(
-    folder: pathlib.Path,
-    out: pathlib.Path,
-    sums: _Sums,
-    model: transformer.Transformer,
-    params: dict[str, Any],
-    probe: _Probe,
-    dtype: np.dtype,
-) -> np.ndarray:
+def _write_pair(folder: pathlib.Path, out: pathlib.Path, sums: _Sums, probe: _Probe) -> np.ndarray:
     """Writes a packed base and the adapter; returns the log-probabilities of both as read back.
 
     Trained norms are written into the base: serving engines do not read norms from an adapter.
     """
     form = sums.form or packed_formats.named("nvfp4")
-    linears = {name: None for name in sums.arch.linears()}
-    norms = {name: value for name, value in sums.params.items() if name not in linears}
+    pairs = {name: x for name, x in sums.layers.items() if name in sums.arch.linears()}
+    norms = {name: x for name, x in sums.layers.items() if name not in pairs}
     base, adapter = folder / "base", folder / "adapter"
     base.mkdir()
-    _write_model(base, dataclasses.replace(sums, params=norms), form, dtype)
-    without_norms = dataclasses.replace(model.lora, train_norms=False)
-    pairs = {"layers": {n: x for n, x in params["layers"].items() if n in linears}}
-    peft.export_adapter(adapter, pairs, without_norms, str(out.resolve() / "base"))
-    written = model.clone(weights=form.name, lora=peft.read_lora(adapter))
+    _write_model(base, dataclasses.replace(sums, layers=norms), form)
+    without_norms = dataclasses.replace(sums.model.lora, train_norms=False)
+    peft.export_adapter(adapter, {"layers": pairs}, without_norms, str(out.resolve() / "base"))
+    written = sums.model.clone(weights=form.name, lora=peft.read_lora(adapter))
     frozen = base_model.read_base(base, written)
     return probe.policy(written, frozen, peft.import_adapter(adapter, written))
 
 
 def _write_model(
-    folder: pathlib.Path, sums: _Sums, form: packed_formats.FolderFormat | None, dtype: np.dtype
+    folder: pathlib.Path, sums: _Sums, form: packed_formats.FolderFormat | None
 ) -> None:
-    """Writes a merged model layer by layer; linears are packed in `form`, all else is in `dtype`."""
-    arch, tensors = sums.arch, sums.tensors
+    """Writes a merged model layer by layer; linears are packed in `form`, all else is in 16 bits."""
+    arch, tensors, dtype = sums.arch, sums.tensors, sums.dtype
     dense = [name for at in sorted(sums.dense) for name in arch.linear_names(*at)]
 
     def layer(index: int) -> dict[str, np.ndarray]:
@@ -588,7 +538,7 @@ def _write_model(
             if form is None or (linear, index) in sums.dense:
                 files = [{"weight": np.asarray(weight.astype(dtype))} for weight in weights]
             else:
-                if linear in sums.params or packed is None or sums.form.name != form.name:
+                if linear in sums.layers or packed is None or sums.form.name != form.name:
                     like = _like(form.numbers, packed)
                     packed = form.numbers.pack(weights, "search", like=like)
                 files = map(form.write, jax.device_get(packed))

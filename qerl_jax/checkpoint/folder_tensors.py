@@ -28,24 +28,9 @@ from qerl_jax.system.checked import require
 # Last parts of the names of tensors that change nothing here: scales for quantized activations, which stay in 16 bits,
 # and for a quantized KV cache; rotary frequencies, which config.json states.
 _IGNORED = (
-    *(
-        "input_scale",
-        "input_global_scale",
-        "input_zero_point",
-        "input_scale_ub",
-        "activation_scale",
-    ),
-    *(
-        "output_scale",
-        "output_zero_point",
-        "q_scale",
-        "k_scale",
-        "v_scale",
-        "kv_scale",
-        "prob_scale",
-    ),
-    *("k_zero_point", "v_zero_point", "inv_freq"),
-)
+    "input_scale input_global_scale input_zero_point input_scale_ub activation_scale output_scale output_zero_point "
+    "q_scale k_scale v_scale kv_scale prob_scale k_zero_point v_zero_point inv_freq"
+).split()
 # Dtypes of weights in 8 bits, and the names of their scales. DeepSeek's `weight_scale_inv` multiplies, too.
 _8_BITS = ("F8_E4M3", "F8_E5M2", "I8")
 _SCALES, _ZERO = ("weight_scale", "weight_scale_inv"), "weight_zero_point"
@@ -97,10 +82,9 @@ class FolderTensors(Mapping[str, jax.Array]):
 
     def __iter__(self) -> Iterator[str]:
         for module in self._expected():
-            has_bias = self._modules[module][1]
-            yield from (
-                f"{module}.{part}" for part in (["weight", "bias"] if has_bias else ["weight"])
-            )
+            yield f"{module}.weight"
+            if self._modules[module][1]:
+                yield f"{module}.bias"
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -144,9 +128,8 @@ class FolderTensors(Mapping[str, jax.Array]):
         assert form is not None, module
         form.check_scales(self.files, module)
         weight, shape = form.read(self.files, module), self._modules[module][0]
-        require(
-            weight.shape == shape, f"{module}: shape", weight.shape, f"must be {shape}", ValueError
-        )
+        rule = f"must be {shape}"
+        require(weight.shape == shape, f"{module}: shape", weight.shape, rule, ValueError)
         return weight
 
     def form(self, module: str) -> FolderFormat | None:
@@ -172,15 +155,13 @@ class FolderTensors(Mapping[str, jax.Array]):
         """
         if self.source is None:
             return ()
-        layers = {
-            linear: tuple(
-                index
-                for index in range(self._stated.num_layers)
-                if any(self.form(name) is None for name in self._stated.linear_names(linear, index))
-            )
-            for linear in self._stated.linears()
-        }
-        return tuple((linear, at) for linear, at in layers.items() if at)
+
+        def layers(linear: str) -> tuple[int, ...]:
+            names = (self._stated.linear_names(linear, i) for i in range(self._stated.num_layers))
+            is_dense = [any(self.form(name) is None for name in parts) for parts in names]
+            return tuple(index for index, dense in enumerate(is_dense) if dense)
+
+        return tuple((linear, at) for linear in self._stated.linears() if (at := layers(linear)))
 
     def shared_scales(self) -> set[str]:
         """Returns the fused linears whose parts share one global scale in every layer; all if the format has none.
@@ -190,15 +171,15 @@ class FolderTensors(Mapping[str, jax.Array]):
         arch, source = self._stated, self.source
         if source is None or not source.numbers.has_global_scale:
             return set(arch.linears())
-        return {
-            linear
-            for linear in arch.linears()
-            if all(
-                len({source.read(self.files, name).global_scale.item() for name in names}) == 1
-                for names in (arch.linear_names(linear, index) for index in range(arch.num_layers))
-                if not any(self.form(name) is None for name in names)
-            )
-        }
+
+        def is_shared(linear: str, index: int) -> bool:
+            names = arch.linear_names(linear, index)
+            if any(self.form(name) is None for name in names):
+                return True
+            return len({source.read(self.files, name).global_scale.item() for name in names}) == 1
+
+        layers = range(arch.num_layers)
+        return {linear for linear in arch.linears() if all(is_shared(linear, i) for i in layers)}
 
     def check(self) -> list[str]:
         """Checks names, dtypes and shapes of all tensors, without reading them.
@@ -278,9 +259,8 @@ class FolderTensors(Mapping[str, jax.Array]):
     def _check_type(self, module: str, name: str, parts: Mapping[str, Any]) -> None:
         suffix = name.removeprefix(f"{module}.")
         if suffix not in parts:
-            raise NotImplementedError(
-                f"{name}: has no place in the model, and would change what {module} does"
-            )
+            rule = f"has no place in the model, and would change what {module} does"
+            raise NotImplementedError(f"{name}: {rule}")
         types, read = parts[suffix][0] or (self.files.type(name),), self.files.type(name)
         rule = f"must be {' or '.join(types)}"
         rule += f"; 8 bits need a {' or '.join(_SCALES)} beside them" if read in _8_BITS else ""
@@ -324,9 +304,7 @@ class FolderTensors(Mapping[str, jax.Array]):
         return weight
 
 
-def _modules(
-    arch: architecture.Architecture,
-) -> dict[str, tuple[tuple[int, ...], bool]]:
+def _modules(arch: architecture.Architecture) -> dict[str, tuple[tuple[int, ...], bool]]:
     """Returns the modules of an architecture with the shape of their weight, and whether they have a bias."""
     ends = (arch.vocab_size, arch.width)
     modules: dict[str, tuple[tuple[int, ...], bool]] = {
@@ -376,7 +354,6 @@ def _decoded(
     if zero is not None:
         units = units - per_entry(zero)
     weight = units * per_entry(scale)
-    is_usable = jnp.all(
-        jnp.abs(weight) <= _LARGEST_8_BITS
-    )  # false for NaN; a maximum could skip it
+    # False for NaN, which a maximum could skip.
+    is_usable = jnp.all(jnp.abs(weight) <= _LARGEST_8_BITS)
     return weight, is_usable, jnp.any((weight == 0) & (units != 0))

@@ -48,15 +48,10 @@ _OUTSIDE = {
 _IN_LAYER = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+    **{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"},
+    **{f"attn_{part}_norm": f"self_attn.{part}_norm" for part in "qk"},
+    **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
 }
 _ROPE_FACTORS = "rope_freqs.weight"
 _CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -118,11 +113,9 @@ class _Parser:
     def header(self) -> Header:
         if self._bytes(4) != _MAGIC:
             raise GGUFError("is no GGUF file")
-        version = self._number("I")
-        if version not in (2, 3):
-            raise GGUFError(
-                f"is of version {version}; only 2 and 3 can be read, in little-endian order"
-            )
+        if (version := self._number("I")) not in (2, 3):
+            rule = "only 2 and 3 can be read, in little-endian order"
+            raise GGUFError(f"is of version {version}; {rule}")
         num_tensors, num_fields = self._count(), self._count()
         fields = self._items(num_fields, lambda: self._value(self._number("I")))
         entries = self._items(num_tensors, self._tensor)
@@ -153,11 +146,9 @@ class _Parser:
         self, name: str, shape: tuple[int, ...], kind: int, offset: int, start: int
     ) -> Entry:
         entry = Entry(shape, kind, start + offset, math.prod(_byte_shape(name, shape, kind)))
-        if entry.start + entry.nbytes > len(self._data):
-            raise GGUFError(
-                f"is cut short, or not what its header says: {name} ends at byte "
-                f"{entry.start + entry.nbytes} of {len(self._data)}"
-            )
+        if (end := entry.start + entry.nbytes) > (size := len(self._data)):
+            why = f"{name} ends at byte {end} of {size}"
+            raise GGUFError(f"is cut short, or not what its header says: {why}")
         return entry
 
     def _bytes(self, count: int) -> bytes:
@@ -173,9 +164,8 @@ class _Parser:
         """Reads the number of items that follow, each of which takes at least one byte."""
         count = self._number("Q")
         if count > len(self._data) - self._at:
-            raise GGUFError(
-                f"is cut short: a header of {len(self._data)} bytes says {count} of something"
-            )
+            size = len(self._data)
+            raise GGUFError(f"is cut short: a header of {size} bytes says {count} of something")
         return count
 
     def _text(self) -> str:
@@ -185,22 +175,18 @@ class _Parser:
             raise GGUFError(f"holds a text that is not UTF-8: {error}") from None
 
     def _value(self, kind: int) -> Any:
+        is_array, count = kind == _ARRAY, 1
+        if is_array:
+            kind, count = self._number("I"), self._count()
         if kind == _STRING:
-            return self._text()
-        if kind != _ARRAY:
-            return self._number(_scalar(kind))
-        kind, count = self._number("I"), self._count()
-        if kind == _STRING:
-            return [self._text() for _ in range(count)]
-        code = _scalar(kind)
-        size = struct.calcsize(f"<{code}")
-        return list(struct.unpack(f"<{count}{code}", self._bytes(count * size)))
-
-
-def _scalar(kind: int) -> str:
-    if kind not in _SCALARS:
-        raise GGUFError(f"holds a value of type {kind}, which is unknown, or an array of arrays")
-    return _SCALARS[kind]
+            values = [self._text() for _ in range(count)]
+        elif code := _SCALARS.get(kind):
+            form = f"<{count}{code}"
+            values = list(struct.unpack(form, self._bytes(struct.calcsize(form))))
+        else:
+            why = "which is unknown, or an array of arrays"
+            raise GGUFError(f"holds a value of type {kind}, {why}")
+        return values if is_array else values[0]
 
 
 def _byte_shape(name: str, shape: tuple[int, ...], kind: int) -> tuple[int, ...]:
@@ -221,9 +207,8 @@ def _package(name: str):
     try:
         import gguf
     except ImportError:
-        raise GGUFError(
-            f"{name}: is quantized, and the package that unpacks it is missing: pip install gguf"
-        ) from None
+        rule = "is quantized, and the package that unpacks it is missing: pip install gguf"
+        raise GGUFError(f"{name}: {rule}") from None
     return gguf
 
 
@@ -245,10 +230,9 @@ class Tensors(Mapping[str, np.ndarray]):
         self.header = read_header(path)
         self.config = model_config(self.header)
         self._data = np.memmap(path, mode="r")
-        self._heads = {}
-        if self.config["model_type"] == "llama":
-            heads = self.config["num_attention_heads"], self.config["num_key_value_heads"]
-            self._heads = dict(zip(("attn_q", "attn_k"), heads, strict=True))
+        heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
+        heads = heads if self.config["model_type"] == "llama" else {}
+        self._heads = {part: self.config[field] for part, field in heads.items()}
         self._entries = {
             _hf_name(name): (name, entry)
             for name, entry in self.header.entries.items()
@@ -258,8 +242,7 @@ class Tensors(Mapping[str, np.ndarray]):
     def __getitem__(self, name: str) -> np.ndarray:
         source, entry = self._entry(name)
         weight = self._unpacked(source, entry)
-        part = source.split(".")[2] if source.startswith("blk.") else ""
-        if part in self._heads:
+        for part in self._heads.keys() & set(source.split(".")):
             weight = _halves(source, weight, self._heads[part])
         with np.errstate(invalid="ignore"):  # NaN stays NaN
             return np.ascontiguousarray(weight.astype(ml_dtypes.bfloat16))
@@ -301,9 +284,8 @@ class Tensors(Mapping[str, np.ndarray]):
         try:
             return gguf.dequantize(rows, kind).reshape(entry.shape)
         except NotImplementedError:
-            raise GGUFError(
-                f"{self._path}: {name}: the package gguf cannot unpack {kind.name}"
-            ) from None
+            rule = f"the package gguf cannot unpack {kind.name}"
+            raise GGUFError(f"{self._path}: {name}: {rule}") from None
 
 
 def _hf_name(name: str) -> str:
@@ -336,9 +318,8 @@ def model_config(header: Header) -> dict[str, Any]:
     if not isinstance(arch, str) or arch not in _CLASSES:
         raise GGUFError(f"general.architecture: got {arch!r}; must be one of {', '.join(_CLASSES)}")
     if fields.get("split.count", 1) not in (0, 1):
-        raise GGUFError(
-            "is one of several files of a model; join them first (llama-gguf-split --merge)"
-        )
+        rule = "join them first (llama-gguf-split --merge)"
+        raise GGUFError(f"is one of several files of a model; {rule}")
     if fields.get(f"{arch}.expert_count", 0):
         raise GGUFError("holds a mixture of experts, which is not supported")
     if "token_embd.weight" not in header.entries:
@@ -404,9 +385,8 @@ def _llama3_scaling(factors: np.ndarray, theta: float, head_size: int) -> dict[s
     """Returns the `rope_scaling` of config.json that gives these factors of the wavelengths, float64 [C / 2]."""
     factor, low, high = float(factors.max()), 1.0, 4.0
     wavelengths = 2 * math.pi * theta ** (np.arange(0, head_size, 2) / head_size)
-    fail = GGUFError(
-        f"{_ROPE_FACTORS}: these are not Llama 3's factors, the only ones that are read"
-    )
+    rule = "these are not Llama 3's factors, the only ones that are read"
+    fail = GGUFError(f"{_ROPE_FACTORS}: {rule}")
     if factors.shape != wavelengths.shape or not np.isfinite(factors).all() or factor <= 1:
         raise fail
     # Each factor between 1 (unscaled frequencies) and the largest (fully scaled ones) gives the original context.
@@ -497,9 +477,8 @@ def write_tokenizer(folder: pathlib.Path, fields: Mapping[str, Any]) -> bool:
     Raises:
         GGUFError: If the fields of the tokenizer are invalid.
     """
-    kind = fields.get("tokenizer.ggml.pre")
-    is_read = isinstance(kind, str) and kind in _SPLITS
-    if fields.get("tokenizer.ggml.model") != "gpt2" or not is_read:
+    model, kind = (fields.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
+    if model != "gpt2" or not isinstance(kind, str) or kind not in _SPLITS:
         return False
     for name, (holds, rule) in _TOKENIZER_FORMS.items():
         value = fields.get(name)
@@ -508,8 +487,6 @@ def write_tokenizer(folder: pathlib.Path, fields: Mapping[str, Any]) -> bool:
     tokens, merges, types = map(fields.get, _TOKENIZER_FORMS)
     try:
         byte_pair_tokenizer = byte_pairs(kind, tokens, merges, types)
-    except GGUFError:
-        raise
     except Exception as error:  # the package tokenizers has no error type of its own
         raise GGUFError(f"tokenizer.ggml: is no tokenizer: {error}") from error
     ids = {name: _token_id(fields, name) for name in ("bos", "eos", "pad", "unk")}
@@ -546,35 +523,28 @@ def byte_pairs(kind: str, tokens: list[str], merges: list[str], types: list[int]
     Raises:
         ConfigError: If there is not one type per token.
     """
-    from tokenizers import (
-        AddedToken,
-        Regex,
-        Tokenizer,
-        decoders,
-        models,
-        normalizers,
-        pre_tokenizers,
-    )
+    import tokenizers
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-    require(
-        len(types) == len(tokens), "tokenizer.ggml.token_type", len(types), "must be one a token"
-    )
+    rule = "must be one a token"
+    require(len(types) == len(tokens), "tokenizer.ggml.token_type", len(types), rule)
     vocabulary = {token: index for index, token in enumerate(tokens) if types[index] != _UNUSED}
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
     options = {"ignore_merges": True} if kind == "llama-bpe" else {}
-    byte_pair_tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, **options))
+    byte_pair_tokenizer = tokenizers.Tokenizer(
+        models.BPE(vocab=vocabulary, merges=pairs, **options)
+    )
     pattern: str | None = _SPLITS[kind]
-    if pattern is None:
-        words = pre_tokenizers.Digits(individual_digits=True)
-    else:
-        words = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    words = pre_tokenizers.Digits(individual_digits=True)
+    if pattern is not None:
+        words = pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated")
     bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
     byte_pair_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, bytes_])
     byte_pair_tokenizer.decoder = decoders.ByteLevel()
     if kind == "qwen2":
         byte_pair_tokenizer.normalizer = normalizers.NFC()
     whole = [
-        AddedToken(token, special=kind_of == _CONTROL, normalized=False)
+        tokenizers.AddedToken(token, special=kind_of == _CONTROL, normalized=False)
         for token, kind_of in zip(tokens, types, strict=True)
         if kind_of in (_CONTROL, _USER_DEFINED)
     ]

@@ -57,10 +57,10 @@ def local_folder(name_or_path: str, *, weights: bool = True) -> pathlib.Path:
         with hub.quiet():
             path = huggingface_hub.snapshot_download(name_or_path, allow_patterns=patterns)
     except Exception as error:
-        raise FileNotFoundError(
-            f"{name_or_path!r} is no local folder, and the hub did not give it{meant(name_or_path, ['qerl-tiny'], 0.8)}: "
-            f"{hub.reason(error)}"
-        ) from error
+        why = (
+            f"the hub did not give it{meant(name_or_path, ['qerl-tiny'], 0.8)}: {hub.reason(error)}"
+        )
+        raise FileNotFoundError(f"{name_or_path!r} is no local folder, and {why}") from error
     return pathlib.Path(path)
 
 

@@ -7,6 +7,7 @@ tested). NF4 folders have the format that transformers writes with bitsandbytes.
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import pathlib
@@ -31,9 +32,7 @@ from qerl_jax.system.files import parse_json, read_json
 _STATE_BYTES = 192
 # The fields in which these methods name their number format; that of all others is "format".
 _METHOD_FIELDS = {
-    "modelopt": "quant_algo",
-    "modelopt_fp4": "quant_algo",
-    "modelopt_mixed": "quant_algo",
+    **dict.fromkeys(("modelopt", "modelopt_fp4", "modelopt_mixed"), "quant_algo"),
     "bitsandbytes": "bnb_4bit_quant_type",
 }
 _QUANT_STATE = "quant_state.bitsandbytes__nf4"
@@ -125,9 +124,8 @@ def of_folder(folder: str | pathlib.Path) -> FolderFormat | None:
         form = quantization.get(field)
         require(isinstance(form, str | None), f"{where}: {field}", form, rule)
         known = [*_READ, *_BY_TENSORS]
-        rule = (
-            f"must be absent, or one of {', '.join(f'{method} {form!r}' for method, form in known)}"
-        )
+        names = ", ".join(f"{method} {form!r}" for method, form in known)
+        rule = f"must be absent, or one of {names}"
         stated = f"quantization_config: quant_method, {field}"
         require((method, form) in known, stated, (method, form), rule, NotImplementedError)
         _check_parts(quantization)
@@ -187,9 +185,8 @@ def _check_parts(quantization: dict[str, Any]) -> None:
     """Refuses what changes all weights, and formats of single groups (compressed-tensors) or layers (ModelOpt) that
     cannot be read."""
     if quantization.get("transform_config"):
-        raise NotImplementedError(
-            "quantization_config: transform_config: rotated weights cannot be read"
-        )
+        rule = "rotated weights cannot be read"
+        raise NotImplementedError(f"quantization_config: transform_config: {rule}")
     sparsity = quantization.get("sparsity_config") or {}
     sparsity = sparsity.get("format", "dense") if isinstance(sparsity, dict) else sparsity
     stated, rule = "quantization_config: sparsity_config: format", "only 'dense' can be read"
@@ -198,14 +195,12 @@ def _check_parts(quantization: dict[str, Any]) -> None:
     rule = f"must be one of {', '.join(sorted(map(repr, known - {None})))}"
     for table, field in (("config_groups", "format"), ("quantized_layers", "quant_algo")):
         parts = quantization.get(table) or {}
-        require(
-            isinstance(parts, dict), f"quantization_config: {table}", parts, "must be an object"
-        )
+        where = f"quantization_config: {table}"
+        require(isinstance(parts, dict), where, parts, "must be an object")
         for name, part in parts.items():
             form = part.get(field) if isinstance(part, dict) else part
             is_known = isinstance(form, str | None) and form in known | {None}
-            where = f"quantization_config: {table}: {name}: {field}"
-            require(is_known, where, form, rule, NotImplementedError)
+            require(is_known, f"{where}: {name}: {field}", form, rule, NotImplementedError)
 
 
 def _compressed_tensors(form: str, **weights: Any) -> dict[str, Any]:
@@ -299,11 +294,9 @@ def _nvfp4_as(names: tuple[str, str, str], divides: bool, options: Options) -> F
 
     return FolderFormat(
         numbers=with_options("nvfp4", options),
-        shapes=lambda n, k: {
-            weight: (n, k // 2),
-            block_scale: (n, k // nvfp4.BLOCK),
-            global_scale: (1,),
-        },
+        shapes=lambda n, k: dict(
+            zip(names, ((n, k // 2), (n, k // nvfp4.BLOCK), (1,)), strict=True)
+        ),
         nbytes=lambda n, k: n * k // 2 + n * k // nvfp4.BLOCK + 4,
         types={weight: ("U8",), block_scale: ("F8_E4M3",), global_scale: FLOATS},
         write=_write_fp4,
@@ -362,27 +355,18 @@ def _mxfp4(options: Options) -> FolderFormat:
 
 
 def _write_nf4(t: NF4Tensor) -> dict[str, np.ndarray]:
-    state: dict[str, Any] = {
-        "quant_type": "nf4",
-        "blocksize": nf4.BLOCK,
-        "dtype": "bfloat16",
-        "shape": list(t.shape),
-    }
+    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": nf4.BLOCK, "dtype": "bfloat16"}
+    state["shape"] = list(t.shape)
     tensors = {
         "weight": np.asarray(t.codes)[:, None],
         "weight.absmax": np.asarray(t.absmax),
         "weight.quant_map": nf4.CODE_VALUES,
     }
     if t.absmax2 is not None:
-        state |= {
-            "nested_blocksize": nf4.GROUP,
-            "nested_dtype": "float32",
-            "nested_offset": float(t.offset[0]),
-        }
-        tensors |= {
-            "weight.nested_absmax": np.asarray(t.absmax2),
-            "weight.nested_quant_map": nf4.SCALE_VALUES,
-        }
+        state |= {"nested_blocksize": nf4.GROUP, "nested_dtype": "float32"}
+        state["nested_offset"] = float(t.offset[0])
+        tensors["weight.nested_absmax"] = np.asarray(t.absmax2)
+        tensors["weight.nested_quant_map"] = nf4.SCALE_VALUES
     # Padded with spaces, which JSON allows, so that the text has the same length in all layers.
     text = np.frombuffer(json.dumps(state).ljust(_STATE_BYTES).encode(), np.uint8)
     return tensors | {f"weight.{_QUANT_STATE}": text}
@@ -390,11 +374,10 @@ def _write_nf4(t: NF4Tensor) -> dict[str, np.ndarray]:
 
 def _read_nf4(tensors: Tensors, name: str) -> NF4Tensor:
     state = parse_json(tensors[f"{name}.weight.{_QUANT_STATE}"].tobytes())
-    if state.get("blocksize") != nf4.BLOCK or state.get("nested_blocksize", nf4.GROUP) != nf4.GROUP:
-        raise NotImplementedError(
-            f"{name}: blocks of {state.get('blocksize')} and {state.get('nested_blocksize')}; "
-            f"must be {nf4.BLOCK} and {nf4.GROUP}"
-        )
+    blocks = state.get("blocksize"), state.get("nested_blocksize", nf4.GROUP)
+    if blocks != (nf4.BLOCK, nf4.GROUP):
+        rule = f"must be {nf4.BLOCK} and {nf4.GROUP}"
+        raise NotImplementedError(f"{name}: blocks of {blocks[0]} and {blocks[1]}; {rule}")
     absmax2 = offset = None
     if "nested_offset" in state:
         absmax2 = tensors[f"{name}.weight.nested_absmax"]
@@ -437,12 +420,8 @@ def _nf4(options: Options) -> FolderFormat:
         scales = blocks + 4 * math.ceil(blocks / nf4.GROUP) if double else 4 * blocks
         return n * k // 2 + scales + tables
 
-    types: dict[str, tuple[str, ...]] = {
-        "weight": ("U8",),
-        "weight.absmax": ("U8",) if double else ("F32",),
-        "weight.quant_map": ("F32",),
-        f"weight.{_QUANT_STATE}": ("U8",),
-    }
+    types = {name: ("U8",) for name in ("weight", f"weight.{_QUANT_STATE}")}
+    types |= {"weight.absmax": ("U8",) if double else ("F32",), "weight.quant_map": ("F32",)}
     if double:
         types |= {"weight.nested_absmax": ("F32",), "weight.nested_quant_map": ("F32",)}
     return FolderFormat(
@@ -469,34 +448,24 @@ def _nf4(options: Options) -> FolderFormat:
     )
 
 
+type _Form = Callable[[Options], FolderFormat]
 # How folders are written, by the name of the number format.
-WRITTEN: dict[str, Callable[[Options], FolderFormat]] = {
-    "nvfp4": _nvfp4,
-    "mxfp4": _mxfp4,
-    "nf4": _nf4,
-}
+WRITTEN: dict[str, _Form] = {"nvfp4": _nvfp4, "mxfp4": _mxfp4, "nf4": _nf4}
+_MODELOPT = ("NVFP4", "W4A16_NVFP4")
 # How folders are read, by (`quant_method`, the format's name in that method's field).
-_READ: dict[tuple[str, str], Callable[[Options], FolderFormat]] = {
+_READ: dict[tuple[str, str], _Form] = {
     ("compressed-tensors", "nvfp4-pack-quantized"): _nvfp4,
     ("compressed-tensors", "mxfp4-pack-quantized"): _mxfp4,
-    ("modelopt", "NVFP4"): _modelopt,
-    ("modelopt", "W4A16_NVFP4"): _modelopt,
-    ("modelopt_fp4", "NVFP4"): _modelopt,
-    ("modelopt_fp4", "W4A16_NVFP4"): _modelopt,
+    **dict.fromkeys(itertools.product(("modelopt", "modelopt_fp4"), _MODELOPT), _modelopt),
     ("bitsandbytes", "nf4"): _nf4,
 }
+_COMPRESSED = "mixed-precision float-quantized int-quantized naive-quantized dense".split()
 # Formats for which the tensors of a folder say how each weight is stored: 8 bits, or several formats beside each other.
 _BY_TENSORS = (
-    ("compressed-tensors", "mixed-precision"),
-    ("compressed-tensors", "float-quantized"),
-    ("compressed-tensors", "int-quantized"),
-    ("compressed-tensors", "naive-quantized"),
-    ("compressed-tensors", "dense"),
+    *(("compressed-tensors", form) for form in _COMPRESSED),
     ("modelopt", "MIXED_PRECISION"),
     ("modelopt_mixed", "MIXED_PRECISION"),
-    ("modelopt", "FP8"),
-    ("modelopt", "FP8_PER_CHANNEL_PER_TOKEN"),
-    ("modelopt", "FP8_PB_WO"),
+    *(("modelopt", form) for form in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")),
     ("fp8", None),
     ("fbgemm_fp8", None),
 )

@@ -4,7 +4,6 @@ import functools
 import json
 import math
 import pathlib
-from collections.abc import Callable
 from typing import Any, get_args
 
 import jax
@@ -90,34 +89,17 @@ _PLAIN = {
 # Values of `init_lora_weights` that begin so change the base.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
-
-def _is_names(value: Any) -> bool:
-    return isinstance(value, str) or (
-        isinstance(value, list) and all(isinstance(name, str) for name in value)
-    )
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 < value < 2**31
-
-
-def _is_scale(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value < 2**31
-
-
-def _values(is_value: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda table: (
-        not table or (isinstance(table, dict) and all(map(is_value, table.values())))
-    )
+_is_plain = lambda plain: lambda value: (value or plain) == plain
+_is_name = lambda value: isinstance(value, str)
+_is_names = lambda value: _is_name(value) or isinstance(value, list) and all(map(_is_name, value))
+_is_count = lambda value: type(value) is int and 0 < value < 2**31
+_is_scale = lambda value: type(value) in (int, float) and 0 < value < 2**31
+_values = lambda is_value: lambda t: not t or isinstance(t, dict) and all(map(is_value, t.values()))
 
 
 def _is_layers(value: Any) -> bool:
     listed = value if isinstance(value, list) else [value]
     return value is None or all(type(layer) is int for layer in listed)
-
-
-def _is_plain(plain: Any) -> Callable[[Any], bool]:
-    return lambda value: (value or plain) == plain
 
 
 def _is_norms(names: Any) -> bool:
@@ -182,16 +164,10 @@ def read_lora(folder: str | pathlib.Path) -> LoraConfig:
     is_simple = not any(set(pattern) & set("*+?{") for pattern in patterns)
     if is_listed and is_simple and not config.get("exclude_modules") and _all_layers(config):
         config |= _used_patterns(folder, config)
-        return LoraConfig(
-            config["r"],
-            alpha,
-            0.0,
-            trains_norms,
-            None if targets == "all-linear" else tuple(targets),
-            config.get("rank_pattern"),
-            {p: float(x) for p, x in (config.get("alpha_pattern") or {}).items()},
-            root,
-        )
+        targets = None if targets == "all-linear" else tuple(targets)
+        alphas = {p: float(x) for p, x in (config.get("alpha_pattern") or {}).items()}
+        ranks = config.get("rank_pattern")
+        return LoraConfig(config["r"], alpha, 0.0, trains_norms, targets, ranks, alphas, root)
     rank = max(config["r"], *(config.get("rank_pattern") or {"": 0}).values())
     if root or rank != config["r"]:
         alpha = rank * (alpha / (math.sqrt(config["r"]) if root else config["r"]))
@@ -210,10 +186,8 @@ def _used_patterns(folder: str | pathlib.Path, config: dict[str, Any]) -> dict[s
         patterns = config.get(field) or {}
         used[field] = {p: v for p, v in patterns.items() if any(lora.matches(p, n) for n in names)}
         for pattern in (p for p in patterns if p not in used[field]):
-            tell(
-                f"warning: {path / 'adapter_config.json'}: {field}: {pattern!r} matches no linear of the adapter, and has "
-                "no effect"
-            )
+            rule = "matches no linear of the adapter, and has no effect"
+            tell(f"warning: {path / 'adapter_config.json'}: {field}: {pattern!r} {rule}")
     return used
 
 
@@ -281,9 +255,8 @@ def import_adapter(folder: str | pathlib.Path, model: transformer.Transformer) -
             scales = [read(f"{prefix}{norm}", (arch.width,)) for prefix in prefixes]
             layers[norm] = {"scale": jnp.asarray(np.stack(scales))}
     if unread:
-        raise ValueError(
-            f"{folder}: {min(unread)} has no place in the model ({len(unread)} such tensors)"
-        )
+        more = f"({len(unread)} such tensors)"
+        raise ValueError(f"{folder}: {min(unread)} has no place in the model {more}")
     return {"layers": layers}
 
 
@@ -317,10 +290,8 @@ def export_adapter(folder: str | pathlib.Path, params: Any, shape: LoraConfig, b
     """
     from safetensors.numpy import save_file
 
-    tensors = {
-        name: np.ascontiguousarray(value)
-        for name, value in _peft_tensors(jax.device_get(params), shape)
-    }
+    items = _peft_tensors(jax.device_get(params), shape)
+    tensors = {name: np.ascontiguousarray(value) for name, value in items}
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -117,9 +117,8 @@ def load_policy(
     if source.step is not None:
         lora = source.run.lora
         if not quiet:
-            sys.stderr.write(
-                f"{source.folder} has not ended: its checkpoint of step {source.step} is taken\n"
-            )
+            note = f"its checkpoint of step {source.step} is taken"
+            sys.stderr.write(f"{source.folder} has not ended: {note}\n")
     elif source.adapter is not None:
         lora = peft.read_lora(source.adapter)
     # Only the devices of this process are used: other processes may do something else at the same time.
@@ -128,14 +127,14 @@ def load_policy(
         runtime.use_several_devices()
     model, tokenizer = base_model.describe_base(source.model, lora, mesh)
     frozen = read_base(source.model, model, seed, replicas, quiet=quiet, stderr=True)
-    variables = {"frozen": replicas.hold(frozen)}
+    variables, params = {"frozen": replicas.hold(frozen)}, None
     if source.step is not None:
         _, params = StateFiles(source.folder, keep=None).params(source.step)
-        variables["params"] = replicas.hold(params)
     elif source.adapter is not None:
-        variables["params"] = replicas.hold(peft.import_adapter(source.adapter, model))
+        params = peft.import_adapter(source.adapter, model)
     elif is_fresh:
         params = init_params(model, variables["frozen"], jax.random.key(seed))
+    if params is not None:
         variables["params"] = replicas.hold(params)
     loaded = LoadedPolicy(model, variables, tokenizer, source, replicas)
     if not quiet and loaded.apply_chat_template:
@@ -228,13 +227,9 @@ def find_policy(
                 model = str(trained_model(folder, "adapter"))
         elif adapter == folder:
             adapter, step = (None, None) if base else saved(folder)
-    require(
-        adapter is None or step is not None or (adapter / "adapter_config.json").is_file(),
-        "adapter",
-        str(adapter),
-        "has no adapter_config.json, nor is it a run folder",
-        FileNotFoundError,
-    )
+    if adapter is not None and step is None and not (adapter / "adapter_config.json").is_file():
+        rule = "has no adapter_config.json, nor is it a run folder"
+        require(False, "adapter", str(adapter), rule, FileNotFoundError)
     if model is None and adapter is not None and run is None:
         path, field = adapter / "adapter_config.json", "base_model_name_or_path"
         model = read_json(path).get(field)

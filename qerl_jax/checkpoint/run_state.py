@@ -59,13 +59,17 @@ class StateFiles:
             if folder.exists() and not (folder / files.SEAL).is_file():
                 shutil.rmtree(folder)
             with files.whole_folder(folder, files.SEAL, "checkpoint") as partial:
+                fields = _fields(state)
+                if jax.process_count() > 1:
+                    # Each process has the whole state, and only the first writes it: of arrays on devices orbax would
+                    # assume that each process has only a part.
+                    fields = jax.device_get(fields)
                 with _quiet_threads(), contextlib.closing(_arrays()) as arrays:
-                    arrays.save(partial / _STATE, args=ocp.args.StandardSave(_written(state)))
+                    arrays.save(partial / _STATE, args=ocp.args.StandardSave(fields))
                 files.write_whole(partial / _SUPPLY, files.to_line(supply or {}))
                 files.seal(partial)
             steps = self.steps()
-            retained = [saved for saved in steps if saved <= step]
-            retained = retained if self._keep is None else retained[-self._keep :]
+            retained = [saved for saved in steps if saved <= step][-(self._keep or 0) :]
             for saved in set(steps) - set(retained):
                 shutil.rmtree(self._path(saved))
 
@@ -82,12 +86,10 @@ class StateFiles:
         """
         damaged = []
         for step in reversed(self.steps()):
-            damage = self._damage(step)
+            damage = files.damage(self._path(step))
             if damage is None:
-                self.notes += [
-                    f"warning: {text}; it is skipped, and the run goes on from checkpoint {step}"
-                    for text in damaged
-                ]
+                rule = f"it is skipped, and the run goes on from checkpoint {step}"
+                self.notes += [f"warning: {text}; {rule}" for text in damaged]
                 return step
             damaged.append(f"{self._path(step)} is damaged: {damage}")
         if damaged:
@@ -111,11 +113,10 @@ class StateFiles:
         if step is None:
             return None
         fields = _fields(placement(like))
-        if jax.process_count() == 1:
-            abstract = jax.tree.map(lambda x: x if x.sharding else _on_one_device(x), fields)
-            restored = self._read(step, abstract)
-        else:
-            restored = self._read(step, jax.tree.map(lambda x: np.empty(x.shape, x.dtype), fields))
+        form = lambda x: x if x.sharding else _on_one_device(x)
+        if jax.process_count() > 1:
+            form = lambda x: np.empty(x.shape, x.dtype)
+        restored = self._read(step, jax.tree.map(form, fields))
         leaves, tree = jax.tree.flatten(restored)
         del restored
         for index, at in enumerate(jax.tree.leaves(fields)):
@@ -132,27 +133,21 @@ class StateFiles:
         """
         steps = self.steps()
         if not steps or (step is not None and step not in steps):
-            raise FileNotFoundError(
-                f"no checkpoint of step {step} in {self._folder}; there are {steps}"
-            )
+            rule = f"no checkpoint of step {step} in {self._folder}"
+            raise FileNotFoundError(f"{rule}; there are {steps}")
         if step is None:
             step = self.newest()
-        elif damage := self._damage(step):
+        elif damage := files.damage(self._path(step)):
             raise ValueError(f"{self._path(step)} is damaged: {damage}; there are {steps}")
         return step, self._read(step)["params"]
 
     def supply(self, step: int | None = None) -> dict[str, Any] | None:
         """Returns the plain numbers beside the state of a step, or of the newest; None if there is no checkpoint."""
         step = self.newest() if step is None else step
-        if step is None:
-            return None
-        return files.read_json(self._path(step) / _SUPPLY)
+        return None if step is None else files.read_json(self._path(step) / _SUPPLY)
 
     def _path(self, step: int) -> pathlib.Path:
         return self._folder / str(step)
-
-    def _damage(self, step: int) -> str | None:
-        return files.damage(self._path(step))
 
     def _read(self, step: int, like: Any = None) -> Any:
         """Reads the arrays of a step, with the placement of `like`, or all on one device.
@@ -167,9 +162,9 @@ class StateFiles:
                     like = jax.tree.map(_on_one_device, arrays.metadata(folder).item_metadata.tree)
                 return arrays.restore(folder, args=ocp.args.StandardRestore(like))
         except Exception as error:
-            raise ValueError(
-                f"{self._path(step)}: cannot be read as the state of this run: {_first_line(error)}"
-            ) from error
+            (line, *_) = str(error).strip().splitlines() or [""]
+            why = f"cannot be read as the state of this run: {type(error).__name__}: {line[:300]}"
+            raise ValueError(f"{self._path(step)}: {why}") from error
 
 
 def placement(state: Any) -> Any:
@@ -203,40 +198,26 @@ def _fields(state: Any) -> dict[str, Any]:
     return {name: x for name, x in fields.items() if name not in _OPTIONAL or x is not None}
 
 
-def _written(state: Any) -> dict[str, Any]:
-    """Returns the fields of a state as orbax needs them.
-
-    With several processes each has the whole state, and only the first writes it. So the state is copied to the host:
-    given arrays on devices, orbax would assume that each process has only a part.
-    """
-    fields = _fields(state)
-    return fields if jax.process_count() == 1 else jax.device_get(fields)
-
-
 def _arrays() -> ocp.Checkpointer:
-    if jax.process_count() == 1:
-        return ocp.Checkpointer(ocp.StandardCheckpointHandler())
-    this_process = ocp.options.MultiprocessingOptions(
-        primary_host=jax.process_index(), active_processes={jax.process_index()}
-    )
-    handler = ocp.StandardCheckpointHandler(multiprocessing_options=this_process)
-    return ocp.Checkpointer(handler, multiprocessing_options=this_process)
+    options = {}
+    if jax.process_count() > 1:
+        index = jax.process_index()
+        this_process = ocp.options.MultiprocessingOptions(
+            primary_host=index, active_processes={index}
+        )
+        options = {"multiprocessing_options": this_process}
+    return ocp.Checkpointer(ocp.StandardCheckpointHandler(**options), **options)
 
 
 @contextlib.contextmanager
 def _quiet_threads() -> Iterator[None]:
     """Suppresses errors that orbax's threads would print or log, since they are also raised in the caller."""
     log = logging.getLogger("absl")
-    shown, threading.excepthook = threading.excepthook, lambda failure: None
-    level = log.level
+    shown, level = threading.excepthook, log.level
+    threading.excepthook = lambda failure: None
     log.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
         threading.excepthook = shown
         log.setLevel(level)
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:300]}"

@@ -47,7 +47,8 @@ class SafetensorsError(ValueError):
 class Tensors(dict[str, np.ndarray]):
     """The tensors of a folder's safetensors file, or of its shards with an index, by name.
 
-    Each is a view of a memory-mapped file, so its bytes are read from disk on use.
+    Each is a view of a memory-mapped file, so its bytes are read from disk on use. To ask for a tensor that is not
+    there raises a SafetensorsError.
     """
 
     def __init__(self, folder: str | pathlib.Path, stem: str = "model"):
@@ -72,28 +73,18 @@ class Tensors(dict[str, np.ndarray]):
             self._open_shards(index)
         else:
             pickled = [*single.parent.glob("*.bin"), *single.parent.glob("*.pt*")]
-            raise SafetensorsError(
-                f"no {single.name}, nor an index of shards, in {folder}"
-                + ("; pickled weights are not read" if pickled else "")
-            )
+            more = "; pickled weights are not read" if pickled else ""
+            raise SafetensorsError(f"no {single.name}, nor an index of shards, in {folder}{more}")
 
     def __missing__(self, name: str) -> np.ndarray:
         raise SafetensorsError(f"the checkpoint has no tensor {name}")
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of a tensor, without reading it.
-
-        Raises:
-            SafetensorsError: If there is no such tensor.
-        """
+        """Returns the shape of a tensor, without reading it."""
         return self[name].shape
 
     def type(self, name: str) -> str:
-        """Returns safetensors' name of a tensor's dtype, such as "BF16".
-
-        Raises:
-            SafetensorsError: If there is no such tensor.
-        """
+        """Returns safetensors' name of a tensor's dtype, such as "BF16"."""
         return _TYPES[self[name].dtype]
 
     def path(self, name: str) -> pathlib.Path:
@@ -109,25 +100,20 @@ class Tensors(dict[str, np.ndarray]):
             raise SafetensorsError(f"{index}: not an index with a weight_map: {error!r}") from error
         for file in files:
             if not re.fullmatch(r"[^/\\\0]{1,200}\.safetensors", str(file)):
-                raise SafetensorsError(
-                    f"{index}: names {reprlib.repr(file)}, which is no safetensors file of its own folder"
-                )
+                rule = "which is no safetensors file of its own folder"
+                raise SafetensorsError(f"{index}: names {reprlib.repr(file)}, {rule}")
         paths = [index.with_name(name) for name in files]
         if missing := [path.name for path in paths if not path.is_file()]:
-            raise SafetensorsError(
-                f"{index}: {len(missing)} of {len(paths)} shards are missing: {', '.join(missing[:4])}"
-            )
+            names = f"{len(missing)} of {len(paths)} shards are missing: {', '.join(missing[:4])}"
+            raise SafetensorsError(f"{index}: {names}")
         for path in paths:
             self._open(path)
         if absent := sorted(weight_map.keys() - self.keys()):
-            raise SafetensorsError(
-                f"{index}: no shard holds {absent[0]} ({len(absent)} tensors are missing)"
-            )
-        for name in sorted(weight_map):
-            if self._files[name] != weight_map[name]:
-                raise SafetensorsError(
-                    f"{index}: {name} is in {self._files[name]}, not in {weight_map[name]}"
-                )
+            more = f"({len(absent)} tensors are missing)"
+            raise SafetensorsError(f"{index}: no shard holds {absent[0]} {more}")
+        for name, file in sorted(weight_map.items()):
+            if self._files[name] != file:
+                raise SafetensorsError(f"{index}: {name} is in {self._files[name]}, not in {file}")
 
     def _open(self, path: pathlib.Path) -> None:
         """Maps a file into memory, and adds its tensors, which are stored without gaps."""
@@ -143,9 +129,8 @@ class Tensors(dict[str, np.ndarray]):
         end = 8 + int(data[:8].view("<u8")[0])  # a length, the header, then the tensors
         for name, dtype, shape in header:
             if dtype not in _DTYPES:
-                raise SafetensorsError(
-                    f"{path}: {name} has the type {dtype}; known are {', '.join(_DTYPES)}"
-                )
+                known = f"known are {', '.join(_DTYPES)}"
+                raise SafetensorsError(f"{path}: {name} has the type {dtype}; {known}")
             if name in self:
                 raise SafetensorsError(f"{path}: {name} is in {self._files[name]} too")
             self[name] = np.ndarray(shape, _DTYPES[dtype], data, end)
@@ -191,9 +176,7 @@ def write_shards(
     Raises:
         ValueError: If a tensor differs from the table, or the format does not support its dtype.
     """
-    sizes = {
-        name: math.prod(shape) * np.dtype(dtype).itemsize for name, (dtype, shape) in table.items()
-    }
+    sizes = {n: math.prod(shape) * np.dtype(dtype).itemsize for n, (dtype, shape) in table.items()}
     shards: list[list[str]] = [[]]
     for name, size in sizes.items():
         if shards[-1] and sum(map(sizes.get, shards[-1])) + size > shard_bytes:
@@ -219,11 +202,8 @@ def _write_file(path, table, read) -> None:
         if np.dtype(dtype) not in _TYPES:
             raise ValueError(f"{name}: safetensors files hold no {np.dtype(dtype)}")
         start, end = end, end + math.prod(shape) * np.dtype(dtype).itemsize
-        header[name] = {
-            "dtype": _TYPES[np.dtype(dtype)],
-            "shape": list(shape),
-            "data_offsets": [start, end],
-        }
+        offsets, dtype_name = [start, end], _TYPES[np.dtype(dtype)]
+        header[name] = {"dtype": dtype_name, "shape": list(shape), "data_offsets": offsets}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # aligns the data to 8 bytes
     with path.open("wb") as file:
@@ -231,9 +211,8 @@ def _write_file(path, table, read) -> None:
         for name, (dtype, shape) in table.items():
             tensor = np.asarray(read(name), order="C")
             if (tensor.dtype, tensor.shape) != (np.dtype(dtype), tuple(shape)):
-                raise ValueError(
-                    f"{name}: got {tensor.dtype} of shape {tensor.shape}; the table says {dtype} of {shape}"
-                )
+                rule = f"the table says {dtype} of {shape}"
+                raise ValueError(f"{name}: got {tensor.dtype} of shape {tensor.shape}; {rule}")
             data = tensor.reshape(-1).view(np.uint8)
             for first in range(0, data.size, _WRITTEN_AT_ONCE):
                 file.write(data[first : first + _WRITTEN_AT_ONCE].data)

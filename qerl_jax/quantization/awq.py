@@ -68,12 +68,8 @@ def no_inputs(width: int) -> Inputs:
 def observe(seen: Inputs, x: jax.Array, live: jax.Array) -> Inputs:
     """Returns the statistics with inputs x [B, T, K] added at the slots where `live`, bool [B, T], is true."""
     x = jnp.where(live[..., None], x, 0).reshape(-1, x.shape[-1])
-    gram = jnp.dot(
-        x.T,
-        x,
-        precision=_HIGHEST if x.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )
+    precision = _HIGHEST if x.dtype == jnp.float32 else None
+    gram = jnp.dot(x.T, x, precision=precision, preferred_element_type=jnp.float32)
     return Inputs(seen.gram + gram, seen.magnitude + jnp.sum(jnp.abs(x), axis=0, dtype=jnp.float32))
 
 
@@ -100,8 +96,8 @@ def fold(
         dense: Linears that are not packed; their inputs are not scaled.
         with_grams: Whether the result has Gram matrices, which are large.
     """
-    tensors, errors, rows = dict(tensors), {}, {}
-    packed, grams = {}, {}
+    tensors, rows = dict(tensors), {}
+    packed, grams, errors = {}, {}, {}
 
     def scaled(
         linear: str, norm: str | None = None, heads: tuple[int, int] | None = None
@@ -109,19 +105,18 @@ def fold(
         parts = [part for part, _ in arch.linears()[linear]]
         names = [f"{prefix}{PARENT[linear]}.{part}.weight" for part in parts]
         weights = [jnp.asarray(tensors[name]) for name in names]
-        before = None if norm is None else jnp.asarray(tensors[f"{prefix}{norm}.weight"])
         divided = [rows.get(part, jnp.ones(len(w))) for part, w in zip(parts, weights, strict=True)]
         if linear in dense:
             new = [np.asarray(w / by[:, None]) for w, by in zip(weights, divided, strict=True)]
             tensors.update(zip(names, new, strict=True))
             seen.pop(linear)
             return jnp.ones(weights[0].shape[1])
+        before = None if norm is None else jnp.asarray(tensors[f"{prefix}{norm}.weight"])
         s, after, new, packed[linear], gram, (nearest, searched) = _search(
             form, scales, heads, weights, divided, seen.pop(linear), before
         )
         if with_grams:
             grams[linear] = gram
-        del gram
         tensors.update(zip(names, new, strict=True))
         if norm is not None:
             tensors[f"{prefix}{norm}.weight"] = np.asarray(after)
@@ -181,7 +176,7 @@ def _search(
     moments = form.moments(seen.gram)
 
     def candidate(s):
-        scaled = moments
+        scaled = None
         if moments is not None:
             by_block = s.reshape(-1, form.group)
             scaled = moments / by_block[:, None] / by_block[..., None]
@@ -215,6 +210,5 @@ def _exact(norm: jax.Array, s: jax.Array) -> tuple[jax.Array, jax.Array]:
     wide = norm.astype(jnp.float32)
     divided = jax.lax.reduce_precision(wide / s, narrow.nexp, narrow.nmant)
     usable = (divided != 0) & jnp.isfinite(divided)
-    return jnp.where(usable, wide / divided, 1.0), jnp.where(usable, divided, wide).astype(
-        norm.dtype
-    )
+    after = jnp.where(usable, divided, wide).astype(norm.dtype)
+    return jnp.where(usable, wide / divided, 1.0), after

@@ -63,9 +63,8 @@ def prompts(cfg: Calibration) -> list[tokenizer.Prompt]:
         dataset = datasets.load_rows(cfg.dataset, None, None, "train")
         order = np.random.default_rng(cfg.seed).permutation(len(dataset))[: cfg.num_samples]
         rows = [dataset[int(index)] for index in order]
-    return [
-        _chat(row, f"{cfg.dataset}, row {index}") for index, row in zip(order, rows, strict=True)
-    ]
+    numbered = zip(order, rows, strict=True)
+    return [_chat(row, f"{cfg.dataset}, row {index}") for index, row in numbered]
 
 
 def token_rows(cfg: Calibration, tokens: tokenizer.Tokenizer) -> tuple[np.ndarray, np.ndarray]:
@@ -129,7 +128,7 @@ class HiddenStates:
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=4)
 def _observe(model, layer, x, live, seen):
-    _, inputs = run_layer(model, layer, x)
+    inputs = run_layer(model, layer, x)[1]
     return {name: awq.observe(seen[name], inputs[name], live) for name in seen}
 
 
@@ -157,12 +156,8 @@ def _chat(row: Mapping[str, Any], where: str) -> tokenizer.Prompt:
         next((row[name] for name in names if isinstance(row.get(name), str)), None)
         for names in (_QUESTIONS, _ANSWERS)
     )
-    require(
-        question is not None,
-        f"{where}: columns",
-        sorted(row),
-        f"must hold messages, conversations, or a text as text or {', '.join(_QUESTIONS)}",
-    )
+    rule = f"must hold messages, conversations, or a text as text or {', '.join(_QUESTIONS)}"
+    require(question is not None, f"{where}: columns", sorted(row), rule)
     messages = [{"role": "user", "content": question}]
     return messages + ([] if answer is None else [{"role": "assistant", "content": answer}])
 

@@ -1,5 +1,4 @@
-"""GPTQ (arXiv 2210.17323): columns are rounded one after another, and later ones compensate the errors of earlier
-ones.
+"""GPTQ (arXiv 2210.17323): columns are rounded one after another, and later ones compensate errors of earlier ones.
 
 With H = X^T X of a linear's inputs and its Cholesky factor, H = L L^T, the columns of the weight W [N, K] are rounded
 from the last to the first. Before column k is rounded, the errors of the columns already rounded are compensated,
@@ -87,9 +86,8 @@ def _rounded(form, weights, start, before, gram, order, lower):
     # A NaN, from a failed factorization, must not be the smallest.
     errors = jnp.where(jnp.isnan(errors), jnp.inf, errors)
     best = jnp.argmin(errors)
-    chosen = jax.tree.map(
-        lambda *leaves: jnp.select([best == i for i in range(len(choices))], leaves), *choices
-    )
+    is_best = [best == i for i in range(len(choices))]
+    chosen = jax.tree.map(lambda *leaves: jnp.select(is_best, leaves), *choices)
     errors = jnp.stack([errors[0], errors.min()])
     whole = jnp.maximum(output_error(weight, gram), 1e-30)
     return chosen, jnp.sqrt(jnp.maximum(errors / whole, 0))
@@ -117,8 +115,7 @@ def compensated(
     columns, worth = rows(weight), rows(steps)
     if more:
         lower = jnp.pad(lower, ((more, 0), (more, 0)))
-    diagonal = jnp.diag(lower)
-    diagonal = jnp.where(jnp.arange(k + more) < more, 1, diagonal)
+    diagonal = jnp.where(jnp.arange(k + more) < more, 1, jnp.diag(lower))
 
     def one_block(b, carry):
         moved, errors = carry

@@ -290,7 +290,7 @@ def _quantized_layer(
     move: Callable[[float], None],
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Returns the packed tensors of a layer, and the errors of its weights and, with calibration, of its outputs."""
-    form, tensors = job.form.numbers, _stored(job, index)
+    form, scales, tensors = job.form.numbers, recipe.block_scales, _stored(job, index)
     dtype_of = FolderTensors(job.source, job.arch).stored_dtype
     packed: dict[str, list[Any]] = {}
     grams: dict[str, jax.Array] = {}
@@ -300,15 +300,9 @@ def _quantized_layer(
         move(0.2)
         if "awq" in recipe.method:
             dense = [linear for linear, at in job.in_16_bits if at == index]
+            prefix, with_grams = f"model.layers.{index}.", "gptq" in recipe.method
             folded = awq.fold(
-                job.arch,
-                form,
-                recipe.block_scales,
-                tensors,
-                f"model.layers.{index}.",
-                seen,
-                dense,
-                with_grams="gptq" in recipe.method,
+                job.arch, form, scales, tensors, prefix, seen, dense, with_grams=with_grams
             )
             tensors, packed, grams = folded.tensors, folded.packed, folded.grams
             outputs = folded.errors
@@ -327,17 +321,18 @@ def _quantized_layer(
             continue
         if "gptq" in recipe.method:
             before = packed.pop(linear, None)
-            parts, relative_errors = gptq.pack(
-                form, recipe.block_scales, weights, grams.pop(linear), before
-            )
+            gram = grams.pop(linear)
+            parts, relative_errors = gptq.pack(form, scales, weights, gram, before)
+            del gram
             nearest = outputs.get(linear, relative_errors)[0]
             outputs[linear] = float(nearest), float(relative_errors[1])
         else:
             grams.pop(linear, None)
-            parts = packed.pop(linear, None) or form.pack(weights, recipe.block_scales)
+            parts = packed.pop(linear, None) or form.pack(weights, scales)
         errors[linear] = float(_weight_error(form, weights, parts))
         if probe is not None:
-            unpacked = jnp.concatenate([form.unpack(part, probe.dtype) for part in parts])
+            dtype = states.model.dtype
+            unpacked = jnp.concatenate([form.unpack(part, dtype) for part in parts])
             probe.add(linear, layer, unpacked)
         for name, part in zip(names, jax.device_get(parts), strict=True):
             written |= {f"{name}.{suffix}": array for suffix, array in job.form.write(part).items()}
@@ -425,8 +420,7 @@ def _layer(
 
 
 def _stored(job: _Job, index: int) -> dict[str, jax.Array]:
-    """Returns the tensors of a layer of the source; opening the file again releases the mapped memory of the last
-    layer."""
+    """Returns a layer's tensors; opening the source again releases the mapped memory of the last layer."""
     tensors, prefix = FolderTensors(job.source, job.arch), f"model.layers.{index}."
     return {name: tensors[name] for name in tensors if name.startswith(prefix)}
 

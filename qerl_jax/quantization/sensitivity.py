@@ -45,11 +45,6 @@ class Sensitivities:
         """Number of tokens over which the divergences are averaged."""
         return int(self._live.sum())
 
-    @property
-    def dtype(self) -> Any:
-        """Dtype of a layer's weights."""
-        return self._model.dtype
-
     def add(self, linear: str, layer: dict[str, Any], weight: jax.Array) -> None:
         """Runs the layer with another weight in one of its linears.
 
@@ -89,10 +84,8 @@ class Sensitivities:
             The divergences by (layer, fused linear).
         """
         arch = self._model.arch
-        divergences = {
-            at: _divergence(arch, (self._x, x), self._live, norm, head)
-            for at, x in self._packed.items()
-        }
+        divergence = lambda x: _divergence(arch, (self._x, x), self._live, norm, head)
+        divergences = {at: divergence(x) for at, x in self._packed.items()}
         return {at: float(kl) for at, kl in jax.device_get(divergences).items()}
 
     def _file(self, index: int) -> pathlib.Path:
@@ -100,13 +93,7 @@ class Sensitivities:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _divergence(
-    arch: Architecture,
-    both: tuple[jax.Array, jax.Array],
-    live: jax.Array,
-    norm: jax.Array,
-    head: jax.Array,
-) -> jax.Array:
+def _divergence(arch, both, live, norm, head) -> jax.Array:
     def of_row(row):
         *hidden, live = row
         logps, others = (
@@ -119,8 +106,7 @@ def _divergence(
 
 
 def table(arch: Architecture, divergences: dict[tuple[int, str], float], tokens: int) -> list[str]:
-    """Returns the ten linears whose packing changes the model most, as lines of a table; no lines if none was
-    measured."""
+    """Returns the ten linears whose packing changes the model most, as a table; no lines if none was measured."""
     if not divergences:
         return []
     text = [
