@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from pallas_kernels import nvfp4, runtime
-from qerl_jax.checkpoint import base_model, hf_folder
+from qerl_jax.checkpoint import base_model, hf_folder, safetensors
 from qerl_jax.checkpoint.policy import load_base
 from qerl_jax.checkpoint.safetensors import SafetensorsError
 from qerl_jax.config import LoraConfig, ModelConfig
@@ -26,16 +25,8 @@ from tests.model_folders import ARCH, DENSE, PACKED, assert_trees_equal, base, c
 LINEARS = ("qkv", "o", "gate_up", "down")
 
 
-def split_into_shards(folder):
-    tensors = golden_files.load(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    weight_map = {}
-    for number, names in enumerate((sorted(tensors)[::2], sorted(tensors)[1::2]), start=1):
-        shard = f"model-0000{number}-of-00002.safetensors"
-        save_file({name: tensors[name] for name in names}, folder / shard)
-        weight_map |= dict.fromkeys(names, shard)
-    index = {"metadata": {}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+NONE, RANDOM = {"tokenizer_name_or_path": None}, {"random_base": True}
+WHOLE = RANDOM | {"weights": "bfloat16", "trainable": "full"}
 
 
 def policy(folder, weights="float32", **options):
@@ -47,7 +38,11 @@ def policy(folder, weights="float32", **options):
 
 
 def test_shards_give_the_tree_of_the_single_file(tmp_path):
-    split_into_shards(copy(DENSE, tmp_path))
+    tensors = golden_files.load(DENSE / "model.safetensors")
+    (copy(DENSE, tmp_path) / "model.safetensors").unlink()
+    table = {name: (value.dtype, value.shape) for name, value in tensors.items()}
+    safetensors.write_shards(tmp_path, table, tensors.__getitem__, shard_bytes=2**18)
+    assert len([*tmp_path.glob("*.safetensors")]) > 1
     model, frozen, _ = policy(tmp_path)
     assert model.arch == ARCH
     assert_trees_equal(frozen, base(DENSE, "float32"))
@@ -69,10 +64,8 @@ def test_global_scales_may_be_shared_in_some_layers_only(tmp_path):
     packed, dense = base(tmp_path, "nvfp4"), base(tmp_path, "float32")
     widths = {linear: packed["layers"][linear]["weight"].global_scale.shape for linear in LINEARS}
     assert widths == {"qkv": (3, 1), "o": (3, 1), "gate_up": (3, 704), "down": (3, 1)}
-    np.testing.assert_array_equal(
-        nvfp4.dequantize(packed["layers"]["gate_up"]["weight"]),
-        dense["layers"]["gate_up"]["weight"],
-    )
+    unpacked = nvfp4.dequantize(packed["layers"]["gate_up"]["weight"])
+    np.testing.assert_array_equal(unpacked, dense["layers"]["gate_up"]["weight"])
     before = np.asarray(base(PACKED, "float32")["layers"]["gate_up"]["weight"])
     after = np.array(dense["layers"]["gate_up"]["weight"])
     after[1, 352:] *= 2
@@ -122,11 +115,14 @@ def test_a_policy_has_the_adapter_and_the_dtypes_that_were_asked_for():
 @pytest.mark.parametrize(
     ("lora", "is_paired"),
     [
-        pytest.param(None, True, marks=pytest.mark.slow),
-        pytest.param(LoraConfig(32), True, marks=pytest.mark.slow),
-        pytest.param(LoraConfig(64), False, marks=pytest.mark.slow),
         (LoraConfig(64, rank_pattern={"gate_proj": 8, "up_proj": 8}), True),
-        pytest.param(LoraConfig(64, target_modules=("q_proj",)), True, marks=pytest.mark.slow),
+        *(
+            pytest.param(lora, is_paired, marks=pytest.mark.slow)
+            for lora, is_paired in (
+                *((None, True), (LoraConfig(32), True), (LoraConfig(64), False)),
+                (LoraConfig(64, target_modules=("q_proj",)), True),
+            )
+        ),
     ],
 )
 def test_bases_that_are_read_and_random_bases_have_one_layout(lora, is_paired):
@@ -149,15 +145,14 @@ def test_a_missing_tensor_is_refused(tmp_path):
         policy(tmp_path)
 
 
+NAMES = "self_attn.k_proj.weight self_attn.k_proj.bias post_attention_layernorm.weight".split()
+
+
 @pytest.mark.parametrize(
     "name",
     [
-        "model.embed_tokens.weight",
-        "lm_head.weight",
-        "model.norm.weight",
-        "model.layers.2.self_attn.k_proj.weight",
-        "model.layers.2.self_attn.k_proj.bias",
-        "model.layers.1.post_attention_layernorm.weight",
+        *("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"),
+        *(f"model.layers.2.{name}" for name in NAMES),
     ],
 )
 def test_a_tensor_of_another_shape_is_refused(tmp_path, name):
@@ -169,6 +164,8 @@ def test_a_tensor_of_another_shape_is_refused(tmp_path, name):
 
 
 QUANTIZED = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+MIXED = {"format": "mixed-precision", "config_groups": {"g": {"format": "marlin-24"}}}
+MIXED = QUANTIZED | MIXED
 LLAMA3 = {"rope_theta": 1e4, "rope_type": "llama3", "factor": 8.0}
 # What a config is changed to, and the error.
 UNSUPPORTED = [
@@ -198,15 +195,9 @@ IMPOSSIBLE = [
 UNREADABLE = [
     ({"quant_method": "gptq"}, "quant_method, format: got .'gptq', None."),
     (QUANTIZED | {"format": "pack-quantized"}, "got .'compressed-tensors', 'pack-quantized'."),
-    (
-        QUANTIZED | {"format": "mixed-precision", "config_groups": {"g": {"format": "marlin-24"}}},
-        "config_groups: g: format: got 'marlin-24'; must be one of",
-    ),
+    (MIXED, "config_groups: g: format: got 'marlin-24'; must be one of"),
     (QUANTIZED | {"transform_config": {"config_groups": {"R1": {}}}}, "config: rotated weights"),
-    (
-        QUANTIZED | {"sparsity_config": {"format": "sparse-24-bitmask"}},
-        "sparsity_config: format: got 'sparse-24-bitmask'",
-    ),
+    (QUANTIZED | {"sparsity_config": {"format": "sparse-24"}}, "config: format: got 'sparse-24'"),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "got .'modelopt', 'NVFP4_AWQ'."),
 ]
 
@@ -226,8 +217,7 @@ def test_an_unsupported_model_is_refused(tmp_path, config, error, match):
 
 
 @pytest.mark.parametrize(
-    "model_type,window",
-    [("mistral", None), ("mistral", 256), ("qwen2", 128), ("qwen2", None)],
+    "model_type,window", [("mistral", None), ("mistral", 256), ("qwen2", 128), ("qwen2", None)]
 )
 def test_a_window_that_hides_nothing_is_no_window(tmp_path, model_type, window):
     """The model has 256 positions; Qwen2's window has a switch, which is off."""
@@ -266,33 +256,34 @@ def test_a_width_that_is_no_multiple_of_16_is_fine_without_packing(tmp_path):
     assert frozen["layers"]["down"]["weight"].shape == (3, 128, 360)
 
 
-def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused():
-    """The tiny tokenizer has 426 ids; this model has 320 rows."""
-    with pytest.raises(ValueError, match="has ids up to 425; the model's embedding has only 320"):
-        policy(GOLDEN / "models/llama3")
-
-
-def test_a_named_shape_needs_a_tokenizer():
-    with pytest.raises(ValueError, match="model.tokenizer_name_or_path: got None; 'qwen2.5-3b' is"):
-        load_base(ModelConfig("qwen2.5-3b", random_base=True), None)
-
-
-def test_a_model_folder_without_tokenizer_is_refused():
-    with pytest.raises(FileNotFoundError, match="qwen2_untied'; has no tokenizer.json"):
-        policy(DENSE, tokenizer_name_or_path=None)
+@pytest.mark.parametrize(
+    ("folder", "options", "error", "match"),
+    [
+        # The tiny tokenizer has 426 ids; this model has 320 rows.
+        (GOLDEN / "models/llama3", {}, ValueError, "has ids up to 425; .* embedding has only 320"),
+        (DENSE, NONE, FileNotFoundError, "qwen2_untied'; has no tokenizer.json"),
+        (
+            "qwen2.5-3b",
+            NONE | RANDOM,
+            ValueError,
+            "tokenizer_name_or_path: got None; 'qwen2.5-3b' is",
+        ),
+        ("qwen2.5-0.5b", WHOLE, ValueError, "trainable: got 'full'; 'qwen2.5-0.5b' is a shape"),
+    ],
+)
+def test_a_base_without_a_fitting_tokenizer_or_config_is_refused(folder, options, error, match):
+    with pytest.raises(error, match=match):
+        policy(folder, **options)
 
 
 @pytest.mark.parametrize(
     "text,match", [("{", "not JSON"), ("[1]", "not a JSON object but a list"), ("\0", "not JSON")]
 )
-def test_a_config_that_is_none_is_named(tmp_path, text, match):
+def test_a_config_that_is_none_or_missing_is_named(tmp_path, text, match):
+    with pytest.raises(FileNotFoundError, match=f"no config.json in {tmp_path}"):
+        policy(tmp_path)
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=f"{tmp_path}/config.json: {match}"):
-        policy(tmp_path)
-
-
-def test_a_folder_without_config_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match=f"no config.json in {tmp_path}"):
         policy(tmp_path)
 
 
@@ -317,11 +308,6 @@ def test_what_the_hub_says_is_passed_on(monkeypatch):
     with pytest.raises(FileNotFoundError):
         policy("org/name", random_base=True)
     assert ["*.safetensors" in patterns for patterns in asked] == [True, False]
-
-
-def test_a_shape_without_files_cannot_train_whole():
-    with pytest.raises(ValueError, match="model.trainable: got 'full'; 'qwen2.5-0.5b' is a shape"):
-        policy("qwen2.5-0.5b", "bfloat16", trainable="full", random_base=True)
 
 
 def test_kernels_that_cannot_run_here_are_an_error_that_says_why():

@@ -16,14 +16,7 @@ from qerl_jax.checkpoint import export, hf_folder, packed_formats, peft
 from qerl_jax.checkpoint.policy import load_base
 from qerl_jax.checkpoint.run_state import StateFiles
 from qerl_jax.cli import main
-from qerl_jax.config import (
-    DataConfig,
-    LoraConfig,
-    ModelConfig,
-    RewardConfig,
-    RolloutConfig,
-    RunConfig,
-)
+from qerl_jax.config import LoraConfig, ModelConfig, RolloutConfig, RunConfig
 from qerl_jax.model import layers
 from qerl_jax.model.transformer import head, init_params
 from qerl_jax.rl import update
@@ -40,8 +33,8 @@ def run_config(folder, lora=LORA, **model):
         output_dir=str(folder),
         max_steps=1,
         model=ModelConfig(**model),
-        data=DataConfig("arithmetic", num_problems=64),
-        rewards=RewardConfig(("correct_and_well_formed_reward",)),
+        data=config.DataConfig("arithmetic", num_problems=64),
+        rewards=config.RewardConfig(("correct_and_well_formed_reward",)),
         lora=lora,
         rollout=RolloutConfig(stop=("<|endoftext|>", "no token"), stop_token_ids=(9,)),
     )
@@ -74,6 +67,12 @@ def logits(model, variables):
 def read(folder, weights):
     model, frozen = model_folders.read(folder, weights)
     return model, {"frozen": frozen}
+
+
+def weights_of(model, *variables):
+    """Returns the weights of each fused linear in several bases."""
+    layers = [tree["frozen"]["layers"] for tree in variables]
+    return [[tree[linear]["weight"] for tree in layers] for linear in model.arch.linears()]
 
 
 def test_an_exported_adapter_is_the_runs_and_changes_nothing(run, tmp_path):
@@ -111,10 +110,8 @@ def test_a_merged_weight_is_the_base_plus_the_scaled_product(run, tmp_path):
     """The original weights are bfloat16, so one sum is rounded once."""
     folder, model, variables = run
     export.export(folder, "merged", tmp_path / "out", base="original")
-    (_, merged), (_, source) = (
-        read(place, "bfloat16") for place in (tmp_path / "out", hf_folder.TINY)
-    )
-    merged, source = merged["frozen"]["layers"], source["frozen"]["layers"]
+    folders = tmp_path / "out", hf_folder.TINY
+    merged, source = (read(folder, "bfloat16")[1]["frozen"]["layers"] for folder in folders)
     params = variables["params"]["layers"]
     for linear, parts in model.arch.linears().items():
         deltas = [
@@ -126,9 +123,8 @@ def test_a_merged_weight_is_the_base_plus_the_scaled_product(run, tmp_path):
         np.testing.assert_allclose(found, expected, rtol=2.0**-8, atol=1e-6)
     np.testing.assert_array_equal(merged["qkv"]["bias"], source["qkv"]["bias"])
     for norm in ("input_layernorm", "post_attention_layernorm"):
-        np.testing.assert_array_equal(
-            merged[norm]["scale"], np.asarray(params[norm]["scale"]).astype(jnp.bfloat16)
-        )
+        expected = np.asarray(params[norm]["scale"]).astype(jnp.bfloat16)
+        np.testing.assert_array_equal(merged[norm]["scale"], expected)
 
 
 @pytest.mark.slow
@@ -153,10 +149,9 @@ def test_a_repacked_model_is_the_merged_one_in_4_bits(run, tmp_path, base):
     export.export(folder, "merged", tmp_path / "merged", base=base)
     _, packed = read(tmp_path / "packed", "nvfp4")
     _, merged = read(tmp_path / "merged", "float32")
-    for linear in ("qkv", "o", "gate_up", "down"):
-        weight = packed["frozen"]["layers"][linear]["weight"]
+    for weight, dense in weights_of(run[1], packed, merged):
         assert weight.global_scale.shape == (3, 1)  # one for q, k and v, and for gate and up
-        dense = np.asarray(merged["frozen"]["layers"][linear]["weight"])
+        dense = np.asarray(dense)
         error = np.asarray(nvfp4.dequantize(weight)) - dense
         assert np.sqrt((error**2).mean() / (dense**2).mean()) < 0.11
 
@@ -187,34 +182,26 @@ def test_an_export_that_is_off_is_an_error_and_leaves_nothing(run, tmp_path, mon
     merge = export._merge
     monkeypatch.setattr(export, "_merge", lambda w, pairs, scaling: merge(w, pairs, -scaling))
     limit = before["mean_effect_of_training"] / 2  # smaller than the cap, larger than the floor
-    with pytest.raises(
-        export.ExportError, match=f"not written: .* the limit .--limit. is {limit:.4g};"
-    ):
+    rule = f"not written: .* the limit .--limit. is {limit:.4g};"
+    with pytest.raises(export.ExportError, match=rule):
         export.export(folder, "merged", tmp_path / "new", base="packed")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_an_export_replaces_nothing(run, tmp_path):
-    """An earlier export is refused like any other folder, as `quantize` does it."""
-    out = tmp_path / "out"
-    out.mkdir()
+def test_an_earlier_export_is_replaced_only_if_asked_to_and_nothing_else_ever(run, tmp_path):
+    out, other = tmp_path / "out", tmp_path / "other"
+    for folder in (out, other):
+        folder.mkdir()
     export.export(run[0], "peft", out)
-    before = (out / "export.json").read_text()
+    (out / "more").write_text("of the first export")
+    (other / "thesis.txt").write_text("mine")
     rule = "exists already: choose another folder, or remove that one"
     for there in (out, out / "export.json", run[0], run[0].parent, hf_folder.TINY):
         with pytest.raises(FileExistsError, match=re.escape(f"out: got '{there}'; {rule}")):
             export.export(run[0], "peft", there)
-    assert (out / "export.json").read_text() == before
-
-
-def test_an_earlier_export_is_replaced_only_if_asked_to_and_nothing_else_ever(run, tmp_path):
-    out, other = tmp_path / "out", tmp_path / "other"
-    export.export(run[0], "peft", out)
-    (out / "more").write_text("of the first export")
+    assert (out / "more").is_file()
     export.export(run[0], "peft", out, overwrite=True)
     assert (out / "export.json").is_file() and not (out / "more").exists()
-    other.mkdir()
-    (other / "thesis.txt").write_text("mine")
     for there in (other, out / "export.json", run[0], run[0].parent, hf_folder.TINY):
         with pytest.raises(FileExistsError):
             export.export(run[0], "peft", there, overwrite=True)
@@ -250,7 +237,7 @@ def test_a_model_that_was_trained_whole_is_packed_from_what_the_run_wrote(tmp_pa
     config.write_run(tmp_path / "run", cfg)
     with pytest.raises(ValueError, match="to: got 'peft'; a run with .* has no adapter"):
         export.export(tmp_path / "run", "peft", tmp_path / "out")
-    with pytest.raises(FileNotFoundError, match="the run has not ended"):
+    with pytest.raises(FileNotFoundError, match="has no model: a run that trains"):
         export.export(tmp_path / "run", "nvfp4", tmp_path / "out")
     shutil.copytree(hf_folder.TINY, tmp_path / "run" / "model")
     report = export.export(tmp_path / "run", "nvfp4", tmp_path / "out")
@@ -286,10 +273,7 @@ def test_a_pair_is_the_packed_base_as_trained_on_and_the_adapter_beside_it(weigh
     assert table["base_model_name_or_path"] == str(tmp_path / "out/base")
     assert not table["modules_to_save"]
     packed, read_back = read(tmp_path / "out/base", weights)
-    for linear in model.arch.linears():
-        ours, theirs = (
-            tree["frozen"]["layers"][linear]["weight"] for tree in (variables, read_back)
-        )
+    for ours, theirs in weights_of(model, variables, read_back):
         np.testing.assert_array_equal(np.asarray(ours.codes), np.asarray(theirs.codes))
     adapted = packed.clone(lora=dataclasses.replace(lora, train_norms=False))
     read_back["params"] = peft.import_adapter(tmp_path / "out/adapter", adapted)
@@ -327,14 +311,9 @@ def test_a_packed_export_says_what_merging_loses_and_offers_the_other_way(tmp_pa
     assert main.main(["export", str(folder), str(tmp_path / "out"), *base]) == 0
     said = capsys.readouterr().out
     report = json.loads((tmp_path / "out" / "export.json").read_text())
-    kl = report["kl"]
-    assert list(kl) == [
-        "4-bit base alone",
-        "4-bit base with the adapter beside it",
-        "merged in 16 bits",
-        "merged in 4 bits",
-    ]
-    assert kl["4-bit base with the adapter beside it"] == 0
+    kl, beside = report["kl"], "4-bit base with the adapter beside it"
+    assert list(kl) == ["4-bit base alone", beside, "merged in 16 bits", "merged in 4 bits"]
+    assert kl[beside] == 0
     assert kl["merged in 16 bits"] < 0.1 * kl["merged in 4 bits"]
     assert "KL in nats per token: 4-bit base alone" in said
     assert "WARNING: merging into 4-bit weights loses" in said and "--to pair" in said
@@ -348,10 +327,7 @@ def test_an_adapter_that_changes_nothing_leaves_the_packed_base_as_it_is(tmp_pat
     model, variables = finished_run(tmp_path / "run", size=0.0)
     export.export(tmp_path / "run", "nvfp4", tmp_path / "out", base="packed")
     _, read_back = read(tmp_path / "out", "nvfp4")
-    for linear in model.arch.linears():
-        ours, theirs = (
-            tree["frozen"]["layers"][linear]["weight"] for tree in (variables, read_back)
-        )
+    for ours, theirs in weights_of(model, variables, read_back):
         assert_trees_equal(theirs.scales, ours.scales)
         # -0 + 0 is 0: a code of it may have lost its sign.
         np.testing.assert_array_equal(nvfp4.dequantize(theirs), nvfp4.dequantize(ours))

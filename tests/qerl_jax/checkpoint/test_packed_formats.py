@@ -16,13 +16,8 @@ from tests.model_folders import ARCH, DENSE, PACKED, assert_trees_equal, base, c
 
 LINEARS = ("qkv", "o", "gate_up", "down")
 NAME = "model.layers.1.mlp.down_proj"
-UNKNOWN = {
-    "version": "99.0",
-    "observer": {"a": 1},
-    "kv_cache_scheme": {"num_bits": 8},
-    "sparsity_config": None,
-    "transform_config": {},
-}
+UNKNOWN = {"version": "99.0", "observer": {"a": 1}, "kv_cache_scheme": {"num_bits": 8}}
+UNKNOWN |= {"sparsity_config": None, "transform_config": {}}
 
 
 def quantization(**changes):
@@ -51,25 +46,20 @@ def modelopt(folder, *, beside=False, **extra):
     return folder
 
 
-def test_unknown_keys_of_a_quantization_config_are_passed_over(tmp_path):
-    copy(PACKED, tmp_path, config={"quantization_config": quantization(**UNKNOWN)})
-    assert_trees_equal(base(tmp_path, "nvfp4"), base(PACKED, "nvfp4"))
-
-
-def test_weights_of_a_folder_with_quantized_activations_are_read_as_they_are(tmp_path):
+@pytest.mark.parametrize("what", ["unknown keys", "quantized activations", "a scalar scale"])
+def test_what_does_not_concern_the_weights_is_passed_over(tmp_path, what):
     """With W4A4 activations stay in 16 bits here, and the scales for rounding them are not needed."""
-    groups = quantization()["config_groups"]
-    groups["group_0"]["input_activations"] = {"num_bits": 4}
-    config = {"quantization_config": quantization(config_groups=groups)}
-    tensors = {f"{NAME}.input_global_scale": np.ones(1, np.float32)}
+    config, tensors, name = {}, {}, f"{NAME}.weight_global_scale"
+    if what == "unknown keys":
+        config = {"quantization_config": quantization(**UNKNOWN)}
+    elif what == "quantized activations":
+        groups = quantization()["config_groups"]
+        groups["group_0"]["input_activations"] = {"num_bits": 4}
+        config = {"quantization_config": quantization(config_groups=groups)}
+        tensors = {f"{NAME}.input_global_scale": np.ones(1, np.float32)}
+    else:
+        tensors = {name: golden_files.load(PACKED / "model.safetensors")[name].reshape(())}
     copy(PACKED, tmp_path, config=config, tensors=tensors)
-    assert_trees_equal(base(tmp_path, "nvfp4"), base(PACKED, "nvfp4"))
-
-
-def test_a_global_scale_may_be_a_scalar(tmp_path):
-    name = f"{NAME}.weight_global_scale"
-    held = golden_files.load(PACKED / "model.safetensors")[name]
-    copy(PACKED, tmp_path, tensors={name: held.reshape(())})
     assert_trees_equal(base(tmp_path, "nvfp4"), base(PACKED, "nvfp4"))
 
 
@@ -86,11 +76,8 @@ def test_modelopts_scale_is_the_reciprocal(tmp_path, beside):
     # ModelOpt's own definition: code * block scale * second scale.
     steps = np.repeat(held[f"{NAME}.weight_scale"].astype(np.float32), 16, axis=1)
     codes = nvfp4.CODE_VALUES[np.asarray(nvfp4.unpack_codes(jnp.asarray(held[f"{NAME}.weight"])))]
-    np.testing.assert_allclose(
-        nvfp4.dequantize(ours["down"]["weight"])[1],
-        codes * steps * held[f"{NAME}.weight_scale_2"],
-        rtol=1e-6,
-    )
+    expected = codes * steps * held[f"{NAME}.weight_scale_2"]
+    np.testing.assert_allclose(nvfp4.dequantize(ours["down"]["weight"])[1], expected, rtol=1e-6)
 
 
 def test_scales_for_awq_inputs_are_not_dropped_silently(tmp_path):
@@ -104,9 +91,8 @@ def test_a_linear_left_out_of_the_quantization_is_named(tmp_path):
     parts = ("weight_packed", "weight_scale", "weight_global_scale")
     tensors = dict.fromkeys(f"{NAME}.{p}" for p in parts) | {f"{NAME}.weight": dense}
     copy(PACKED, tmp_path, tensors=tensors)
-    with pytest.raises(
-        config.ConfigError, match=r"model.dense_linears: got \(\); .* keeps \(\('down', \(1,\)"
-    ):
+    rule = r"model.dense_linears: got \(\); .* keeps \(\('down', \(1,\)"
+    with pytest.raises(config.ConfigError, match=rule):
         base(tmp_path, "nvfp4")
 
 

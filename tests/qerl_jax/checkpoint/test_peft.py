@@ -16,18 +16,17 @@ from qerl_jax.model.architecture import PARENT
 from qerl_jax.model.transformer import Transformer
 from qerl_jax.system.process_pool import Pool
 from tests import golden_files
-from tests.model_folders import (
-    ADAPTER,
-    ARCH,
-    adapter_model,
-    assert_trees_equal,
-    with_norms,
-)
+from tests.faults.harness import files_of
+from tests.model_folders import ADAPTER, ARCH, adapter_model, assert_trees_equal, with_norms
 
 
 @pytest.fixture(scope="module")
 def norms():
     return with_norms()
+
+
+def fields_of(folder):
+    return json.loads((folder / "adapter_config.json").read_text())
 
 
 def test_pefts_adapter_is_written_back_tensor_by_tensor(tmp_path):
@@ -43,15 +42,10 @@ def test_pefts_adapter_is_written_back_tensor_by_tensor(tmp_path):
     for name, array in expected.items():
         assert (actual[name].dtype, actual[name].shape) == (array.dtype, array.shape)
         np.testing.assert_array_equal(actual[name], array)
-    ours, theirs = (
-        json.loads((folder / "adapter_config.json").read_text())
-        for folder in (tmp_path / "a", ADAPTER)
-    )
+    ours, theirs = (fields_of(folder) for folder in (tmp_path / "a", ADAPTER))
     assert ours == {name: theirs[name] for name in ours}
-    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [
-        "adapter_config.json",
-        "adapter_model.safetensors",
-    ]
+    names = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert names == ["adapter_config.json", "adapter_model.safetensors"]
 
 
 def test_an_adapter_with_trained_norms_round_trips(tmp_path, norms):
@@ -61,56 +55,43 @@ def test_an_adapter_with_trained_norms_round_trips(tmp_path, norms):
     assert_trees_equal(peft.import_adapter(tmp_path / "a", model), params)
     names = golden_files.load(tmp_path / "a/adapter_model.safetensors")
     assert "base_model.model.model.layers.2.post_attention_layernorm.weight" in names
-    config = json.loads((tmp_path / "a/adapter_config.json").read_text())
+    config = fields_of(tmp_path / "a")
     assert config["modules_to_save"] == ["input_layernorm", "post_attention_layernorm"]
     assert config["base_model_name_or_path"] == "somewhere"
 
 
-def test_an_export_replaces_an_adapter_whole(tmp_path, norms):
-    model, params = norms
-    folder = tmp_path / "deep" / "a"
-    peft.export_adapter(folder, params, model.lora, "first")
-    (folder / "README.md").write_text("of the first")
-    peft.export_adapter(folder, params, model.lora, "second")
-    assert [path.name for path in folder.parent.iterdir()] == ["a"]
-    assert not (folder / "README.md").exists()
-    config = json.loads((folder / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == "second"
-
-
-def test_a_failing_export_leaves_the_old_adapter_and_nothing_else(tmp_path, norms, monkeypatch):
+def test_an_export_replaces_an_adapter_whole_or_not_at_all_and_nothing_else(
+    tmp_path, norms, monkeypatch
+):
     import safetensors.numpy
 
     model, params = norms
-    folder = tmp_path / "a"
+    folder, other = tmp_path / "deep" / "a", tmp_path / "thesis"
     peft.export_adapter(folder, params, model.lora, "first")
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    (folder / "README.md").write_text("of the first")
+    peft.export_adapter(folder, params, model.lora, "second")
+    assert not (folder / "README.md").exists()
+    assert fields_of(folder)["base_model_name_or_path"] == "second"
+    other.mkdir()
+    (other / "thesis.tex").write_text("years")
+    with pytest.raises(FileExistsError, match=f"{other}: holds files, but no adapter"):
+        peft.export_adapter(other, params, model.lora, "base")
+    before = {path: path.read_bytes() for path in files_of(tmp_path)}
 
     def fail(tensors, path, metadata):
         path.write_bytes(b"half")
         raise OSError("disk full")
 
     monkeypatch.setattr(safetensors.numpy, "save_file", fail)
-    with pytest.raises(OSError, match="disk full"):
-        peft.export_adapter(folder, params, model.lora, "second")
-    with pytest.raises(OSError, match="disk full"):
-        peft.export_adapter(tmp_path / "new", params, model.lora, "second")
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-
-
-def test_an_export_deletes_nothing_but_an_adapter(tmp_path, norms):
-    model, params = norms
-    (tmp_path / "thesis.tex").write_text("years")
-    with pytest.raises(FileExistsError, match=f"{tmp_path}: holds files, but no adapter"):
-        peft.export_adapter(tmp_path, params, model.lora, "base")
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+    for target in (folder, folder.with_name("new")):
+        with pytest.raises(OSError, match="disk full"):
+            peft.export_adapter(target, params, model.lora, "third")
+    assert {path: path.read_bytes() for path in files_of(tmp_path)} == before
 
 
 def changed_adapter(target, **fields):
     shutil.copy(ADAPTER / "adapter_model.safetensors", target)
-    config = json.loads((ADAPTER / "adapter_config.json").read_text()) | fields
-    (target / "adapter_config.json").write_text(json.dumps(config))
+    (target / "adapter_config.json").write_text(json.dumps(fields_of(ADAPTER) | fields))
     return target
 
 
@@ -134,51 +115,52 @@ def test_an_adapter_that_is_no_plain_lora_is_refused(tmp_path, fields, match):
         peft.read_lora(changed_adapter(tmp_path, **fields))
 
 
-@pytest.mark.parametrize("targets", ["all-linear", r".*\.(self_attn|mlp)\.\w+_proj"])
-def test_linears_may_be_named_by_a_pattern(tmp_path, targets):
-    folder = changed_adapter(tmp_path, target_modules=targets)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"target_modules": "all-linear"},
+        {"target_modules": r".*\.(self_attn|mlp)\.\w+_proj"},
+        {"layers_to_transform": []},
+    ],
+)
+def test_linears_may_be_named_by_a_pattern_and_no_choice_of_layers_chooses_all(tmp_path, fields):
+    folder = changed_adapter(tmp_path, **fields)
     assert peft.read_lora(folder) == peft.read_lora(ADAPTER)
-    ours, plain = (peft.import_adapter(f, adapter_model()) for f in (folder, ADAPTER))
-    assert_trees_equal(ours, plain)
+    assert_trees_equal(*(peft.import_adapter(path, adapter_model()) for path in (folder, ADAPTER)))
 
 
-def test_a_pattern_that_is_none_is_refused(tmp_path):
-    folder = changed_adapter(tmp_path, target_modules="*bad[")
-    with pytest.raises(ValueError, match="is no regular expression"):
-        peft.import_adapter(folder, adapter_model())
+HOSTILE = "(([a-z_.0-9])+)+!"
 
 
-@pytest.mark.parametrize("field", ["target_modules", "exclude_modules", "rank_pattern"])
-def test_a_pattern_that_would_be_matched_for_ever_is_refused(tmp_path, field, monkeypatch):
+@pytest.mark.parametrize(
+    ("field", "value", "match"),
+    [
+        ("target_modules", "*bad[", "is no regular expression"),
+        ("target_modules", HOSTILE, "adapter_config.json: .* takes too long to match"),
+        ("exclude_modules", HOSTILE, "adapter_config.json: .* takes too long to match"),
+        ("rank_pattern", {HOSTILE: 4}, "adapter_config.json: .* takes too long to match"),
+    ],
+)
+def test_a_pattern_that_is_none_or_matched_for_ever_is_refused(
+    tmp_path, field, value, match, monkeypatch
+):
     pool = Pool("qerl_jax.checkpoint.name_patterns", workers=1, seconds=0.2)
     monkeypatch.setattr(peft, "_matchers", lambda: pool)
-    hostile = "(([a-z_.0-9])+)+!"
-    value = {hostile: 4} if field == "rank_pattern" else hostile
-    folder = changed_adapter(tmp_path, **{field: value})
-    with pytest.raises(ValueError, match="adapter_config.json: .* takes too long to match"):
-        peft.import_adapter(folder, adapter_model())
+    with pytest.raises(ValueError, match=match):
+        peft.import_adapter(changed_adapter(tmp_path, **{field: value}), adapter_model())
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("r", 0),
-        ("r", 2.5),
-        ("r", True),
-        ("r", 1 << 40),
-        ("lora_alpha", None),
-        ("lora_alpha", "16"),
-        ("lora_alpha", float("inf")),
-        ("target_modules", None),
-        ("target_modules", [1]),
+        *(("r", value) for value in (0, 2.5, True, 1 << 40)),
+        *(("lora_alpha", value) for value in (None, "16", float("inf"))),
+        *(("target_modules", value) for value in (None, [1])),
         ("exclude_modules", {"a": 1}),
-        ("rank_pattern", ["q_proj"]),
-        ("rank_pattern", {"q_proj": "4"}),
+        *(("rank_pattern", value) for value in (["q_proj"], {"q_proj": "4"})),
         ("alpha_pattern", {"q_proj": None}),
-        ("layers_to_transform", "all"),
-        ("layers_to_transform", [0, None]),
-        ("modules_to_save", 3),
-        ("modules_to_save", [[]]),
+        *(("layers_to_transform", value) for value in ("all", [0, None])),
+        *(("modules_to_save", value) for value in (3, [[]])),
     ],
 )
 def test_a_field_of_another_form_is_named(tmp_path, field, value):
@@ -193,9 +175,8 @@ def test_rslora_divides_by_the_root_of_the_rank(tmp_path):
     assert lora == LoraConfig(8, 16.0, use_rslora=True)
     model = Transformer(ARCH, "float32", lora, jnp.float32)
     assert model.lora.scaling == pytest.approx(16 / 8**0.5)
-    assert_trees_equal(
-        peft.import_adapter(folder, model), peft.import_adapter(ADAPTER, adapter_model())
-    )
+    trees = peft.import_adapter(folder, model), peft.import_adapter(ADAPTER, adapter_model())
+    assert_trees_equal(*trees)
 
 
 def test_patterns_that_match_nothing_are_ignored_with_a_warning(tmp_path, capsys):
@@ -206,17 +187,14 @@ def test_patterns_that_match_nothing_are_ignored_with_a_warning(tmp_path, capsys
     }
     folder = changed_adapter(tmp_path, **patterns)
     form = peft.read_lora(folder)
-    assert (form.rank_pattern, form.alpha_pattern) == (
-        peft.read_lora(ADAPTER).rank_pattern,
-        {"q_proj": 16.0},
-    )
+    assert form.rank_pattern == peft.read_lora(ADAPTER).rank_pattern
+    assert form.alpha_pattern == {"q_proj": 16.0}
     model = adapter_model(rank_pattern=form.rank_pattern, alpha_pattern=form.alpha_pattern)
     trees = peft.import_adapter(folder, model), peft.import_adapter(ADAPTER, adapter_model())
     assert_trees_equal(*trees)
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 3 and all(
-        line.startswith(f"warning: {folder}/adapter_config.json: ") for line in lines
-    )
+    starts = [line.startswith(f"warning: {folder}/adapter_config.json: ") for line in lines]
+    assert starts == [True] * 3
     assert "rank_pattern: 'lm_head' matches no linear of the adapter, and has no effect" in lines[0]
 
 
@@ -226,12 +204,9 @@ def test_patterns_of_rank_and_alpha_become_one_rank_and_one_alpha(tmp_path):
     prefix = "base_model.model.model.layers."
     for name in list(held):
         keep = slice(0, 4) if ".q_proj." in name else slice(None)
-        if ".1.mlp." in name or ".0.self_attn.k_proj." in name:
-            del held[name]
-        else:
-            held[name] = np.ascontiguousarray(
-                held[name][keep] if ".lora_A" in name else held[name][:, keep]
-            )
+        value = held.pop(name)
+        if ".1.mlp." not in name and ".0.self_attn.k_proj." not in name:
+            held[name] = np.ascontiguousarray(value[keep] if ".lora_A" in name else value[:, keep])
     folder = changed_adapter(
         tmp_path,
         r=8,
@@ -250,11 +225,9 @@ def test_patterns_of_rank_and_alpha_become_one_rank_and_one_alpha(tmp_path):
                 a, b = (np.asarray(layers[linear][part][leaf][index]) for leaf in "ab")
                 ours = model.lora.scaling * (a @ b).T
                 name = f"{prefix}{index}.{PARENT[linear]}.{part}"
-                rank, alpha = 4 if part == "q_proj" else 8, 16
-                if part == "down_proj":
-                    alpha = 64
-                elif part == "o_proj" and index == 2:
-                    alpha = 2
+                rank = 4 if part == "q_proj" else 8
+                at_2 = {"o_proj": 2} if index == 2 else {}
+                alpha = ({"down_proj": 64} | at_2).get(part, 16)
                 theirs = 0.0
                 if f"{name}.lora_A.weight" in held:
                     b, a = (held[f"{name}.lora_{leaf}.weight"] for leaf in "BA")
@@ -264,20 +237,12 @@ def test_patterns_of_rank_and_alpha_become_one_rank_and_one_alpha(tmp_path):
                 np.testing.assert_allclose(ours, theirs, atol=1e-5, err_msg=name)
 
 
-def test_an_empty_choice_of_layers_chooses_all(tmp_path):
-    folder = changed_adapter(tmp_path, layers_to_transform=[])
-    assert peft.read_lora(folder) == peft.read_lora(ADAPTER)
-    assert_trees_equal(*(peft.import_adapter(each, adapter_model()) for each in (folder, ADAPTER)))
-
-
 def test_a_targeted_linear_without_tensors_is_named(tmp_path):
     held = golden_files.load(ADAPTER / "adapter_model.safetensors")
     name = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
     folder = changed_adapter(tmp_path)
-    save_file(
-        {key: value for key, value in held.items() if key != name},
-        folder / "adapter_model.safetensors",
-    )
+    fewer = {key: value for key, value in held.items() if key != name}
+    save_file(fewer, folder / "adapter_model.safetensors")
     with pytest.raises(SafetensorsError, match=f"no tensor {name}"):
         peft.import_adapter(folder, adapter_model())
 
@@ -313,10 +278,7 @@ def test_an_adapter_of_another_shape_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (
-            lambda x: x.at[2, 1].set(jnp.nan),
-            r"file: NAME\[2, 1\]: got nan; must be a finite number",
-        ),
+        (lambda x: x.at[2, 1].set(jnp.nan), r"file: NAME\[2, 1\]: got nan; must be a finite"),
         (lambda x: x.at[2, 1].set(jnp.inf), r"NAME\[2, 1\]: got inf"),
         (lambda x: x.astype(jnp.int8), "NAME: type: got 'I8'; must be F32"),
     ],

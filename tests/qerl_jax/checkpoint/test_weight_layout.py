@@ -17,19 +17,15 @@ from qerl_jax.model.transformer import Transformer, abstract_base, head, random_
 from tests.model_folders import DENSE, PACKED, assert_trees_equal
 
 FOLDERS = {"packed": PACKED, "16 bits": DENSE}
+unprepared = jax.jit(lambda weights: [unprepare(weight) for weight in weights])
 
 
-@pytest.fixture
 def hopper_layout(monkeypatch):
     """Turns the Hopper layout on, and its kernels off."""
-
-    def turn_on():
-        # Not an assumed H200: its attention is cuDNN's, which no CPU can run.
-        monkeypatch.setattr(runtime, "is_hopper", lambda: True)
-        table = {"reference": api._HOPPER_IMPLEMENTATIONS["reference"]}
-        monkeypatch.setattr(api, "_HOPPER_IMPLEMENTATIONS", table)
-
-    return turn_on
+    # Not an assumed H200: its attention is cuDNN's, which no CPU can run.
+    monkeypatch.setattr(runtime, "is_hopper", lambda: True)
+    table = {"reference": api._HOPPER_IMPLEMENTATIONS["reference"]}
+    monkeypatch.setattr(api, "_HOPPER_IMPLEMENTATIONS", table)
 
 
 def bare_model(folder, dtype=jnp.bfloat16):
@@ -41,11 +37,6 @@ def linears(frozen):
     return [leaf for leaf in jax.tree.leaves(frozen, is_leaf=is_packed) if is_packed(leaf)]
 
 
-@jax.jit
-def unprepared(weights):
-    return [unprepare(weight) for weight in weights]
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def logits(model, frozen, tokens):
     hidden, _ = model.apply({"frozen": frozen}, tokens, adapter=False)
@@ -54,33 +45,31 @@ def logits(model, frozen, tokens):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", FOLDERS)
-def test_a_loaded_base_computes_the_same_bits_in_either_layout(hopper_layout, source):
+def test_a_loaded_base_computes_the_same_bits_in_either_layout(monkeypatch, source):
     model = bare_model(FOLDERS[source])
     tokens = np.random.default_rng(0).integers(0, model.arch.vocab_size, (2, 9))
     plain = base_model.read_base(FOLDERS[source], model)
     expected = logits(model, plain, tokens)
-    hopper_layout()
+    hopper_layout(monkeypatch)
     prepared = base_model.read_base(FOLDERS[source], model)
-    assert len(linears(prepared)) == 4
-    assert all(isinstance(w, HopperNVFP4) for w in linears(prepared))
+    assert [type(weight) for weight in linears(prepared)] == [HopperNVFP4] * 4
     np.testing.assert_array_equal(logits(model, prepared, tokens), expected)
     assert_trees_equal(unprepared(linears(prepared)), linears(plain))
 
 
 @pytest.mark.slow
-def test_a_random_base_is_the_same_base_in_either_layout_and_of_its_abstract_form(hopper_layout):
-    model = bare_model(FOLDERS["16 bits"])
+def test_a_random_base_is_the_same_base_in_either_layout_and_of_its_abstract_form(monkeypatch):
+    model = bare_model(DENSE)
     plain = random_base(model, jax.random.key(1))
-    hopper_layout()
+    hopper_layout(monkeypatch)
     prepared = random_base(model, jax.random.key(1))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), prepared)
     assert shapes == abstract_base(model)
     assert_trees_equal(unprepared(linears(prepared)), linears(plain))
 
 
-def test_weights_that_meet_float32_activations_keep_their_layout(hopper_layout):
-    hopper_layout()
-    model = bare_model(FOLDERS["16 bits"], jnp.float32)
-    assert all(isinstance(w, NVFP4Tensor) for w in linears(abstract_base(model)))
-    loaded = base_model.read_base(FOLDERS["16 bits"], model)
-    assert all(isinstance(w, NVFP4Tensor) for w in linears(loaded))
+def test_weights_that_meet_float32_activations_keep_their_layout(monkeypatch):
+    hopper_layout(monkeypatch)
+    model = bare_model(DENSE, jnp.float32)
+    for frozen in (abstract_base(model), base_model.read_base(DENSE, model)):
+        assert {type(weight) for weight in linears(frozen)} == {NVFP4Tensor}
