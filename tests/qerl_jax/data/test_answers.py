@@ -11,102 +11,99 @@ import pytest
 from qerl_jax.data import answers
 from tests.tables import spread
 
-
-@pytest.mark.parametrize(
-    ("text", "block", "tagged"),
-    [
-        ("<answer>2</answer>", "2", "2"),
-        ("<answer>\n 2 \n</answer>", "2", "2"),
-        ("<answer>1</answer> no: <answer>2</answer>", "2", "2"),
-        ("<answer>2</answer> so <answer>3", "2", "3"),
-        ("<answer>2</answer> done", "2", "2"),
-        ("2</answer>", None, "2"),
-        (" just 2 ", None, "just 2"),
-        ("", None, ""),
+# What a function makes of texts: (result, texts).
+READINGS = {
+    answers.last_block: [
+        ("2", ["<answer>2</answer>", "<answer>\n 2 \n</answer>", "<answer>2</answer> done"]),
+        ("2", ["<answer>1</answer> no: <answer>2</answer>", "<answer>2</answer> so <answer>3"]),
+        (None, ["2</answer>", " just 2 ", ""]),
     ],
-)
-def test_tags_hold_the_last_answer(text, block, tagged):
-    assert answers.last_block(text) == block
-    assert answers.tagged(text) == tagged
-
-
-@pytest.mark.parametrize(
-    ("found", "text"),
-    spread(
-        [
-            ("12", ["first 3, then 12"]),
-            ("1,234.50", ["it costs $1,234.50."]),
-            ("2000", ["in 1999,2000 people"]),
-            ("-7", ["so x = -7", "so x = - 7", "so x = −7"]),
-            ("-5", ["a loss of -$5"]),
-            ("7", ["10-7", "(2)-7"]),
-            ("5.", ["from 3 to 5."]),
-            (".5", ["about .5"]),
-            (None, ["I cannot say", ""]),
-        ]
-    ),
-)
-def test_last_number_knows_signs_from_subtractions(text, found):
-    assert answers.last_number(text) == found
-
-
-@pytest.mark.parametrize(
-    ("found", "text"),
-    spread(
-        [
-            ("5", [r"\boxed{5}", "\\boxed\n{5}", r"\boxed{4} then \boxed {5}"]),
-            ("5", [r"\boxed{\boxed{5}}"]),
-            (r"\frac{1}{2}", [r"\boxed{1} and \boxed{\frac{1}{2}}"]),
-            (r"\{1, 2\}", [r"\boxed{\{1, 2\}}"]),
-            ("", [r"\boxed{}"]),
-            (None, [r"\boxed{1} and \boxed{2", r"\boxed 5", r"\fbox{5}", ""]),
-            (r"\frac{4}{7}", [r"\boxed {\frac{4}{7}}"]),
-        ]
-    ),
-)
-def test_last_box_is_read_to_its_own_brace(text, found):
-    assert answers.last_boxed(text) == found
-
-
-@pytest.mark.parametrize(
-    ("found", "text"),
-    spread(
-        [
-            ("1,2", [r"\boxed{1} and \boxed{2}", r"$\boxed{1}$, and $\boxed {2}$"]),
-            ("1,2", [r"\boxed{1}\text{ and }\boxed{2}"]),
-            ("1,2", [r"\boxed{0}. So \boxed{1} and \boxed{2}"]),
-            ("1,2,3", [r"\boxed{1}, \boxed{2} and \boxed{3}"]),
-            ("2", [r"\boxed{1}, \boxed{2}", r"\boxed{1} \boxed{2}"]),
-            ("2", [r"\boxed{1} and then \boxed{2}", r"\boxed{1} or \boxed{2}"]),
-            ("2", [r"\boxed{1 and \boxed{2}"]),
-            (None, [r"\boxed{1} and \boxed{2", "5"]),
-        ]
-    ),
-)
-def test_boxes_are_one_answer_where_and_joins_them(text, found):
-    assert answers.last_boxes(text) == found
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("Answer: 5", "5"),
-        ("the ANSWER :  5 \nthanks", "5 "),
-        ("Answer: 1\nAnswer: 2", "2"),
-        ("Answer:\n5", "5"),
-        ("Answers: 5", None),
-        ("Answer:", None),
+    answers.tagged: [
+        ("2", ["<answer>2</answer>", "<answer>\n 2 \n</answer>", "<answer>2</answer> done"]),
+        ("2", ["<answer>1</answer> no: <answer>2</answer>", "2</answer>"]),
+        ("3", ["<answer>2</answer> so <answer>3"]),
+        ("just 2", [" just 2 "]),
+        ("", [""]),
     ],
-)
-def test_answer_line_is_the_last(text, found):
-    assert answers.answer_line(text) == found
+    # Signs are told from subtractions.
+    answers.last_number: [
+        ("12", ["first 3, then 12"]),
+        ("1,234.50", ["it costs $1,234.50."]),
+        ("2000", ["in 1999,2000 people"]),
+        ("-7", ["so x = -7", "so x = - 7", "so x = −7"]),
+        ("-5", ["a loss of -$5"]),
+        ("7", ["10-7", "(2)-7"]),
+        ("5.", ["from 3 to 5."]),
+        (".5", ["about .5"]),
+        (None, ["I cannot say", ""]),
+    ],
+    # A box goes to its own brace.
+    answers.last_boxed: [
+        ("5", [r"\boxed{5}", "\\boxed\n{5}", r"\boxed{4} then \boxed {5}", r"\boxed{\boxed{5}}"]),
+        (r"\frac{1}{2}", [r"\boxed{1} and \boxed{\frac{1}{2}}"]),
+        (r"\{1, 2\}", [r"\boxed{\{1, 2\}}"]),
+        ("", [r"\boxed{}"]),
+        (None, [r"\boxed{1} and \boxed{2", r"\boxed 5", r"\fbox{5}", ""]),
+        (r"\frac{4}{7}", [r"\boxed {\frac{4}{7}}"]),
+    ],
+    # Boxes are one answer where "and" joins them.
+    answers.last_boxes: [
+        ("1,2", [r"\boxed{1} and \boxed{2}", r"$\boxed{1}$, and $\boxed {2}$"]),
+        ("1,2", [r"\boxed{1}\text{ and }\boxed{2}", r"\boxed{0}. So \boxed{1} and \boxed{2}"]),
+        ("1,2,3", [r"\boxed{1}, \boxed{2} and \boxed{3}"]),
+        ("2", [r"\boxed{1}, \boxed{2}", r"\boxed{1} \boxed{2}", r"\boxed{1 and \boxed{2}"]),
+        ("2", [r"\boxed{1} and then \boxed{2}", r"\boxed{1} or \boxed{2}"]),
+        (None, [r"\boxed{1} and \boxed{2", "5"]),
+    ],
+    answers.answer_line: [
+        ("5", ["Answer: 5", "Answer:\n5"]),
+        ("5 ", ["the ANSWER :  5 \nthanks"]),
+        ("2", ["Answer: 1\nAnswer: 2"]),
+        (None, ["Answers: 5", "Answer:"]),
+    ],
+    answers.last_code: [
+        ("c\nd\n", ["```python\na\n```\n```c\nb\n```\n```py\nc\nd\n```\n```\ne\n```"]),
+        ("x", ["```python3\nx```"]),
+        (None, ["```python\nnever closed"]),
+    ],
+    answers.stated: [
+        ("3", [r"<answer>3</answer> \boxed{4}"]),
+        ("4", [r"7 apples, \boxed{4} \#### 5"]),
+        ("5", ["#### 5\nAnswer: 6"]),
+        ("x = 6", ["Answer: x = 6"]),
+        ("8", ["It is 7, or 8!"]),
+        (None, ["Nothing."]),
+    ],
+    answers.number: [
+        (decimal.Decimal(1234), ["1,234"]),
+        (decimal.Decimal(5), ["$5.00", r"\$5", "€5", "５"]),
+        (decimal.Decimal(27), ["27."]),
+        (decimal.Decimal(-3), ["−3", "-£3"]),
+        (None, ["12,34", "1,2", "3 eggs", ""]),
+    ],
+    answers.minerva_form: [
+        ("5", ["5", "x = 5", "$5$", "the value is $5$.", r"\boxed{5}", "5 cm", "5 degrees"]),
+        ("5", [r"\$5", "5 dollars"]),
+        ("c", ["a = b = c"]),
+        ("east", [r"\text{east}", r"\mbox{east}"]),
+        ("(B)", [r"\textbf{(B)}"]),
+        ("90", [r"90^\circ", r"90^{\circ}"]),
+        ("apple", ["an apple"]),
+        (r"\frac{1}{2}", [r"\frac12", r"\frac{1}{2}"]),
+        (r"\sqrt{2}", [r"\sqrt2", r"\sqrt{2}"]),
+        ("1234", ["1,234", r"1,\!234", "1{,}234"]),
+        ("(1,2)", ["(1,2)", "( 1 , 2 )"]),
+        ("x,y", [r"x\text{ and }y"]),
+        ("34", ["3, 4"]),  # Minerva's own: a list of digits passes for a number with commas
+        ("", [""]),
+    ],
+}
 
 
-def test_code_is_the_last_python_block():
-    text = "```python\na\n```\n```c\nb\n```\n```py\nc\nd\n```\n```\ne\n```"
-    assert answers.last_code(text) == "c\nd\n"
-    assert answers.last_code("```python3\nx```") == "x"
-    assert answers.last_code("```python\nnever closed") is None
+@pytest.mark.parametrize("read", READINGS, ids=lambda function: function.__name__)
+def test_texts_are_read_as_the_table_says(read):
+    for expected, text in spread(READINGS[read]):
+        assert (text, read(text)) == (text, expected)
 
 
 @pytest.mark.parametrize(
@@ -147,47 +144,6 @@ def test_a_missing_value_of_pandas_is_no_answer():
     assert [answers.gold(value) for value in (pandas.NA, pandas.NaT)] == [None, None]
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    spread(
-        [
-            ("1234", ["1,234"]),
-            ("5", ["$5.00", r"\$5", "€5", "５"]),
-            ("27", ["27."]),
-            ("-3", ["−3", "-£3"]),
-            (None, ["12,34", "1,2", "3 eggs", ""]),
-        ]
-    ),
-)
-def test_numbers_as_people_write_them(text, value):
-    assert answers.number(text) == (None if value is None else decimal.Decimal(value))
-
-
-@pytest.mark.parametrize(
-    ("form", "answer"),
-    spread(
-        [
-            ("5", ["5", "x = 5", "$5$", "the value is $5$.", r"\boxed{5}", "5 cm", "5 degrees"]),
-            ("5", [r"\$5", "5 dollars"]),
-            ("c", ["a = b = c"]),
-            ("east", [r"\text{east}", r"\mbox{east}"]),
-            ("(B)", [r"\textbf{(B)}"]),
-            ("90", [r"90^\circ", r"90^{\circ}"]),
-            ("apple", ["an apple"]),
-            (r"\frac{1}{2}", [r"\frac12", r"\frac{1}{2}"]),
-            (r"\sqrt{2}", [r"\sqrt2", r"\sqrt{2}"]),
-            ("1234", ["1,234", r"1,\!234", "1{,}234"]),
-            ("(1,2)", ["(1,2)", "( 1 , 2 )"]),
-            ("x,y", [r"x\text{ and }y"]),
-            ("34", ["3, 4"]),  # Minerva's own: a list of digits passes for a number with commas
-            ("", [""]),
-        ]
-    ),
-)
-def test_minerva_form_removes_what_does_not_matter(answer, form):
-    assert answers.minerva_form(answer) == form
-
-
 def published_form(answer):
     """Computes the part of Minerva's normal form that unwraps, with the patterns of its authors."""
     answer = re.sub(r".*?\$(.*?)\$.*", r"$\1$", answer)
@@ -217,21 +173,6 @@ def test_minerva_form_unwraps_as_its_published_patterns_do():
 )
 def test_minerva_form_is_linear_in_the_text(piece):
     answers.minerva_form(piece * (200_000 // len(piece)))
-
-
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        (r"<answer>3</answer> \boxed{4}", "3"),
-        (r"7 apples, \boxed{4} \#### 5", "4"),
-        ("#### 5\nAnswer: 6", "5"),
-        ("Answer: x = 6", "x = 6"),
-        ("It is 7, or 8!", "8"),
-        ("Nothing.", None),
-    ],
-)
-def test_an_answer_is_found_in_whatever_form(text, answer):
-    assert answers.stated(text) == answer
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import transformers
 
 from qerl_jax.data import arithmetic
 
@@ -22,51 +23,42 @@ def test_worked_answer_shows_one_line_per_operation():
     )
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        ("blurt", "<think>Easy.</think><answer>31</answer>"),
-        ("short", "<think>55+8=63\n63-3=60</think><answer>60</answer>"),
-        ("untagged", "<think>55+8=63\n63-3=60\n60-29=31</think>31"),
-    ],
-)
-def test_faulty_answers_are_faulty_in_the_way_they_say(kind, expected):
-    assert arithmetic.faulty_answer(MARBLES, kind, random.Random(0)) == expected
+def test_faulty_answers_are_faulty_in_the_way_they_say():
+    faults = {
+        "blurt": "<think>Easy.</think><answer>31</answer>",
+        "short": "<think>55+8=63\n63-3=60</think><answer>60</answer>",
+        "untagged": "<think>55+8=63\n63-3=60\n60-29=31</think>31",
+    }
+    answered = {kind: arithmetic.faulty_answer(MARBLES, kind, random.Random(0)) for kind in faults}
+    assert answered == faults
+    with pytest.raises(ValueError, match="kind='rude'"):
+        arithmetic.faulty_answer(MARBLES, "rude", random.Random(0))
 
 
 def test_a_slip_errs_in_one_line_and_in_the_answer():
     rng = random.Random(0)
     for problem in TRAIN[:300]:
         text = arithmetic.faulty_answer(problem, "slip", rng)
-        work, answer = re.fullmatch(
-            r"<think>(.*)</think><answer>(\d+)</answer>", text, re.S
-        ).groups()
+        match = re.fullmatch(r"<think>(.*)</think><answer>(\d+)</answer>", text, re.DOTALL)
+        work, answer = match.groups()
         lines = [line.split("=") for line in work.split("\n")]
         wrong = [left for left, right in lines if eval(left) != int(right)]
         assert len(wrong) == 1 and int(answer) != problem.answer
         assert answer == lines[-1][1]
 
 
-def test_unknown_fault_and_split_are_named():
-    with pytest.raises(ValueError, match="kind='rude'"):
-        arithmetic.faulty_answer(MARBLES, "rude", random.Random(0))
+@pytest.mark.parametrize("draw", [arithmetic.problem, arithmetic.one_step, arithmetic.mixed])
+def test_an_unknown_split_is_named(draw):
     with pytest.raises(ValueError, match="split='dev'"):
-        arithmetic.problem("dev", 0, 0)
+        draw("dev", 0, 0)
 
 
 def test_problems_are_the_same_in_every_process():
-    program = (
-        "from qerl_jax.data import arithmetic; print(arithmetic.problem('train', 3, 12).question)"
-    )
-    said = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=TINY.parents[2],
-        env={"PYTHONHASHSEED": "7"},
-    ).stdout
-    assert said.strip() == arithmetic.problem("train", 3, 12).question
+    question = arithmetic.problem("train", 3, 12).question
+    program = "from qerl_jax.data import arithmetic as a; "
+    program += f"assert a.problem('train', 3, 12).question == {question!r}"
+    options = {"cwd": TINY.parents[2], "env": {"PYTHONHASHSEED": "7"}}
+    subprocess.run([sys.executable, "-c", program], check=True, **options)
     # Held in place: a changed generator would make the packaged base and published runs unequal.
     assert arithmetic.problem("train", 0, 0).question == (
         "Ida has 11 coins. Ida wins 10 more, finds 2 more and triples the total. "
@@ -120,8 +112,6 @@ def test_one_step_problems_are_small_say_their_numbers_and_keep_the_splits_apart
         assert eval(problem.question[len("What is ") : -1]) == problem.answer >= 1
         assert operand <= 9 and problem.start <= (9 if sign == "*" else 20)
     assert drawn["train"][:20] != [arithmetic.one_step("train", 1, index) for index in range(20)]
-    with pytest.raises(ValueError, match="split='dev'"):
-        arithmetic.one_step("dev", 0, 0)
 
 
 def test_mixed_problems_are_of_four_kinds_told_in_digits_words_or_a_story():
@@ -147,29 +137,23 @@ def test_mixed_problems_are_of_four_kinds_told_in_digits_words_or_a_story():
 
 
 def test_mixed_problems_of_the_two_splits_have_other_numbers():
-    numbers = {
-        split: {
-            (p.start, p.operations) for p in (arithmetic.mixed(split, 0, i) for i in range(4000))
-        }
-        for split in ("train", "test")
-    }
-    assert not numbers["train"] & numbers["test"]
+    drawn = [[arithmetic.mixed(split, 0, i) for i in range(4000)] for split in ("train", "test")]
+    train, test = ({(p.start, p.operations) for p in problems} for problems in drawn)
+    assert not train & test
     # Of the kinds that are few all were met: 117 sums and differences, 88 products.
     few = [
         (start, operations)
-        for start, operations in numbers["train"] | numbers["test"]
+        for start, operations in train | test
         if len(operations) == 1 and (operations[0][0] == "*" or start < 10)
     ]
     assert len(few) == 117 + 88
-    with pytest.raises(ValueError, match="split='dev'"):
-        arithmetic.mixed("dev", 0, 0)
 
 
 def test_numbers_in_words():
     said = [arithmetic.in_words(number) for number in range(100)]
     assert len(set(said)) == 100
     assert [said[n] for n in (0, 13, 20, 41, 99)] == [
-        *("zero", "thirteen", "twenty", "forty-one", "ninety-nine"),
+        *("zero", "thirteen", "twenty", "forty-one", "ninety-nine")
     ]
 
 
@@ -190,18 +174,13 @@ def test_both_splits_have_the_same_kinds_of_problems():
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    transformers = pytest.importorskip("transformers")
     return transformers.AutoTokenizer.from_pretrained(TINY)
 
 
 def test_tiny_tokenizer_decodes_exactly(tokenizer):
     texts = [arithmetic.worked_answer(p) for p in TRAIN[:200]] + [p.question for p in TRAIN[:200]]
-    for text in [
-        *texts,
-        " two  spaces\n\n",
-        "naïve 漢字 🙂 don't",
-        "<think></think><answer>-1.5</answer>",
-    ]:
+    others = [" two  spaces\n\n", "naïve 漢字 🙂 don't", "<think></think><answer>-1.5</answer>"]
+    for text in texts + others:
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 

@@ -5,7 +5,7 @@ import time
 import pytest
 import transformers
 
-from qerl_jax.data import chat_template
+from qerl_jax.data import chat_template, tokenizer
 from qerl_jax.system.process_pool import Pool
 from tests.qerl_jax.data.test_tokenizer import CHAT, copy, tiny  # noqa: F401 (fixtures)
 
@@ -31,13 +31,8 @@ HONEST = {
 @pytest.mark.parametrize("name", HONEST)
 def test_the_text_is_that_of_transformers(name, tiny):  # noqa: F811
     for is_open in (True, False):
-        expected = tiny.hf.apply_chat_template(
-            CHAT,
-            chat_template=HONEST[name],
-            tokenize=False,
-            add_generation_prompt=is_open,
-            **TOKENS,
-        )
+        options = {"chat_template": HONEST[name], "add_generation_prompt": is_open}
+        expected = tiny.hf.apply_chat_template(CHAT, tokenize=False, **options, **TOKENS)
         given = chat_template.render(HONEST[name], [CHAT], TOKENS, add_generation_prompt=is_open)
         assert given == [expected]
 
@@ -47,6 +42,8 @@ def test_texts_of_many_chats_come_in_order():
     texts = chat_template.render("{{ messages[0].content }}", chats, {})
     assert texts == [chat[0]["content"] for chat in chats]
     assert chat_template.render("never read", [], {}) == []
+    with pytest.raises(ValueError, match="must have at least one"):
+        chat_template.render("{{ 1 }}", [[]], {})
 
 
 HOSTILE = {
@@ -64,19 +61,16 @@ HOSTILE = {
     "gigabytes by a format": ("{{ '%9999999999d' % 1 }}", "memory|raise"),
     "a list without end": ("{{ [0] * 9999999999 }}", "more than 256 MiB of memory"),
     "a long text": (
-        "{% for _ in range(9999) %}{{ 'xxxxxxxxxx' * 999 }}{% endfor %}",
-        "a chat's text has more than 4194304 characters",
+        "{% for _ in range(9999) %}{{ 'x' * 9990 }}{% endfor %}",
+        "more than 4194304 char",
     ),
     "recursion": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError: maximum"),
-    "an error of its own": (
-        "{{ raise_exception('roles\nmust alternate') }}",
-        "roles must alternate",
-    ),
+    "an error of its own": ("{{ raise_exception('roles\nalternate') }}", "roles alternate"),
     "bad syntax": ("{% for %}", "TemplateSyntaxError: "),
     "no such thing": ("{{ messages[9].content }}", "UndefinedError: "),
     "a way out": (
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "SecurityError: access to attribute '__class__'",
+        "SecurityError: .* '__class__'",
     ),
     "changes to its arguments": ("{{ messages.append(1) }}", "SecurityError: "),
     "another file": ("{% include '/etc/passwd' %}", "TypeError: no loader"),
@@ -112,11 +106,6 @@ def test_a_date_may_be_fixed():
     assert chat_template.render(template, [CHAT], {}, date="2024-07-26") == ["26 Jul 2024"]
 
 
-def test_a_chat_without_messages_is_refused():
-    with pytest.raises(ValueError, match="must have at least one"):
-        chat_template.render("{{ 1 }}", [[]], {})
-
-
 def test_nothing_is_rendered_in_this_process(tiny, monkeypatch):  # noqa: F811
     refuse = lambda *_, **__: pytest.fail("rendered here")
     monkeypatch.setattr(transformers.PreTrainedTokenizerBase, "apply_chat_template", refuse)
@@ -125,8 +114,6 @@ def test_nothing_is_rendered_in_this_process(tiny, monkeypatch):  # noqa: F811
 
 @pytest.mark.parametrize("template", [3, ["{{ 1 }}"], {"a": 1}, {"default": 3}])
 def test_a_template_that_is_no_text_is_refused_when_it_is_loaded(template, copy):  # noqa: F811
-    from qerl_jax.data import tokenizer
-
     folder, change = copy
     change(chat_template=template)
     with pytest.raises(ValueError, match="template|cannot read"):

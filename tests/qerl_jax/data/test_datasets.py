@@ -2,6 +2,7 @@ import itertools
 import json
 import pathlib
 
+import datasets
 import pytest
 
 from qerl_jax import config
@@ -19,7 +20,6 @@ GSM8K = pathlib.Path(__file__).parents[2] / "golden" / "gsm8k"
 
 @pytest.fixture(autouse=True)
 def cache(monkeypatch, tmp_path):
-    datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
@@ -46,9 +46,8 @@ def test_gsm8k_rows_get_number_and_solution():
 
 
 def test_system_prompt_comes_first_and_the_template_takes_the_last_message():
-    problem = load(
-        str(GSM8K), split="test", system_prompt="Think.", prompt_template="{prompt} Go."
-    )[0]
+    texts = {"system_prompt": "Think.", "prompt_template": "{prompt} Go."}
+    problem = load(str(GSM8K), split="test", **texts)[0]
     assert [message["role"] for message in problem.prompt] == ["system", "user"]
     assert problem.prompt[0]["content"] == "Think."
     assert problem.prompt[1]["content"].endswith("farmers' market? Go.")
@@ -79,12 +78,8 @@ def test_without_the_chat_template_texts_stay_as_they_are(rows, column):
 
 def test_verl_rows_keep_messages_and_give_the_ground_truth_as_answer(rows):
     messages = [{"role": "user", "content": "2*2?"}]
-    row = {
-        "data_source": "sums",
-        "prompt": messages,
-        "reward_model": {"style": "rule", "ground_truth": "4"},
-    }
-    problem = load(rows(row))[0]
+    model = {"style": "rule", "ground_truth": "4"}
+    problem = load(rows({"data_source": "sums", "prompt": messages, "reward_model": model}))[0]
     assert problem.prompt == tuple(messages)
     assert problem.columns["answer"] == problem.columns["ground_truth"] == "4"
     assert problem.columns["data_source"] == "sums"
@@ -105,37 +100,27 @@ def test_templates_fill_in_columns_and_leave_other_braces(rows, template, prompt
     assert load(path, prompt_template=template)[0].as_given == prompt
 
 
+TESTS = {
+    "language": "python",
+    "test_cases": [{"input": "1", "output": "2", "type": "stdin_stdout"}],
+}
 SET_ROWS = {
     "gsm8k": ({"question": "?", "answer": "Work.\n#### 1,234"}, "1234"),
     "bigmath": ({"prompt": "?", "solution": "5", "llama8b_solve_rate": None}, "5"),
     "bigmath_hard": ({"prompt": "?", "solution": "5"}, "5"),
     "dapo_math": (
-        {
-            "prompt": "bare",
-            "source_prompt": [{"role": "user", "content": "?"}],
-            "solution": "34",
-            "reward_model": {"ground_truth": "34", "style": "rule"},
-        },
+        {"prompt": "bare", "source_prompt": [{"role": "user", "content": "?"}], "solution": "34"}
+        | {"reward_model": {"ground_truth": "34", "style": "rule"}},
         "34",
     ),
     "miromind": ({"problem": "?", "clean_answer": "7", "answer": "It is 7."}, "7"),
-    "math": (
-        {"problem": "?", "solution": r"So \boxed{\frac{1}{2}}.", "level": "1"},
-        r"\frac{1}{2}",
-    ),
+    "math": ({"problem": "?", "solution": r"So \boxed{\frac12}.", "level": "1"}, r"\frac12"),
     "math500": ({"problem": "?", "solution": "Long.", "answer": "7"}, "7"),
     "aime24": ({"id": 60, "problem": "?", "solution": "Long.", "answer": "025"}, "025"),
     "aime25": ({"problem": "?", "answer": "70", "id": "0"}, "70"),
     "amc23": ({"id": 0, "question": "?", "problem": "?", "answer": "27.0"}, "27.0"),
     "verifiable_code": (
-        {
-            "problem": "?",
-            "gold_standard_solution": "print()",
-            "verification_info": {
-                "language": "python",
-                "test_cases": [{"input": "1", "output": "2", "type": "stdin_stdout"}],
-            },
-        },
+        {"problem": "?", "gold_standard_solution": "x", "verification_info": TESTS},
         None,
     ),
 }
@@ -173,8 +158,6 @@ def test_a_named_set_reads_its_columns_under_its_prompt(rows, name):
     ],
 )
 def test_a_named_set_comes_from_the_hub_unless_it_is_here(name, hub, configuration, monkeypatch):
-    import datasets
-
     asked = []
 
     def load_dataset(*arguments, **options):
@@ -184,10 +167,7 @@ def test_a_named_set_comes_from_the_hub_unless_it_is_here(name, hub, configurati
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     load(name)
     data.from_config(config.DataConfig(name, name="other"), split="test", seed=0)
-    assert asked == [
-        (hub, configuration, {"split": "train"}),
-        (hub, "other", {"split": "test"}),
-    ]
+    assert asked == [(hub, configuration, {"split": "train"}), (hub, "other", {"split": "test"})]
 
 
 def test_a_system_prompt_may_be_named(rows):
@@ -227,15 +207,9 @@ def test_columns_may_be_mapped(rows):
 
 def test_a_section_of_the_config_says_all_of_it(rows):
     path = rows({"body": "?", "key": "3"}, {"body": "longer", "key": "4"})
-    cfg = config.DataConfig(
-        "math",
-        path=path,
-        columns={"prompt": "body", "answer": "key"},
-        system_prompt="Add.",
-        prompt_template="{prompt} ({key})",
-        max_prompt_characters=5,
-    )
-    (problem,) = data.from_config(cfg, split="test", seed=0)
+    names = {"columns": {"prompt": "body", "answer": "key"}, "max_prompt_characters": 5}
+    texts = {"system_prompt": "Add.", "prompt_template": "{prompt} ({key})"}
+    (problem,) = load("math", split="test", path=path, **names, **texts)
     assert [message["content"] for message in problem.prompt] == ["Add.", "? (3)"]
     assert problem.columns["answer"] == "3"
     several = config.DataConfig("arithmetic", num_problems=5)
@@ -244,8 +218,6 @@ def test_a_section_of_the_config_says_all_of_it(rows):
 
 
 def test_a_copy_of_a_set_is_read_with_or_without_the_hubs_configurations(tmp_path):
-    import datasets
-
     for name, folder in (("plain", "."), ("level_4_5", "hard")):
         place = tmp_path / name / folder
         place.mkdir(parents=True)
@@ -278,8 +250,6 @@ def test_answer_comes_from_the_first_column_that_has_one(rows, columns, answer):
 
 
 def test_a_set_that_cannot_be_reached_is_an_error_with_a_remedy(monkeypatch):
-    import datasets
-
     def unreachable(*_, **__):
         raise ConnectionError("Couldn't reach the Hub")
 
@@ -290,8 +260,6 @@ def test_a_set_that_cannot_be_reached_is_an_error_with_a_remedy(monkeypatch):
 
 
 def test_parquet_files_are_read_too(tmp_path):
-    import datasets
-
     path = tmp_path / "rows.parquet"
     datasets.Dataset.from_list([{"question": "?", "answer": "1"}] * 3).to_parquet(path)
     assert len(load(str(path), split="test")) == 3
@@ -302,16 +270,20 @@ def test_parquet_files_are_read_too(tmp_path):
     [
         (
             {"text": "?", "answer": "1"},
-            r"columns: got \['answer', 'text'\]; must have a column 'prompt'.*, or data.columns must",
+            r"got \['answer', 'text'\]; must have a column 'prompt'.*, or",
         ),
         ({"prompt": 3}, "row 0, column 'prompt': got 3; must be text or messages"),
         ({"prompt": []}, "must be text or messages"),
         ({"prompt": [{"role": "user"}]}, "must be text or messages"),
+        (
+            {"prompt": [{"role": "system", "content": "a"}]},
+            "row 0: .* has a system message already",
+        ),
     ],
 )
 def test_rows_without_a_usable_prompt_are_refused_at_load(rows, row, message):
     with pytest.raises(ValueError, match=message):
-        load(rows(row))
+        load(rows(row), system_prompt="c")
 
 
 BIG = 12345678901234567890
@@ -329,10 +301,9 @@ def test_whole_numbers_beside_missing_ones_and_fractions_keep_their_form(ending,
     else:
         if ending == "parquet":
             pandas.DataFrame(table).to_parquet(path)
-        elif ending == "json":
-            path.write_text(json.dumps(table))
         else:
-            path.write_text("".join(json.dumps(row) + "\n" for row in table))
+            lines = "\n".join(map(json.dumps, table))
+            path.write_text(json.dumps(table) if ending == "json" else lines)
         problems = load(str(path))
     assert [repr(problem.columns["answer"]) for problem in problems] == ["18", "None", "2.5", "4"]
 
@@ -397,20 +368,11 @@ def test_answers_that_are_dates_stay_as_they_are_written(form, tmp_path):
 
 
 @pytest.mark.parametrize("answers", [("23", 13), (23, "13"), ("23", True), ("[1]", [1])])
-def test_a_column_of_texts_and_other_values_is_refused(answers, tmp_path):
-    path = tmp_path / "rows.jsonl"
-    rows = [{"question": "?", "answer": answer} for answer in answers]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(
-        ValueError, match=r"column 'answer': row 0 has .* and row 1 has .*: write all as texts"
-    ):
-        load(str(path))
-
-
-def test_two_system_messages_are_refused(rows):
-    path = rows({"prompt": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]})
-    with pytest.raises(ValueError, match="row 0: .* has a system message already"):
-        load(path, system_prompt="c")
+def test_a_column_of_texts_and_other_values_is_refused(answers, rows):
+    path = rows(*({"question": "?", "answer": answer} for answer in answers))
+    rule = r"column 'answer': row 0 has .* and row 1 has .*: write all as texts"
+    with pytest.raises(ValueError, match=rule):
+        load(path)
 
 
 @pytest.mark.parametrize(
@@ -419,7 +381,7 @@ def test_two_system_messages_are_refused(rows):
         (
             "rows.jsonl",
             '{"question": "a"}\n\n{"question": "b" "answer": 1}\n',
-            "line 3, column 18: not JSON: Expecting ',' delimiter$",
+            "line 3, column 18: .*delimiter$",
         ),
         ("rows.jsonl", '{"question": "a"}\n{"question":\n', "line 2, column 13: not JSON"),
         ("rows.json", '[{"question": "a"},\n {"question": }]\n', "line 2, column 15: not JSON"),
@@ -434,43 +396,36 @@ def test_broken_json_is_an_error_that_names_file_and_line(name, text, said, tmp_
         load(str(path))
 
 
-def test_missing_sources_are_named(tmp_path, rows):
-    with pytest.raises(ValueError, match="absent'; no such file or folder"):
-        load(str(tmp_path / "absent"))
-    with pytest.raises(ValueError, match="absent.jsonl"):
-        load("absent.jsonl")
+@pytest.mark.parametrize(
+    ("name", "section", "message"),
+    [
+        ("{}/absent", {}, "absent'; no such file or folder"),
+        ("absent.jsonl", {}, "absent.jsonl"),
+        ("{}/rows.csv", {}, "rows.csv'; must be a folder, or a file that ends in .jso"),
+        (str(GSM8K), {"split": "dev"}, "split 'dev'.*Unknown split"),
+        ("{}/rows.jsonl", {}, "is empty"),
+        ("arithmetic", {"num_problems": 0}, "num_problems: got 0; must be at least 1"),
+        ("gsm8k", {"path": "relative/folder"}, "got 'relative/folder'; no such file or folder"),
+        ("arithmetic", {"max_prompt_characters": 3}, "prompt_characters: got .*3.; arithmetic has"),
+        ("arithmetic", {"name": "hard"}, "config: got 'hard'; .* configurations .*'one-step'"),
+    ],
+)
+def test_missing_sources_are_named(name, section, message, tmp_path, rows):
     (tmp_path / "rows.csv").write_text("question\na\n")
-    with pytest.raises(
-        ValueError, match="rows.csv'; must be a folder, or a file that ends in .jso"
-    ):
-        load(str(tmp_path / "rows.csv"))
-    with pytest.raises(ValueError, match="split 'dev'.*Unknown split"):
-        load(str(GSM8K), split="dev")
-    with pytest.raises(ValueError, match="is empty"):
-        load(rows())
-    with pytest.raises(ValueError, match="num_problems: got 0; must be at least 1"):
-        load("arithmetic", num_problems=0)
-    with pytest.raises(ValueError, match="got 'relative/folder'; no such file or folder"):
-        load("gsm8k", path="relative/folder")
-    with pytest.raises(ValueError, match="max_prompt_characters: got .*3.; arithmetic has none"):
-        load("arithmetic", max_prompt_characters=3)
+    rows()
+    with pytest.raises(ValueError, match=message):
+        load(name.format(tmp_path), **section)
 
 
-def test_arithmetic_is_drawn_by_seed_and_split():
-    problems = load("arithmetic", seed=5, split="test", num_problems=4)
-    expected = [arithmetic.problem("test", 5, index) for index in range(4)]
-    assert [p.prompt[0]["content"] for p in problems] == [p.question for p in expected]
+@pytest.mark.parametrize(
+    ("name", "function"), [(None, arithmetic.problem), ("one-step", arithmetic.one_step)]
+)
+def test_arithmetic_is_drawn_by_configuration_seed_and_split(name, function):
+    problems = load("arithmetic", name=name, seed=5, split="test", num_problems=4)
+    expected = [function("test", 5, index) for index in range(4)]
+    assert [p.prompt[-1]["content"] for p in problems] == [p.question for p in expected]
     assert [p.columns for p in problems] == [{"answer": str(p.answer)} for p in expected]
-    assert len(load("arithmetic")) == data.ARITHMETIC_PROBLEMS
-
-
-def test_arithmetic_of_one_step_is_a_configuration():
-    problems = load("arithmetic", name="one-step", seed=5, split="test", num_problems=4)
-    expected = [arithmetic.one_step("test", 5, index) for index in range(4)]
-    assert [p.prompt[-1]["content"] for p in problems] == [e.question for e in expected]
-    assert [p.columns["answer"] for p in problems] == [str(e.answer) for e in expected]
-    with pytest.raises(ValueError, match="config: got 'hard'; .* configurations .*'one-step'"):
-        load("arithmetic", name="hard")
+    assert len(load("arithmetic", name=name)) == data.ARITHMETIC_PROBLEMS
 
 
 def test_problems_are_a_sequence():
@@ -489,6 +444,7 @@ def test_every_pass_meets_every_problem_once_in_an_order_of_its_own():
     assert all(sorted(order) == problems for order in passes)
     assert len({tuple(order) for order in passes}) == 3
     assert seen[:3] != data.batch(problems, 0, batch_size=3, seed=1)
+    assert sorted(data.batch([1, 2, 3], 0, batch_size=7, seed=0))[:2] == [1, 1]
 
 
 def test_a_batch_is_a_function_of_its_number_whatever_was_asked_before():
@@ -499,17 +455,12 @@ def test_a_batch_is_a_function_of_its_number_whatever_was_asked_before():
     assert batches(5, 6, 7) == whole[5:]
 
 
-def test_batches_may_exceed_the_problems():
-    assert sorted(data.batch([1, 2, 3], 0, batch_size=7, seed=0))[:2] == [1, 1]
-
-
 @pytest.mark.parametrize(
     ("problems", "index", "batch_size"), [([], 0, 1), ([1], -1, 1), ([1], 0, 0)]
 )
 def test_impossible_batches_are_refused(problems, index, batch_size):
-    with pytest.raises(
-        ValueError, match="problems, batch_size, index: got .*; must be at least 1, 1 and 0"
-    ):
+    rule = "problems, batch_size, index: got .*; must be at least 1, 1 and 0"
+    with pytest.raises(ValueError, match=rule):
         data.batch(problems, index, batch_size=batch_size, seed=0)
 
 
@@ -533,8 +484,6 @@ TALK = [
 
 
 def test_messages_keep_all_keys_but_those_that_datasets_has_added():
-    import datasets
-
     other = {"type": "function", "function": {"name": "time", "arguments": {"zone": "UTC"}}}
     chats = [TALK, [TALK[0], {"role": "assistant", "tool_calls": [other]}, TALK[3]]]
     filled = datasets.Dataset.from_list([{"prompt": chat} for chat in chats])

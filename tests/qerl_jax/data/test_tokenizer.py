@@ -9,10 +9,7 @@ import pytest
 from qerl_jax.data import tokenizer
 
 TINY = pathlib.Path(tokenizer.__file__).parents[1] / "assets" / "tiny"
-CHAT = [
-    {"role": "system", "content": "Think."},
-    {"role": "user", "content": "What is 12 + 30?"},
-]
+CHAT = [{"role": "system", "content": "Think."}, {"role": "user", "content": "What is 12 + 30?"}]
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +49,6 @@ def test_a_chat_is_rendered_with_its_generation_prompt(tiny):
     )
 
 
-def test_encoding_a_chat_gives_the_ids_of_its_template(tiny):
-    expected = tiny.hf.apply_chat_template(
-        CHAT, tokenize=True, add_generation_prompt=True, return_dict=False
-    )
-    assert tiny.encode([CHAT]) == [list(expected)]
-
-
 def test_a_plain_string_is_encoded_as_it_is(tiny):
     text = "12 + 30 ="
     (ids,) = tiny.encode([text])
@@ -70,6 +60,7 @@ def test_prompts_are_encoded_apart_and_without_padding(tiny):
     together = tiny.encode(["1", CHAT, "1 + 2"])
     assert together == [tiny.encode([prompt])[0] for prompt in ("1", CHAT, "1 + 2")]
     assert tiny.encode([]) == []
+    assert together[1] == tiny.hf.apply_chat_template(CHAT, add_generation_prompt=True)["input_ids"]
 
 
 def test_decoding_drops_the_chat_marks_and_keeps_the_tags(tiny):
@@ -106,12 +97,6 @@ def test_an_end_of_sequence_that_is_no_id_is_refused(copy, listed):
         tokenizer.load(folder)
 
 
-def test_without_a_padding_token_rows_are_padded_with_the_stop_token(copy):
-    folder, change = copy
-    change(pad_token=None)
-    assert tokenizer.load(folder).pad_token == 421
-
-
 def test_a_template_in_a_file_of_its_own_is_found(copy):
     folder, change = copy
     change(chat_template=None)
@@ -121,9 +106,8 @@ def test_a_template_in_a_file_of_its_own_is_found(copy):
 
 def test_the_chat_template_is_told_the_options(copy):
     folder, change = copy
-    change(
-        chat_template="{{ messages[0].content }}{% if thinks is not defined or thinks %}?{% endif %}"
-    )
+    question = "{% if thinks is not defined or thinks %}?{% endif %}"
+    change(chat_template="{{ messages[0].content }}" + question)
     assert tokenizer.load(folder).render([CHAT]) == ["Think.?"]
     quiet = tokenizer.load(folder, {"thinks": False})
     assert quiet.render([CHAT]) == ["Think."]
@@ -148,20 +132,14 @@ def test_a_tokenizer_without_chat_template_takes_texts_and_says_what_chats_need(
         tokenizer.load(folder, {"thinks": False})
 
 
-def test_a_tokenizer_that_cannot_stop_is_refused(copy):
+def test_an_incomplete_tokenizer_is_refused(copy):
     folder, change = copy
     change(eos_token=None, chat_template="{{ messages[0].content }}")
     with pytest.raises(ValueError, match="names no end-of-sequence token"):
         tokenizer.load(folder)
-
-
-def test_a_folder_without_tokenizer_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match=f"{tmp_path.name}'; has no tokenizer.json"):
-        tokenizer.load(tmp_path)
-
-
-def test_a_tokenizer_without_its_vocabulary_is_refused(copy):
-    folder, _ = copy
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match=f"cannot read the one in .*{folder.name}"):
+        tokenizer.load(folder)
+    (folder / "tokenizer_config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=f"{folder.name}'; has no tokenizer.json"):
         tokenizer.load(folder)

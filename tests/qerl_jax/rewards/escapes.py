@@ -23,14 +23,8 @@ def call(number, *arguments):
 """
 ESCAPES = {
     # the network
-    "connect to the internet": """
-        import socket
-        socket.create_connection(("1.1.1.1", 53), timeout=1)
-        """,
-    "connect to a server of this machine": """
-        import socket
-        socket.create_connection(("127.0.0.1", {port}), timeout=1)
-        """,
+    "connect to the internet": "import socket; socket.create_connection(('1.1.1.1', 53), timeout=1)",
+    "connect to a server of this machine": "import socket; socket.create_connection(('127.0.0.1', {port}), 1)",
     "look up a name": "import socket; socket.gethostbyname('example.com')",
     "connect to a unix socket of this machine": """
         import socket
@@ -41,19 +35,14 @@ ESCAPES = {
     "write to the root": "open('/escaped', 'w')",
     "write beside the program": "open('/program.py', 'w')",
     "write to the system": "open('/usr/escaped', 'w')",
-    "write to the Python installation": """
-        import os
-        open(os.path.join(os.path.dirname(os.__file__), "escaped.py"), "w")
-        """,
+    "write to the Python installation": "import os; open(os.path.dirname(os.__file__) + '/escaped.py', 'w')",
     "write to a folder of this machine": """
         import os
         os.makedirs("{host}", exist_ok=True)
         open("{host}/escaped", "w")
         """,
     "read a secret of this machine": "print('escaped', open('{host}/secret').read())",
-    "read the secret from above the folder": """
-        print("escaped", open("/box/../../../../{host}/secret").read())
-        """,
+    "read the secret from above the folder": "print('escaped', open('/box/../../../../{host}/secret').read())",
     "read the secret through a symbolic link": """
         import os
         os.symlink("{host}/secret", "link")
@@ -85,11 +74,7 @@ ESCAPES = {
     "leave the root": "import os; os.chroot('/box')",
     "mount": CALL + "call(165, b'none', b'/box', b'tmpfs', 0, None)",
     # what others know
-    "read the environment": """
-        import os
-        if os.environ.get("SECRET"):
-            print("escaped")
-        """,
+    "read the environment": "import os; print('escaped' * ('SECRET' in os.environ))",
     "read the environment of the first process": "print('escaped', open('/proc/1/environ').read())",
     "read the memory of others": "print('escaped', open('/proc/{pid}/maps').read())",
     "see other processes": "import os; print('escaped', os.listdir('/proc'))",
@@ -111,10 +96,7 @@ ESCAPES = {
     "become root": "import os; os.setuid(0)",
     "become anyone": "import os; os.setresuid(1, 1, 1)",
     "take the rights of another group": "import os; os.setgroups([0])",
-    "run a program that belongs to root": """
-        import os
-        os.execv("/usr/bin/su", ["su", "-c", "echo escaped"])
-        """,
+    "run a program that belongs to root": "import os; os.execv('/usr/bin/su', ['su', '-c', 'echo escaped'])",
     "become root by a file's mark": """
         import os, shutil
         shutil.copy("/usr/bin/id", "id")
@@ -139,10 +121,7 @@ ESCAPES = {
                 pass
         """,
     "read the kernel's messages": CALL + "call(103, 3, ctypes.create_string_buffer(99), 99)",
-    "raise a limit": """
-        import resource
-        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
-        """,
+    "raise a limit": "import resource as r; r.setrlimit(r.RLIMIT_AS, (r.RLIM_INFINITY,) * 2)",
     # resources
     "take memory": "x = bytearray(2 << 30)",
     "take memory bit by bit": """

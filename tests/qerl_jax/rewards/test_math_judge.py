@@ -6,60 +6,35 @@ from qerl_jax.rewards import math_judge
 from tests.tables import spread
 
 
-@pytest.mark.parametrize(
-    ("gold", "agrees", "completion"),
-    spread(
-        [
-            # where the answer is looked for
-            ("5", True, [r"so \boxed{5}", r"\boxed{4}. No: it must be \boxed{5}"]),
-            ("5", True, [r"\boxed{5} and then $7$", "The final answer is $5$."]),
-            ("5", True, ["<answer>5</answer>", r"<answer>\boxed{5}</answer>"]),
-            ("5", True, ["<answer>$5$</answer>", r"<answer>\(5\)</answer>"]),
-            ("5", True, ["<answer>it is $5$</answer>", "<answer>4</answer> <answer>5</answer>"]),
-            ("5", False, [r"\boxed{5}. No: it must be \boxed{4}"]),
-            ("5", False, [r"\boxed{5} <answer>4</answer>", "5", "I think it is 5", r"\boxed{"]),
-            ("5", False, [r"\boxed{}", "<answer></answer>", ""]),
-            (r"\{1, 2\}", True, [r"\boxed{1} and \boxed{2}"]),
-            # what counts as equal
-            ("1/2", True, [r"\boxed{0.5}"]),
-            (r"\frac12", True, [r"\boxed{\frac{1}{2}}"]),
-            (r"\frac{1}{2}", True, [r"\boxed{\frac12}"]),
-            (r"2\sqrt{3}", False, ["<answer>2</answer>"]),
-            (r"2\sqrt{3}", True, [r"<answer>\sqrt{12}</answer>"]),
-            ("x^2-1", True, [r"\boxed{(x-1)(x+1)}"]),
-            ("x=5", True, [r"\boxed{5}"]),
-            ("27.0", True, ["<answer>27</answer>"]),  # as AMC 23 has it
-            ("025", True, [r"\boxed{25}"]),  # as AIME 2024 has it
-            ("5", True, [r"\boxed{x=5}"]),
-            ("5", False, [r"\boxed{-5}"]),
-            ("025", True, [r"\boxed{25}"]),
-            ("27.0", True, [r"\boxed{27}"]),
-            ("1,234", True, [r"\boxed{1234}"]),
-            (r"\$3.50", True, ["<answer>3.50</answer>"]),
-            ("50\\%", True, [r"\boxed{0.5}"]),
-            ("10", True, [r"\boxed{10\text{ cm}}"]),
-            (r"(3, \frac{\pi}{2})", True, [r"\boxed{\left(3, \pi/2\right)}"]),
-            ("(1, 2)", False, [r"\boxed{(2, 1)}"]),
-            (r"\{1, 2\}", True, [r"\boxed{\{2, 1\}}"]),
-            ("[2, 5)", True, [r"\boxed{[2, 5)}"]),
-            ("[2, 5)", False, [r"\boxed{(2, 5)}"]),
-            (r"\text{(B)}", True, [r"\boxed{\text{(B)}}"]),
-            ("B", False, ["<answer>C</answer>"]),
-        ]
-    ),
-)
-def test_agreement_is_of_values_and_of_the_stated_answer(gold, completion, agrees):
-    assert math_judge.is_readable(gold)
-    assert math_judge.agrees(gold, completion) is agrees
-
-
 @pytest.mark.parametrize("gold", ["", " ", "$$"])
 def test_gold_answers_that_say_nothing_are_unreadable(gold):
     assert not math_judge.is_readable(gold)
 
 
+COLUMN = r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"
 RIGHT = spread(
     [
+        # where the answer is looked for
+        ("5", [r"so \boxed{5}", r"\boxed{4}. No: it must be \boxed{5}", r"\boxed{5} and then $7$"]),
+        ("5", ["The final answer is $5$.", "<answer>5</answer>", r"<answer>\boxed{5}</answer>"]),
+        ("5", ["<answer>$5$</answer>", r"<answer>\(5\)</answer>", "<answer>it is $5$</answer>"]),
+        ("5", ["<answer>4</answer> <answer>5</answer>"]),
+        (r"\{1, 2\}", [r"\boxed{1} and \boxed{2}", r"\boxed{\{2, 1\}}"]),
+        # what counts as equal
+        ("1/2", [r"\boxed{0.5}"]),
+        (r"\frac12", [r"\boxed{\frac{1}{2}}"]),
+        (r"\frac{1}{2}", [r"\boxed{\frac12}"]),
+        (r"2\sqrt{3}", [r"<answer>\sqrt{12}</answer>"]),
+        ("x^2-1", [r"\boxed{(x-1)(x+1)}"]),
+        ("x=5", [r"\boxed{5}"]),
+        ("27.0", ["<answer>27</answer>", r"\boxed{27}"]),  # as AMC 23 has it
+        ("025", [r"\boxed{25}"]),  # as AIME 2024 has it
+        ("5", [r"\boxed{x=5}"]),
+        ("1,234", [r"\boxed{1234}"]),
+        (r"\$3.50", ["<answer>3.50</answer>"]),
+        (r"(3, \frac{\pi}{2})", [r"\boxed{\left(3, \pi/2\right)}"]),
+        ("[2, 5)", [r"\boxed{[2, 5)}"]),
+        (r"\text{(B)}", [r"\boxed{\text{(B)}}"]),
         # the last box counts, with or without a space before its brace
         (r"\frac{4}{7}", [r"\boxed {\frac{4}{7}}", "\\boxed\n{\\frac{4}{7}}"]),
         ("5", [r"<answer>\boxed {5}</answer>", r"\boxed{4}, no: \boxed{5}"]),
@@ -90,10 +65,7 @@ RIGHT = spread(
         ("10", [r"\boxed{10\text{ ft.}}"]),
         ("0.1", [r"\boxed{10\%}"]),
         (r"-\frac{5}{3}.", [r"\boxed{-5/3}"]),
-        (
-            r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}",
-            [r"\boxed{\begin{pmatrix} 1 \\[2pt] 2 \end{pmatrix}}"],
-        ),
+        (COLUMN, [r"\boxed{\begin{pmatrix} 1 \\[2pt] 2 \end{pmatrix}}"]),
         # the imaginary unit, however it is written
         ("2+3i", [r"\boxed{2 + 3 i}", r"\boxed{2+3\cdot i}", r"\boxed{3\mathrm{i} + 2}"]),
         (r"2i\sqrt{3}", [r"\boxed{2\sqrt{3}i}"]),
@@ -150,11 +122,19 @@ RIGHT = spread(
 
 @pytest.mark.parametrize(("gold", "completion"), RIGHT)
 def test_right_answers_in_hard_spellings_are_right(gold, completion):
+    assert math_judge.is_readable(gold)
     assert math_judge.agrees(gold, completion)
 
 
 WRONG = spread(
     [
+        # no answer, or another one
+        ("5", [r"\boxed{5}. No: it must be \boxed{4}", r"\boxed{5} <answer>4</answer>", "5"]),
+        ("5", ["I think it is 5", r"\boxed{", r"\boxed{}", "<answer></answer>", "", r"\boxed{-5}"]),
+        (r"2\sqrt{3}", ["<answer>2</answer>"]),
+        ("(1, 2)", [r"\boxed{(2, 1)}"]),
+        ("[2, 5)", [r"\boxed{(2, 5)}"]),
+        ("B", ["<answer>C</answer>"]),
         # a list is not a number, and digits apart are no sum
         ("12", [r"\boxed{1,2}", r"\boxed{1, 2}", r"\boxed{1{,}2}", r"\boxed{1,\!2}"]),
         ("12", [r"\boxed{1\,2}", r"\boxed{1 2}"]),
@@ -199,26 +179,17 @@ WRONG = spread(
         ("5", [r"\boxed{5.1}"]),
         ("0.3", [r"\boxed{0.33}"]),
         ("0.333...", [r"\boxed{0.333}"]),
-        (
-            r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}",
-            [r"\boxed{\begin{pmatrix} 2 \\[2pt] 1 \end{pmatrix}}"],
-        ),
-        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", [r"\boxed{(1, 2, 3)}"]),
+        (COLUMN, [r"\boxed{\begin{pmatrix} 2 \\[2pt] 1 \end{pmatrix}}", r"\boxed{(1, 2, 3)}"]),
         (r"\frac{4}{7}", [r"\boxed {\frac{7}{4}}"]),
         ("72", [r"\boxed{2^3, 3^2}"]),
         ("x^2 y", [r"\boxed{x^2}"]),
         (r"\sqrt{12}", [r"\boxed{\sqrt{1}2}"]),
         # small numbers that differ: Math-Verify's issue 14, and MATH's training set
-        (
-            r"\frac{1}{2^{98}}",
-            [r"\boxed{\frac{1}{2^{97}}}", r"\boxed{\frac{1}{3^{98}}}", r"\boxed{0}"],
-        ),
+        (r"\frac{1}{2^{98}}", [r"\boxed{\frac{1}{2^{97}}}", r"\boxed{\frac{1}{3^{98}}}"]),
+        (r"\frac{1}{2^{98}}", [r"\boxed{0}"]),
         ("10^{-20}", [r"\boxed{10^{-21}}", r"\boxed{10^{-20}i}"]),
         (r"\frac{1}{2004!}", [r"\boxed{\frac{1}{2006!}}"]),
-        (
-            r"\frac{2^{2005}+1}{3 \cdot 2^{2006}}",
-            [r"\boxed{\frac{1}{3 \cdot 2^{2006}}}"],
-        ),
+        (r"\frac{2^{2005}+1}{3 \cdot 2^{2006}}", [r"\boxed{\frac{1}{3 \cdot 2^{2006}}}"]),
         ("0.0000001", [r"\boxed{0.0000002}"]),
         (r"\frac13", [r"\boxed{0.333333}"]),
         ("(10^{-20},1)", [r"\boxed{(10^{-21},1)}"]),

@@ -35,16 +35,8 @@ HONEST = {
     "reads and writes": ("a = int(input()); print(a + int(input()))", "1\n2\n", "3\n"),
     "all of the input": ("import sys; print(len(sys.stdin.read()))", "x" * 1_000_000, "1000000\n"),
     "unicode": ("print(input()[::-1])", "京東 🙂\n", "🙂 東京\n"),
-    "standard library": (
-        "import bisect, collections, heapq, itertools, math, re; print(math.comb(5, 2))",
-        "",
-        "10\n",
-    ),
-    "is the main module": (
-        "print(__name__)\nclass A: pass\nprint(A.__module__)",
-        "",
-        "__main__\n" * 2,
-    ),
+    "standard library": ("import bisect, heapq, math, re; print(math.comb(5, 2))", "", "10\n"),
+    "main module": ("print(__name__)\nclass A: pass\nprint(A.__module__)", "", "__main__\n" * 2),
     "a deep recursion in a thread with a large stack": (
         """
         import sys, threading
@@ -61,11 +53,7 @@ HONEST = {
     ),
     "a file in its folder": ("open('x', 'w').write('5'); print(open('x').read())", "", "5\n"),
     "a few hundred megabytes": ("x = bytearray(300 << 20); print(len(x) >> 20)", "", "300\n"),
-    "seconds of work": (
-        "import time\nwhile time.process_time() < 1.5: pass\nprint('done')",
-        "",
-        "done\n",
-    ),
+    "seconds of work": ("import time\nwhile time.process_time() < 1.5: pass\nprint(1)", "", "1\n"),
 }
 
 
@@ -87,9 +75,8 @@ def test_programs_that_fail_are_told_apart(program):
 
 @isolated
 def test_what_was_written_before_the_end_is_kept():
-    assert run("print('before', flush=True)\nwhile True: pass", limits=BRIEF) == sandbox.Outcome(
-        "timeout", "before\n"
-    )
+    outcome = run("print('before', flush=True)\nwhile True: pass", limits=BRIEF)
+    assert outcome == sandbox.Outcome("timeout", "before\n")
 
 
 @pytest.fixture
@@ -183,45 +170,32 @@ def test_no_escape_gets_out_as_an_ordinary_user_either(machine):
     assert json.loads(tried.stdout) == []
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "connect to a server of this machine",
-        "connect to a unix socket of this machine",
-        "write to a folder of this machine",
-        "read a secret of this machine",
-        "read the secret through a symbolic link",
-        "read the secret through a hard link",
-        "read an inherited file",
-        "read the environment",
-        "read the memory of others",
-        "see other processes",
-        "signal a process of this machine",
-        "spawn",
-        "listen",
-        "fill the folder with many files",
-        "take memory in the buffers of sockets",
-        "take memory in empty files",
-        "take memory in links",
-        "take memory in locks",
-        "take memory in timers",
-        "start threads that no library knows",
-        "open many files",
-    ],
-)
+REAL = (
+    "connect to a server of this machine|connect to a unix socket of this machine|"
+    "write to a folder of this machine|read a secret of this machine|"
+    "read the secret through a symbolic link|read the secret through a hard link|"
+    "read an inherited file|read the environment|read the memory of others|see other processes|"
+    "signal a process of this machine|spawn|listen|fill the folder with many files|"
+    "take memory in the buffers of sockets|take memory in empty files|take memory in links|"
+    "take memory in locks|take memory in timers|start threads that no library knows|"
+    "open many files"
+).split("|")
+
+
+@pytest.mark.parametrize("name", REAL)
 def test_the_same_attempt_succeeds_outside(name, machine, tmp_path_factory):
     """The attempts are real: without the sandbox they succeed."""
     needs_the_machine(ESCAPES[name])
-    attempt = subprocess.run(
-        [sys.executable, "-c", written(ESCAPES[name], machine)],
-        cwd=tmp_path_factory.mktemp("outside"),
-        pass_fds=[number for number in range(3, 64) if is_inheritable(number)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    passed = [number for number in range(3, 64) if is_inheritable(number)]
+    attempt = outside(written(ESCAPES[name], machine), tmp_path_factory.mktemp("cwd"), passed)
     (machine["host"] / "escaped").unlink(missing_ok=True)
     assert "escaped" in attempt.stdout, attempt.stderr
+
+
+def outside(program, folder, passed=()):
+    """Runs a program without the sandbox."""
+    options = {"capture_output": True, "text": True, "timeout": 60, "pass_fds": passed}
+    return subprocess.run([sys.executable, "-c", program], cwd=folder, **options)
 
 
 def is_inheritable(number):
@@ -274,11 +248,7 @@ def test_the_list_of_escapes_is_long_enough():
     [
         ("riscv64", "exit 0", "needs Linux on x86_64 or aarch64, not linux riscv64"),
         ("x86_64", None, "bwrap is not installed"),
-        (
-            "x86_64",
-            "echo 'no permissions' >&2; exit 1",
-            "a trial program .no permissions.; are user",
-        ),
+        ("x86_64", "echo 'not now' >&2; exit 1", "a trial program .not now.; are user"),
         ("x86_64", "exit 0", "a trial program .ok."),
     ],
 )
@@ -297,12 +267,6 @@ def test_without_isolation_nothing_is_run(machine_name, script, reason, tmp_path
 
 
 def test_the_trial_program_notices_that_nothing_isolates_it(tmp_path):
-    trial = subprocess.run(
-        [sys.executable, "-c", sandbox._probe(sandbox._KINDS[0])],
-        capture_output=True,
-        cwd=tmp_path,
-        text=True,
-        timeout=60,
-    )
+    trial = outside(sandbox._probe(sandbox._KINDS[0]), tmp_path)
     assert trial.returncode != 0
     assert trial.stderr.count("AssertionError") == 1 and trial.stderr.endswith(": fork\n")

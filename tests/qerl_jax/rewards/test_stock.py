@@ -24,110 +24,103 @@ def score(name, completion, answer):
     return value
 
 
-@pytest.mark.parametrize(
-    ("answer", "reward", "completion"),
-    spread(
-        [
-            ("27", 1, ["<answer>27</answer>", "<answer> 27.0 </answer>", "<answer>27.</answer>"]),
-            ("27", 0, ["<answer>27.5</answer>"]),
-            ("1234", 1, ["<answer>$1,234.00</answer>"]),
-            ("5", 1, [r"<answer>\$5</answer>"]),
-            ("1234", 0, ["<answer>12,34</answer>"]),
-            ("1,2", 1, ["<answer>1,2</answer>"]),
-            ("25", 1, ["<answer>025</answer>"]),
-            ("-3", 1, ["<answer>-3</answer>", "<answer>−3</answer>"]),
-            ("-3", 0, ["<answer>3</answer>"]),
-            ("3", 1, ["<answer>+3</answer>"]),
-            ("0.50", 1, ["<answer>.5</answer>"]),
-            (4, 1, ["<answer>4</answer>"]),
-            (4.0, 1, ["<answer>4</answer>"]),
-            ("four", 1, ["<answer>four</answer>"]),
-            ("four", 0, ["<answer>Four</answer>"]),
-            ("东京 🙂", 1, ["<answer>东京 🙂</answer>"]),
-            ("4", 0, ["<answer>4 eggs</answer>"]),
-            ("2", 1, ["<answer>1</answer> no: <answer>2</answer>", "<answer>2</answer><answer>"]),
-            ("2", 1, ["<answer><answer>2</answer></answer>", "<answer>\n2\n</answer>"]),
-            ("1", 0, ["<answer>1</answer> no: <answer>2</answer>"]),
-            ("20", 1, ["<answer>€20</answer>", "<answer>２０</answer>"]),
-            ("", None, ["<answer></answer>"]),
-            (" \n", None, ["<answer> </answer>"]),
-            (float("nan"), None, ["<answer>nan</answer>"]),
-            ("2", 0, ["<answer>2", "2", ""]),
-            (None, None, ["<answer>2</answer>"]),
-        ]
-    ),
-)
-def test_accuracy_compares_the_last_answer_by_value(completion, answer, reward):
-    assert score("accuracy_reward", completion, answer) == reward
+# By names of rewards: (answer, a value for each name, completions).
+CORRECT = {
+    # The last answer is compared by value.
+    ("accuracy_reward",): [
+        ("27", 1, ["<answer>27</answer>", "<answer> 27.0 </answer>", "<answer>27.</answer>"]),
+        ("27", 0, ["<answer>27.5</answer>"]),
+        ("1234", 1, ["<answer>$1,234.00</answer>"]),
+        ("5", 1, [r"<answer>\$5</answer>"]),
+        ("1234", 0, ["<answer>12,34</answer>"]),
+        ("1,2", 1, ["<answer>1,2</answer>"]),
+        ("25", 1, ["<answer>025</answer>"]),
+        ("-3", 1, ["<answer>-3</answer>", "<answer>−3</answer>"]),
+        ("-3", 0, ["<answer>3</answer>"]),
+        ("3", 1, ["<answer>+3</answer>"]),
+        ("0.50", 1, ["<answer>.5</answer>"]),
+        (4, 1, ["<answer>4</answer>"]),
+        (4.0, 1, ["<answer>4</answer>"]),
+        ("four", 1, ["<answer>four</answer>"]),
+        ("four", 0, ["<answer>Four</answer>"]),
+        ("东京 🙂", 1, ["<answer>东京 🙂</answer>"]),
+        ("4", 0, ["<answer>4 eggs</answer>"]),
+        ("2", 1, ["<answer>1</answer> no: <answer>2</answer>", "<answer>2</answer><answer>"]),
+        ("2", 1, ["<answer><answer>2</answer></answer>", "<answer>\n2\n</answer>"]),
+        ("1", 0, ["<answer>1</answer> no: <answer>2</answer>"]),
+        ("20", 1, ["<answer>€20</answer>", "<answer>２０</answer>"]),
+        ("", None, ["<answer></answer>"]),
+        (" \n", None, ["<answer> </answer>"]),
+        (float("nan"), None, ["<answer>nan</answer>"]),
+        ("2", 0, ["<answer>2", "2", ""]),
+        (None, None, ["<answer>2</answer>"]),
+    ],
+    # The first reads what follows ####, the other the last number.
+    ("gsm8k_hash_reward", "gsm8k_flexible_reward"): [
+        ("1234", 1, 1, ["so\n#### 1,234"]),
+        ("5", 1, 1, ["####5", "#### $5.00."]),
+        ("-7", 1, 1, ["#### -7"]),
+        ("2", 1, 1, ["#### 1\n#### 2", "#### 2\n#### ?"]),
+        ("2", 1, 0, ["#### 2 of 3"]),
+        ("2", 0, 1, ["### 2", "She has 2 eggs.", "2"]),
+        ("2", 0, 0, ["She has 2 eggs out of 12", ""]),
+        (None, None, None, ["#### 2"]),
+        ("3", 0, 0, ["#### 3/4", "#### 3 / 4", "#### 3, 4", "#### 3-4", "#### 3 or 4"]),
+        ("3", 0, 0, ["#### 3\\frac12", r"#### 3\cdot 5", "#### 3e5", "#### 3 000"]),
+        ("7", 0, 0, ["#### 7:30"]),
+        ("2", 0, 0, ["#### 2^3", "#### 2^{10}", "#### $2^3$", "#### 2\n#### 2^3"]),
+        ("2", 0, 0, ["#### **2**^3"]),
+        ("72", 1, 1, ["#### **72**", "#### `72`", "#### $72$", "#### 72%", r"#### $\boxed{72}$"]),
+        ("72", 1, 1, ["#### 72.", "#### 72 - as wanted", "#### 72km", r"#### 72^\circ"]),
+        ("72", 1, 1, ["####\n72"]),
+        ("20", 1, 1, ["#### €20", "#### £20.00", r"#### \$20", "#### 20€", "#### ２０"]),
+        ("-5", 1, 1, ["#### −5", "#### $-5", "#### **-5**"]),
+        ("-5", 1, 1, ["#### -$5", "#### -€5.00"]),
+        ("3", 0, 1, ["#### 3½"]),
+    ],
+    # The last box is compared as text or number.
+    ("boxed_reward",): [
+        ("5", 1, [r"\boxed{5}", r"\boxed{5.0}", r"\boxed{4} then \boxed{5}"]),
+        ("5", 1, [r"\boxed{x = 5 \text{ cm}}"]),
+        ("5", 0, [r"\boxed{5} then \boxed{4}", r"\boxed{5", "5"]),
+        (r"\frac{1}{2}", 1, [r"\boxed{\frac12}"]),
+        (r"\frac{1}{2}", 0, [r"\boxed{0.5}"]),
+        (r"\frac{4}{7}", 1, [r"\boxed {\frac{4}{7}}"]),
+        ("1234", 1, [r"\boxed{1,234}"]),
+        ("12", 0, [r"\boxed{1,2}"]),
+        ("1,2", 0, [r"\boxed{12}"]),
+        ("1,2", 1, [r"\boxed{1, 2}"]),
+        (None, None, [r"\boxed{5}"]),
+    ],
+    # Both read only the end of the text.
+    ("dapo_reward", "dapo_boxed_reward"): [
+        ("34", 1, 0, ["Answer: 34", "answer : 34", "Answer: $34$", "Answer: x = 34"]),
+        ("34", 1, 0, ["Answer: 34 cm", "Answer: 33\nAnswer: 34", "Answer: 34\n" + 289 * "."]),
+        ("1234", 1, 0, ["Answer: 1,234"]),
+        (r"\frac{1}{2}", 1, 0, [r"Answer: $\frac12$"]),
+        ("34", 1, 1, [r"Answer: \boxed{34}"]),
+        ("34", 0, 0, ["Answer: 34.0", "Answer: 34\nAnswer: 33", "Answer: 34 because", "34"]),
+        ("34", 0, 0, [r"\boxed{ 34}", r"\boxed{34}" + 91 * " ", "Answer: 34\n" + 290 * "."]),
+        ("", None, None, [""]),
+        ("34", 0, 1, [r"\boxed{34}", r"\boxed{34}" + 90 * " "]),
+        (34, 1, 0, ["Answer: 34"]),
+        (None, None, None, ["Answer: 34"]),
+    ],
+    # The tagged answer is compared to the letter.
+    ("xml_answer_reward", "int_reward"): [
+        ("72", 2, 0.2, ["<answer>72</answer>", "<answer>\n72\n</answer>\n"]),
+        ("72", 2, 0.2, ["<answer>1</answer><answer>72</answer>", "72"]),
+        ("72", 0, 0, ["<answer>72.0</answer>", "It is 72", "<answer></answer>", ""]),
+        ("-72", 2, 0, ["<answer>-72</answer>"]),
+    ],
+}
 
 
-@pytest.mark.parametrize(
-    ("answer", "strict", "flexible", "completion"),
-    spread(
-        [
-            ("1234", 1, 1, ["so\n#### 1,234"]),
-            ("5", 1, 1, ["####5", "#### $5.00."]),
-            ("-7", 1, 1, ["#### -7"]),
-            ("2", 1, 1, ["#### 1\n#### 2", "#### 2\n#### ?"]),
-            ("2", 1, 0, ["#### 2 of 3"]),
-            ("2", 0, 1, ["### 2", "She has 2 eggs.", "2"]),
-            ("2", 0, 0, ["She has 2 eggs out of 12", ""]),
-            (None, None, None, ["#### 2"]),
-            ("3", 0, 0, ["#### 3/4", "#### 3 / 4", "#### 3, 4", "#### 3-4", "#### 3 or 4"]),
-            ("3", 0, 0, ["#### 3\\frac12", r"#### 3\cdot 5", "#### 3e5", "#### 3 000"]),
-            ("7", 0, 0, ["#### 7:30"]),
-            (
-                "2",
-                0,
-                0,
-                ["#### 2^3", "#### 2^{10}", "#### $2^3$", "#### 2\n#### 2^3", "#### **2**^3"],
-            ),
-            (
-                "72",
-                1,
-                1,
-                ["#### **72**", "#### `72`", "#### $72$", "#### 72%", r"#### $\boxed{72}$"],
-            ),
-            (
-                "72",
-                1,
-                1,
-                ["#### 72.", "#### 72 - as wanted", "#### 72km", r"#### 72^\circ", "####\n72"],
-            ),
-            ("20", 1, 1, ["#### €20", "#### £20.00", r"#### \$20", "#### 20€", "#### ２０"]),
-            ("-5", 1, 1, ["#### −5", "#### $-5", "#### **-5**"]),
-            ("-5", 1, 1, ["#### -$5", "#### -€5.00"]),
-            ("3", 0, 1, ["#### 3½"]),
-        ]
-    ),
-)
-def test_gsm8k_strict_reads_hashes_and_flexible_the_last_number(
-    completion, answer, strict, flexible
-):
-    assert score("gsm8k_hash_reward", completion, answer) == strict
-    assert score("gsm8k_flexible_reward", completion, answer) == flexible
-
-
-@pytest.mark.parametrize(
-    ("answer", "reward", "completion"),
-    spread(
-        [
-            ("5", 1, [r"\boxed{5}", r"\boxed{5.0}", r"\boxed{4} then \boxed{5}"]),
-            ("5", 1, [r"\boxed{x = 5 \text{ cm}}"]),
-            ("5", 0, [r"\boxed{5} then \boxed{4}", r"\boxed{5", "5"]),
-            (r"\frac{1}{2}", 1, [r"\boxed{\frac12}"]),
-            (r"\frac{1}{2}", 0, [r"\boxed{0.5}"]),
-            (r"\frac{4}{7}", 1, [r"\boxed {\frac{4}{7}}"]),
-            ("1234", 1, [r"\boxed{1,234}"]),
-            ("12", 0, [r"\boxed{1,2}"]),
-            ("1,2", 0, [r"\boxed{12}"]),
-            ("1,2", 1, [r"\boxed{1, 2}"]),
-            (None, None, [r"\boxed{5}"]),
-        ]
-    ),
-)
-def test_boxed_compares_the_last_box_as_text_or_number(completion, answer, reward):
-    assert score("boxed_reward", completion, answer) == reward
+@pytest.mark.parametrize("names", CORRECT, ids=" and ".join)
+def test_correctness_is_judged_as_the_table_says(names):
+    for answer, *values, completion in spread(CORRECT[names]):
+        scores = [score(name, completion, answer) for name in names]
+        assert scores == values, (answer, completion)
 
 
 RIGHT_OF_18 = {
@@ -148,108 +141,50 @@ def test_a_whole_number_is_an_answer_in_whatever_type(gold):
         assert score(name, text, gold) == (2 if name == "xml_answer_reward" else 1), name
 
 
-@pytest.mark.parametrize(
-    ("answer", "minerva", "boxed", "completion"),
-    spread(
-        [
-            ("34", 1, 0, ["Answer: 34", "answer : 34", "Answer: $34$", "Answer: x = 34"]),
-            ("34", 1, 0, ["Answer: 34 cm", "Answer: 33\nAnswer: 34", "Answer: 34\n" + 289 * "."]),
-            ("1234", 1, 0, ["Answer: 1,234"]),
-            (r"\frac{1}{2}", 1, 0, [r"Answer: $\frac12$"]),
-            ("34", 1, 1, [r"Answer: \boxed{34}"]),
-            ("34", 0, 0, ["Answer: 34.0", "Answer: 34\nAnswer: 33", "Answer: 34 because", "34"]),
-            ("34", 0, 0, [r"\boxed{ 34}", r"\boxed{34}" + 91 * " ", "Answer: 34\n" + 290 * "."]),
-            ("", None, None, [""]),
-            ("34", 0, 1, [r"\boxed{34}", r"\boxed{34}" + 90 * " "]),
-            (34, 1, 0, ["Answer: 34"]),
-            (None, None, None, ["Answer: 34"]),
-        ]
-    ),
-)
-def test_dapo_reads_the_end_of_the_text_only(completion, answer, minerva, boxed):
-    assert score("dapo_reward", completion, answer) == minerva
-    assert score("dapo_boxed_reward", completion, answer) == boxed
-
-
-@pytest.mark.parametrize(
-    ("answer", "exact", "digits", "completion"),
-    spread(
-        [
-            ("72", 2, 0.2, ["<answer>72</answer>", "<answer>\n72\n</answer>\n"]),
-            ("72", 2, 0.2, ["<answer>1</answer><answer>72</answer>", "72"]),
-            ("72", 0, 0, ["<answer>72.0</answer>", "It is 72", "<answer></answer>", ""]),
-            ("-72", 2, 0, ["<answer>-72</answer>"]),
-        ]
-    ),
-)
-def test_xml_answer_is_compared_to_the_letter(completion, answer, exact, digits):
-    assert score("xml_answer_reward", completion, answer) == exact
-    assert score("int_reward", completion, answer) == digits
-
-
-@pytest.mark.parametrize(
-    ("whole", "soft", "think", "begins", "completion"),
-    spread(
-        [
-            (1, 0.2, 0.2, 1, ["<think>a</think><answer>b</answer>"]),
-            (1, 0.2, 0.2, 1, ["<think>a\n\nb</think>\n<answer>c\nd</answer>\n"]),
-            (1, 0.2, 0.2, 1, ["<think></think><answer></answer>"]),
-            (1, 0.2, 0.2, 0, [" <think>a</think><answer>b</answer>"]),
-            (0, 0, 0.2, 1, ["<think>a</think> so <answer>b</answer>"]),
-            (0, 0, 0.2, 1, ["<think>a<answer>b</answer></think>", "<think>a</think><answer>b"]),
-            (0, 0, 0.2, 1, ["<think></answer></think><answer>"]),
-            (0, 0.2, 0.2, 1, ["<think>a</think><answer>b</answer> done"]),
-            (0, 0.2, 0.2, 1, ["<think>a</think><answer>b</answer><answer>c</answer>"]),
-            (0, 0.2, 0.2, 0, ["Hm. <think>a</think><answer>b</answer>"]),
-            (0, 0.2, 0.2, 0, ["<think><think>a</think></think><answer>b</answer>"]),
-            (0, 0.2, 0.2, 0, ["<think>a</think><think>b</think><answer>c</answer>"]),
-            (0, 0, 0.2, 0, ["<answer>b</answer><think>a</think>"]),
-            (0, 0, 0, 0, ["</think><think>", "<think>a", "<THINK>a</THINK><ANSWER>b</ANSWER>"]),
-            (0, 0, 0, 0, [""]),
-        ]
-    ),
-)
-def test_format_rewards_tell_forms_apart(completion, whole, soft, think, begins):
-    assert STOCK["format_reward"]([completion]) == [whole]
-    assert STOCK["soft_format_reward"]([completion]) == [soft]
-    assert STOCK["think_reward"]([completion]) == [think]
-    assert STOCK["think_format_reward"]([completion]) == [begins]
-
-
+FORMS = ("format_reward", "soft_format_reward", "think_reward", "think_format_reward")
 LINES = "<think>\nwhy\n</think>\n<answer>\n5\n</answer>\n"
-
-
-@pytest.mark.parametrize(
-    ("completion", "strict", "count"),
-    [
-        (LINES, 0.2, 0.5),
-        (LINES.rstrip(), 0, 0.5),
-        (LINES + "done", 0, 0.5 - 0.004),
-        (LINES.replace("why", "why\nso"), 0, 0.5),
-        (LINES.replace("\n5\n", "5"), 0, 0.25),
-        (LINES + LINES, 0, 0.0),
-        ("<think>\nwhy\n</think>\n", 0, 0.25),
-        ("Hm. " + LINES, 0, 0.5),
-        ("5", 0, 0),
-        ("", 0, 0),
+# By names of rewards: (a value for each name, completions).
+WELL_FORMED = {
+    FORMS: [
+        (1, 0.2, 0.2, 1, ["<think>a</think><answer>b</answer>"]),
+        (1, 0.2, 0.2, 1, ["<think>a\n\nb</think>\n<answer>c\nd</answer>\n"]),
+        (1, 0.2, 0.2, 1, ["<think></think><answer></answer>"]),
+        (1, 0.2, 0.2, 0, [" <think>a</think><answer>b</answer>"]),
+        (0, 0, 0.2, 1, ["<think>a</think> so <answer>b</answer>"]),
+        (0, 0, 0.2, 1, ["<think>a<answer>b</answer></think>", "<think>a</think><answer>b"]),
+        (0, 0, 0.2, 1, ["<think></answer></think><answer>"]),
+        (0, 0.2, 0.2, 1, ["<think>a</think><answer>b</answer> done"]),
+        (0, 0.2, 0.2, 1, ["<think>a</think><answer>b</answer><answer>c</answer>"]),
+        (0, 0.2, 0.2, 0, ["Hm. <think>a</think><answer>b</answer>"]),
+        (0, 0.2, 0.2, 0, ["<think><think>a</think></think><answer>b</answer>"]),
+        (0, 0.2, 0.2, 0, ["<think>a</think><think>b</think><answer>c</answer>"]),
+        (0, 0, 0.2, 0, ["<answer>b</answer><think>a</think>"]),
+        (0, 0, 0, 0, ["</think><think>", "<think>a", "<THINK>a</THINK><ANSWER>b</ANSWER>"]),
+        (0, 0, 0, 0, [""]),
     ],
-)
-def test_strict_format_and_xmlcount_look_at_lines(completion, strict, count):
-    assert STOCK["strict_format_reward"]([completion]) == [strict]
-    assert STOCK["xmlcount_reward"]([completion]) == [pytest.approx(count, abs=1e-12)]
-
-
-@pytest.mark.parametrize(
-    ("completion", "answer", "reward"),
-    [
-        ("<think>1+1</think><answer>2</answer>", "2", 1),
-        ("<think>1+1</think><answer>3</answer>", "2", 0),
-        ("<answer>2</answer>", "2", 0),
-        ("<think>1+1</think><answer>2</answer>", None, None),
+    ("strict_format_reward", "xmlcount_reward"): [
+        (0.2, 0.5, [LINES]),
+        (0, 0.5, [LINES.rstrip(), LINES.replace("why", "why\nso"), "Hm. " + LINES]),
+        (0, pytest.approx(0.5 - 0.004, abs=1e-12), [LINES + "done"]),
+        (0, 0.25, [LINES.replace("\n5\n", "5"), "<think>\nwhy\n</think>\n"]),
+        (0, pytest.approx(0, abs=1e-12), [LINES + LINES]),
+        (0, 0, ["5", ""]),
     ],
-)
-def test_correct_and_well_formed_needs_both(completion, answer, reward):
-    assert score("correct_and_well_formed_reward", completion, answer) == reward
+}
+
+
+@pytest.mark.parametrize("names", WELL_FORMED, ids=" and ".join)
+def test_forms_are_told_apart_as_the_table_says(names):
+    for *values, completion in spread(WELL_FORMED[names]):
+        assert [STOCK[name]([completion])[0] for name in names] == values, completion
+
+
+def test_correct_and_well_formed_needs_both():
+    texts = [f"<think>1+1</think><answer>{number}</answer>" for number in (2, 3, 2)]
+    rewards = STOCK["correct_and_well_formed_reward"](
+        completions=[*texts, "<answer>2</answer>"], answer=["2", "2", None, "2"]
+    )
+    assert rewards == [1, 0, None, 0]
 
 
 def test_token_hash_depends_on_the_tokens_alone_and_varies():
@@ -267,6 +202,7 @@ def test_token_hash_depends_on_the_tokens_alone_and_varies():
     assert float(said) == values[0]
 
 
+isolated = pytest.mark.skipif(sandbox.unavailable() is not None, reason=str(sandbox.unavailable()))
 ELSEWHERE = {"code_reward", "math_verify_reward", "reasoning_accuracy_reward"}  # in processes
 
 
@@ -395,11 +331,9 @@ def test_cosine_reward_prefers_short_right_and_long_wrong_answers():
     lengths = [0, 50, 100, 250, 25]
     ids = [[1] * length for length in lengths]
     expected = [1, 0.75, 0.5, 0.5, 0.5 + 0.5 * (1 + math.cos(math.pi / 4)) / 2]
-    rewards = function(completions=[right] * 5, answer=["1/3"] * 5, completion_ids=ids)
-    assert rewards == pytest.approx(expected)
-    expected = [-1, -0.75, -0.5, -0.5, -0.5 - 0.5 * (1 + math.cos(math.pi / 4)) / 2]
-    rewards = function(completions=[wrong] * 5, answer=["1/3"] * 5, completion_ids=ids)
-    assert rewards == pytest.approx(expected)
+    for text, sign in ((right, 1), (wrong, -1)):
+        rewards = function(completions=[text] * 5, answer=["1/3"] * 5, completion_ids=ids)
+        assert rewards == pytest.approx([sign * value for value in expected])
     assert function(completions=[right], answer=[None], completion_ids=[[1]]) == [None]
 
 
@@ -416,7 +350,7 @@ DOUBLE = info(("1\n", "2\n"), ("5\n", "10\n"), ("-3\n", "-6\n"), ("0\n", "0\n"))
 
 
 @pytest.mark.process
-@pytest.mark.skipif(sandbox.unavailable() is not None, reason=str(sandbox.unavailable()))
+@isolated
 @pytest.mark.parametrize(
     ("completion", "verification", "reward"),
     [
@@ -441,14 +375,13 @@ DOUBLE = info(("1\n", "2\n"), ("5\n", "10\n"), ("-3\n", "-6\n"), ("0\n", "0\n"))
     ],
 )
 def test_code_earns_the_share_of_tests_that_it_passes(completion, verification, reward):
-    assert STOCK["code_reward"](completions=[completion], verification_info=[verification]) == [
-        reward
-    ]
+    rewards = STOCK["code_reward"](completions=[completion], verification_info=[verification])
+    assert rewards == [reward]
 
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.skipif(sandbox.unavailable() is not None, reason=str(sandbox.unavailable()))
+@isolated
 def test_code_that_does_not_end_is_reported():
     metrics = {}
     rewards = FACTORIES["get_code_reward"](seconds=2.0)(
@@ -467,17 +400,17 @@ def test_code_is_never_run_where_it_cannot_be_isolated(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("length", "punishment"),
-    [(0, 0.0), (1, 0.0), (80, 0.0), (81, -0.05), (85, -0.25), (90, -0.5), (99, -0.95), (100, -1.0)],
+    ("longest", "cache", "punishments"),
+    [
+        (100, 20, {0: 0, 1: 0, 80: 0, 81: -0.05, 85: -0.25, 90: -0.5, 99: -0.95, 100: -1}),
+        (4, 4, {0: 0, 1: -0.25, 4: -1}),
+    ],
 )
-def test_the_overlong_punishment_falls_from_0_to_minus_1_over_the_last_tokens(length, punishment):
-    reward = stock.get_soft_overlong_punishment(100, 20)
-    assert reward(completion_ids=[[7] * length], answer=["1"]) == [np.float32(punishment)]
-
-
-def test_a_slope_as_long_as_the_completion_punishes_every_token():
-    reward = stock.get_soft_overlong_punishment(4, 4)
-    assert reward(completion_ids=[[], [7], [7] * 4]) == [0, -0.25, -1]
+def test_the_overlong_punishment_falls_from_0_to_minus_1(longest, cache, punishments):
+    rewards = stock.get_soft_overlong_punishment(longest, cache)(
+        completion_ids=map(range, punishments)
+    )
+    assert rewards == [np.float32(punishment) for punishment in punishments.values()]
 
 
 @pytest.mark.parametrize(("longest", "cache"), [(4096, 819), (100, 20), (30, 7), (1024, 256)])

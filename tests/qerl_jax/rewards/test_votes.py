@@ -17,9 +17,8 @@ class Judges:
     def map(self, function, calls):
         self.asked += calls
         judge = getattr(math_judge, function)
-        return [
-            Failure("timeout") if set(call) & set(self.busy) else judge(*call) for call in calls
-        ]
+        late = Failure("timeout")
+        return [late if set(call) & set(self.busy) else judge(*call) for call in calls]
 
 
 @pytest.mark.parametrize(
@@ -61,14 +60,12 @@ def test_rewards_that_compare_mathematics_say_what_is_one_vote(name):
     assert reward.votes([[r"\frac12", "0.5", "7"]]) == [[r"\frac{1}{2}", r"\frac{1}{2}", "7"]]
 
 
-def record(**changes):
-    fields = {"right": [True, True, True, False, False], "lengths": [1] * 5, "stopped": [True] * 5}
-    return fields | {"answers": [r"\frac12", "0.5", "1/2", "7", "7"], "unjudged": 0} | changes
-
-
 def test_the_majority_is_of_votes_not_of_spellings():
+    record = {"right": [True, True, True, False, False], "lengths": [1] * 5, "unjudged": 0}
+    record |= {"stopped": [True] * 5, "answers": [r"\frac12", "0.5", "1/2", "7", "7"]}
+
     def majority(**changes):
-        estimates = summarize([record(**changes)] * 2, (5,))["estimates"]
+        estimates = summarize([record | changes] * 2, (5,))["estimates"]
         return {each["name"]: each["value"] for each in estimates}["maj@5"]
 
     assert majority(votes=["a", "a", "a", "7", "7"]) == 1
