@@ -1,17 +1,7 @@
 """Procedural arithmetic: any number of problems, their worked answers, and plausible wrong ones.
 
-A problem starts from a number and applies two or three operations to it. Three in four are word
-problems, the others expressions. One problem in ten belongs to the test split, by a hash of its
-numbers alone, and is never part of training, however it is worded.
-
-    Tom has 55 marbles. Tom finds 8 more, sells 3 and gives away 29. How many marbles ...?
-    <think>55+8=63
-    63-3=60
-    60-29=31</think><answer>31</answer>
-
-`one_step` asks for a single operation on small numbers, for models that cannot yet do several. `mixed` mixes easy and
-hard problems, as the project's own study uses them. `product` asks for products that need a tool, and `secret` for a
-number that only an environment knows.
+One problem in ten belongs to the test split, by a hash of its numbers alone, and is never part of training, however it
+is worded. `one_step` is for models that cannot yet do several steps; the project's own study uses `mixed`.
 """
 
 import dataclasses
@@ -67,8 +57,8 @@ class ArithmeticProblem:
 def problem(split: str, seed: int, index: int) -> ArithmeticProblem:
     """Makes problem number `index` of a split. It depends only on the arguments, on every platform.
 
-    The start is in 5..60, and operands of + and - are in 2..40. Only values up to 33 are doubled or
-    tripled, and no value is below 1.
+    Two or three operations follow a start in 5..60. Operands of + and - are in 2..40, only values up to 33 are doubled
+    or tripled, and no value is below 1. Three in four are word problems, the others expressions.
 
     Args:
         split: "train", or "test" for the tenth of all problems that training never uses.
@@ -142,7 +132,7 @@ def is_held_out(start: int, operations: Sequence[tuple[str, int]]) -> bool:
 
 
 def worked_answer(problem: ArithmeticProblem) -> str:
-    """Returns the right answer, after one line of work per operation, in think and answer tags."""
+    """Returns the right answer in tags: "<think>55+8=63\\n63-3=60</think><answer>60</answer>"."""
     return _answer(problem.operations, problem.values)
 
 
@@ -179,10 +169,7 @@ def faulty_answer(problem: ArithmeticProblem, kind: Fault, rng: random.Random) -
 def _draw(
     split: str, key: str, numbers: Callable[[random.Random], Numbers]
 ) -> tuple[random.Random, int, tuple[tuple[str, int], ...]]:
-    """Returns the first problem of a random sequence that is in the split and has no value below 1.
-
-    The generator comes first, in its new state.
-    """
+    """Returns a generator in its new state, and its first problem that is in the split and has no value below 1."""
     if split not in ("train", "test"):
         raise ValueError(f"arithmetic has the splits 'train' and 'test'; got {split=}")
     # Only a seed that is a text (hashed by SHA-512) and the method `random()` are guaranteed to give

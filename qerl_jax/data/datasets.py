@@ -24,14 +24,12 @@ from qerl_jax.system import hub
 from qerl_jax.system.checked import ConfigError, require, require_unicode
 from qerl_jax.system.files import parse_json
 
-# Short on purpose: with it and Qwen2.5's chat template, the longest prompt of GSM8K has 252
-# tokens, so all fit into 256.
-THINK_ANSWER_PROMPT = (
-    "First reason step by step between <think> and </think>, then write only the final answer "
-    "between <answer> and </answer>."
-)
 SYSTEM_PROMPTS = {
-    "think-answer": THINK_ANSWER_PROMPT,
+    # Short: with it and Qwen2.5's chat template, the longest prompt of GSM8K has 252 tokens, so all fit into 256.
+    "think-answer": (
+        "First reason step by step between <think> and </think>, then write only the final answer "
+        "between <answer> and </answer>."
+    ),
     # The format that `dapo_reward` reads.
     "answer-line": (
         "Solve the problem step by step. End with a line that says only 'Answer: ' and the answer."
@@ -298,9 +296,7 @@ def batch(problems: Sequence[Problem], index: int, *, batch_size: int, seed: int
     ]
 
 
-def collate(
-    problems: Sequence[Problem],
-) -> tuple[list[tokenizer.Prompt], dict[str, list]]:
+def collate(problems: Sequence[Problem]) -> tuple[list[tokenizer.Prompt], dict[str, list]]:
     """Returns the prompts and the columns of problems as lists, for rewards.
 
     Prompts have the form of their rows. A missing column is None. Messages are copied, so that a reward function that
@@ -394,12 +390,9 @@ def is_file(location: str) -> bool:
 def _as_written(rows: Any, path: pathlib.Path) -> Any:
     """Replaces timestamps and rounded whole numbers in the rows of a JSON file by the texts in that file.
 
-    `datasets` turns a column of dates into timestamps, and no answer would equal one. It rounds whole numbers of more
-    than 64 bits, and those of more than 53 bits beside a fraction. A column of several types it reads as JSON, so a
-    text of digits would become a number.
-
-    Raises:
-        ValueError: A column holds texts in some rows and other values in others.
+    `datasets` turns a column of dates into timestamps, and rounds whole numbers of more than 64 bits, and those of more
+    than 53 bits beside a fraction. A column of several types it reads as JSON, so a text of digits would become a
+    number: a ValueError refuses a column with texts in some rows only.
     """
     kinds = {field.name: str(field.type) for field in rows.features.arrow_schema}
     names = [name for name, kind in kinds.items() if "timestamp[" in kind]
@@ -416,11 +409,8 @@ def _as_written(rows: Any, path: pathlib.Path) -> Any:
     except ValueError:  # one row per line
         records = [parse_json(line) for line in text.split("\n") if line.strip()]
     for name in mixed:
-        texts = {
-            isinstance(row[name], str): i
-            for i, row in enumerate(records)
-            if row.get(name) is not None
-        }
+        values = ((i, row.get(name)) for i, row in enumerate(records))
+        texts = {isinstance(value, str): i for i, value in values if value is not None}
         if True in texts:
             shown = (f"row {i} has {records[i][name]!r}" for i in sorted(texts.values()))
             raise ValueError(f"column {name!r}: {' and '.join(shown)}: write all as texts, or none")

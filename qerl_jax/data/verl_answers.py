@@ -14,18 +14,11 @@ from qerl_jax.data import answers
 TAIL = 300
 _HASHES = re.compile(r"#### (-?[0-9.,]+)")
 _NUMBER = re.compile(r"-?[0-9.,]+")
-_REWRITTEN = (
-    ("\n", ""),
-    ("\\!", ""),
-    ("\\\\", "\\"),
-    ("tfrac", "frac"),
-    ("dfrac", "frac"),
-    ("\\left", ""),
-    ("\\right", ""),
-    ("^{\\circ}", ""),
-    ("^\\circ", ""),
-    ("\\$", ""),
-)
+# Replaced in this order.
+_REWRITTEN = {
+    **{"\n": "", "\\!": "", "\\\\": "\\", "tfrac": "frac", "dfrac": "frac"},
+    **dict.fromkeys(("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$"), ""),
+}
 _UNIT = "\\text{ "
 
 
@@ -86,7 +79,7 @@ def hendrycks_form(answer: str) -> str:
 
     Source: Hendrycks et al. 2021 (arXiv:2103.03874), the code of its evaluation; verl scores MATH with it.
     """
-    for before, after in _REWRITTEN:
+    for before, after in _REWRITTEN.items():
         answer = answer.replace(before, after)
     if answer.count(_UNIT) > 1:
         raise ValueError(f"answer: got {answer!r}; has more than one unit")

@@ -46,6 +46,7 @@ _BARE_BOX = re.compile(
 )
 # Numbers whose relative difference is larger are not equal.
 _TOLERANCE = sympy.Rational(1, 10**9)
+_verified = functools.partial(verify, timeout_seconds=None)
 _IN_TEXT, _ANYWHERE = _latex(anywhere=False), _latex(anywhere=True)
 
 
@@ -95,10 +96,6 @@ def _equal(gold: Answer, answer: Answer) -> bool:
     # x > 3 is the interval from 3 on.
     sets = [_solutions(side.parsed) for side in (gold, answer)]
     return None not in sets and _verified([sets[0]], [sets[1]])
-
-
-def _verified(gold: list[Any], answer: list[Any]) -> bool:
-    return verify(gold, answer, timeout_seconds=None)
 
 
 def _solutions(parsed: list[Any]) -> sympy.Set | None:
@@ -171,18 +168,16 @@ def _value(expression: sympy.Expr) -> sympy.Expr | None:
     return real + imaginary * sympy.I
 
 
-# The completions of a group have the same gold answer.
-@functools.lru_cache(maxsize=64)
-def _gold(gold: str) -> Answer:
-    return _answer(gold)
-
-
 def _answer(text: str) -> Answer:
     """Parses an answer: its box, else the content of its LaTeX delimiters, else all of it."""
     # The height of a matrix row (\\[...]) is not a delimiter.
     if "\\boxed" in text or _DELIMITER.search(text):
         return _boxed_or_found(text, _ANYWHERE)
     return Answer(text, _parsed(text))
+
+
+# The completions of a group have the same gold answer.
+_gold = functools.lru_cache(maxsize=64)(_answer)
 
 
 def _boxed_or_found(text: str, config: list[LatexExtractionConfig]) -> Answer:

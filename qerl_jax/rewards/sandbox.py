@@ -1,14 +1,8 @@
 """Runs programs written by a policy in a sandbox.
 
-A program is one process in its own namespaces (bubblewrap). It has no network, no access to other processes, and an
-empty environment. Its file system holds the Python installation, read-only, and one small writable folder in memory,
-with a limited number of files. A seccomp filter blocks what a program that only reads its input and writes its output
-does not need: further processes, sockets, other processes' memory, mounting, and kernel memory that no limit counts.
-Resource limits bound the rest, and a limit on wall-clock time ends the program.
-
-If any of this is not available, no program is run: see `require`. Two things depend on the machine. If file systems
-cannot be mounted, the folder is read-only. And if possible, root gives each program its own user, because the kernel
-does not count root's threads.
+A program is one process in its own namespaces (bubblewrap), without network and environment. It sees the Python
+installation, read-only, and one small writable folder in memory; the folder is read-only where file systems cannot be
+mounted. A seccomp filter and resource limits bound the rest. If any of this is not available, no program is run.
 """
 
 import atexit
@@ -136,8 +130,8 @@ class _Isolation:
     """A way to isolate programs.
 
     Attributes:
-        own_user: Whether root gives each program its own user. Otherwise the program runs as nobody in a user
-            namespace, which is the caller's user outside of it.
+        own_user: Whether root gives each program its own user, since the kernel does not count root's threads. Otherwise
+            the program runs as nobody in a user namespace, which is the caller's user outside of it.
         folder: Whether there is a writable folder. The number of its files is limited, which bwrap alone cannot do.
     """
 
@@ -241,10 +235,7 @@ def _command(code: int, rules: int, limits: Limits, isolation: _Isolation) -> li
         ("FSIZE", _FOLDER_BYTES, _FOLDER_BYTES),
         # Threads; the kernel counts them for ordinary users, not for root.
         ("NPROC", _THREADS, _THREADS),
-        ("NOFILE", 64, 64),
-        ("SIGPENDING", 64, 64),
-        ("CORE", 0, 0),
-        ("MEMLOCK", 0, 0),
+        *(("NOFILE", 64, 64), ("SIGPENDING", 64, 64), ("CORE", 0, 0), ("MEMLOCK", 0, 0)),
     )
     python = f"{sys.base_prefix}/bin/python{sys.version_info.major}.{sys.version_info.minor}"
     folders = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", sys.base_prefix)
@@ -304,53 +295,22 @@ def _mount_point() -> str:
 
 # System calls that are refused: name, number on x86_64, number on aarch64 (None if it does not exist there).
 _REFUSED = (
-    ("fork", 57, None),
-    ("vfork", 58, None),
-    ("socket", 41, 198),
-    ("socketpair", 53, 199),
-    ("ptrace", 101, 117),
-    ("process_vm_readv", 310, 270),
-    ("process_vm_writev", 311, 271),
-    ("kcmp", 312, 272),
-    ("pidfd_open", 434, 434),
-    ("pidfd_getfd", 438, 438),
-    ("unshare", 272, 97),
-    ("setns", 308, 268),
-    ("mount", 165, 40),
-    ("umount2", 166, 39),
-    ("pivot_root", 155, 41),
-    ("chroot", 161, 51),
-    ("open_tree", 428, 428),
-    ("move_mount", 429, 429),
-    ("fsopen", 430, 430),
-    ("mount_setattr", 442, 442),
-    ("open_by_handle_at", 304, 265),
-    ("bpf", 321, 280),
-    ("perf_event_open", 298, 241),
-    ("userfaultfd", 323, 282),
-    ("io_uring_setup", 425, 425),
-    ("add_key", 248, 217),
-    ("request_key", 249, 218),
-    ("keyctl", 250, 219),
+    ("fork", 57, None), ("vfork", 58, None), ("socket", 41, 198), ("socketpair", 53, 199),
+    ("ptrace", 101, 117), ("process_vm_readv", 310, 270), ("process_vm_writev", 311, 271),
+    ("kcmp", 312, 272), ("pidfd_open", 434, 434), ("pidfd_getfd", 438, 438),
+    ("unshare", 272, 97), ("setns", 308, 268), ("mount", 165, 40), ("umount2", 166, 39),
+    ("pivot_root", 155, 41), ("chroot", 161, 51), ("open_tree", 428, 428), ("move_mount", 429, 429),
+    ("fsopen", 430, 430), ("mount_setattr", 442, 442), ("open_by_handle_at", 304, 265),
+    ("bpf", 321, 280), ("perf_event_open", 298, 241), ("userfaultfd", 323, 282),
+    ("io_uring_setup", 425, 425), ("add_key", 248, 217), ("request_key", 249, 218), ("keyctl", 250, 219),
     # Memory that belongs to no address space.
-    ("memfd_create", 319, 279),
-    ("memfd_secret", 447, 447),
-    ("shmget", 29, 194),
-    ("msgget", 68, 186),
-    ("semget", 64, 190),
-    ("mq_open", 240, 180),
-    ("io_setup", 206, 0),
+    ("memfd_create", 319, 279), ("memfd_secret", 447, 447), ("shmget", 29, 194), ("msgget", 68, 186),
+    ("semget", 64, 190), ("mq_open", 240, 180), ("io_setup", 206, 0),
     # Memory of the kernel that no limit counts.
-    ("inotify_init", 253, None),
-    ("inotify_init1", 294, 26),
-    ("fanotify_init", 300, 262),
-    ("setxattr", 188, 5),
-    ("lsetxattr", 189, 6),
-    ("fsetxattr", 190, 7),
-    ("setxattrat", 463, 463),
-    ("landlock_create_ruleset", 444, 444),
-    ("seccomp", 317, 277),
-)
+    ("inotify_init", 253, None), ("inotify_init1", 294, 26), ("fanotify_init", 300, 262),
+    ("setxattr", 188, 5), ("lsetxattr", 189, 6), ("fsetxattr", 190, 7), ("setxattrat", 463, 463),
+    ("landlock_create_ruleset", 444, 444), ("seccomp", 317, 277),
+)  # fmt: skip
 # Commands of `fcntl` for locks, leases and larger pipes, which take kernel memory too.
 _REFUSED_FCNTL = (6, 7, 37, 38, 1024, 1026, 1031)
 # AUDIT_ARCH number, column of _REFUSED, numbers of clone and fcntl.

@@ -69,11 +69,7 @@ class Record:
     values: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
     def log_extra(self, column: str, values: Sequence) -> None:
-        """Adds a column to the log of completions.
-
-        Args:
-            column: Name of the column.
-            values: One entry per row.
+        """Adds a column, with one entry per row, to the log of completions.
 
         Raises:
             ValueError: If the number of entries is wrong, the name is one of `COMPLETION_COLUMNS`, or an entry cannot
@@ -195,10 +191,10 @@ def evaluate(
 
     results = {}
     for name, function in functions:
-        if not is_async(function):
+        if not _is_async(function):
             with blaming(name, function):
                 results[name] = function(**arguments)
-    waiting = {name: call_async(name, f) for name, f in functions if is_async(f)}
+    waiting = {name: call_async(name, f) for name, f in functions if _is_async(f)}
     results |= zip(waiting, _run(list(waiting.values())), strict=True)
     scores = [_checked_values(name, results[name], rows) for name, _ in functions]
     return np.stack(scores, axis=1, dtype=np.float32)
@@ -318,33 +314,16 @@ def check(
     before: str = "training",
     remedy: str = _REMEDY,
 ) -> None:
-    """Calls every function once on placeholder completions, to find errors early.
+    """Calls every function once on placeholder completions of the problems, to find errors early.
 
-    Args:
-        functions: The result of `resolve`.
-        problems: Problems to try.
-        extras: See `evaluate`.
-        before: What comes afterwards, for errors.
-        remedy: See `evaluate`.
-
-    Raises:
-        RewardError, ValueError: As for `evaluate`.
+    `before` says in errors what comes afterwards. Other arguments and errors are those of `evaluate`.
     """
     prompts, columns = datasets.collate(problems)
-    completions = [
-        as_completion(prompt, "<think>0</think><answer>0</answer>") for prompt in prompts
-    ]
+    text = "<think>0</think><answer>0</answer>"
+    completions = [as_completion(prompt, text) for prompt in prompts]
+    rows, ids = [problem.row for problem in problems], [[0] for _ in problems]
     try:
-        evaluate(
-            functions,
-            prompts,
-            completions,
-            [[0] for _ in problems],
-            columns,
-            extras,
-            rows=[problem.row for problem in problems],
-            remedy=remedy,
-        )
+        evaluate(functions, prompts, completions, ids, columns, extras, rows=rows, remedy=remedy)
     except RewardError as error:
         text = f"{error} (tried before {before}, on {len(prompts)} rows with a made-up completion)"
         raise RewardError(text) from error.__cause__
@@ -398,7 +377,7 @@ def _find(name: str, field: str) -> Any:
     return getattr(module, attribute)
 
 
-def is_async(function: RewardFunction) -> bool:
+def _is_async(function: RewardFunction) -> bool:
     """Whether a reward function, or an object that is called as one, is a coroutine function."""
     return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
 
@@ -464,6 +443,5 @@ def _checked_value(where: str, value: Any) -> float:
     with contextlib.suppress(TypeError, ValueError, OverflowError):
         number = number if isinstance(value, str | bytes) else float(value)
     rule = f"must be a finite number within +-{_LARGEST:g}, or None where the reward does not apply"
-    is_usable = abs(number) <= _LARGEST
-    require(is_usable, where, value, rule, RewardError)
+    require(abs(number) <= _LARGEST, where, value, rule, RewardError)
     return number

@@ -260,11 +260,8 @@ def get_reasoning_accuracy_reward(
 ) -> RewardFunction:
     """Makes `reasoning_accuracy_reward`: `math_verify_reward` of the text after the last `</think>`.
 
-    The reward is 0 if there is no `</think>`, as in TRL's function of that name.
-
-    Args:
-        seconds: CPU seconds per judgement; the wall-clock limit is five times as long.
-        workers: Number of processes; None means half of the processors, at most 8.
+    The reward is 0 if there is no `</think>`, as in TRL's function of that name. Arguments are those of
+    `get_math_verify_reward`.
     """
     return _math_reward("reasoning_accuracy_reward", answers.after_reasoning, workers, seconds)
 
@@ -358,7 +355,6 @@ def get_soft_overlong_punishment(
     Returns:
         The reward function, which takes `completion_ids`. DAPO (arXiv:2503.14476), eq. 13; names are TRL's.
     """
-
     # XLA, which computed this once, multiplies by the reciprocal of a constant: a division may differ in the last bit.
     share_of_token = np.float32(1) / np.float32(soft_punish_cache)
 
@@ -406,10 +402,7 @@ def get_code_reward(
         programs.begin([(program, test["input"]) for _, program, test in jobs])
 
     def code_reward(
-        completions: Sequence,
-        verification_info: Sequence,
-        log_metric: Callable | None = None,
-        **_,
+        completions: Sequence, verification_info: Sequence, log_metric: Callable | None = None, **_
     ) -> list[float | None]:
         tests = [_stdin_tests(info) for info in verification_info]
         jobs = jobs_of(completions, tests)
@@ -508,44 +501,18 @@ def _lines(text: str) -> list[str]:
 STOCK: dict[str, RewardFunction] = {
     function.__name__: function
     for function in (
-        accuracy_reward,
-        boxed_reward,
-        get_code_reward(),
-        correct_and_well_formed_reward,
-        dapo_boxed_reward,
-        dapo_reward,
-        format_reward,
-        gsm8k_flexible_reward,
-        gsm8k_hash_reward,
-        int_reward,
-        get_math_verify_reward(),
-        get_reasoning_accuracy_reward(),
-        soft_format_reward,
-        strict_format_reward,
-        think_format_reward,
-        think_reward,
-        token_hash_reward,
-        verl_aime_reward,
-        verl_gsm8k_flexible_reward,
-        verl_gsm8k_reward,
-        verl_math_reward,
-        xml_answer_reward,
-        xmlcount_reward,
+        *(accuracy_reward, boxed_reward, get_code_reward(), correct_and_well_formed_reward),
+        *(dapo_boxed_reward, dapo_reward, format_reward, gsm8k_flexible_reward, gsm8k_hash_reward),
+        *(int_reward, get_math_verify_reward(), get_reasoning_accuracy_reward()),
+        *(soft_format_reward, strict_format_reward, think_format_reward, think_reward),
+        *(token_hash_reward, verl_aime_reward, verl_gsm8k_flexible_reward, verl_gsm8k_reward),
+        *(verl_math_reward, xml_answer_reward, xmlcount_reward),
     )
 }
 # Rewards that judge format, length or repetition, not whether the answer is right.
 SHAPING = frozenset(
-    (
-        "format_reward",
-        "int_reward",
-        "repetition_penalty_reward",
-        "soft_format_reward",
-        "soft_overlong_punishment_reward",
-        "strict_format_reward",
-        "think_format_reward",
-        "think_reward",
-        "xmlcount_reward",
-    )
+    "format_reward int_reward repetition_penalty_reward soft_format_reward soft_overlong_punishment_reward "
+    "strict_format_reward think_format_reward think_reward xmlcount_reward".split()
 )
 # Factories by name, called with the entries of `[rewards.options.NAME]`.
 FACTORIES: dict[str, Callable[..., RewardFunction]] = {
