@@ -99,12 +99,9 @@ def test_groups_of_equal_rewards_are_replaced_until_the_cap(
     assert places(got) == batch
     assert places(fresh) == list(range(2 * used))
     assert (supply.drawn, places(supply.surplus)) == (2 * used, surplus)
-    assert metrics == {
-        "dynamic_sampling/rounds": used,
-        "dynamic_sampling/groups_discarded": discarded,
-        "dynamic_sampling/groups_filled": filled,
-        "dynamic_sampling/groups_carried_over": len(surplus),
-    }
+    counts = {"rounds": used, "groups_discarded": discarded, "groups_filled": filled}
+    counts["groups_carried_over"] = len(surplus)
+    assert metrics == {f"dynamic_sampling/{name}": count for name, count in counts.items()}
 
 
 def test_what_was_left_over_comes_first_in_the_next_rollout():
@@ -154,6 +151,9 @@ def test_without_dynamic_sampling_a_round_is_taken_as_it_comes():
     batch, fresh, supply, metrics = dynamic_sampling.gather(sample, Supply(4), max_rounds=None)
     assert batch is fresh and places(batch) == [4, 5]
     assert (supply, metrics) == (Supply(6), {})
+    # A supply without a surplus is its place in the data.
+    assert supply.to_table() == {"drawn": 6}
+    assert Supply.from_table({"drawn": 6}, PROBLEMS.__getitem__, tokens()) == supply
 
 
 def with_tools(rollout):
@@ -198,8 +198,3 @@ def test_a_supply_survives_being_written_as_json_bit_for_bit(has_tools):
         for a, b in zip(*pair, strict=True):
             assert np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b, field.name
             assert type(a) is type(b) and getattr(a, "dtype", None) == getattr(b, "dtype", None)
-
-
-def test_a_supply_without_a_surplus_is_its_place_in_the_data():
-    assert Supply(3).to_table() == {"drawn": 3}
-    assert Supply.from_table({"drawn": 3}, PROBLEMS.__getitem__, tokens()) == Supply(3)

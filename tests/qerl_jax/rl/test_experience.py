@@ -28,19 +28,16 @@ def rollout():
 
 
 @pytest.mark.parametrize(
-    ("mask_truncated", "completions", "behaviour_logps", "offsets"),
-    [
-        (False, [1, 2, 3, 4, 5], [-1, -2, -3, -4, -5], [0, 2, 5]),
-        (True, [1, 2], [-1, -2], [0, 2, 2]),
-    ],
+    ("mask_truncated", "completions", "offsets"),
+    [(False, [1, 2, 3, 4, 5], [0, 2, 5]), (True, [1, 2], [0, 2, 2])],
 )
-def test_rows_lie_one_behind_the_other(mask_truncated, completions, behaviour_logps, offsets):
+def test_rows_lie_one_behind_the_other(mask_truncated, completions, offsets):
     """A row that is not learned from has no tokens."""
-    made = make_experience(
-        rollout(), np.array([[1.5, -1.5]]), mask_truncated_completions=mask_truncated
-    )
+    masked = {"mask_truncated_completions": mask_truncated}
+    made = make_experience(rollout(), np.array([[1.5, -1.5]]), **masked)
     assert made.completions.tolist() == completions and made.mask.tolist() == [True] * offsets[-1]
-    assert made.behaviour_logps.tolist() == behaviour_logps and made.offsets.tolist() == offsets
+    assert made.behaviour_logps.tolist() == [-x for x in completions]
+    assert made.offsets.tolist() == offsets
     assert made.num_learned.tolist() == np.diff(offsets).tolist()
     assert made.advantages.tolist() == [1.5, -1.5] and made.judged.tolist() == [True, True]
     assert made.completions.dtype == made.prompts.dtype == np.int32

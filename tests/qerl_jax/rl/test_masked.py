@@ -9,8 +9,6 @@ from qerl_jax.rl import masked
 
 X = jnp.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0, 8.0, 9.0]])
 MASK = jnp.array([[1, 0, 1], [0, 0, 0], [1, 1, 1]])
-
-
 pytestmark = pytest.mark.usefixtures("no_silent_broadcasting")
 
 
@@ -31,9 +29,8 @@ pytestmark = pytest.mark.usefixtures("no_silent_broadcasting")
 )
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_, jnp.float32])
 def test_only_what_the_mask_keeps_counts(reduce, axis, expected, dtype):
-    np.testing.assert_array_equal(
-        reduce(X, MASK.astype(dtype), axis), np.array(expected, np.float32)
-    )
+    actual = reduce(X, MASK.astype(dtype), axis)
+    np.testing.assert_array_equal(actual, np.array(expected, np.float32))
 
 
 @pytest.mark.parametrize("reduce", [masked.sum, masked.mean, masked.min, masked.max])

@@ -27,6 +27,7 @@ def named(batches):
 
 
 FEW = {"prompt_width": 100, "completion_width": 900, "group": 3, "max_rows": 6}
+WIDE = {"prompt_width": 256, "completion_width": 4096, "group": 8, "max_rows": 128}
 
 
 def test_long_rows_meet_the_rows_of_their_prompt():
@@ -47,9 +48,7 @@ def test_what_a_small_micro_batch_holds_is_a_small_one():
 
 
 def test_the_narrowest_rows_that_are_wide_enough_are_taken():
-    shapes = microbatches.shapes(
-        8192, prompt_width=256, completion_width=4096, group=8, max_rows=128
-    )
+    shapes = microbatches.shapes(8192, **WIDE)
     widths = [width for _, width in shapes[0].arrays]
     assert widths == [4352, 1536, 512]
     (batch,) = microbatches.divide(rows_of([4000, 1000, 300, 290]), shapes[:1])
@@ -85,22 +84,16 @@ def test_every_row_is_in_one_micro_batch_within_its_shape(seed, budget):
 @pytest.mark.parametrize("budget", [600, 1000, 5000, 10**6])
 @pytest.mark.parametrize("limit", [8, 512, 4096, 32768])
 def test_shapes_are_at_most_five_whatever_the_limits(budget, limit):
-    budget = max(budget, 88 + limit)
-    shapes = microbatches.shapes(
-        budget, prompt_width=88, completion_width=limit, group=8, max_rows=128
-    )
+    widths = {"prompt_width": 88, "completion_width": limit}
+    shapes = microbatches.shapes(max(budget, 88 + limit), **widths, group=8, max_rows=128)
     assert len(set(shapes)) == len(shapes) <= 5
-    by_rows = microbatches.shapes_of_rows(8, prompts=2, prompt_width=88, completion_width=limit)
-    assert len(by_rows) <= 6
+    assert len(microbatches.shapes_of_rows(8, prompts=2, **widths)) <= 6
 
 
-def test_without_rows_there_is_one_empty_micro_batch():
+def test_without_rows_there_is_one_empty_micro_batch_and_a_budget_below_one_row_is_an_error():
     shapes = microbatches.shapes(600, **LIMITS)
     (batch,) = microbatches.divide(rows_of([5]).take(np.arange(0)), shapes)
     assert batch.shape.tokens == 300 and (batch.rows.numbers == -1).all()
-
-
-def test_a_budget_below_one_row_is_an_error():
     with pytest.raises(ValueError, match=r"max_tokens_per_microbatch: got 99; .* 20 \+ 80 tokens"):
         microbatches.shapes(99, prompt_width=20, completion_width=80, group=8, max_rows=8)
 
@@ -146,8 +139,6 @@ SEVEN_B = microbatches.overhead(KNOWN["qwen2.5-7b"])
 SMOLLM2 = microbatches.overhead(
     Architecture("llama", 49152, 576, 1536, 30, 9, 3, 64, tie_word_embeddings=True, qkv_bias=False)
 )
-
-
 SMALL = {"prompt_width": 48, "completion_width": 160, "group": 8, "max_rows": 512}
 
 
@@ -191,10 +182,8 @@ def test_less_than_a_tenth_is_padding_of_a_small_model(silent):
 
 
 def test_micro_batches_go_to_the_device_that_has_the_least_to_do():
-    of = lambda tokens: microbatches.MicroBatch(
-        microbatches.Shape(tokens, (), 1), microbatches.empty_rows(0)
-    )
-    batches = list(map(of, [200, 1600, 1700, 3200, 800]))
+    shapes = [microbatches.Shape(tokens, (), 1) for tokens in (200, 1600, 1700, 3200, 800)]
+    batches = [microbatches.MicroBatch(shape, microbatches.empty_rows(0)) for shape in shapes]
     # The costliest comes first and goes to device 0, the next to 1 and 2, then 800 to 2 and 200 to 1.
     assert microbatches.assign(batches, 3) == [1, 2, 1, 0, 2]
     assert microbatches.assign(batches, 1) == [0] * 5
@@ -205,9 +194,7 @@ def test_several_devices_get_about_as_much_to_do(places):
     rng = np.random.default_rng(places)
     lengths = np.clip(rng.lognormal(5.4, 0.5, 48), 1, 900).astype(int)
     rows = rows_of(lengths, group=8, prompt_lengths=rng.integers(30, 200, 6))
-    shapes = microbatches.shapes(
-        8704, prompt_width=256, completion_width=4096, group=8, max_rows=128
-    )
+    shapes = microbatches.shapes(8704, **WIDE)
     whole, found = microbatches.divide(rows, shapes), microbatches.divide_for(rows, shapes, places)
     assert microbatches.divide_for(rows, shapes, 1)[0].shape == whole[0].shape
     taken = np.concatenate([batch.rows.numbers for batch in found])

@@ -51,23 +51,16 @@ def policy():
     frozen = random_base(model, jax.random.key(0))
     # A scale at which next tokens differ in probability, and the prompt matters.
     frozen = frozen | {"lm_head": frozen["lm_head"] * 10}
-    sampler = Sampler(
-        Engine(model, EngineSpec(tokens().num_tokens), stop_tokens=STOPS),
-        tokens(),
-        SamplingParams(n=GROUP, max_tokens=LONGEST),
-        PROMPT_WIDTH,
-    )
+    engine = Engine(model, EngineSpec(tokens().num_tokens), stop_tokens=STOPS)
+    params = SamplingParams(n=GROUP, max_tokens=LONGEST)
+    sampler = Sampler(engine, tokens(), params, PROMPT_WIDTH)
     params = init_params(model, frozen, jax.random.key(1))
     return sampler, {"params": params, "frozen": frozen}
 
 
-def chat(text):
-    return ({"role": "user", "content": text},)
-
-
 PROBLEMS = [
-    Problem(chat("1+2="), {"answer": "3"}),
-    Problem(chat("12 + 30 = ?"), {"answer": "42", "level": 2}),
+    Problem(({"role": "user", "content": "1+2="},), {"answer": "3"}),
+    Problem(({"role": "user", "content": "12 + 30 = ?"},), {"answer": "42", "level": 2}),
     Problem("7*8=", {"answer": "56"}),
 ]
 
@@ -92,7 +85,7 @@ def test_a_rollout_holds_the_tokens_of_prompts_and_completions_in_the_order_of_t
     assert rollout.num_tokens == GROUP * sum(map(len, prompts)) + rollout.lengths.sum()
 
 
-def test_rows_end_with_their_stop_token_and_nothing_else_stops():
+def test_rows_and_texts_end_with_their_stop_token_and_nothing_else_stops():
     rollout = collect(0)
     assert any(rollout.stopped) and not all(rollout.stopped)
     rows = zip(rollout.completion_ids, rollout.behaviour_logps, rollout.stopped, strict=True)
@@ -100,23 +93,15 @@ def test_rows_end_with_their_stop_token_and_nothing_else_stops():
         assert np.isin(ids, STOPS).tolist() == [False] * (len(ids) - 1) + [stopped]
         assert stopped or len(ids) == LONGEST
         assert (logps < 0).all()
-
-
-def test_texts_are_the_completions_up_to_their_ends():
-    rollout = collect(0)
     assert rollout.texts == tuple(tokens().decode(ids.tolist()) for ids in rollout.completion_ids)
     assert any(rollout.texts)
 
 
-def assert_same_rows(ours, theirs):
+def test_a_rollout_is_a_function_of_its_key():
+    ours, theirs = collect.__wrapped__(0), collect(0)
     assert (ours.stopped, ours.texts) == (theirs.stopped, theirs.texts)
     for name in ("prompt_ids", "completion_ids", "behaviour_logps"):
-        for pair in zip(getattr(ours, name), getattr(theirs, name), strict=True):
-            np.testing.assert_array_equal(*pair)
-
-
-def test_a_rollout_is_a_function_of_its_key():
-    assert_same_rows(collect.__wrapped__(0), collect(0))
+        jax.tree.map(np.testing.assert_array_equal, getattr(ours, name), getattr(theirs, name))
     assert collect(1).texts != collect(0).texts
     # Completions of one prompt differ.
     assert collect(0).texts[::GROUP] != collect(0).texts[1::GROUP]
@@ -126,13 +111,10 @@ LENGTHS = [len(ids) for ids in tokens().encode([problem.prompt for problem in PR
 LIMIT = max(LENGTHS) - 1
 
 
-def test_problems_whose_prompts_fit_are_admitted_as_they_are():
+def test_problems_whose_prompts_fit_are_admitted_as_they_are_and_others_dropped_on_request():
     for overlong in ("error", "drop"):
         options = {"max_prompt_length": LIMIT + 1, "overlong": overlong}
         assert admit(PROBLEMS, tokens(), **options) is PROBLEMS
-
-
-def test_overlong_prompts_are_dropped_on_request():
     lines = []
     options = {"overlong": "drop", "what": "held-out prompts", "log": lines.append}
     admitted = admit(PROBLEMS, tokens(), max_prompt_length=LIMIT, **options)
@@ -141,16 +123,13 @@ def test_overlong_prompts_are_dropped_on_request():
     assert lines == [f"1 of 3 held-out prompts are left out: {rule}"]
 
 
+TOO_LONG = f"^data.max_prompt_length: got {LIMIT}; 1 of 3 prompts are longer.*problem 1 has {LENGTHS[1]} tokens"
+
+
 @pytest.mark.parametrize(
     ("problems", "limit", "overlong", "message"),
     [
-        (
-            PROBLEMS,
-            LIMIT,
-            "error",
-            f"^data.max_prompt_length: got {LIMIT}; 1 of 3 prompts are longer.*problem 1 has {LENGTHS[1]} tokens"
-            '.*data.overlong_prompts = "drop"',
-        ),
+        (PROBLEMS, LIMIT, "error", f'{TOO_LONG}.*data.overlong_prompts = "drop"'),
         (PROBLEMS, 1, "drop", "data.max_prompt_length: got 1; no prompt is that short"),
         ([Problem("", {})], 100, "drop", "prompt of problem 0: must have at least one token"),
     ],
@@ -175,13 +154,8 @@ def written(texts, problems, lengths=None):
 
 
 def arithmetic_rollout():
-    texts = [
-        "<think>1+2</think><answer>3</answer>",
-        "<answer>4</answer>",
-        "<answer>42</answer>",
-        "forty-two",
-    ]
-    return written(texts, PROBLEMS[:2])
+    first = ["<think>1+2</think><answer>3</answer>", "<answer>4</answer>"]
+    return written([*first, "<answer>42</answer>", "forty-two"], PROBLEMS[:2])
 
 
 STOCK = scoring.resolve(["accuracy_reward", "format_reward"])
@@ -197,10 +171,10 @@ def test_rewards_are_added_up_by_their_weights(weights, expected):
     assert combined.dtype == per_function.dtype == np.float32
 
 
-@pytest.mark.parametrize("weights", [(1.0,), (1.0, 1.0, 1.0), ()])
-def test_weights_must_match_the_functions(weights):
-    with pytest.raises(ValueError, match=rf"weights: got {len(weights)}; .* 2 functions"):
-        rollouts.score(arithmetic_rollout(), STOCK, weights)
+def test_weights_must_match_the_functions():
+    for weights in ((1.0,), (1.0, 1.0, 1.0), ()):
+        with pytest.raises(ValueError, match=rf"weights: got {len(weights)}; .* 2 functions"):
+            rollouts.score(arithmetic_rollout(), STOCK, weights)
 
 
 def test_functions_get_what_trl_would_give_them():
@@ -268,8 +242,8 @@ def test_rows_go_on_from_those_sampled_with_the_same_key():
     arguments = (*policy(), PROBLEMS[2:], jax.random.key(0))
     last = rollouts.collect(*arguments, first_row=4)
     assert last.texts == collect(0).texts[4:]
-    for ours, theirs in zip(last.completion_ids, collect(0).completion_ids[4:], strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    ours, theirs = last.completion_ids, collect(0).completion_ids[4:]
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
     assert rollouts.collect(*arguments).texts != last.texts
 
 
@@ -282,9 +256,6 @@ def test_a_rollout_holds_the_samplers_entropies_where_they_are_asked_for():
     assert len(rollout.entropies) == len(rollout.texts)
     each = np.array(rollout.entropies) / rollout.lengths
     assert (0 < each).all() and (each < np.log(tokens().num_tokens)).all()
-
-
-# --- noise of each row's own
 
 
 PLACES = np.array([5, 2, 9])  # of the problems, in a run
@@ -306,10 +277,7 @@ def collect_noisy(per, max_concurrent=None):
 def trainers_logps(rollout, variables, numbers, share_prompts):
     """Computes the trainer's log-probabilities of each row's tokens in a rollout."""
     experience = make_experience(
-        rollout,
-        np.zeros((len(PROBLEMS), GROUP)),
-        share_prompts=share_prompts,
-        noise=numbers,
+        rollout, np.zeros((len(PROBLEMS), GROUP)), share_prompts=share_prompts, noise=numbers
     )
     scale = {"temperature": 1.0, "num_tokens": tokens().num_tokens}
     logps, _ = token_logps(policy_model(), variables, in_one_batch(experience), **scale)
