@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from qerl_jax import config
+from qerl_jax.api import settings
 from qerl_jax.checkpoint import peft
 from qerl_jax.checkpoint.policy import PolicySource, find_policy, load_base
 from qerl_jax.cli import main
@@ -43,15 +44,13 @@ def sums(reward="accuracy_reward", **changes):
 
 
 def run(folder, policy=BASE, problems=6, **changes):
-    said = []
-    sets = [(arithmetic(problems), sums(**changes))]
+    said, sets = [], [(arithmetic(problems), sums(**changes))]
     summaries = benchmark.run(policy, sets, folder, max_concurrent=2, log=said.append)
     return summaries["arithmetic"], said
 
 
 def records(folder, name="arithmetic"):
-    lines = (folder / name / "problems.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return list(map(json.loads, (folder / name / "problems.jsonl").read_text().splitlines()))
 
 
 @pytest.fixture
@@ -75,8 +74,7 @@ def finished(tmp_path_factory):
 def adapter(tmp_path_factory):
     """Makes a PEFT adapter that changes nothing: its B is zero."""
     folder = tmp_path_factory.mktemp("peft") / "adapter"
-    lora = LoraConfig(4, 4.0)
-    model, frozen, _ = load_base(TINY, lora)
+    model, frozen, _ = load_base(TINY, LoraConfig(4, 4.0))
     params, _ = trainable(model, frozen, jax.random.key(0))
     peft.export_adapter(folder, params, model.lora, "qerl-tiny")
     return folder
@@ -161,8 +159,7 @@ def test_votes_of_a_mathematical_reward_are_its_own(tmp_path, monkeypatch):
 
 def test_a_reward_that_compares_strings_votes_by_its_strings():
     given = [["18.", "18", "18.0", None]]
-    reward = lambda **_: []
-    votes = lambda name, texts: evaluator._votes((name, reward), texts)
+    votes = lambda name, texts: evaluator._votes((name, lambda **_: []), texts)
     assert votes("verl_gsm8k_reward", given) == given
     assert votes("gsm8k_hash_reward", given) == [["18", "18", "18", None]]
     assert votes("verl_math_reward", [["1/2", r"\dfrac12"]]) == [2 * [r"\frac{1}{2}"]]
@@ -223,16 +220,12 @@ def test_a_comparison_needs_the_same_problems(finished, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("problems", [1, 2])
 def test_an_accuracy_has_an_interval_where_there_are_several_problems(problems):
-    policy = benchmark.load_policy(BASE, 0)
-    sampling = sums(max_tokens=2).sampling
-    subject = evaluator.Evaluator(
-        Sampler.of(policy.model, policy.tokenizer, sampling, max_prompt_length=64),
-        datasets.from_config(arithmetic(problems), split="test", seed=0),
-        scoring.resolve(["accuracy_reward"])[0],
-        batch_size=1,
-        key=jax.random.key(0),
-    )
-    found = subject(policy.variables)
+    policy, (reward,) = benchmark.load_policy(BASE, 0), scoring.resolve(["accuracy_reward"])
+    limits = sums(max_tokens=2).sampling
+    sampler = Sampler.of(policy.model, policy.tokenizer, limits, max_prompt_length=64)
+    rows = datasets.from_config(arithmetic(problems), split="test", seed=0)
+    options = {"batch_size": 1, "key": jax.random.key(0)}
+    found = evaluator.Evaluator(sampler, rows, reward, **options)(policy.variables)
     assert found["eval/accuracy"] == 0
     ends = {"eval/accuracy_low", "eval/accuracy_high"} & found.keys()
     assert len(ends) == (2 if problems > 1 else 0)
@@ -241,14 +234,9 @@ def test_an_accuracy_has_an_interval_where_there_are_several_problems(problems):
 @pytest.fixture
 def run_folder(adapter, tmp_path):
     """Makes what a finished run leaves for an evaluation."""
-    cfg = config.load(ROOT / "configs" / "quickstart.toml")
-    cfg = dataclasses.replace(
-        cfg,
-        output_dir=str(tmp_path),
-        data=dataclasses.replace(cfg.data, system_prompt="Add."),
-        eval=EvalConfig(num_problems=5, temperature=0.7, num_generations=4),
-    )
-    config.write_run(tmp_path, cfg)
+    evaluation = EvalConfig(num_problems=5, temperature=0.7, num_generations=4)
+    fields = {"output_dir": str(tmp_path), "data": {"system_prompt": "Add."}, "eval": evaluation}
+    config.write_run(tmp_path, settings.run_config("quickstart", fields))
     for name in ("adapter", "best"):
         shutil.copytree(adapter, tmp_path / name)
     return tmp_path
@@ -267,8 +255,8 @@ def test_a_run_folder_brings_its_model_prompt_problems_and_sampling(run_folder):
     sampling = protocol.sampling
     assert (sampling.temperature, sampling.top_p, sampling.n) == (0.7, 0.9, 4)
     assert protocol.system_prompt == "Add." and sampling.max_tokens == 44
-    rollout = dataclasses.replace(policy.run.rollout, stop=("|",))
-    stopped = dataclasses.replace(policy, run=dataclasses.replace(policy.run, rollout=rollout))
+    run = settings.run_config(policy.run, {"rollout": {"stop": ["|"]}})
+    stopped = dataclasses.replace(policy, run=run)
     assert benchmark.protocol_for("arithmetic", stopped).sampling.stop == ("|",)
     # Another set, asked as the run asks; and under the paper's protocol instead.
     named = lambda name: benchmark.protocol_for("math500", policy, EvalOptions(protocol=name))
@@ -342,10 +330,10 @@ def test_a_benchmark_is_read_from_a_folder_under_a_protocol(tmp_path, capsys):
 
 def test_a_judge_that_the_run_was_not_trained_with_is_named(run_folder, tmp_path, unmeasured):
     found, (loaded, _) = find_policy(None, run_folder), unmeasured
-    rewards = dataclasses.replace(found.run.rewards, functions=("mine.py:right",), weights=None)
+    rewards = {"rewards": {"functions": ["mine.py:right"], "weights": None}}
 
     def said(**changes):
-        trained = dataclasses.replace(found.run, rewards=rewards, **changes)
+        trained = settings.run_config(found.run, rewards | changes)
         policy, lines = dataclasses.replace(found, run=trained), []
         sets = [(arithmetic(1), benchmark.protocol_for("arithmetic", policy))]
         folder = tmp_path / f"{len(changes)}"

@@ -3,24 +3,22 @@
 import contextlib
 import dataclasses
 import json
-import pathlib
 
 import numpy as np
 import pytest
 
 from qerl_jax import config
+from qerl_jax.api import settings
 from qerl_jax.cli import main
 from qerl_jax.data import datasets
 from qerl_jax.evaluation import pass_rates
 from qerl_jax.rewards.scoring import RewardError
 
-QUICKSTART = pathlib.Path(__file__).parents[3] / "configs" / "quickstart.toml"
 NAN = np.nan
 
 
-def small():
-    cfg = config.load(QUICKSTART)
-    return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, num_problems=10))
+def small(**sections):
+    return settings.run_config("quickstart", {"data": {"num_problems": 10}} | sections)
 
 
 def select(out, low=0.0, high=1.0, **changes):
@@ -79,12 +77,11 @@ def test_a_band_is_kept_and_a_stopped_measurement_goes_on(tmp_path):
 
 @pytest.mark.slow
 def test_rows_that_are_kept_make_the_same_prompts_with_the_same_config(tmp_path):
-    out, cfg = tmp_path / "out.jsonl", small()
     texts = {"system_prompt": "Add.", "prompt_template": "{prompt} Think."}
-    data = dataclasses.replace(cfg.data, num_problems=2, max_prompt_length=80, **texts)
-    cfg = dataclasses.replace(cfg, data=data)
+    cfg = small(data={"num_problems": 2, "max_prompt_length": 80} | texts)
+    out = tmp_path / "out.jsonl"
     pass_rates.select(cfg, out, low=0.0, high=1.0, samples=1, reward="format_reward")
-    sources = dataclasses.replace(data, dataset=str(out)), data
+    sources = dataclasses.replace(cfg.data, dataset=str(out)), cfg.data
     problems, expected = (datasets.from_config(d, split="train", seed=cfg.seed) for d in sources)
     assert [p.prompt for p in problems] == [p.prompt for p in expected]
     assert len(expected[0].prompt) == 2 and problems[0].is_from_text
@@ -102,12 +99,10 @@ def test_the_command_says_that_a_system_prompt_is_not_in_rows(tmp_path, monkeypa
 
 @pytest.mark.slow
 def test_a_config_that_trains_the_whole_base_measures_that_base(tmp_path):
-    cfg = dataclasses.replace(small(), lora=config.LoraConfig())
     for trainable in ("lora", "full"):
-        held = dataclasses.replace(cfg.model, weights="float32", trainable=trainable)
-        each = dataclasses.replace(cfg, model=held)
-        out = tmp_path / f"{trainable}.jsonl"
-        pass_rates.select(each, out, low=0.0, high=1.0, samples=2, batch_size=10)
+        model = {"weights": "float32", "trainable": trainable}
+        cfg, out = small(model=model, lora=config.LoraConfig()), tmp_path / f"{trainable}.jsonl"
+        pass_rates.select(cfg, out, low=0.0, high=1.0, samples=2, batch_size=10)
     assert read(tmp_path / "full.jsonl") == read(tmp_path / "lora.jsonl")
 
 
@@ -161,10 +156,8 @@ def test_a_run_folder_names_its_adapter_but_not_its_whole_model(tmp_path, monkey
         folder = tmp_path / name
         (folder / "adapter").mkdir(parents=True)
         (folder / "adapter" / "adapter_config.json").touch()
-        cfg = small()
-        model = dataclasses.replace(cfg.model, weights="float32", trainable=trainable)
-        lora = cfg.lora if trainable == "lora" else config.LoraConfig()
-        config.write_run(folder, dataclasses.replace(cfg, model=model, lora=lora))
+        model = {"weights": "float32", "trainable": trainable}
+        config.write_run(folder, small(model=model, lora=config.LoraConfig()))
     with contextlib.suppress(AttributeError):  # nothing was loaded
         select(tmp_path / "out.jsonl", adapter=str(tmp_path / "adapted"))
     assert found[0].adapter == tmp_path / "adapted" / "adapter"

@@ -9,12 +9,9 @@ from qerl_jax.model import architecture
 from qerl_jax.planning import cards, memory
 
 
-def test_a_card_is_found_by_what_people_call_it():
+def test_a_card_is_found_by_what_people_call_it_and_an_unknown_one_lists_the_known_ones():
     names = [cards.named(text).name for text in ("RTX 4090", "nvidia rtx 4090", "3090", "h100")]
     assert names == ["RTX 4090", "RTX 4090", "RTX 3090", "H100"]
-
-
-def test_an_unknown_card_is_an_error_that_lists_the_known_ones():
     with pytest.raises(ValueError, match=r"got 'RTX 409'; must be one of T4, L4.*mean RTX 4090\?"):
         cards.named("RTX 409")
     with pytest.raises(ValueError, match="B200; for another card give its --device-memory$"):
@@ -81,22 +78,17 @@ def test_a_card_says_what_samples_a_run(name, sections, lines):
         assert cards.named(name).kernels() == line  # of the recipe of another model
 
 
-def test_linears_in_16_bits_and_noise_of_rows_take_plain_layers(monkeypatch):
+def test_linears_in_16_bits_noise_of_rows_and_heads_of_another_size_take_plain_layers(monkeypatch):
     card, cfg = cards.named("A100"), run()
     noisy = dataclasses.replace(cfg, noise=NoiseConfig(1e-2, 1e-4, 10, per="sequence"))
     assert "rows have noise of their own" in card.kernels(noisy)
-    dense = (("o", (0,)),)
-    monkeypatch.setattr(memory, "_dense_linears", lambda *_: dense)
+    monkeypatch.setattr(memory, "_dense_linears", lambda *_: (("o", (0,)),))
     assert f"{PLAIN} portable" in card.kernels(cfg) and "are kept in 16 bits" in card.kernels(cfg)
-
-
-def test_heads_of_another_size_take_plain_layers(monkeypatch):
+    monkeypatch.undo()
     arch = dataclasses.replace(architecture.KNOWN["qwen2.5-0.5b"], head_size=96)
     monkeypatch.setitem(architecture.KNOWN, "qwen2.5-0.5b", arch)
     assert "attention needs heads of size" in cards.named("A100").kernels(run())
-
-
-def test_kernels_that_a_card_does_not_have_are_refused_in_its_plan():
+    # Kernels that a card does not have are refused.
     with pytest.raises(ValueError, match=r"model.kernels: got 'hopper'.* 9.0; this is NVIDIA RTX"):
         cards.named("RTX 4090").kernels(run(model={"kernels": "hopper"}))
 

@@ -1,8 +1,8 @@
 """Tests memory plans: exact parts are exact, compiled parts are close, and what does not fit is refused."""
 
 import dataclasses
-import functools
 import pathlib
+import re
 import types
 
 import jax
@@ -181,6 +181,7 @@ def test_scheduled_evaluation_is_planned_and_bounded_as_rollouts_are():
     assert made.peak == made.size("always", "evaluation")
     fewer = plan_of(evaluated, rollout={"max_concurrent": 64})
     assert fewer.size("evaluation") < made.size("evaluation") / 4
+    require(made, made.peak)
     with pytest.raises(ConfigError, match="in its evaluation"):
         require(made, made.peak - 1)
 
@@ -221,11 +222,10 @@ def test_scores_are_planned_for_a_card_without_cudnns_attention():
     assert named(wide, SCORES) == named(old, SCORES)
     with runtime.on(T4, "reference"):
         assert named(memory.plan(cfg), SCORES) == named(old, SCORES)
-
-
-def test_micro_batches_are_smaller_where_scores_would_not_fit():
-    old, new = (memory.plan(GSM8K, limit=30 * GB, device=device).cfg for device in (T4, A100))
-    assert old.optim.max_tokens_per_microbatch < new.optim.max_tokens_per_microbatch
+    # Micro-batches are smaller where scores would not fit.
+    plans = (memory.plan(GSM8K, limit=30 * GB, device=device) for device in (T4, A100))
+    old, new = (plan.cfg.optim.max_tokens_per_microbatch for plan in plans)
+    assert old < new
 
 
 @pytest.mark.slow
@@ -256,12 +256,9 @@ def test_full_training_holds_its_weights_in_float32_and_for_sampling_in_16_bits(
 @pytest.mark.slow
 def test_the_cache_is_what_weights_as_sampled_leave():
     rows = {"max_concurrent": 256, "generation_batch_size": 256}
-    cfg = changed(
-        BENCH,
-        model={"trainable": "full", "weights": "bfloat16"},
-        optim={"optimizer": "adamw_8bit", "max_tokens_per_microbatch": 4608},
-        rollout={"max_completion_length": 4096} | rows,
-    )
+    model = {"trainable": "full", "weights": "bfloat16"}
+    optim = {"optimizer": "adamw_8bit", "max_tokens_per_microbatch": 4608}
+    cfg = changed(BENCH, model=model, optim=optim, rollout={"max_completion_length": 4096} | rows)
     free = memory.plan(cfg)
     needed = free.size("always", "update")
     assert free.peak > needed + GB
@@ -269,10 +266,15 @@ def test_the_cache_is_what_weights_as_sampled_leave():
         memory.plan(cfg, limit=limit).require()
 
 
-def test_a_token_budget_bounds_the_micro_batch():
+def test_a_token_budget_bounds_the_micro_batch_and_bnpos_is_bounded_by_its_rows():
+    of_token = 28 * 3584 * 2
     for budget in (4096, 1024):
         made = plan_of(optim={"max_tokens_per_microbatch": budget})
-        assert named(made, "inputs of") == budget * 28 * 3584 * 2
+        assert named(made, "inputs of") == budget * of_token
+    made = plan_of(grpo={"loss_type": "bnpo"})
+    assert made.cfg.optim.max_tokens_per_microbatch is None
+    # A prompt with its eight rows.
+    assert named(made, "inputs of") == (256 + 8 * 256) * of_token
 
 
 def test_the_plan_takes_the_fastest_recomputation_that_leaves_a_fifth():
@@ -305,16 +307,9 @@ def test_what_a_config_says_the_plan_leaves(limit):
 
 
 def test_without_a_report_of_memory_the_plan_is_careful():
-    chosen = memory.plan(BENCH).cfg
-    assert chosen.model.gradient_checkpointing == "layer"
-    assert memory.plan(BENCH).items == memory.plan(chosen).items
-
-
-def test_bnpo_is_planned_by_its_rows():
-    made = plan_of(grpo={"loss_type": "bnpo"})
-    assert made.cfg.optim.max_tokens_per_microbatch is None
-    # A prompt with its eight rows.
-    assert named(made, "inputs of") == (256 + 8 * 256) * 28 * 3584 * 2
+    made = memory.plan(BENCH)
+    assert made.cfg.model.gradient_checkpointing == "layer"
+    assert made.items == memory.plan(made.cfg).items
 
 
 def test_the_plan_says_how_the_update_computes():
@@ -329,10 +324,8 @@ def test_the_plan_says_how_the_update_computes():
     assert "of 4096 tokens in at most" in line and line.endswith("gradient_checkpointing mlp")
 
 
-LONG = {
-    "rollout": {"max_completion_length": 4096},
-    "optim": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 64},
-}
+LONG = {"rollout": {"max_completion_length": 4096}}
+LONG |= {"optim": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 64}}
 WIDE_LORA = {"lora": {"rank": 8192}, "optim": {"optimizer": "adamw_8bit"}}
 NO_REMAT = {"model": {"gradient_checkpointing": "none"}}
 ADAMW_8BIT = 'change optim.optimizer to "adamw_8bit" (optimizer 5.17 GB)'
@@ -348,19 +341,12 @@ FEWER_TOKENS = "optim.max_tokens_per_microbatch, which may go down to 512, from"
         (NO_REMAT, 14e9, 'change model.gradient_checkpointing to "layer"'),
         ({"lora": {"rank": 256}}, 18e9, ADAMW_8BIT),
         # The optimizer saves less than is missing.
-        (
-            {"lora": {"rank": 256}},
-            16.5e9,
-            f"{ADAMW_8BIT} and {FEWER_TOKENS} 8192 (workspace of a layer, or of the head 2.68 GB; "
-            "inputs of the layers 1.64 GB)",
-        ),
-        (
-            WIDE_LORA,
-            80e9,
-            "gradients, summed and new 165.36 GB). What would help: a lower lora.rank, a smaller model, or a larger card",
-        ),
+        ({"lora": {"rank": 256}}, 16.5e9, f"{ADAMW_8BIT} and {FEWER_TOKENS} 8192 (workspace of "
+         "a layer, or of the head 2.68 GB; inputs of the layers 1.64 GB)"),
+        (WIDE_LORA, 80e9, "gradients, summed and new 165.36 GB). What would help: a lower "
+         "lora.rank, a smaller model, or a larger card"),
     ],
-)
+)  # fmt: skip
 def test_a_plan_that_cannot_fit_is_refused_with_the_field_to_change(changes, limit, advice):
     with pytest.raises(ConfigError, match="memory: this run needs") as error:
         require(memory.plan(changed(BENCH, **changes)), limit)
@@ -387,23 +373,12 @@ def test_the_engine_leaves_a_tenth_of_what_is_free(spare, is_short):
     assert bool(cache.shortage) == is_short
 
 
-def test_a_plan_that_fits_passes():
-    made = memory.plan(BENCH)
-    require(made, made.peak)
-    with pytest.raises(ConfigError):
-        require(made, made.peak - 1)
-
-
 @pytest.mark.parametrize("name", ["qwen2.5-32b", "qwen2.5-72b"])
 def test_the_large_shapes_fit_a_card_of_80_gb(name):
-    cfg = changed(
-        BENCH,
-        model={"model_name_or_path": name},
-        lora={"rank": 16},
-        rollout={"num_generations": 4, "max_completion_length": 1024},
-        optim={"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
-    )
-    require(memory.plan(cfg), 78 * GB)
+    rollout = {"num_generations": 4, "max_completion_length": 1024}
+    optim = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    sections = {"model": {"model_name_or_path": name}, "lora": {"rank": 16}, "rollout": rollout}
+    require(plan_of(**sections, optim=optim), 78 * GB)
 
 
 def test_a_published_name_needs_no_files():
@@ -414,18 +389,16 @@ def test_a_published_name_needs_no_files():
 def test_a_card_that_no_setting_is_enough_for_is_told_what_needs_more_and_what_would_help():
     """The 32B recipe on 24 GB: base, adapter and gradients alone need more."""
     cfg = config.load(CONFIGS / "gsm8k_qwen2.5_32b.toml")
-    with pytest.raises(ConfigError) as error:
-        memory.plan(cfg, limit=24 * GB).require()
-    _, reason = str(error.value).split("the device offers 24.00 GB: ")
-    assert reason == (
-        "no setting saves enough, because at least 24.44 GB are needed (base: linears, norms, biases 17.56 GB; "
-        "base: embedding, head 3.11 GB; what trains 1.07 GB; optimizer 0.55 GB; gradients, summed and new 2.15 GB). "
-        "What would help: a lower lora.rank, a smaller model, a larger card, or several cards that share the base "
-        "(mesh.fsdp, mesh.tensor)"
+    message = (
+        "the device offers 24.00 GB: no setting saves enough, because at least 24.44 GB are needed "
+        "(base: linears, norms, biases 17.56 GB; base: embedding, head 3.11 GB; what trains 1.07 GB; optimizer "
+        "0.55 GB; gradients, summed and new 2.15 GB). What would help: a lower lora.rank, a smaller model, a larger "
+        "card, or several cards that share the base (mesh.fsdp, mesh.tensor)"
     )
-    optim, rollout = {"optimizer": "adamw_8bit"}, {"max_completion_length": 256}
-    least = changed(cfg, lora={"rank": 8}, rollout=rollout, optim=optim)
-    memory.plan(least, limit=24 * GB).require()
+    with pytest.raises(ConfigError, match=f"{re.escape(message)}$"):
+        memory.plan(cfg, limit=24 * GB).require()
+    least = {"lora": {"rank": 8}, "rollout": {"max_completion_length": 256}}
+    memory.plan(changed(cfg, **least, optim={"optimizer": "adamw_8bit"}), limit=24 * GB).require()
 
 
 def test_a_plan_that_two_phases_exceed_is_told_the_fields_of_both():
@@ -435,11 +408,10 @@ def test_a_plan_that_two_phases_exceed_is_told_the_fields_of_both():
         memory.Item("workspace", 80 * GB, "update", "optim.max_tokens_per_microbatch"),
     )
     first = r"change optim.max_tokens_per_microbatch \(workspace 80.00 GB\)"
-    with pytest.raises(ConfigError, match=f"{first}$"):
-        require(made, 87 * GB)
-    both = rf"{first} and rollout.kv_cache_tokens \(cache 75.00 GB\)$"
-    with pytest.raises(ConfigError, match=both):
-        require(made, 80 * GB)
+    both = rf"{first} and rollout.kv_cache_tokens \(cache 75.00 GB\)"
+    for limit, fields in ((87, first), (80, both)):
+        with pytest.raises(ConfigError, match=f"{fields}$"):
+            require(made, limit * GB)
 
 
 def test_what_settings_save_is_what_they_save():
@@ -463,8 +435,7 @@ def test_a_second_base_is_found_out():
     made = memory.plan(BENCH)
     steady, base = made.size("always"), named(made, "base: linears")
     made.require_one_base(steady + base // 3, made.peak + base // 3)
-    message = r"after a step.* another copy of the base \(3\.\d+ GB\)"
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(RuntimeError, match=r"after a step.* another copy of the base \(3\.\d+ GB"):
         made.require_one_base(steady + base, made.peak)
     with pytest.raises(RuntimeError, match="at the peak"):
         made.require_one_base(steady, made.peak + base)
@@ -479,34 +450,29 @@ def test_the_trainer_compares_after_its_first_step(monkeypatch):
     device = types.SimpleNamespace(memory_stats=lambda: stats)
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     noted = []
-    compare = functools.partial(guards.compare_memory, made, note=noted.append)
-    compare(earlier_peak=0)
+    compare = lambda peak: guards.compare_memory(made, note=noted.append, earlier_peak=peak)
+    compare(0)
     assert "measured" in noted[-2] and "(+0%)" in noted[-2]
     stats["peak_bytes_in_use"] *= 2
-    compare(earlier_peak=stats["peak_bytes_in_use"])
+    compare(stats["peak_bytes_in_use"])
     with pytest.raises(RuntimeError, match="at the peak"):
-        compare(earlier_peak=0)
+        compare(0)
     stats["bytes_in_use"] += named(made, "base: linears")
     with pytest.raises(RuntimeError, match="after a step"):
-        compare(earlier_peak=0)
-
-
-def test_the_table_ends_with_the_comparison():
+        compare(0)
+    # The table ends with the comparison.
     items = memory.Item("base", 8 * GB, "always"), memory.Item("x", GB, "update")
     *_, peak, measured, device = of_items(*items).lines(measured=9_900_000_000)
     assert "9.00 GB" in peak and "9.90 GB (+10%)" in measured and "80.00 GB" in device
 
 
-def test_sizes_are_read():
+def test_sizes_are_read_and_what_is_none_is_an_error():
     texts = ("80GB", "80000000000", "24 Gb", ".5KB", "1.5 GiB", "80gib", "2MiB")
     sizes = [80e9, 80e9, 24e9, 500, 1.5 * 2**30, 80 * 2**30, 2**21]
     assert [memory.parse_size(text) for text in texts] == sizes
-
-
-@pytest.mark.parametrize("text", ["", "80 gigs", "-1GB", "GB", "1.2.3GB", "80", "80G"])
-def test_a_size_that_is_none_is_an_error(text):
-    with pytest.raises(ValueError, match="device-memory: got"):
-        memory.parse_size(text)
+    for text in ("", "80 gigs", "-1GB", "GB", "1.2.3GB", "80", "80G"):
+        with pytest.raises(ValueError, match="device-memory: got"):
+            memory.parse_size(text)
 
 
 def test_the_command_prints_the_table_and_refuses_with_one_line(capsys):
@@ -530,14 +496,11 @@ def test_the_command_prints_the_table_and_refuses_with_one_line(capsys):
 
 
 def test_noise_of_each_rows_own_is_planned():
-    sizes = {
-        per: [item.size for item in all_named(made, "noise of")]
-        for per in ("group", "sequence", "rollout")
-        for made in [plan_of(GSM8K, noise={"per": per}, rollout={"max_concurrent": 64})]
-    }
     # Of 64 rows, two norms of 28 layers of 3584 numbers, with the bits that they are made of.
     size = 64 * 2 * 28 * 3584 * 8
-    assert sizes == {"group": [size], "sequence": [size], "rollout": []}
+    for per, sizes in (("group", [size]), ("sequence", [size]), ("rollout", [])):
+        made = plan_of(GSM8K, noise={"per": per}, rollout={"max_concurrent": 64})
+        assert [item.size for item in all_named(made, "noise of")] == sizes
 
 
 def test_each_of_several_devices_holds_the_base_and_its_share_of_the_rows():
@@ -577,8 +540,9 @@ def test_of_devices_that_decode_rows_together_each_holds_its_heads_and_their_cac
     assert {item.phase for item in all_named(made, "gathered")} == {"update"}
     last = made.lines()[-1]
     assert last.startswith(f"device 3    data 1, tensor 1, {made.rows[1]} rows of a rollout")
-    message = r"each of 4 devices offers 4.00 GB: .*more cards that share the base"
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(
+        ConfigError, match="4 devices offers 4.00 GB: .*more cards that share the b"
+    ):
         require(made, 4 * GB)
     with pytest.raises(ConfigError, match=r"mesh.tensor: got 99; must not exceed the \d+ heads"):
         plan_of(mesh={"tensor": 99})
