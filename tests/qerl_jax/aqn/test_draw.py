@@ -83,6 +83,8 @@ def test_numbers_are_those_of_groups_or_of_all_rows():
     for per in ("sequence", "token"):
         assert numbers(per).tolist() == [[12, 13, 14], [27, 28, 29]]
     assert numbers("token").dtype == np.int32
+    with pytest.raises(ValueError, match="per: got 'row'; must be 'group', 'sequence' or 'token'"):
+        numbers("row")
 
 
 def test_variables_without_noise_of_rows_stay_as_they_are():
@@ -108,8 +110,3 @@ def test_fused_layers_refuse_noise_of_rows_and_say_why(monkeypatch, h200):  # no
     for tree in (drawn([1, 2]), noise.norm_noise(KEY, 0.1, SHAPES)):
         fused_decode.extender(model, policy()[1] | {"noise": tree}, 2)
     assert list(dict.fromkeys(queries)) == [True, False]
-
-
-def test_another_choice_is_an_error():
-    with pytest.raises(ValueError, match="per: got 'row'; must be 'group', 'sequence' or 'token'"):
-        noise.row_noise(KEY, 0.1, SHAPES, "row")

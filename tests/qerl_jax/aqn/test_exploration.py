@@ -16,6 +16,10 @@ from qerl_jax.model.architecture import Architecture
 from qerl_jax.model.transformer import Transformer, noise_shapes, random_base, trainable
 
 ARCH = Architecture("qwen2", 64, 32, 48, 2, 4, 2, 8)
+KEY = jax.random.key(3)
+ADAPTIVE = NoiseConfig(
+    num_stages=5, sigma_end=1e-3, adaptive=AdaptiveNoiseConfig(target=0.5, rate=2.0)
+)
 
 
 @functools.cache
@@ -47,18 +51,12 @@ def test_a_run_says_once_what_sigma_means_and_where_rounding_drowns_it():
     assert "sigma from 0.01 to 0.0001 is 0.80% to 0.008% of a scale" in lines[0]
     assert "below sigma = 0.0028 (0.22% of a scale)" in lines[1]
     assert lines[1].endswith("at sigma_end rounding adds 7 times as much noise as AQN")
-
-
-def test_rounding_is_named_only_where_it_drowns_noise():
+    # Rounding is named only where it drowns noise.
     loud = NoiseConfig(sigma_start=1e-2, sigma_end=5e-3)
     assert len(exploration.describe(loud, *policy())) == 1
     assert len(exploration.describe(NoiseConfig(), *policy(dtype=jnp.float32))) == 1
-
-
-KEY = jax.random.key(3)
-ADAPTIVE = NoiseConfig(
-    num_stages=5, sigma_end=1e-3, adaptive=AdaptiveNoiseConfig(target=0.5, rate=2.0)
-)
+    follows = "follows sampling/entropy: up by a factor of 2 after a rollout below 0.5"
+    assert follows in exploration.describe(ADAPTIVE, *policy())[1]
 
 
 def make(cfg, total_steps=10):
@@ -75,9 +73,7 @@ def test_noise_of_a_rollout_is_what_step_and_schedule_say():
     assert noise.of_updates is None
     assert make(dataclasses.replace(cfg, scope="both"))(7, 7, None).of_updates is not None
     assert make(cfg).first is None and make(cfg).adapted(None, 7, {}) is None
-
-
-def test_without_the_section_nothing_acts():
+    # Without the section nothing acts.
     none = make(None)
     noise = none(3, 3, None)
     assert noise.variables == noise.metrics == {} and noise.of_updates is None
@@ -116,8 +112,3 @@ def test_an_adaptive_sigma_is_silent_first_and_then_follows_its_metric(signal, m
     assert noise(2, 2, sigma).metrics == {"aqn/sigma": pytest.approx(1e-2), "aqn/stage": 1}
     for seen, expected in ((high, 5e-3), (high, 2.5e-3), (low, 5e-3), (low, 1e-2), (low, 1e-2)):
         assert (sigma := noise.adapted(sigma, 2, seen)) == expected
-
-
-def test_a_run_says_what_an_adaptive_sigma_follows():
-    lines = exploration.describe(ADAPTIVE, *policy())
-    assert "follows sampling/entropy: up by a factor of 2 after a rollout below 0.5" in lines[1]

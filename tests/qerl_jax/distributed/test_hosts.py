@@ -4,6 +4,7 @@ import itertools
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 
@@ -146,10 +147,8 @@ def test_one_process_receives_what_another_sends_once_or_waits_no_longer(service
 
 
 def test_a_process_whose_service_is_gone_says_so(service, monkeypatch):
-    def gone(*_):
-        raise RuntimeError("UNAVAILABLE: Socket closed\nmore")
-
-    monkeypatch.setattr(service, "blocking_key_value_get_bytes", gone, raising=False)
+    gone = mock.Mock(side_effect=RuntimeError("UNAVAILABLE: Socket closed\nmore"))
+    monkeypatch.setattr(service, "blocking_key_value_get_bytes", gone)
     message = "the first process of the run cannot be reached: UNAVAILABLE: Socket closed"
     errors = on_all(2, lambda own: own.gathered(1))
     assert [str(error) for error in errors] == [message] * 2

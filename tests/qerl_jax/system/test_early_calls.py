@@ -48,9 +48,7 @@ def test_what_a_call_raises_is_raised_where_it_is_asked_for():
 
 
 def test_the_interpreter_ends_though_calls_are_under_way():
-    program = (
-        "import time; from qerl_jax.system.early_calls import Ahead;"
-        "Ahead(time.sleep, 1).begin([60, 61]); print('over')"
-    )
+    program = "import time; from qerl_jax.system.early_calls import Ahead;"
+    program += "Ahead(time.sleep, 1).begin([60, 61]); print('over')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=30)
     assert done.returncode == 0 and done.stdout == b"over\n"

@@ -83,25 +83,17 @@ for _ in range(20):
 @pytest.mark.parametrize("first_wins", [True, False])
 def test_four_processes_make_one_folder_at_once(first_wins, tmp_path):
     folder = tmp_path / "made"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", MAKE, str(folder), str(first_wins), str(number)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(4)
-    ]
+    command = [sys.executable, "-c", MAKE, str(folder), str(first_wins)]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    processes = [subprocess.Popen([*command, str(n)], **pipes, text=True) for n in range(4)]
     for process in processes:
         process.stdin.write("go\n")
         process.stdin.flush()
     outcomes = [process.communicate() for process in processes]
     assert [process.returncode for process in processes] == [0] * 4, outcomes
     winners = {(folder / name).read_text() for name in ("a", "b", "marker")}
-    assert (
-        len(winners) == 1 and names(tmp_path) == ["made"] and names(folder) == ["a", "b", "marker"]
-    )
+    assert len(winners) == 1
+    assert (names(tmp_path), names(folder)) == (["made"], ["a", "b", "marker"])
     if first_wins:  # nobody saw another one
         assert {line for out, _ in outcomes for line in out.split()} == winners
 
@@ -124,17 +116,14 @@ def test_a_folder_of_something_else_is_not_replaced(tmp_path):
     assert names(tmp_path) == ["mine"]
 
 
-@pytest.mark.parametrize(
-    "text,what",
-    [("{", "not JSON"), ("[" * 100_000, "not JSON"), ("[1]", "not a JSON object but a list")],
-)
-def test_a_file_without_a_json_object_is_named(text, what, tmp_path):
+def test_a_file_without_a_json_object_is_named(tmp_path):
     path = tmp_path / "config.json"
     path.write_text('{"a": 1}')
     assert files.read_json(path) == {"a": 1}
-    path.write_text(text)
-    with pytest.raises(ValueError, match=rf"config\.json: {what}"):
-        files.read_json(path)
+    for text, what in (("{", ""), ("[" * 100_000, ""), ("[1]", " object but a list")):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=rf"config\.json: not (a )?JSON{what}"):
+            files.read_json(path)
 
 
 def test_a_fingerprint_changes_with_names_sizes_and_weights(tmp_path):
@@ -153,12 +142,6 @@ def test_a_fingerprint_changes_with_names_sizes_and_weights(tmp_path):
             (tmp_path / "0" / name).write_text(text)
             prints.append(files.fingerprint(tmp_path / "0"))
     assert len(set(prints)) == 5
-
-
-def test_a_digest_is_of_the_content_of_a_file(tmp_path):
-    (tmp_path / "empty").write_bytes(b"")
-    assert files.digest(tmp_path / "empty").startswith("e3b0c44298fc1c149afbf4c8996fb924")
-    assert files.digest(tmp_path) is None
 
 
 JOB = {"model": "tiny", "seed": 0}
@@ -242,4 +225,5 @@ def test_hashes_are_of_what_is_there_and_none_of_what_is_not(tmp_path):
     hashes = files.content_hashes(folders, data)
     assert list(hashes) == [f"{n}.sha256" for n in ("model", "adapter", "other", "data", "more")]
     assert [name for name, value in hashes.items() if value] == ["adapter.sha256", "data.sha256"]
-    assert hashes["data.sha256"] == files.digest(tmp_path / "rows.jsonl")
+    assert hashes["data.sha256"].startswith("44136fa355b3678a1146ad16f7e8649e")  # of {}
+    assert files.digest(tmp_path) is None

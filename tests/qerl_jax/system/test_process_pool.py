@@ -61,11 +61,8 @@ def power_tower(_):
 """
 
 
-class Calls:
-    """Calls functions of a pool with one tuple of arguments."""
-
-    def __init__(self, pool):
-        self.map, self.close = pool.map, pool.close
+class Calls(Pool):
+    """Calls functions of a pool with one tuple of arguments, too."""
 
     def __call__(self, function, *arguments):
         (reply,) = self.map(function, [arguments])
@@ -85,9 +82,8 @@ def pool(functions):
     with contextlib.ExitStack() as pools:
 
         def make(workers=1, seconds=20.0, module="worker_functions", **options):
-            pool = Pool(module, workers=workers, seconds=seconds, **options)
-            pools.callback(pool.close)
-            return Calls(pool)
+            made = Calls(module, workers=workers, seconds=seconds, **options)
+            return pools.enter_context(contextlib.closing(made))
 
         yield make
 
@@ -108,13 +104,10 @@ def wait_until(condition, seconds=60):
         time.sleep(0.02)
 
 
-def test_values_come_in_the_order_of_the_calls(pool):
-    assert pool(workers=2).map("double", [(n,) for n in range(20)]) == list(range(0, 40, 2))
-
-
-def test_text_of_any_kind_survives_the_way(pool):
+def test_values_come_in_the_order_of_the_calls_and_text_of_any_kind_survives_the_way(pool):
     texts = ["two\nlines", "东京 🙂", '"quoted"', "\ud800", "x" * 1_000_000]
-    assert pool().map("double", [(text,) for text in texts]) == [2 * text for text in texts]
+    values = [*range(20), *texts]
+    assert pool(workers=2).map("double", [(x,) for x in values]) == [2 * x for x in values]
 
 
 def test_a_call_over_its_limit_is_killed_and_the_others_are_answered(pool):
@@ -139,26 +132,19 @@ def test_what_a_busy_machine_takes_away_does_not_count(pool):
     waking.join()
 
 
-def test_a_call_that_takes_its_process_along_costs_only_itself(pool):
-    call = pool()
-    assert call("leave") == Failure("died") and call("double", 1) == 2
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
-def test_a_worker_that_is_killed_within_a_call_is_replaced(pool, number):
-    call = pool()
-    before = call("pid")
-    assert call("kill_myself", int(number)) == Failure("died")
-    assert call("pid") != before and not is_alive(before)
+def test_a_worker_that_ends_or_is_killed_within_a_call_is_replaced(pool):
+    call, kills = pool(), (signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM)
+    for ending in (["leave"], *(["kill_myself", int(number)] for number in kills)):
+        before = call("pid")
+        assert call(*ending) == Failure("died")
+        assert call("pid") != before and not is_alive(before)
 
 
 def test_a_call_whose_process_someone_else_kills_is_made_again(pool):
     call = pool()
     before = call("pid")
-    killing = threading.Timer(0.3, os.kill, (before, signal.SIGKILL))
-    killing.start()
+    threading.Timer(0.3, os.kill, (before, signal.SIGKILL)).start()
     after = call("pid_after", 1.0)
-    killing.join()
     assert isinstance(after, int) and after != before
 
 
@@ -180,16 +166,11 @@ def test_memory_is_bounded_also_if_it_is_eaten_bit_by_bit(pool):
     assert int(resident) * os.sysconf("SC_PAGE_SIZE") < 200 << 20
 
 
-def test_an_exception_is_named_and_the_worker_stays(pool):
+def test_an_exception_is_named_and_the_worker_stays_until_it_is_killed_while_idle(pool):
     call = pool()
     before = call("pid")
     assert call("fail", "why") == Failure("raised", "KeyError: 'why'")
     assert call("pid") == before
-
-
-def test_a_worker_that_was_killed_while_idle_is_replaced(pool):
-    call = pool()
-    before = call("pid")
     os.kill(before, signal.SIGKILL)
     wait_until(lambda: not is_alive(before))
     assert call("double", 3) == 6
@@ -203,15 +184,12 @@ def test_nothing_starts_before_it_is_needed_and_close_ends_it(pool):
     assert not is_alive(pid)
 
 
-def test_a_module_that_cannot_be_imported_is_an_error_with_its_reason(pool):
+def test_a_module_that_cannot_be_imported_and_impossible_limits_are_errors(pool):
     with pytest.raises(RuntimeError, match="no_such_module: ModuleNotFoundError: .*no_such_module"):
         pool(module="no_such_module")("f")
-
-
-@pytest.mark.parametrize(("workers", "seconds"), [(0, 1.0), (1, 0.0)])
-def test_impossible_pools_are_refused(workers, seconds):
-    with pytest.raises(ValueError, match="must be positive"):
-        Pool("math", workers=workers, seconds=seconds)
+    for workers, seconds in ((0, 1.0), (1, 0.0)):
+        with pytest.raises(ValueError, match="must be positive"):
+            Pool("math", workers=workers, seconds=seconds)
 
 
 def test_workers_know_neither_jax_nor_the_parents_main_module(pool):

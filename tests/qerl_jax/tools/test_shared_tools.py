@@ -44,21 +44,15 @@ def test_rows_of_all_processes_keep_states_apart_and_leave_nothing_behind(togeth
         found = []
         for start in (1, 5):
             row = boxes.session({"start": start + 10 * hosts.index, "prompt": "x"})
-            found.append(isinstance(row, FarSession))
+            found += [isinstance(row, FarSession)]
             found += [row.call("add", {"times": n}).text for n in (1, 2)]
-            found.append(row.call("double", {"x": 10**30}).text)
-            found.append(row.finish().get_reward())
+            found += [row.call("double", {"x": 10**30}).text, row.finish().get_reward()]
             row.close()
         return found
 
-    def expected(index):
-        return [
-            each
-            for start in (1 + 10 * index, 5 + 10 * index)
-            for each in (index > 0, f"{start + 1}", f"{start + 3}", f"{2 * 10**30}", start + 3.0)
-        ]
-
-    assert together(3, work) == [expected(0), expected(1), expected(2)]
+    of_row = lambda far, n: [far, f"{n + 1}", f"{n + 3}", f"{2 * 10**30}", n + 3.0]
+    expected = [of_row(i > 0, 1 + 10 * i) + of_row(i > 0, 5 + 10 * i) for i in range(3)]
+    assert together(3, work) == expected
     assert together.service.values == {}
 
 

@@ -91,10 +91,8 @@ def test_a_card_of_a_run_without_rewards_opens_with_that_and_shows_what_was_writ
 
 def test_where_all_rewards_are_equal_one_sample_stands_for_them(tmp_path):
     folder = make_run(tmp_path / "run")
-    rows = [
-        {"prompt": "1+1?", "completion": text, "reward": reward}
-        for text, reward in (("two", 0.5), ("three", 0.5), ("unjudged", None))
-    ]
+    rewards = {"two": 0.5, "three": 0.5, "unjudged": None}
+    rows = [{"prompt": "1+1?", "completion": text, "reward": x} for text, x in rewards.items()]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / "completions" / "step_000012.jsonl").write_text(text)
     shown = parts(folder)["Samples"]

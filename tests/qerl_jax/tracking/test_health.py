@@ -90,15 +90,14 @@ def test_nothing_is_said_of_single_steps():
 
 
 DEAD = WELL | {"frac_reward_zero_std": 1.0, "reward": 0.0, "updates/empty": 1}
+ALL_CUT = {"completions/clipped_ratio": 1.0}
 
 
 def test_a_run_that_never_learned_is_told_after_three_steps_and_at_its_end():
     health = Health()
     lines = [health.see({"step": step} | DEAD) for step in range(1, 15)]
     assert [len(each) for each in lines] == [0, 0, 1, *11 * [0]]
-    assert lines[2][0].startswith(
-        "warning: step 3: nothing was learned in the first 3 steps. In no"
-    )
+    assert lines[2][0].startswith("warning: step 3: nothing was learned in the first 3 steps. In n")
     assert health.closing().startswith("warning: this run has learned nothing in 14 steps. In no")
     assert (health.has_learned, health.steps, health.taught) == (False, 14, 0)
 
@@ -107,20 +106,13 @@ def test_a_run_that_never_learned_is_told_after_three_steps_and_at_its_end():
     ("changes", "cause"),
     [
         ({"completions/judged_ratio": 0.0}, "returned None for every completion"),
-        ({"completions/clipped_ratio": 1.0}, "100% of the completions are cut off before"),
+        (ALL_CUT, "100% of the completions are cut off before"),
         (
-            {
-                "completions/clipped_ratio": 1.0,
-                "completions/missed_end_ratio": 0.9,
-                "completions/missed_end": 421,
-            },
+            ALL_CUT | {"completions/missed_end_ratio": 0.9, "completions/missed_end": 421},
             "90% of the completions that are cut off hold the special token '<|im_end|>', at which they do not end. "
             "Set rollout.stop_token_ids = [421]; a greater length does not help",
         ),
-        (
-            {"completions/clipped_ratio": 1.0, "sampling/entropy": math.nan},
-            "probabilities of the sampler that are not numbers",
-        ),
+        (ALL_CUT | {"sampling/entropy": math.nan}, "of the sampler that are not numbers"),
         ({"sampling/entropy": 0.001}, "almost equal (sampling/entropy is 0.001)"),
         ({"rewards/a/std": 0.0, "rewards/b/std": 0.0}, "two rewards differ: all rewards are 0."),
         ({"rewards/a/std": 0.3, "rewards/b/std": 0.0}, "problems that are always or never solved"),

@@ -1,10 +1,8 @@
 """Tests the page of runs: which runs share a line, what it says, and that a browser shows it at every width."""
 
-import dataclasses
 import html
 import json
 import os
-import pathlib
 import re
 import shutil
 import subprocess
@@ -12,10 +10,10 @@ import subprocess
 import pytest
 
 from qerl_jax import config
+from qerl_jax.api import settings
 from qerl_jax.cli import main
 from qerl_jax.tracking import charts, page, report
 
-ROOT = pathlib.Path(__file__).parents[3]
 BROWSERS = "chromium chromium-browser chromium-headless-shell google-chrome chrome".split()
 ACCURACY = ("eval/accuracy", "eval/accuracy_low", "eval/accuracy_high")
 HOSTILE = "<script>document.title = 'taken'</script>" + "x" * 500
@@ -23,10 +21,9 @@ HOSTILE = "<script>document.title = 'taken'</script>" + "x" * 500
 
 def make_run(folder, seed=0, steps=12, lift=0.0, **changes):
     """Makes the files of a run whose reward rises by 0.05 per step."""
-    cfg = config.load(ROOT / "configs" / "quickstart.toml")
-    cfg = dataclasses.replace(cfg, output_dir=str(folder), seed=seed, **changes)
     (folder / "completions").mkdir(parents=True)
-    config.write_run(folder, cfg)
+    fields = {"output_dir": str(folder), "seed": seed} | changes
+    config.write_run(folder, settings.run_config("quickstart", fields))
     accuracy = lambda *values: dict(zip(ACCURACY, values, strict=True))
     rows = [{"step": 0} | accuracy(0.3, 0.25, 0.35)]
     rows += [
@@ -36,11 +33,8 @@ def make_run(folder, seed=0, steps=12, lift=0.0, **changes):
             "rewards/a/mean": 0.1,
             "rewards/b/mean": 0.2,
             "aqn/sigma": 0.0 if step < 3 else 10.0**-step,
-            "kl": 0.0,
             "loss": float("nan") if step == 5 else -0.1,
-            "perf/rollout_time": 1.0,
-            "perf/update_time": 2.0,
-            "step_time": 3.0,
+            **{"kl": 0.0, "perf/rollout_time": 1.0, "perf/update_time": 2.0, "step_time": 3.0},
             "num_tokens": 1000 * step,
             "completions/mean_length": 20.0 + step,
             "completions/max_length": 40,
@@ -76,13 +70,10 @@ def test_runs_that_differ_in_their_seed_share_a_line_with_a_band(tmp_path):
     assert silent.low is None and silent.values[-1] == pytest.approx(0.7)
 
 
-def test_accuracy_of_one_run_has_its_own_interval(tmp_path):
+def test_accuracy_has_its_own_interval_and_metrics_that_are_not_numbers_leave_a_gap(tmp_path):
     (line,) = series([make_run(tmp_path / "run")], "Held-out accuracy")
     assert line.steps == (0, 12) and line.low == (0.25, 0.5) and line.high == (0.35, 0.7)
-
-
-def test_metrics_that_are_not_numbers_leave_a_gap(tmp_path):
-    (line,) = series([make_run(tmp_path / "run")], "Loss")
+    (line,) = series([tmp_path / "run"], "Loss")
     assert line.steps == (1, 2, 3, 4, 6, 7, 8, 9, 10, 11, 12)
     with pytest.raises(StopIteration):
         series([tmp_path / "run"], "KL to the reference")  # all zero
@@ -257,8 +248,8 @@ def test_a_browser_shows_the_page_on_a_phone_and_on_a_desk(compared, tmp_path):
     text = json.dumps(compared.read_text()).replace("</", "<\\/")
     (tmp_path / "look.html").write_text(f"<body><script>{LOOK.replace('PAGE', text)}</script>")
     flags = "--headless --no-sandbox --disable-gpu --virtual-time-budget=20000 --dump-dom".split()
-    command = [browser(), *flags, f"--user-data-dir={tmp_path}/profile"]
-    command.append(f"file://{tmp_path}/look.html")
+    files = [f"--user-data-dir={tmp_path}/profile", f"file://{tmp_path}/look.html"]
+    command = [browser(), *flags, *files]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
     phone, desk = json.loads(re.search(r"\[\{.*\}\]", html.unescape(shown))[0])
     for seen in (phone, desk):

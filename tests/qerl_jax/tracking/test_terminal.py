@@ -40,14 +40,9 @@ def shown(terminal, reward=1.0):
     out, console = screen(terminal)
     view = display.Display(50, 3, console)
     view.show(4, ROW)
-    sample = {
-        "prompt": [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1?"}],
-        "completion": "[bold]2[/bold]" + "x" * 700 + " so it is 2",
-        "reward": reward,
-        "length": 9,
-        "stopped": False,
-    }
-    view.show_completion(sample)
+    chat = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1?"}]
+    sample = {"completion": "[bold]2[/bold]" + "x" * 700 + " so it is 2", "reward": reward}
+    view.show_completion(sample | {"prompt": chat, "length": 9, "stopped": False})
     view.note("adapter in runs/x")
     view.close()
     return out.getvalue()
@@ -76,12 +71,9 @@ def test_a_terminal_shows_metrics_and_a_sample_with_its_reward():
     assert "no reward, 9 tokens, truncated" in shown(terminal=True, reward=None)
 
 
-def test_a_file_gets_a_line_per_step():
+def test_a_file_gets_a_line_per_step_with_skipped_updates_and_the_time_that_is_left():
     lines = shown(terminal=False).splitlines()
     assert lines == ["step 4/50  reward 0.250  len 31  accuracy 0.500", "adapter in runs/x"]
-
-
-def test_a_line_tells_skipped_updates_and_the_time_that_is_left():
     out = io.StringIO()
     view = display.Display(300, 0, Console(file=out, width=100))
     for step, seconds in enumerate((90.0, 20.0, 20.0), 1):

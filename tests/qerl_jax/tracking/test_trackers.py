@@ -46,10 +46,8 @@ def write(folder, step, rows):
 def test_numbers_of_every_step_reach_every_tracker(packages, tmp_path):
     trackers.require(["tensorboard", "wandb", "trackio"])
     write(tmp_path, 0, [(1, {"reward": 0.5, "note": "text"}), (2, {"reward": 1.0})])
-    assert packages["tensorboardX"].named("add_scalar") == [
-        (("reward", 0.5, 1), {}),
-        (("reward", 1.0, 2), {}),
-    ]
+    scalars = packages["tensorboardX"].named("add_scalar")
+    assert scalars == [(("reward", 0.5, 1), {}), (("reward", 1.0, 2), {})]
     first, second = packages["wandb"].named("log")
     assert first[0] == ({"step": 1, "reward": 0.5, "note": "text"},)
     assert packages["trackio"].named("log")[1] == (({"reward": 1.0},), {"step": 2})
