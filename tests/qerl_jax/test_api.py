@@ -66,9 +66,6 @@ def run(tmp_path_factory):
     return qerl_jax.train(small(folder, max_steps=2), ROWS, digits, quiet=True)
 
 
-# The names
-
-
 def test_importing_the_package_its_configs_and_the_command_line_loads_no_jax():
     code = (
         "import sys, qerl_jax\n"
@@ -80,12 +77,14 @@ def test_importing_the_package_its_configs_and_the_command_line_loads_no_jax():
 
 
 @pytest.mark.parametrize("package", [qerl_jax, rl])
-def test_every_name_that_is_listed_can_be_loaded(package):
+def test_every_name_that_is_listed_can_be_loaded_and_no_module_bears_it(package):
     assert dir(package) == sorted(package.__all__)
     for name in package.__all__:
         assert getattr(package, name) is not None
     with pytest.raises(AttributeError, match="has no attribute 'trane'"):
         package.trane  # noqa: B018
+    modules = {module.name for module in pkgutil.iter_modules(package.__path__)}
+    assert modules & set(package.__all__) <= {"rl"}
 
 
 @pytest.mark.parametrize("package", [qerl_jax, rl])
@@ -99,15 +98,6 @@ def test_editors_are_told_the_same_names_as_python(package):
     whole = [node for node in block.body if isinstance(node, ast.Import)]
     names = {name for _, name in told} | {alias.asname for node in whole for alias in node.names}
     assert names == set(package.__all__) - {"__version__"}
-
-
-@pytest.mark.parametrize("package", [qerl_jax, rl])
-def test_no_module_beside_the_public_names_bears_one_of_them(package):
-    modules = {module.name for module in pkgutil.iter_modules(package.__path__)}
-    assert modules & set(package.__all__) <= {"rl"}
-
-
-# A config from what a user has
 
 
 def test_a_path_a_table_and_a_config_mean_the_same_run(tmp_path):
@@ -185,9 +175,6 @@ def test_a_function_in_a_config_is_refused_by_the_field_and_the_rule():
         qerl_jax.OptimConfig(learning_rate="1e-4")
 
 
-# Training on rows
-
-
 @pytest.mark.slow
 def test_rewards_get_completions_in_the_form_of_the_prompts(tmp_path):
     seen = []
@@ -223,9 +210,7 @@ def test_rewards_get_completions_in_the_form_of_the_prompts(tmp_path):
 
 @pytest.mark.slow
 def test_a_data_set_trains_as_the_list_of_its_rows_does(tmp_path, run):
-    import datasets
-
-    rows = datasets.Dataset.from_list(ROWS)
+    rows = importlib.import_module("datasets").Dataset.from_list(ROWS)
     other = qerl_jax.train(small(tmp_path / "a", max_steps=2), rows, digits, quiet=True)
     assert list(other.metrics["reward"]) == list(run.metrics["reward"])
 
@@ -249,7 +234,12 @@ def test_a_problem_is_taken_as_it_is(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_callback_sees_every_step_and_ends_the_run_with_false(tmp_path, run):
+def test_a_callback_sees_every_step_and_ends_the_run_with_false_or_an_error(tmp_path, run):
+    def fail(step, metrics):
+        raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        qerl_jax.train(small(tmp_path / "failed"), ROWS, digits, fail, quiet=True)
     seen = []
     stop = lambda step, metrics: step < 1
     note = lambda step, metrics: seen.append((step, metrics["reward"]))
@@ -276,18 +266,6 @@ def test_false_ends_a_run_be_it_pythons_or_numpys(answers, goes_on, tmp_path, mo
     callbacks = [lambda step, metrics, each=each: each for each in answers]
     qerl_jax.train(small(tmp_path / "run"), ROWS, digits, callbacks)
     assert told["on_step"](1, {"reward": 0.5}) == goes_on
-
-
-@pytest.mark.slow
-def test_what_a_callback_raises_comes_out(tmp_path):
-    def fail(step, metrics):
-        raise RuntimeError("enough")
-
-    with pytest.raises(RuntimeError, match="enough"):
-        qerl_jax.train(small(tmp_path / "run"), ROWS, digits, fail, quiet=True)
-
-
-# A run
 
 
 def test_a_run_gives_its_metrics_as_a_table_and_its_curves_as_a_figure(run):
@@ -376,9 +354,6 @@ def test_a_text_is_asked_as_in_training_also_if_the_set_has_a_system_prompt(
     config.write_run(tmp_path, cfg)
     source = sources.find_policy(None, tmp_path, base=True)  # of a run that has saved nothing
     assert (source.apply_chat_template, source.adapter, source.name) == (is_chat, None, "base")
-
-
-# A policy
 
 
 @pytest.mark.slow
@@ -476,12 +451,17 @@ def test_what_is_saved_is_the_policy_when_it_is_loaded_again(run, tmp_path):
     np.testing.assert_array_equal(dense.logprobs(*GIVEN)[0], again.logprobs(*GIVEN)[0])
 
 
-def test_loading_and_evaluating_tell_what_is_read_unless_they_are_to_be_quiet(tmp_path, capsys):
+def test_loading_and_evaluating_tell_what_is_read_unless_they_are_to_be_quiet(
+    policy, tmp_path, capsys
+):
     for options in ({}, {"lora": qerl_jax.LoraConfig(rank=4)}):
         qerl_jax.load(dtype="float32", quiet=True, **options)
         assert capsys.readouterr() == ("", "")
-        qerl_jax.load(dtype="float32", **options)
+        fresh = qerl_jax.load(dtype="float32", **options)
         assert capsys.readouterr() == ("", "base: qerl-tiny, held in nvfp4\n")
+    # A fresh adapter changes nothing yet.
+    np.testing.assert_allclose(fresh.logprobs(*GIVEN)[0], policy.logprobs(*GIVEN)[0], atol=1e-5)
+    assert fresh.unsaved and fresh.model.lora.rank == 4
     few = {"num_problems": 1, "samples": 1, "max_tokens": 2}
     for quiet, line in ((True, ""), (False, "base: qerl-tiny, held in nvfp4\n")):
         folder = tmp_path / str(quiet)
@@ -489,31 +469,19 @@ def test_loading_and_evaluating_tell_what_is_read_unless_they_are_to_be_quiet(tm
         assert capsys.readouterr().err == line
 
 
-def test_a_fresh_adapter_changes_nothing_yet(policy):
-    fresh = qerl_jax.load(lora=qerl_jax.LoraConfig(4), dtype="float32")
-    np.testing.assert_allclose(fresh.logprobs(*GIVEN)[0], policy.logprobs(*GIVEN)[0], atol=1e-5)
-    assert fresh.unsaved and fresh.model.lora.rank == 4
-
-
-# The jobs
-
-
-def test_an_evaluation_makes_drafts_as_it_is_told(policy, tmp_path, monkeypatch):
+def test_an_evaluation_makes_drafts_as_it_is_told_and_takes_numbers_of_numpy(
+    policy, tmp_path, monkeypatch
+):
     told, built = [], Engine.of.__func__
     of = lambda *a, **options: told.append(a[3].drafts) or built(*a, **options)
     monkeypatch.setattr(Engine, "of", classmethod(of))
-    options = {"samples": 1, "max_tokens": 2, "num_problems": 1, "quiet": True}
-    for drafts in ("auto", "off"):
-        folder = tmp_path / drafts
-        qerl_jax.evaluate(policy, "arithmetic", **options, drafts=drafts, output_dir=folder)
-    assert told == ["auto", "off"]
-
-
-def test_an_evaluation_takes_numbers_of_numpy(policy, tmp_path):
     two = {"samples": np.int64(1), "max_tokens": np.int32(2), "num_problems": np.int64(2)}
     two |= {"seed": np.int64(0), "max_concurrent": np.int64(2), "temperature": np.float32(0.5)}
-    found = qerl_jax.evaluate(policy, "arithmetic", **two, output_dir=tmp_path, quiet=True)
-    assert (found["arithmetic"]["problems"], found["arithmetic"]["samples"]) == (2, 1)
+    for drafts in ("auto", "off"):
+        options = {"drafts": drafts, "output_dir": tmp_path / drafts, "quiet": True}
+        found = qerl_jax.evaluate(policy, "arithmetic", **two, **options)["arithmetic"]
+        assert (found["problems"], found["samples"]) == (2, 1)
+    assert told == ["auto", "off"]
 
 
 def test_one_pattern_of_linears_to_keep_may_stand_alone(tmp_path, monkeypatch):
