@@ -21,6 +21,7 @@ from qerl_jax.quantization import awq, calibration, quantizer
 from qerl_jax.quantization.calibration import Calibration, HiddenStates
 from qerl_jax.quantization.quantizer import Recipe
 from tests.golden_files import GOLDEN
+from tests.pallas_kernels.common import slow
 
 TOKENS = tokenizer.load(TINY)
 ROWS = Calibration("arithmetic", num_samples=24, max_length=64)
@@ -73,12 +74,7 @@ def hidden(arch, seed=0, shape=(3, 12)):
 
 
 @pytest.mark.parametrize(
-    ("name", "form"),
-    [
-        ("qwen2_untied", "mxfp4"),
-        pytest.param("qwen3", "mxfp4", marks=pytest.mark.slow),
-        pytest.param("llama3", "nvfp4", marks=pytest.mark.slow),
-    ],
+    ("name", "form"), [("qwen2_untied", "mxfp4"), slow("qwen3", "mxfp4"), slow("llama3", "nvfp4")]
 )
 def test_folding_changes_nothing_but_the_rounding(name, form, monkeypatch):
     """Biases of v, several query heads per key, and norms of heads see the same numbers after it."""
@@ -181,9 +177,8 @@ def test_a_row_may_lack_what_other_rows_have_and_errors_name_the_row_of_the_file
 
 def test_a_tokenizer_of_another_model_is_refused_before_calibration():
     small = dataclasses.replace(architecture.load(TINY), vocab_size=300)
-    with pytest.raises(
-        ValueError, match="has ids up to 42.; the model's embedding has only 300 rows"
-    ):
+    message = "has ids up to 42.; the model's embedding has only 300 rows"
+    with pytest.raises(ValueError, match=message):
         quantizer._hidden_states(TINY, small, ROWS, lambda line: None)
 
 

@@ -21,9 +21,8 @@ from qerl_jax.quantization import quantizer
 from qerl_jax.quantization.quantizer import REPORT, Recipe
 from tests import golden_files
 from tests.model_folders import DENSE, PACKED, assert_trees_equal, copy, read
-from tests.pallas_kernels.common import without_negative_zero
+from tests.pallas_kernels.common import slow, without_negative_zero
 
-SLOW = pytest.mark.slow
 QUIET = lambda line: None
 RECIPES = {
     "nvfp4": Recipe("nvfp4"),
@@ -66,9 +65,7 @@ def test_nvfp4_folders_hold_the_bytes_of_llm_compressor(bfloat16, tmp_path):
         np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8), err_msg=name)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "nvfp4" else SLOW) for name in RECIPES]
-)
+@pytest.mark.parametrize("name", ["nvfp4", *map(slow, [*RECIPES][1:])])
 def test_a_quantized_folder_is_what_its_report_says(name, bfloat16, tmp_path):
     recipe, arch = RECIPES[name], architecture.load(bfloat16)
     report = quantizer.quantize(bfloat16, tmp_path / "out", recipe, QUIET)
