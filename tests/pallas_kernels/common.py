@@ -42,6 +42,13 @@ def weight(seed, n, k, *, scale_per_row=False, std=None):
     return dataclasses.replace(t, global_scale=rows) if scale_per_row else t
 
 
+def nvfp4_tensor(codes, scales):
+    """Returns a packed weight of codes [N, K] and block scales [N, K / 16], with the global scale 1."""
+    packed = nvfp4.pack_codes(jnp.asarray(codes, jnp.uint8))
+    scales = jnp.asarray(scales).astype(jnp.float8_e4m3fn)
+    return nvfp4.NVFP4Tensor(packed, scales, jnp.ones(1), codes.shape)
+
+
 def portable_weight(kind, shape, seed=0):
     """Returns a random weight of a format in the layout of the portable kernels."""
     return to_portable(RANDOM[kind](jax.random.key(seed), shape))

@@ -1,13 +1,9 @@
 """Compiles the portable kernels for cards that need not be present: `python -m tests.pallas_kernels.compile_portable`.
 
-Lists the launches of a decoding step of Qwen2.5-7B, of products with all formats, of unpacking weights, and of other
-rows, ranks, heads and formats. All are divided as on a card of the capability, also by its tuned table. It compiles each
-to machine code with Triton's own assembler and prints registers, spilled bytes and shared memory. The exit status
-is 1 if a kernel does not compile, spills more than a few registers, or needs more shared memory than the card has. It
-needs the packages of `.[triton]`; jax-triton itself is only needed on a card.
-
-    python -m tests.pallas_kernels.compile_portable                          # all capabilities, about five minutes
-    python -m tests.pallas_kernels.compile_portable --capabilities 75 90     # those of a T4 and an H100
+It compiles the launches of a decoding step of Qwen2.5-7B, and of other formats, rows, ranks and heads, as they are
+divided on a card of each capability, and prints registers, spilled bytes and shared memory. The exit status is 1 if a
+kernel does not compile, spills more than a few registers, or needs more shared memory than the card has. It takes
+about five minutes for all capabilities, and needs the packages of `.[triton]`; jax-triton only on a card.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels import finished_linear, nvfp4
 from pallas_kernels.nvfp4_matmul import api, layout, prefill, reference
-from tests.pallas_kernels.common import to_hopper
+from tests.pallas_kernels.common import f32, to_hopper
 from tests.pallas_kernels.test_finished_linear_prefill import (
     assert_almost_all_are_equal,
     on_hopper,  # noqa: F401
@@ -65,9 +65,8 @@ def test_prepared_matrices_give_the_bits_of_those_they_were_made_of(dtype):
     key = functools.partial(jax.random.normal, jax.random.key(2))
     x, weight, residual = key((5, 48), dtype), key((40, 48), dtype), key((5, 40), dtype)
     matrices = [(key((48, 8)), key((8, size))) for size in (24, 16)]
-    prepared = finished_linear.prepare_lora(
-        matrices, None, 0.3, weight, dtype, rows=5, has_unit=False
-    )
+    others = None, 0.3, weight, dtype
+    prepared = finished_linear.prepare_lora(matrices, *others, rows=5, has_unit=False)
     assert prepared.b is None and len(prepared.ups) == (2 if dtype == jnp.float32 else 1)
     downs = jnp.split(x @ jnp.concatenate([a.astype(dtype) for a, _ in matrices], 1), 2, axis=1)
     branches = [(d, (0.3 * b).astype(dtype)) for d, (_, b) in zip(downs, matrices, strict=True)]
@@ -85,12 +84,10 @@ def test_matrices_prepared_for_the_kernel_are_those_that_it_makes_itself(epilogu
     launched, w, rank = epilogues(case), to_hopper(case.weight), 16
     key = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)
     matrices = [(key(size, 512, rank), key(1, rank, size)) for size in sizes]
-    prepared = finished_linear.prepare_lora(
-        matrices, case.bias, 0.5, w, jnp.bfloat16, rows=160, has_unit=True
-    )
-    branches = [
-        (case.x @ a.astype(jnp.bfloat16), (0.5 * b).astype(jnp.bfloat16)) for a, b in matrices
-    ]
+    dtype = case.x.dtype
+    others = case.bias, 0.5, w, dtype
+    prepared = finished_linear.prepare_lora(matrices, *others, rows=160, has_unit=True)
+    branches = [(case.x @ a.astype(dtype), (0.5 * b).astype(dtype)) for a, b in matrices]
     for each in (prepared, branches):
         finished_linear.finished_linear(case.x, w, each, unit=case.unit, bias=case.bias)
     found, expected = launched
@@ -98,6 +95,4 @@ def test_matrices_prepared_for_the_kernel_are_those_that_it_makes_itself(epilogu
     for name in ("b", "unit", "bias"):
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
     # One product in place of several: sums may come in another order.
-    np.testing.assert_allclose(
-        np.float32(found.u), np.float32(expected.u), rtol=2**-7, atol=2**-7 * 30
-    )
+    np.testing.assert_allclose(f32(found.u), f32(expected.u), rtol=2**-7, atol=2**-7 * 30)

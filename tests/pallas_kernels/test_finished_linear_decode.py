@@ -45,12 +45,13 @@ def rounded(x):
 
 
 def expected(h, t, parts, bias, unit=1.0):
-    """Computes the linear in float32, and rounds where the kernels round."""
-    y = rounded(h @ f32(scaled_codes(t, jnp.float32)).T) * f32(t.multiplier)
+    """Computes the linear in float32, and rounds where the kernels round. The weight may be packed or in bfloat16."""
+    is_packed = isinstance(t, nvfp4.NVFP4Tensor)
+    codes, scale = (scaled_codes(t, jnp.float32), f32(t.multiplier)) if is_packed else (t, 1)
+    y = rounded(h @ f32(codes).T) * scale
     if parts:
-        y += np.concatenate(
-            [rounded(rounded(h @ rounded(a)) @ rounded(0.5 * b)) for a, b in parts], axis=1
-        )
+        added = [rounded(rounded(h @ rounded(a)) @ rounded(0.5 * b)) for a, b in parts]
+        y += np.concatenate(added, axis=1)
     y = y * unit
     return y if bias is None else y + f32(bias)
 
@@ -80,16 +81,22 @@ def assert_rounded(actual, wanted, *, share=0.01):
     assert np.abs(actual - wanted).max() <= 2 * 2.0 ** (np.floor(np.log2(largest)) - 7)
 
 
-def run(m, n, k, config, *, rank, sizes, x=None, interpret=True, **options):
-    t = weight(7, n, k, std=k**-0.5)
+def run(m, n, k, config, *, rank, sizes, x=None, t=None, interpret=True, **options):
+    t = weight(7, n, k, std=k**-0.5) if t is None else t
+    is_packed = isinstance(t, nvfp4.NVFP4Tensor)
     parts = branches(k, rank, sizes) if rank else []
-    branch = pack_lora(parts, 0.5, is_packed=True) if rank else None
+    branch = pack_lora(parts, 0.5, is_packed=is_packed) if rank else None
     x = normal(8, (m, k)) if x is None else x
     options |= {"branch": branch, "config": config, "interpret": interpret}
-    return x, t, parts, fused.linear(x, to_hopper(t), **options)
+    return x, t, parts, fused.linear(x, to_hopper(t) if is_packed else t, **options)
 
 
-# Layouts -------------------------------------------------------------------------------------
+def assert_meets_arithmetic(m, n, k, config, *, share=0.01, **options):
+    """Checks a linear with a bias, and LoRA if the rank is not 0, whose matrices it returns."""
+    bias = normal(1, (n,))
+    x, t, parts, y = run(m, n, k, config, bias=bias, **options)
+    assert_rounded(y, expected(f32(x), t, parts, bias), share=share)
+    return parts
 
 
 @pytest.mark.parametrize(
@@ -213,9 +220,6 @@ def test_an_epilogue_says_how_much_shared_memory_a_rank_takes():
     assert epilogue.supports(96, 37888, rank=640, is_swiglu=True) == reason
 
 
-# Values --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("m", "n", "k", "rank", "sizes", "config"),
     [
@@ -233,21 +237,10 @@ def test_an_epilogue_says_how_much_shared_memory_a_rank_takes():
     ],
 )
 @pytest.mark.parametrize("is_packed", [True, False])
-def test_a_linear_of_any_size_meets_plain_arithmetic(
-    interpreter, m, n, k, rank, sizes, config, is_packed
-):
-    bias, t = normal(1, (n,)), weight(7, n, k, std=k**-0.5, scale_per_row=True)
-    parts, x = branches(k, rank, sizes) if rank else [], normal(8, (m, k))
-    branch = pack_lora(parts, 0.5, is_packed=is_packed) if rank else None
-    w = to_hopper(t) if is_packed else nvfp4.dequantize(t, jnp.bfloat16)
-    y = fused.linear(x, w, bias=bias, branch=branch, config=config, interpret=True)
-    if not is_packed:
-        h, w = f32(x), f32(w)
-        product = rounded(h @ w.T)
-        added = [rounded(rounded(h @ rounded(a)) @ rounded(0.5 * b)) for a, b in parts]
-        assert_rounded(y, product + (np.concatenate(added, 1) if added else 0) + f32(bias))
-    else:
-        assert_rounded(y, expected(f32(x), t, parts, bias))
+def test_linears_of_any_size_meet_arithmetic(interpreter, m, n, k, rank, sizes, config, is_packed):
+    t = weight(7, n, k, std=k**-0.5, scale_per_row=True)
+    t = t if is_packed else nvfp4.dequantize(t, jnp.bfloat16)
+    assert_meets_arithmetic(m, n, k, config, t=t, rank=rank, sizes=sizes)
 
 
 @pytest.mark.parametrize(
@@ -270,15 +263,11 @@ def test_a_linear_of_any_size_meets_plain_arithmetic(
         slow(8, 256, 384, 16, (256,), Config(4, 64, 2, 2)),
     ],
 )
-def test_a_linear_with_bias_and_lora_meets_plain_arithmetic(
-    interpreter, m, n, k, rank, sizes, config
-):
-    bias = normal(1, (n,))
-    x, t, parts, y = run(m, n, k, config, rank=rank, sizes=sizes, bias=bias)
+def test_a_linear_with_bias_and_lora_meets_arithmetic(interpreter, m, n, k, rank, sizes, config):
+    parts = assert_meets_arithmetic(m, n, k, config, rank=rank, sizes=sizes)
     if parts:
         height = pack_lora(parts, 0.5, is_packed=True).height
         assert height == (64 if rank in (24, 64, 128) else 32)
-    assert_rounded(y, expected(f32(x), t, parts, bias))
 
 
 @pytest.mark.parametrize("rank", [0, slow(16)])
@@ -388,10 +377,9 @@ def test_a_gate_lets_through_what_swiglu_says(interpreter, rank):
 )
 def test_on_its_device_a_linear_with_lora_meets_plain_arithmetic(m, shape):
     n, k, rank, sizes = shape
-    bias = normal(1, (n,))
-    x, t, parts, y = run(m, n, k, None, rank=rank, sizes=sizes, bias=bias, interpret=False)
     # A tensor core cuts off what it adds up, thousands of times.
-    assert_rounded(y, expected(f32(x), t, parts, bias), share=0.05)
+    options = {"interpret": False, "share": 0.05}
+    assert_meets_arithmetic(m, n, k, None, rank=rank, sizes=sizes, **options)
 
 
 @pytest.mark.gpu

@@ -7,13 +7,7 @@ import pytest
 
 from pallas_kernels import nvfp4_matmul, runtime, unprepare
 from pallas_kernels.finished_linear import decode as fused
-from pallas_kernels.finished_linear import (
-    finished_linear,
-    gated,
-    gated_config,
-    lora,
-    prepare_lora,
-)
+from pallas_kernels.finished_linear import finished_linear, gated, gated_config, lora, prepare_lora
 from pallas_kernels.finished_linear.gated_config import Config
 from pallas_kernels.nvfp4_matmul import api, layout, shapes
 from tests.combinations import spread
@@ -47,9 +41,6 @@ def run(m, inner, k, rank, config=None, *, scale_per_row=False, interpret=True, 
         y = gated.linear(stream, to_hopper(t, is_paired=True), **options)
     unit = np.asarray(stream.unit(EPS))[:, None]
     return y, swiglu(expected(f32(stream.scaled)[:, :k], t, parts, None, unit))
-
-
-# Layouts -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scale_per_row", [False, True])
@@ -88,9 +79,6 @@ def test_b_in_pairs_has_no_zeros_and_comes_back_with_them(rank):
         assert not rows[:, 1, :, 2 * rank :].any()
 
 
-# Many rows -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("scale_per_row", [False, True])
 def test_products_of_many_rows_do_not_see_the_order_of_rows(scale_per_row):
     m, n, k = 24, 192, 128
@@ -122,9 +110,6 @@ def test_only_gates_are_put_in_pairs_and_only_beside_ranks_that_lose_nothing(mon
         assert ranks == {32: True, 33: False, 64: False, 65: True, 128: True, 129: False}
         monkeypatch.setenv("PALLAS_PAIRED_GATES", "0")
         assert not is_paired(is_gated=True)
-
-
-# The kernel ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("problem", [p for p in shapes.PROBLEMS if p.layer == "gate_up"])

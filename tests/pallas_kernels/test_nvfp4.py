@@ -8,7 +8,7 @@ import pytest
 
 from pallas_kernels import nvfp4
 from tests import golden_files
-from tests.pallas_kernels.common import assert_equal_bits, without_negative_zero
+from tests.pallas_kernels.common import assert_equal_bits, nvfp4_tensor, without_negative_zero
 
 VECTORS = golden_files.load("nvfp4/vectors.safetensors")
 CASES = sorted(name.removesuffix(".weight") for name in VECTORS if name.endswith(".weight"))
@@ -38,10 +38,8 @@ def test_quantize_meets_compressed_tensors_bytes(case):
     expected = recorded(case)
     actual = quantize(jnp.asarray(VECTORS[f"{case}.weight"]))
     # compressed-tensors has -0 where ours has 0.
-    alike = [
-        dataclasses.replace(t, codes=without_negative_zero(t.codes)) for t in (actual, expected)
-    ]
-    assert_equal_bits(*alike)
+    alike = lambda t: dataclasses.replace(t, codes=without_negative_zero(t.codes))
+    assert_equal_bits(alike(actual), alike(expected))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -57,9 +55,7 @@ def test_dequantize_meets_compressed_tensors_values(case):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_code_times_scale_is_exact_for_every_code_and_scale(dtype):
     """Row r has the block scale SCALES[r], and all 16 codes in order."""
-    codes = jnp.tile(nvfp4.pack_codes(jnp.arange(16, dtype=jnp.uint8)), (SCALES.size, 1))
-    one = jnp.ones((1,), jnp.float32)
-    t = nvfp4.NVFP4Tensor(codes, jnp.asarray(SCALES)[:, None], one, (SCALES.size, 16))
+    t = nvfp4_tensor(np.tile(np.arange(16), (SCALES.size, 1)), SCALES[:, None])
     actual = np.asarray(nvfp4.scaled_codes(t, dtype)).astype(np.float64)
     np.testing.assert_array_equal(actual, SCALES.astype(np.float64)[:, None] * VALUES)
 
@@ -67,9 +63,6 @@ def test_code_times_scale_is_exact_for_every_code_and_scale(dtype):
 def test_the_even_column_is_the_low_nibble():
     codes = jnp.array([[1, 2, 15, 0]], jnp.uint8)
     np.testing.assert_array_equal(nvfp4.pack_codes(codes), [[0x21, 0x0F]])
-
-
-def test_every_byte_survives_unpacking_and_packing():
     packed = jnp.arange(256, dtype=jnp.uint8).reshape(2, 4, 32)
     codes = nvfp4.unpack_codes(packed)
     assert codes.shape == (2, 4, 64) and codes.max() == 15

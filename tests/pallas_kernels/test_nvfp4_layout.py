@@ -6,10 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import nvfp4
 from pallas_kernels.formats.nvfp4 import NVFP4Tensor
 from pallas_kernels.nvfp4_matmul import layout
-from tests.pallas_kernels.common import assert_equal_bits
+from tests.pallas_kernels.common import assert_equal_bits, nvfp4_tensor
 from tests.pallas_kernels.common import to_hopper as prepare
 
 unprepare = jax.jit(layout.unprepare)
@@ -30,8 +29,7 @@ def any_tensor(seed, shape, *, per_row=False):
 
 
 @pytest.mark.parametrize(
-    "shape",
-    [(64, 64), (128, 192), (1, 16), (130, 80), (63, 1040), (3, 64, 128), (2, 3, 96, 208)],
+    "shape", [(64, 64), (128, 192), (1, 16), (130, 80), (63, 1040), (3, 64, 128), (2, 3, 96, 208)]
 )
 @pytest.mark.parametrize("per_row", [False, True])
 def test_unprepare_inverts_prepare_bit_for_bit(shape, per_row):
@@ -59,9 +57,9 @@ def test_codes_whose_scale_is_zero_become_zeros():
     assert_equal_bits(back, dataclasses.replace(blank, codes=jnp.zeros_like(t.codes)))
 
 
-def nonzero_words(t):
+def nonzero_words(codes, scales):
     """Returns the words that are not 0 of one tile, by index."""
-    words = np.asarray(prepare(t).words).view(np.uint32).ravel()
+    words = np.asarray(prepare(nvfp4_tensor(codes, scales)).words).view(np.uint32).ravel()
     assert words.shape == (576,)
     return {index: word for index, word in enumerate(words.tolist()) if word}
 
@@ -88,13 +86,8 @@ def nonzero_words(t):
 def test_a_code_is_where_its_thread_looks_for_it(row, column, words):
     codes = np.zeros((64, 64), np.uint8)
     codes[row, column] = 0b1111
-    t = NVFP4Tensor(
-        nvfp4.pack_codes(jnp.asarray(codes)),
-        jnp.full((64, 4), 2**-9, jnp.float8_e4m3fn),  # the byte 0
-        jnp.ones(1),
-        (64, 64),
-    )
-    assert nonzero_words(t) == words
+    # The scale 2^-9 is the byte 0.
+    assert nonzero_words(codes, np.full((64, 4), 2**-9)) == words
 
 
 @pytest.mark.parametrize(
@@ -113,20 +106,12 @@ def test_a_code_is_where_its_thread_looks_for_it(row, column, words):
 def test_a_scale_is_where_its_thread_looks_for_it(row, block, word, bits):
     scales = np.full((64, 4), 2**-9, np.float32)  # the byte 0
     scales[row, block] = 1  # the byte 9 << 3
-    t = NVFP4Tensor(
-        jnp.zeros((64, 32), jnp.uint8),
-        jnp.asarray(scales).astype(jnp.float8_e4m3fn),
-        jnp.ones(1),
-        (64, 64),
-    )
-    assert nonzero_words(t) == {word: bits}
+    assert nonzero_words(np.zeros((64, 64)), scales) == {word: bits}
 
 
 def test_scale_bytes_hold_every_e4m3_value_in_five_exponent_bits():
     scales = np.arange(1, 127, dtype=np.uint8).view(jnp.float8_e4m3fn)
-    t = NVFP4Tensor(
-        jnp.zeros((126, 8), jnp.uint8), jnp.asarray(scales[:, None]), jnp.ones(1), (126, 16)
-    )
+    t = nvfp4_tensor(np.zeros((126, 16)), scales[:, None])
     _, scale_bytes = layout.unpack_tiles(prepare(t).words)
     exponent, mantissa = np.divmod(np.asarray(scale_bytes[:126, 0], np.int32), 8)
     np.testing.assert_array_equal((8 + mantissa) / 8 * 2.0 ** (exponent - 9), scales.astype(float))

@@ -9,13 +9,19 @@ from pallas_kernels import nvfp4_matmul, packed_matmul
 from pallas_kernels.formats import mxfp4, nf4, nvfp4
 from tests.pallas_kernels import common
 
-QUANTIZE = {
-    "mxfp4": mxfp4.quantize,
-    "nf4": nf4.quantize,
-    "nf4 doubly": functools.partial(nf4.quantize, double=True),
-}
-normal = functools.partial(common.normal, dtype=jnp.float32)
+quantize_doubly = functools.partial(nf4.quantize, double=True)
+QUANTIZE = {"mxfp4": mxfp4.quantize, "nf4": nf4.quantize, "nf4 doubly": quantize_doubly}
 DEQUANTIZE = {"mxfp4": mxfp4.dequantize, "nf4": nf4.dequantize, "nf4 doubly": nf4.dequantize}
+normal = functools.partial(common.normal, dtype=jnp.float32)
+
+
+@pytest.mark.parametrize("name", DEQUANTIZE)
+def test_random_weights_spread_as_asked(name):
+    double = {"double": True} if name == "nf4 doubly" else {}
+    make = mxfp4.random if name == "mxfp4" else nf4.random
+    dense = DEQUANTIZE[name](make(jax.random.key(0), (2, 128, 256), std=0.03, **double))
+    np.testing.assert_allclose(np.asarray(dense).std(axis=(1, 2)), 0.03, rtol=0.03)
+    assert (dense[0] != dense[1]).mean() > 0.8
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -38,9 +44,9 @@ def test_values_and_derivatives_are_those_of_the_unpacked_weight(name):
     np.testing.assert_allclose(pull(dy)[0], expected_pull(dy)[0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", QUANTIZE)
-def test_only_the_packed_weight_is_kept_for_the_derivative(name):
-    w = QUANTIZE[name](normal(0, (64, 128)))
+@pytest.mark.parametrize("quantize", [*QUANTIZE.values(), nvfp4.quantize])
+def test_only_the_packed_weight_is_kept_for_the_derivative(quantize):
+    w = quantize(normal(0, (64, 128)))
     _, pull = jax.vjp(lambda x: packed_matmul(x, w), normal(1, (4, 128)))
     kept = sum(leaf.nbytes for leaf in jax.tree.leaves(pull) if hasattr(leaf, "nbytes"))
     assert kept == w.nbytes

@@ -19,18 +19,16 @@ def run(arguments, **options):
 
 
 @pytest.mark.parametrize(
-    ("heads", "key_heads", "size", "ends", "width", "pages"),
+    ("shape", "ends", "width", "pages"),
     [
-        (14, 2, 128, [0, 63, 64, 100], 2, 2),  # a row's first token, the ends of a page
-        (4, 2, 64, [300, 5], 5, 2),  # three pieces, the last one shorter; rows that end early
-        (9, 3, 32, [70, 191], 3, 1),  # heads in no power of two; a piece for each page
+        ((14, 2, 128), [0, 63, 64, 100], 2, 2),  # a row's first token, the ends of a page
+        ((4, 2, 64), [300, 5], 5, 2),  # three pieces, the last one shorter; rows that end early
+        ((9, 3, 32), [70, 191], 3, 1),  # heads in no power of two; a piece for each page
     ],
 )
-def test_attention_meets_the_reference(
-    monkeypatch, portable, heads, key_heads, size, ends, width, pages
-):
+def test_attention_meets_the_reference(monkeypatch, portable, shape, ends, width, pages):
     monkeypatch.setattr(attention, "pages_of_a_piece", lambda *_: pages)
-    arguments = siblings.problem(1, heads, key_heads, size, ends, width)
+    arguments = siblings.problem(1, *shape, ends, width)
     siblings.assert_meets_reference(run(arguments), arguments, ulps=1)
 
 
@@ -74,9 +72,7 @@ def test_what_does_not_fit_is_named(portable):
         ("9.0", 227, 64, 256, 128, False),
     ],
 )
-def test_pages_that_do_not_fit_into_shared_memory_are_refused(
-    capability, kilobytes, group, size, slots, fits
-):
+def test_pages_beyond_shared_memory_are_refused(capability, kilobytes, group, size, slots, fits):
     with runtime.on(like(compute_capability=capability, shared_bytes=kilobytes << 10)):
         reason = attention.supports_heads(2 * group, 2, size, slots)
     assert reason is None if fits else f"shared memory of {kilobytes << 10}" in reason
@@ -95,7 +91,6 @@ def test_a_row_is_cut_by_shapes_alone(h200, rows, key_heads, width, pages):
     ("shape", "rows"), spread([(28, 4, 128), (40, 8, 128), (9, 3, 64)], [1, 8, 64], every=2)
 )
 def test_on_its_device_long_rows_meet_the_reference(portable, shape, rows):
-    heads, key_heads, size = shape
-    ends = np.random.default_rng(rows).integers(0, 2048, rows)
-    arguments = siblings.problem(rows, heads, key_heads, size, [int(e) for e in ends], 32)
+    ends = np.random.default_rng(rows).integers(0, 2048, rows).tolist()
+    arguments = siblings.problem(rows, *shape, ends, 32)
     siblings.assert_meets_reference(run(arguments), arguments, ulps=1)

@@ -33,28 +33,22 @@ def e2m1_words(codes):
     return word | sign[3] << 14 | rest[3] >> 2 << 13 | (rest[3] & 3) << 10
 
 
-@pytest.mark.parametrize(
-    ("codes", "scales", "kind"),
-    [
-        ("_BFLOAT16_CODES", "_NVFP4_SCALES", ptx.BFLOAT16),
-        ("_FLOAT16_CODES", "_NVFP4_HALF_SCALES", ptx.FLOAT16),
-    ],
-)
-def test_assembly_decodes_every_code_with_every_scale(codes, scales, kind):
+@pytest.mark.parametrize(("name", "scales"), [("BFLOAT16", "NVFP4"), ("FLOAT16", "NVFP4_HALF")])
+def test_assembly_decodes_every_code_with_every_scale(name, scales):
     values = np.arange(1, 127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(float)
     exponents = np.floor(np.log2(values))
     bytes_ = ((exponents + 9) * 8 + (values / 2.0**exponents - 1) * 8).astype(int)[:, None]
     others = np.random.default_rng(0).integers(0, 143, (3, *bytes_.shape))
-    pairs = run(
-        getattr(decoders, scales), bytes_ | sum(b << 8 * i for i, b in enumerate(others, 1))
-    )
+    words = bytes_ | sum(b << 8 * i for i, b in enumerate(others, 1))
+    pairs = run(getattr(decoders, f"_{scales}_SCALES"), words)
     np.testing.assert_array_equal(pairs[0] & 0xFFFF, pairs[0] >> 16)
     # Each of the four parts with the same scale; a pair of 16 bits comes in two registers.
     words = e2m1_words(LOW) | e2m1_words(HIGH) << 16
-    decoded = run(getattr(decoders, codes), words, *[pairs[0]] * 8)
+    decoded = run(getattr(decoders, f"_{name}_CODES"), words, *[pairs[0]] * 8)
     for low, high, actual in zip(LOW, HIGH, decoded, strict=True):
         expected = E2M1[pairs_of(low, high)] * values[:, None, None] * decoders.DECODED_SCALE
-        np.testing.assert_array_equal(ptx.halves(actual, kind), expected, strict=True)
+        halves = ptx.halves(actual, getattr(ptx, name))
+        np.testing.assert_array_equal(halves, expected, strict=True)
 
 
 def test_each_scale_of_a_word_meets_its_block():
@@ -82,11 +76,10 @@ def test_assembly_scales_every_code_of_mxfp4_by_powers_of_two():
         np.testing.assert_array_equal(ptx.halves(actual, ptx.BFLOAT16), expected, strict=True)
 
 
-@pytest.mark.parametrize(
-    ("lookup", "kind"), [("_BFLOAT16_LOOKUP", ptx.BFLOAT16), ("_FLOAT16_LOOKUP", ptx.FLOAT16)]
-)
-def test_assembly_looks_every_code_of_nf4_up(lookup, kind):
+@pytest.mark.parametrize("name", ["BFLOAT16", "FLOAT16"])
+def test_assembly_looks_every_code_of_nf4_up(name):
+    lookup, kind = getattr(decoders, f"_{name}_LOOKUP"), getattr(ptx, name)
     word = sum(codes << 4 * i for i, codes in enumerate(LOW + HIGH))
     table = nf4.CODE_VALUES.astype(kind).astype(float)
-    for low, high, actual in zip(LOW, HIGH, run(getattr(decoders, lookup), word), strict=True):
+    for low, high, actual in zip(LOW, HIGH, run(lookup, word), strict=True):
         np.testing.assert_array_equal(ptx.halves(actual, kind), table[pairs_of(low, high)])

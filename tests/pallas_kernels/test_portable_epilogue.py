@@ -20,11 +20,10 @@ def problem(sizes, k, *, m=5, rank=None, has_bias=False, per_row=False):
     n, draw = sum(sizes), lambda seed, *shape: normal(seed, (LAYERS, *shape), jnp.float32)
     parts = [quantize(draw(s, s, k) * k**-0.5) for s in (sizes if per_row else [n])]
     t = nvfp4.fuse(parts, shared=not per_row)
-    matrices = [
-        (draw(i, k, rank) * k**-0.5, draw(i + 9, rank, s)) for i, s in enumerate(sizes) if rank
-    ]
+    pair = lambda i, size: (draw(i, k, rank) * k**-0.5, draw(i + 9, rank, size))
+    matrices = [pair(i, size) for i, size in enumerate(sizes)] if rank else None
     bias = normal(3, (LAYERS, n)) if has_bias else None
-    return to_portable(t), matrices or None, bias, normal(4, (m, k))
+    return to_portable(t), matrices, bias, normal(4, (m, k))
 
 
 def definition(w, matrices, bias, x, *, unit=None, residual=None):
@@ -37,14 +36,9 @@ def definition(w, matrices, bias, x, *, unit=None, residual=None):
         down = jnp.dot(x.astype(jnp.float32), a[LAYER].astype(jnp.bfloat16).astype(jnp.float32))
         up = (0.5 * b[LAYER]).astype(jnp.bfloat16)
         branches.append((rounded(down, jnp.bfloat16), up))
-    return finish(
-        sums * one.multiplier,
-        branches,
-        unit=unit,
-        bias=None if bias is None else bias[LAYER],
-        residual=residual,
-        dtype=jnp.bfloat16,
-    )
+    bias = None if bias is None else bias[LAYER]
+    traits = {"unit": unit, "bias": bias, "residual": residual, "dtype": jnp.bfloat16}
+    return finish(sums * one.multiplier, branches, **traits)
 
 
 def linear(w, matrices, bias, x, sizes, residual=None, **options):

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import FORMATS
-from pallas_kernels.formats import mxfp4, nf4, nvfp4
-from pallas_kernels.formats.nvfp4 import NVFP4Tensor
+from pallas_kernels.formats import mxfp4, nf4
 from pallas_kernels.portable import layout
-from tests.pallas_kernels.common import RANDOM, to_portable
+from tests.pallas_kernels.common import RANDOM, nvfp4_tensor, to_portable
 
 unprepare = jax.jit(layout.unprepare)
 
@@ -44,13 +43,7 @@ def test_a_word_has_a_code_of_each_block_and_a_scale_word_a_byte_of_each():
     codes[3, 5], codes[3, 16 * 3 + 5] = 7, 9
     scales = np.ones((64, 4), np.float32)
     scales[3] = [1, 2, 448, 2.0**-9]
-    t = NVFP4Tensor(
-        nvfp4.pack_codes(jnp.asarray(codes)),
-        jnp.asarray(scales).astype(jnp.float8_e4m3fn),
-        jnp.ones((1,)),
-        (64, 64),
-    )
-    w = to_portable(t)
+    w = to_portable(nvfp4_tensor(codes, scales))
     assert w.words.shape == (1, 64, 16)
     # +6: exponent and mantissa at bits 8 to 6; -0.5: sign at 14, mantissa at 10.
     assert w.words[0, 3, 5] == 0b111 << 6 | 1 << 14 | 1 << 10
@@ -78,6 +71,5 @@ def test_a_stack_may_be_sliced():
     w = to_portable(t)
     one = jax.tree.map(lambda leaf: leaf[1], w)
     assert dataclasses.replace(one) == one and one.shape == (64, 64)
-    np.testing.assert_array_equal(
-        layout.decoded(w, jnp.float32)[1], layout.decoded(one, jnp.float32)
-    )
+    decoded = lambda w: layout.decoded(w, jnp.float32)
+    np.testing.assert_array_equal(decoded(w)[1], decoded(one))

@@ -42,11 +42,8 @@ def folder_of_programs(monkeypatch):
 
 def test_a_gpus_programs_are_kept_unless_jax_is_told_where(folder_of_programs):
     default = str(pathlib.Path("~/.cache/qerl_jax/xla").expanduser())
-    for platform, before, after in (
-        ("gpu", None, default),
-        ("gpu", "/elsewhere", "/elsewhere"),
-        ("cpu", None, None),
-    ):
+    cases = [("gpu", None, default), ("gpu", "/elsewhere", "/elsewhere"), ("cpu", None, None)]
+    for platform, before, after in cases:
         folder_of_programs(before)
         with runtime.on(like(platform=platform)):
             runtime.use_compilation_cache()
@@ -78,16 +75,11 @@ _DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 
 
 @pytest.mark.parametrize(("flags", "is_used"), [("", True), ("", False), (_DETERMINISTIC, True)])
-def test_a_gpu_that_was_used_without_them_has_no_deterministic_kernels(
-    monkeypatch, h200, flags, is_used
-):
+def test_a_gpu_used_without_them_has_no_deterministic_kernels(monkeypatch, h200, flags, is_used):
     monkeypatch.setenv("XLA_FLAGS", flags)
     monkeypatch.setattr("jax._src.xla_bridge.backends_are_initialized", lambda: is_used)
     for _ in range(2):
         assert runtime.use_deterministic_kernels() == bool(flags or not is_used)
-
-
-# The device ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -101,9 +93,7 @@ def test_a_gpu_that_was_used_without_them_has_no_deterministic_kernels(
         ("NVIDIA of tomorrow", 4.8e12, 60 << 20),
     ],
 )
-def test_the_card_says_how_many_processors_it_has_and_a_table_the_rest(
-    monkeypatch, kind, bandwidth, l2
-):
+def test_the_card_knows_its_processors_and_a_table_the_rest(monkeypatch, kind, bandwidth, l2):
     traits = {"device_kind": kind, "core_count": 16, "shared_memory_per_block_optin": 9}
     found = types.SimpleNamespace(compute_capability="9.0", **traits)
     # A namespace is not hashed by identity, as a device of JAX is.
@@ -161,11 +151,9 @@ def test_plans_and_grids_fit_the_processors_that_a_card_has(grids, assume):
     assert configs.pick_config(64, 4, 128).blocks == 114
     # A's share of the blocks.
     units = jnp.zeros((1, 56, 1, 4, *layout.TILE_SHAPE), jnp.int32)
-    shares = lambda processors: dense_tile.shares(
-        units, height=64, m=64, base_bytes=114 << 17, most=99, processors=processors
-    )
-    assert shares(132) > shares(114)
-
+    traits = {"height": 64, "m": 64, "base_bytes": 114 << 17, "most": 99}
+    shares = functools.partial(dense_tile.shares, units, **traits)
+    assert shares(processors=132) > shares(processors=114)
     words = jax.ShapeDtypeStruct((592, 56, *layout.TILE_SHAPE), jnp.int32)
     w = layout.HopperNVFP4(words, jax.ShapeDtypeStruct((1,), jnp.float32), (37888, 3584))
     x = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
@@ -240,9 +228,7 @@ def test_cards_of_other_makers_have_neither_triton_nor_cudnn_here(on):
 
 
 @pytest.mark.parametrize(("package", "version"), [("jax-triton", "0.4.1"), ("triton", "3.9.0")])
-def test_another_version_than_the_tested_one_is_named_and_not_called(
-    monkeypatch, on, package, version
-):
+def test_another_version_than_the_tested_one_is_not_called(monkeypatch, on, package, version):
     on("NVIDIA A100-SXM4-80GB", "8.0")
     monkeypatch.setattr(runtime, "_installed", {**runtime.TRITON, package: version}.get)
     kernels, _, portable = runtime.describe_kernels()
