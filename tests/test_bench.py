@@ -107,8 +107,8 @@ def test_a_field_of_a_recipe_can_be_changed():
 def test_a_pool_is_a_share_of_this_cards_memory(monkeypatch):
     # Of an H200 and an H100.
     for mebibytes, share in ((143771, 0.558), (81559, bench_training.MOST_SHARE)):
-        text = types.SimpleNamespace(stdout=f"{mebibytes}\n{mebibytes}\n")
-        monkeypatch.setattr(bench_training.subprocess, "run", lambda *_, text=text, **__: text)
+        shown = types.SimpleNamespace(stdout=f"{mebibytes}\n{mebibytes}\n")
+        monkeypatch.setattr(bench_training.subprocess, "run", lambda *_, shown=shown, **__: shown)
         variables = bench_training.pool_of({"pool_gib": 78})
         assert float(variables["XLA_PYTHON_CLIENT_MEM_FRACTION"]) == pytest.approx(share, abs=5e-4)
     assert bench_training.pool_of({"pool_gib": 0.0}) == {}
