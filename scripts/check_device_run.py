@@ -512,13 +512,13 @@ def _eval(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
 def _replay(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
     """Makes steps that are not finite, with rewards whose squares overflow, and replays one.
 
-    A run with only such steps must end with the status for a run that learned nothing.
+    A run whose first step is not finite must end there.
     """
     broken = table | {"output_dir": str(folder / "diverged")}
     not_normalized = {"scale_rewards": "none", "multi_objective_aggregation": "sum_then_normalize"}
     broken["grpo"] = table["grpo"] | not_normalized
     broken["rewards"] = {"functions": [cases.ALTERNATING], "weights": [3e38]}
-    qerl("train", _write_config(folder / "diverged.toml", broken), may_end_with=3)
+    qerl("train", _write_config(folder / "diverged.toml", broken), may_end_with=2)
     batches = sorted((folder / "diverged" / "non_finite").glob("step_*.npz"))
     assert batches, "non_finite/: is empty after rewards of 3e38"
     message = qerl("replay", batches[0])

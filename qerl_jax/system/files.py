@@ -180,6 +180,8 @@ def whole_folder(
             _remove_abandoned(folder)
             partial.mkdir()
             stack.callback(shutil.rmtree, partial, ignore_errors=True)
+            _partials.add(partial)
+            stack.callback(_partials.discard, partial)
             lock(stack.enter_context(_opened(partial)))
         stack.enter_context(writing(folder))
         yield partial
@@ -195,9 +197,16 @@ def whole_folder(
             shutil.rmtree(previous, ignore_errors=True)
 
 
+# The temporary folders that this process fills. It has locked them, and would wait for itself.
+_partials: set[pathlib.Path] = set()
+
+
 @contextlib.contextmanager
 def _locked(folder: pathlib.Path) -> Iterator[None]:
     """Locks a folder for the block, and waits for the lock; without locks, nothing is done."""
+    if folder in _partials:
+        yield
+        return
     with _opened(folder) as descriptor:
         lock(descriptor, wait=True)
         yield

@@ -108,6 +108,15 @@ def test_what_a_killed_process_left_beside_a_folder_is_removed(tmp_path):
         assert names(tmp_path) == sorted([".made2.partial", first.name, second.name])
 
 
+def test_a_folder_is_made_within_one_that_is_being_made(tmp_path):
+    with files.whole_folder(tmp_path / "pair", "marker", "cake") as outer:
+        with files.whole_folder(outer / "adapter", "marker", "cake") as inner:
+            (inner / "marker").write_text("inner")
+        (outer / "marker").write_text("outer")
+    assert (tmp_path / "pair" / "adapter" / "marker").read_text() == "inner"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pair"]
+
+
 def test_a_folder_of_something_else_is_not_replaced(tmp_path):
     (tmp_path / "mine").write_text("only copy")
     refused = pytest.raises(FileExistsError, match="but no cake; they would be deleted")
