@@ -10,21 +10,14 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
+# The numbers of "The house, smaller", and what "Right for every checkpoint" added to them: rules for every tensor, end and
+# message, rotations, judges, locks.
 BUDGET = {
-    "qerl_jax": 31_000,
+    "qerl_jax": 31_000 + 1_400,
     "pallas_kernels": 12_300,
     "scripts and examples": 7_200,
-    "tests": 32_000,
-    "all": 83_000,
-}
-# The lines of the trees that are still above their budget; such a tree must not grow. Lower a number when there are fewer
-# lines, and delete it when the tree is within its budget.
-ABOVE = {
-    "qerl_jax": 33_316,
-    "pallas_kernels": 12_450,
-    "scripts and examples": 7_579,
-    "tests": 36_160,
-    "all": 89_505,
+    "tests": 32_000 + 1_500,
+    "all": 83_000 + 2_900,
 }
 
 
@@ -39,8 +32,8 @@ def lines():
 
 
 @pytest.mark.parametrize("tree", BUDGET)
-def test_a_tree_is_within_its_budget_or_does_not_grow(tree):
-    assert lines()[tree] <= ABOVE.get(tree, BUDGET[tree])
+def test_a_tree_is_within_its_budget(tree):
+    assert lines()[tree] <= BUDGET[tree]
 
 
 @pytest.mark.parametrize("tree", ["qerl_jax", "scripts", "examples", "pallas_kernels"])
