@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import pathlib
+from collections.abc import Callable
 from typing import Any, get_args
 
 import jax
@@ -89,12 +90,29 @@ _PLAIN = {
 # Values of `init_lora_weights` that begin so change the base.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
-_is_plain = lambda plain: lambda value: (value or plain) == plain
-_is_name = lambda value: isinstance(value, str)
-_is_names = lambda value: _is_name(value) or isinstance(value, list) and all(map(_is_name, value))
-_is_count = lambda value: type(value) is int and 0 < value < 2**31
-_is_scale = lambda value: type(value) in (int, float) and 0 < value < 2**31
-_values = lambda is_value: lambda t: not t or isinstance(t, dict) and all(map(is_value, t.values()))
+
+def _is_plain(plain: Any) -> Callable[[Any], bool]:
+    return lambda value: (value or plain) == plain
+
+
+def _is_names(value: Any) -> bool:
+    listed = value if isinstance(value, list) else [value]
+    return all(isinstance(name, str) for name in listed)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 < value < 2**31
+
+
+def _is_scale(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < 2**31
+
+
+def _values(is_value: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Returns the check of a table with such values, which may be empty or absent."""
+    return lambda table: (
+        not table or (isinstance(table, dict) and all(map(is_value, table.values())))
+    )
 
 
 def _is_layers(value: Any) -> bool:
