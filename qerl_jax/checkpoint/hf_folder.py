@@ -49,6 +49,8 @@ def local_folder(name_or_path: str, *, weights: bool = True) -> pathlib.Path:
         rule = "no such file" if is_gguf else "no such folder"
         if os.path.lexists(folder):
             rule = "must be a model folder, or a .gguf file"
+        elif not is_gguf and hub.can_be_name(name_or_path):
+            rule += f"; the hub is not asked, since there is a local folder {str(folder.parent)!r}"
         raise FileNotFoundError(f"model or adapter: got {name_or_path!r}; {rule}")
     import huggingface_hub
 

@@ -23,11 +23,16 @@ _REASONS = {
 }
 
 
+def can_be_name(name: str) -> bool:
+    """Whether something on the hub can have this name."""
+    return _NAME.fullmatch(name) is not None
+
+
 def is_local(name: str) -> bool:
     """Whether a name can only be that of a local file or folder, or is in a folder that exists."""
     path = pathlib.Path(name)
     is_inside = len(path.parts) > 1 and os.path.lexists(path.parent)
-    return is_inside or os.path.lexists(path) or not _NAME.fullmatch(name)
+    return is_inside or os.path.lexists(path) or not can_be_name(name)
 
 
 @contextlib.contextmanager
