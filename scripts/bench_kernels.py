@@ -132,7 +132,7 @@ def timing(run: Callable[..., Any], *arguments: Any, calls: int, repeats: int = 
     wall(few)
     # Enough calls for a tenth of a second, according to the first estimate.
     many = few + max(2, min(200 // calls + 2, round(0.1 / (wall(few) / few))))
-    walls = [(wall(few), wall(many)) for _ in range(repeats if on_gpu else 1)]
+    walls = [(wall(few), wall(many)) for _ in range(repeats)]
     loop = 1e6 * statistics.median(long - short for short, long in walls) / ((many - few) * calls)
     if not on_gpu:
         return {"kernel_us": loop, "call_us": loop, "loop_us": loop}
