@@ -17,18 +17,23 @@ from qerl_jax.generation.draft_search import KINDS, LONGEST_MATCH, MOST, Outcome
 # prices the estimated gain is near the measured one (docs/tried-and-rejected.md).
 _PRICES = {8: 1.0, 32: 1.28, 64: 1.76, 128: 2.73}
 _PRICES_WITH_DRAFTS = {8: 1.22, 16: 1.33, 32: 1.46, 64: 1.65}
-# Possible numbers of tokens of a step with drafts; each is compiled as a program.
-_STEPS = (8, 16, 32, 64)
+# Tokens of a step with drafts: of at most `_FEW_ROWS` rows, and of more. A program is compiled for each batch size.
+_FEW_ROWS, _STEP_OF_FEW, _STEP = 8, 32, 64
 # The most tokens of a group's ended completions in which drafts are searched.
 MOST_ENDED = 1 << 15
-# Tokens per time that another step size must gain, as a factor, before it replaces the current one; and the number of
-# compared tokens that is needed before drafts are used.
+# Tokens per time that steps with drafts, or without, must gain, as a factor, before they replace the others; and the
+# number of compared tokens that is needed before drafts are used.
 _GAIN, _EVIDENCE = 1.05, 32
 # Comparing takes a millisecond or two. While drafts do not pay, one chunk of `_SELDOM` compares them. At the start
 # every chunk does, until `_EVIDENCE` tokens have been compared, but at most `_MOST_AT_FIRST` chunks.
 _SELDOM, _MOST_AT_FIRST = 8, 16
 # Decay of earlier counts when a chunk compares at least `_EVIDENCE` tokens; the prior: one right token of `_BELIEF`.
 _DECAY, _BELIEF = 0.75, 4.0
+
+
+def step_size(slots: int) -> int:
+    """Returns the tokens of a step with drafts, given the batch size."""
+    return _STEP_OF_FEW if slots <= _FEW_ROWS else _STEP
 
 
 def price(rows: int, positions: int = 0) -> float:
@@ -139,12 +144,15 @@ class Auto:
         self._matches = decay * self._matches + outcome.matches
 
     def _best(self, slots: int, live: int) -> int:
-        """Returns the step size with the most expected tokens per time, or the current one if it is about as good."""
-        rates = {n: self._expected(live, n) / price(slots, n) for n in _STEPS if n >= slots}
-        rates[0] = live / price(slots)
-        best = max(rates, key=rates.get)
-        is_better = rates[best] > _GAIN * rates.get(self._positions, 0)
-        return best if is_better else self._positions
+        """Returns the tokens of a step with drafts, or 0 if plain steps give about as many tokens per time, or more.
+
+        What was used last stays in use unless the other is clearly better.
+        """
+        size, plain = step_size(slots), live / price(slots)
+        drafted = self._expected(live, size) / price(slots, size)
+        if self._positions:
+            return 0 if plain > _GAIN * drafted else size
+        return size if drafted > _GAIN * plain else 0
 
     def _expected(self, live: int, positions: int) -> float:
         """Returns the expected number of tokens that `live` rows get from a step of `positions` tokens."""
@@ -190,4 +198,4 @@ class Drafting:
 
     def tokens_of_a_step(self, limit: int) -> int:
         """Returns the most tokens that a step may run, given the rows' limit in tokens; 0 for no drafts."""
-        return _STEPS[-1] if limit >= self.least_limit else 0
+        return _STEP if limit >= self.least_limit else 0

@@ -49,15 +49,15 @@ def test_there_are_no_drafts_before_enough_tokens_were_compared():
     [
         (0.02, 8, 8, 0),  # nothing is right
         (0.5, 8, 8, 32),  # 16 tokens in 1.46
-        (0.95, 8, 8, 64),
         (0.02, 8, 1, 0),
-        (0.3, 8, 1, 8),  # seven tokens beside the only row cost next to nothing
+        (0.3, 8, 1, 0),  # 1.43 tokens in 1.46
+        (0.4, 8, 1, 32),
         (0.2, 32, 32, 0),
         (0.95, 32, 32, 64),
         (0.95, 64, 64, 0),  # there is no room
     ],
 )
-def test_a_step_has_as_many_tokens_as_pay(odds, slots, live, positions):
+def test_a_step_has_drafts_if_they_pay(odds, slots, live, positions):
     assert taught(*[outcome(odds)] * 4).positions(slots, live) == positions
 
 
@@ -68,13 +68,15 @@ def test_rows_without_a_match_have_no_drafts_to_pay():
     assert taught(none).positions(8, 8) == 0
 
 
-def test_a_step_changes_only_for_a_gain():
-    """Each number of tokens is a program to compile, and estimates waver."""
-    control, of = taught(*[outcome(0.5)] * 4), lambda n: taught(*[outcome(n)] * 4).positions(8, 8)
-    turning = next(n for n in np.linspace(0.5, 0.95, 40) if of(n) != 32)
-    for odds, positions in ((0.5, 32), (turning, 32), (0.02, 0)):
+def test_drafts_begin_and_end_only_for_a_gain():
+    """Estimates waver."""
+    odds = np.linspace(0.02, 0.5, 97)
+    begins = next(n for n in odds if taught(*[outcome(n)] * 4).positions(8, 8))
+    control = taught(*[outcome(0.5)] * 4)
+    for right, positions in ((0.5, 32), (begins - 0.02, 32), (0.02, 0), (begins - 0.02, 0)):
         for _ in range(6):
-            control.learn(8, 32, outcome(odds), 300)
+            control.learn(8, 32, outcome(right), 300)
+        control._chunks_without = draft_control._SELDOM - 1
         assert control.positions(8, 8) == positions
 
 
@@ -98,7 +100,7 @@ def test_drafts_begin_also_where_one_row_compares_a_few_tokens_at_a_time():
             break
         compared = outcome(0.9, rows=1, tried=1) if said[-1] == 0 else Outcome.start()
         control.learn(8, said[-1], compared, 32)
-    assert said[-1] == 8 and len(said) <= draft_control._MOST_AT_FIRST
+    assert said[-1] == 32 and len(said) <= draft_control._MOST_AT_FIRST
 
 
 def test_where_nothing_matches_drafts_are_looked_for_seldom():

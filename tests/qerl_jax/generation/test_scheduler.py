@@ -132,12 +132,21 @@ def test_with_turns_ended_rows_hold_up_others_if_there_are_others(rows, patience
     assert schedule.can_run_ahead() and schedule.can_run_ahead(drafts=True) == (rows == 1)
 
 
-def test_a_batch_shrinks_by_about_half_but_not_past_128():
-    assert batch_sizes(64) == (64, 32, 16, 8)
-    assert batch_sizes(100) == (100, 64, 32, 16, 8)
-    for slots in (129, 160, 192, 224, 256):
-        assert batch_sizes(slots) == (slots, 128, 64, 32, 16, 8)
-    assert batch_sizes(384)[:3] == (384, 192, 128)
+@pytest.mark.parametrize(
+    ("slots", "sizes"),
+    [
+        (8, (8,)),
+        (15, (15,)),
+        (40, (40, 8)),
+        (64, (64, 32, 8)),
+        (128, (128, 32, 8)),
+        (129, (129, 128, 32, 8)),
+        (256, (256, 128, 32, 8)),
+        (512, (512, 256, 128, 32, 8)),
+    ],
+)
+def test_there_are_few_batch_sizes_and_128_for_any_more_slots(slots, sizes):
+    assert batch_sizes(slots) == sizes
 
 
 @pytest.mark.parametrize("prompts", [1, 3, 64, 500])
