@@ -198,8 +198,8 @@ class Updater:
     together if an optimizer batch can hold them. All `num_iterations` passes use the same order, as in TRL. An
     optimizer batch is divided into micro-batches of at most `max_tokens_per_microbatch` tokens (`microbatches.divide`),
     or for `bnpo`, whose value depends on this division, into `a` micro-batches of m rows. Gradients are summed, so
-    memory is needed for one micro-batch at a time. A program is compiled for each shape of micro-batches: at most five,
-    or six with bnpo. With several devices the micro-batches are distributed, and the devices' sums are added up once,
+    memory is needed for one micro-batch at a time. A program is compiled for each shape of micro-batches: at most three.
+    With several devices the micro-batches are distributed, and the devices' sums are added up once,
     before the optimizer's step, which each device computes.
 
     Attributes:

@@ -316,7 +316,7 @@ def test_the_plan_says_how_the_update_computes():
     lines = memory.plan(GSM8K, limit=24 * GB).lines()
     last = max(i for i, line in enumerate(lines) if line.startswith("update"))
     assert lines[last] == (
-        "update      micro-batches of 8704 tokens (by the plan) in at most 5 shapes; "
+        "update      micro-batches of 8704 tokens (by the plan) in at most 3 shapes; "
         "gradient_checkpointing mlp (auto)"
     )
     optim = {"max_tokens_per_microbatch": 4096}
