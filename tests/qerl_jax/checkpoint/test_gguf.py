@@ -142,7 +142,6 @@ def test_the_first_number_that_is_none_is_named(tmp_path):
         base(folder)
 
 
-@needs_package
 def test_a_block_of_q4_k_is_unpacked_as_ggml_defines_it(tmp_path):
     """It has 256 weights: eight times 32 codes of 4 bits, scales and minima of 6 bits, and two halves for all."""
     rng = np.random.default_rng(0)
@@ -163,6 +162,33 @@ def test_a_block_of_q4_k_is_unpacked_as_ggml_defines_it(tmp_path):
     file = write(tmp_path / "model.gguf", fields, tensors)
     found = gguf.Tensors(file)["lm_head.weight"]
     np.testing.assert_array_equal(found[0], expected.astype(ml_dtypes.bfloat16))
+
+
+@needs_package
+def test_a_type_of_the_package_is_read_like_the_others(tmp_path):
+    """IQ4_NL, by the package, with the rows of q and k in Hugging Face's order."""
+    import gguf as package
+
+    kind, name = package.GGMLQuantizationType.IQ4_NL, "model.layers.0.self_attn.q_proj.weight"
+    _, fields, tensors = contents("llama3")
+    shape, stored, _ = tensors["blk.0.attn_q.weight"]
+    rows = np.random.default_rng(0).integers(0, 100, (shape[0], shape[1] // 32 * 18), np.uint8)
+    weight = package.dequantize(rows, kind)
+    tensors["blk.0.attn_q.weight"] = shape, stored, weight.tobytes()
+    expected = gguf.Tensors(write(tmp_path / "plain.gguf", fields, tensors))[name]
+    tensors["blk.0.attn_q.weight"] = shape, kind, rows.tobytes()
+    read = gguf.Tensors(write(tmp_path / "rare.gguf", fields, tensors))
+    for found in (read[name], read.on_device(name)):
+        np.testing.assert_array_equal(np.asarray(found), expected)
+
+
+def test_a_header_is_read_again_when_its_file_has_changed(tmp_path):
+    _, fields, tensors = contents("qwen3")
+    for heads in (2, 4):
+        changed = {"qwen3.attention.head_count": heads, "general.name": "a" * heads}
+        file = write(tmp_path / "model.gguf", fields | changed, tensors)
+        assert gguf.read_header(file).fields["qwen3.attention.head_count"] == heads
+        assert gguf.read_header(file) is gguf.read_header(file)
 
 
 def test_a_file_is_a_source_for_loading_and_quantizing(tmp_path):
