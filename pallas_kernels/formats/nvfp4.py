@@ -282,13 +282,18 @@ def search(
     def searched(divisor, tried_scales=None):
         return divisor, *search_scales(whole, divisor, moments, tried_scales)
 
-    def better(old, new):
-        return jax.tree.map(lambda a, b: jnp.where(new[2] < old[2], b, a), old, new)
+    def better(old, new, is_first=False):
+        is_better = is_first | (new[2] < old[2])
+        return jax.tree.map(lambda a, b: jnp.where(is_better, b, a), old, new)
 
-    tight = searched(shared)
     is_crowded = _block_max(whole) * shared / _CODE_MAX > _ROOMY_SCALE_MAX
-    best = jax.lax.cond(
-        is_crowded.mean() > _CROWDED, lambda: better(tight, searched(roomy)), lambda: tight
+    count = 1 + (is_crowded.mean() > _CROWDED).astype(jnp.int32)
+    divisors = jnp.stack([shared, roomy])
+    scales = jnp.zeros((*whole.shape[:-1], whole.shape[-1] // BLOCK), jnp.float8_e4m3fn)
+    # A loop compiles the search once.
+    best = jax.lax.fori_loop(
+        *(0, count, lambda index, best: better(best, searched(divisors[index]), index == 0)),
+        (shared, scales, jnp.float32(0)),
     )
     if like is not None:
         tried_scales = jnp.concatenate([t.scales for t in like])
