@@ -1,7 +1,9 @@
 """Reads a Hugging Face folder: the model, its frozen base on the device, and its tokenizer."""
 
+import concurrent.futures
 import functools
 import pathlib
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -132,8 +134,8 @@ def read_base(
 
     16-bit linears are packed on the device as they are read: rounded to nearest, and for NVFP4 with one global scale
     for q/k/v and one for gate/up, as vLLM needs it. Weights in a packed format (`packed_formats`) are not changed.
-    Both are then put into the layout that the device's kernels read. Host memory holds one layer, and the device one
-    layer besides the stack.
+    Both are then put into the layout that the device's kernels read. Threads read a layer while the device packs the
+    one before, so host memory holds one layer, and the device two besides the stack.
 
     Args:
         folder: A folder with config.json and *.safetensors (or a GGUF file).
@@ -173,6 +175,7 @@ def read_base(
     dense_layers = dict(in_16_bits)
     _, partly = model.split_dense()
     stacks: dict[str, jax.Array] = {}
+    lock = threading.Lock()
 
     def read_linear(linear: str, names: list[str]) -> PackedWeight | jax.Array:
         index = int(names[0].split(".")[2])
@@ -182,9 +185,10 @@ def read_base(
             if model.weights in DENSE or linear not in partly:
                 return whole
             layers = partly[linear]
-            if linear not in stacks:
-                stacks[linear] = jnp.zeros((len(layers), *whole.shape), dtype)
-            stacks[linear] = _put(stacks[linear], whole, layers.index(index))
+            with lock:
+                if linear not in stacks:
+                    stacks[linear] = jnp.zeros((len(layers), *whole.shape), dtype)
+                stacks[linear] = _put(stacks[linear], whole, layers.index(index))
             # All layers must have the same structure: this one gets a packed weight too, which is never read.
             parts = source.numbers.pack(dense)
         elif source is None:
@@ -210,37 +214,51 @@ def assemble(
     progress: Callable[[float], None] | None = None,
     places: Placer | None = None,
 ) -> Any:
-    """Makes the `frozen` tree layer by layer; the device holds only one layer besides the stack.
+    """Makes the `frozen` tree layer by layer; the device holds only two layers besides the stack.
 
-    If several devices share a base, each gets its part of a layer as soon as the layer is read.
+    Threads read the linears of the next layer while the device still works on those of this one, and compile what
+    several linears need at the same time. If several devices share a base, each gets its part of a layer as soon as
+    the layer is read.
 
     Args:
         arch: The architecture, which determines the layers and tensors.
         tensors: All tensors except the linears, by Hugging Face's names.
         dtype: Dtype of embedding, head, norms and biases.
-        read_linear: As for `read_layer`.
+        read_linear: As for `read_layer`; called in threads.
         progress: Called after each layer with the fraction of layers that are loaded.
         places: Maps a tree of shapes to shardings; None puts everything on one device.
     """
-    # jnp.array copies. On a CPU asarray may use the mapped file as the array's memory, and the base would change
-    # with the file.
-    frozen = {
-        "embed_tokens": jnp.array(tensors["model.embed_tokens.weight"], dtype),
-        "norm": {"scale": jnp.array(tensors["model.norm.weight"], dtype)},
+    linears = arch.linears()
+    pool = concurrent.futures.ThreadPoolExecutor(len(linears))
+    begin = lambda index: {
+        linear: pool.submit(read_linear, linear, arch.linear_names(linear, index))
+        for linear in (linears if index < arch.num_layers else ())
     }
-    if not arch.tie_word_embeddings:
-        frozen["lm_head"] = jnp.array(tensors["lm_head.weight"], dtype)
+    try:
+        begun = begin(0)
+        # jnp.array copies. On a CPU asarray may use the mapped file as the array's memory, and the base would change
+        # with the file.
+        frozen = {
+            "embed_tokens": jnp.array(tensors["model.embed_tokens.weight"], dtype),
+            "norm": {"scale": jnp.array(tensors["model.norm.weight"], dtype)},
+        }
+        if not arch.tie_word_embeddings:
+            frozen["lm_head"] = jnp.array(tensors["lm_head.weight"], dtype)
 
-    stack = None
-    for index in range(arch.num_layers):
-        layer = read_layer(arch, tensors, f"model.layers.{index}.", dtype, read_linear)
-        if stack is None:
-            stack, put = _empty(layer, arch.num_layers, places)
-        stack = put(stack, layer, index)
-        if progress is not None:
-            # Wait for the computation; otherwise the progress bar runs ahead of it.
-            jax.block_until_ready(stack)
-            progress((index + 1) / arch.num_layers)
+        stack = None
+        for index in range(arch.num_layers):
+            coming, begun = begun, begin(index + 1)
+            read = lambda linear, _, coming=coming: coming[linear].result()
+            layer = read_layer(arch, tensors, f"model.layers.{index}.", dtype, read)
+            if stack is None:
+                stack, put = _empty(layer, arch.num_layers, places)
+            stack = put(stack, layer, index)
+            # Otherwise the device would get layer after layer long before it can pack them.
+            jax.block_until_ready(layer)
+            if progress is not None:
+                progress((index + 1) / arch.num_layers)
+    finally:
+        pool.shutdown(cancel_futures=True)
     return frozen | {"layers": stack}
 
 
