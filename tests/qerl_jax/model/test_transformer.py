@@ -34,6 +34,7 @@ MODELS = ["qwen2_untied", "qwen2_tied", "qwen3", "llama3", "mistral"]
 ATOL = 1e-4
 
 
+@functools.cache
 def load(folder, *, weights="float32", lora=None, dtype=jnp.float32):
     model = Transformer(architecture.load(folder), weights, lora, dtype)
     return model, base_model.read_base(folder, model)
@@ -47,6 +48,13 @@ def rolled(rows, mask, back=False):
     )
 
 
+# One program each: operation by operation, compilation takes longer than all layers.
+@functools.partial(jax.jit, static_argnames=("model", "adapter", "remat"))
+def applied(model, variables, tokens, **options):
+    return model.apply(variables, tokens, **options)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "adapter", "remat"))
 def scores(model, variables, tokens, **options):
     hidden, cache = model.apply(variables, tokens, **options)
     return layers.logits(hidden, head(variables["frozen"])), cache
@@ -100,10 +108,10 @@ def test_prefill_and_single_steps_through_the_cache_equal_transformers(name):
     actual, cache = scores(model, variables, tokens[:, :prefill], cache=cache)
     cache = dataclasses.replace(cache, ends=jnp.asarray(first))
     actual = np.pad(np.asarray(actual), ((0, 0), (0, length - prefill), (0, 0)))
-    step = jax.jit(lambda token, cache: scores(model, variables, token, cache=cache))
     for _ in range(length - prefill):
         at = np.minimum(np.asarray(cache.ends), length - 1)
-        logits, cache = step(tokens[np.arange(rows), at][:, None], cache)
+        token = tokens[np.arange(rows), at][:, None]
+        logits, cache = scores(model, variables, token, cache=cache)
         actual[np.arange(rows), at] = np.asarray(logits[:, 0])
     assert_live_rows_close(actual, reference["right.logits"], mask, ATOL)
 
@@ -114,10 +122,12 @@ def test_log_probabilities_and_entropies_equal_the_reference(name, temperature):
     reference = reference_of(GOLDEN / "models" / name)
     model, frozen = load(GOLDEN / "models" / name)
     tokens, mask = reference["right.input_ids"], reference["right.attention_mask"]
-    hidden, _ = model.apply({"frozen": frozen}, tokens)
-    states, targets = hidden[:, :-1].reshape(-1, hidden.shape[-1]), tokens[:, 1:].reshape(-1)
+    hidden, _ = applied(model, {"frozen": frozen}, tokens)
+    states, targets = np.asarray(hidden)[:, :-1], tokens[:, 1:].reshape(-1)
+    states = states.reshape(-1, states.shape[-1])
     options = {"temperature": temperature, "num_tokens": model.arch.vocab_size, "chunk": 7}
-    logps, entropy = logprobs.of_targets(states, head(frozen), targets, **options)
+    of_targets = jax.jit(functools.partial(logprobs.of_targets, **options))
+    logps, entropy = of_targets(states, head(frozen), targets)
     live = mask[:, 1:].reshape(-1)
     for actual, key in ((logps, "next_logps"), (entropy, "entropy")):
         expected = reference[f"right.{key}_t{temperature}"].reshape(-1)
@@ -165,15 +175,15 @@ def test_adapter_logits_equal_peft_on_both_bases_and_with_the_adapter_off(base, 
 def test_the_more_is_kept_the_fewer_products_are_computed_again():
     arch = dataclasses.replace(architecture.load(GOLDEN / "models/qwen2_untied"), num_layers=1)
     model = Transformer(arch, "float32", LoraConfig(2, 2.0), jnp.float32)
-    frozen = random_base(model, jax.random.key(0))
-    params = init_params(model, frozen, jax.random.key(1))
+    frozen = transformer.abstract_base(model)
+    params = jax.eval_shape(functools.partial(init_params, model), frozen, jax.random.key(1))
 
     def products(remat):
-        def total(params):
+        def total(params, frozen):
             variables = {"params": params, "frozen": frozen}
             return model.apply(variables, jnp.ones((1, 4), jnp.int32), remat=remat)[0].sum()
 
-        return str(jax.make_jaxpr(jax.grad(total))(params)).count("dot_general")
+        return str(jax.make_jaxpr(jax.grad(total))(params, frozen)).count("dot_general")
 
     none = products("none")
     # x A of four linears and attention's two; then gate_up's base with B of its two parts; then qkv's with
@@ -211,11 +221,17 @@ def test_adapter_gradients_equal_peft(remat):
 TOKENS = jax.random.randint(jax.random.key(2), (2, 9), 0, 512)
 
 
+@functools.cache
+def base_of(model):
+    return random_base(model, jax.random.key(0))
+
+
 def tiny(weights="nvfp4", dtype=jnp.float32, **lora):
     """Makes a small model with a fresh adapter: the model, `frozen` and `params`."""
     arch = architecture.load(GOLDEN / "models/qwen2_untied")
     model = Transformer(arch, weights, LoraConfig(4, 8.0, **lora), dtype)
-    frozen = random_base(model, jax.random.key(0))
+    # A tree of dicts of one's own, which a test may change.
+    frozen = jax.tree.map(lambda x: x, base_of(model.clone(lora=None)))
     return model, frozen, init_params(model, frozen, jax.random.key(1))
 
 
