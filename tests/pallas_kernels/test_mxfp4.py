@@ -15,7 +15,9 @@ RECORDED = {
     "nearest": ("weight_packed", "weight_scale", "dequant_f32"),
     "floor": ("ocp_packed", "ocp_scale", "ocp_dequant_f32"),
 }
+# One program each: operation by operation, compilation takes longer than all tests.
 quantize = jax.jit(mxfp4.quantize, static_argnames="rounding")
+dequantize = jax.jit(mxfp4.dequantize, static_argnums=1)
 
 
 @pytest.mark.parametrize("rounding", RECORDED)
@@ -26,16 +28,16 @@ def test_quantize_meets_the_recorded_bytes(case, rounding):
     assert t.codes.dtype == t.scales.dtype == jnp.uint8
     np.testing.assert_array_equal(t.scales, scales)
     np.testing.assert_array_equal(without_negative_zero(t.codes), without_negative_zero(packed))
-    np.testing.assert_array_equal(mxfp4.dequantize(t), values)
+    np.testing.assert_array_equal(dequantize(t), values)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_bfloat16_values_are_exact(case):
     t = quantize(jnp.asarray(VECTORS[f"{case}.weight"]))
-    values = mxfp4.dequantize(t, jnp.bfloat16)
+    values = dequantize(t, jnp.bfloat16)
     assert values.dtype == jnp.bfloat16
     np.testing.assert_array_equal(values, VECTORS[f"{case}.dequant_bf16"])
-    np.testing.assert_array_equal(values.astype(jnp.float32), mxfp4.dequantize(t))
+    np.testing.assert_array_equal(values.astype(jnp.float32), dequantize(t))
 
 
 def test_the_two_roundings_part_at_seven_quarters():
@@ -45,14 +47,14 @@ def test_the_two_roundings_part_at_seven_quarters():
     np.testing.assert_array_equal(nearest, [0, 0, 0, 1, 1, 1])
     np.testing.assert_array_equal(floor, [0, 0, 0, 0, 0, 1])
     # Under "floor" such a maximum saturates: 1.75 becomes 6 / 4.
-    assert mxfp4.dequantize(quantize(w, rounding="floor"))[3, 3] == 1.5
+    assert dequantize(quantize(w, rounding="floor"))[3, 3] == 1.5
 
 
 def test_blocks_of_zeros_and_extreme_values_stay_finite():
     w = jnp.zeros((3, 32)).at[1, 0].set(2e38).at[2, 0].set(1e-38)
     t = quantize(w)
     np.testing.assert_array_equal(t.scales[:, 0], [0, 252, 0])
-    values = np.asarray(mxfp4.dequantize(t))
+    values = np.asarray(dequantize(t))
     assert np.isfinite(values).all() and not values[0].any()
     assert values[1, 0] == 2.0**127
 
@@ -66,7 +68,7 @@ def test_fused_parts_and_stacked_layers_hold_the_same_values():
     assert fused.shape == (12, 64) and fused.codes.shape == (2, 12, 32)
     jax.tree.map(np.testing.assert_array_equal, fused, whole)
     layer = jax.tree.map(lambda leaf: leaf[1], whole)
-    np.testing.assert_array_equal(mxfp4.dequantize(layer), mxfp4.dequantize(whole)[1])
+    np.testing.assert_array_equal(dequantize(layer), dequantize(whole)[1])
     assert whole.nbytes == 2 * 12 * 64 * 4.25 / 8
 
 

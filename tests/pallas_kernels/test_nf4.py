@@ -9,7 +9,9 @@ from tests import golden_files
 
 VECTORS = golden_files.load("nf4/vectors.safetensors")
 CASES = sorted(name.removesuffix(".weight") for name in VECTORS if name.endswith(".weight"))
+# One program each: operation by operation, compilation takes longer than all tests.
 quantize = jax.jit(nf4.quantize, static_argnames="double")
+dequantize = jax.jit(nf4.dequantize, static_argnums=1)
 
 
 def test_tables_are_those_of_bitsandbytes():
@@ -22,7 +24,7 @@ def test_quantize_meets_the_recorded_bytes(case):
     t = quantize(jnp.asarray(VECTORS[f"{case}.weight"]))
     np.testing.assert_array_equal(t.codes, VECTORS[f"{case}.packed"])
     np.testing.assert_array_equal(t.absmax, VECTORS[f"{case}.absmax"])
-    np.testing.assert_array_equal(nf4.dequantize(t), VECTORS[f"{case}.dequant_f32"])
+    np.testing.assert_array_equal(dequantize(t), VECTORS[f"{case}.dequant_f32"])
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -38,7 +40,7 @@ def test_double_quantization_meets_the_recorded_scales(case):
     assert np.abs(off).max() <= 1 and np.count_nonzero(off) <= 1
     largest = np.abs(w.astype(np.float32)).max()
     expected = VECTORS[f"{case}.dq.dequant_f32"]
-    np.testing.assert_allclose(nf4.dequantize(t), expected, atol=0.02 * largest, rtol=0)
+    np.testing.assert_allclose(dequantize(t), expected, atol=0.02 * largest, rtol=0)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -50,7 +52,7 @@ def test_recorded_scales_decode_to_the_recorded_values(case):
     t = nf4.NF4Tensor(*arrays, recorded("weight").shape)
     np.testing.assert_allclose(nf4.scales(t), recorded("dq.absmax_f32"), rtol=1e-6)
     values = recorded("dq.dequant_f32")
-    np.testing.assert_allclose(nf4.dequantize(t), values, atol=1e-6 * np.abs(values).max())
+    np.testing.assert_allclose(dequantize(t), values, atol=1e-6 * np.abs(values).max())
 
 
 def test_the_even_entry_is_the_high_nibble():
@@ -69,17 +71,17 @@ def test_fused_parts_and_stacked_layers_hold_the_same_values(double):
         parts = [quantize(w[:, :rows], double=double), quantize(w[:, rows:], double=double)]
         fused = nf4.fuse(parts)
         assert (fused.absmax2 is not None) == (double and rows == 128)
-        expected = jnp.concatenate([nf4.dequantize(part) for part in parts], axis=1)
-        np.testing.assert_array_equal(nf4.dequantize(fused), expected)
+        expected = jnp.concatenate([dequantize(part) for part in parts], axis=1)
+        np.testing.assert_array_equal(dequantize(fused), expected)
         layer = jax.tree.map(lambda leaf: leaf[1], fused)
-        np.testing.assert_array_equal(nf4.dequantize(layer), expected[1])
+        np.testing.assert_array_equal(dequantize(layer), expected[1])
 
 
 def test_double_quantization_takes_half_a_bit_off_and_zeros_stay_zeros():
     for double, bits in ((False, 4.5), (True, 4 + 8 / 64 + 64 / (64 * 256))):
         make = lambda double=double: nf4.random(jax.random.key(0), (1024, 1024), double=double)
         assert 8 * jax.eval_shape(make).nbytes == bits * 2**20
-        assert not np.asarray(nf4.dequantize(quantize(jnp.zeros((4, 64)), double=double))).any()
+        assert not np.asarray(dequantize(quantize(jnp.zeros((4, 64)), double=double))).any()
 
 
 def test_what_cannot_be_packed_is_named():

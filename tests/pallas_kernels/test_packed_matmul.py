@@ -9,9 +9,12 @@ from pallas_kernels import nvfp4_matmul, packed_matmul
 from pallas_kernels.formats import mxfp4, nf4, nvfp4
 from tests.pallas_kernels import common
 
+# Compiled whole: operation by operation these tests take several times as long.
 quantize_doubly = functools.partial(nf4.quantize, double=True)
 QUANTIZE = {"mxfp4": mxfp4.quantize, "nf4": nf4.quantize, "nf4 doubly": quantize_doubly}
-DEQUANTIZE = {"mxfp4": mxfp4.dequantize, "nf4": nf4.dequantize, "nf4 doubly": nf4.dequantize}
+QUANTIZE = {name: jax.jit(quantize) for name, quantize in QUANTIZE.items()}
+unpacked = {form: jax.jit(form.dequantize, static_argnums=1) for form in (mxfp4, nf4)}
+DEQUANTIZE = {"mxfp4": unpacked[mxfp4], "nf4": unpacked[nf4], "nf4 doubly": unpacked[nf4]}
 normal = functools.partial(common.normal, dtype=jnp.float32)
 
 
@@ -19,7 +22,8 @@ normal = functools.partial(common.normal, dtype=jnp.float32)
 def test_random_weights_spread_as_asked(name):
     double = {"double": True} if name == "nf4 doubly" else {}
     make = mxfp4.random if name == "mxfp4" else nf4.random
-    dense = DEQUANTIZE[name](make(jax.random.key(0), (2, 128, 256), std=0.03, **double))
+    make = jax.jit(functools.partial(make, shape=(2, 128, 256), std=0.03, **double))
+    dense = DEQUANTIZE[name](make(jax.random.key(0)))
     np.testing.assert_allclose(np.asarray(dense).std(axis=(1, 2)), 0.03, rtol=0.03)
     assert (dense[0] != dense[1]).mean() > 0.8
 
@@ -44,7 +48,7 @@ def test_values_and_derivatives_are_those_of_the_unpacked_weight(name):
     np.testing.assert_allclose(pull(dy)[0], expected_pull(dy)[0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("quantize", [*QUANTIZE.values(), nvfp4.quantize])
+@pytest.mark.parametrize("quantize", [*QUANTIZE.values(), jax.jit(nvfp4.quantize)])
 def test_only_the_packed_weight_is_kept_for_the_derivative(quantize):
     w = quantize(normal(0, (64, 128)))
     _, pull = jax.vjp(lambda x: packed_matmul(x, w), normal(1, (4, 128)))
@@ -53,15 +57,15 @@ def test_only_the_packed_weight_is_kept_for_the_derivative(quantize):
 
 
 def test_nvfp4_goes_to_its_own_kernels():
-    w, x = nvfp4.quantize(normal(0, (16, 32))), normal(1, (3, 32))
+    w, x = jax.jit(nvfp4.quantize)(normal(0, (16, 32))), normal(1, (3, 32))
     np.testing.assert_array_equal(packed_matmul(x, w), nvfp4_matmul(x, w))
 
 
 def test_a_stack_of_layers_can_be_scanned():
-    w, x = nf4.quantize(normal(0, (3, 64, 64)), double=True), normal(1, (2, 64))
+    w, x = QUANTIZE["nf4 doubly"](normal(0, (3, 64, 64))), normal(1, (2, 64))
     y, _ = jax.lax.scan(lambda x, layer: (packed_matmul(x, layer), None), x, w)
     expected = x
-    for layer in nf4.dequantize(w):
+    for layer in unpacked[nf4](w):
         expected = jnp.dot(expected, layer.T, precision="highest")
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4)
 

@@ -10,6 +10,7 @@ from pallas_kernels.decode_attention import decode_attention, supports_heads
 from pallas_kernels.portable import attention
 from tests.combinations import spread
 from tests.pallas_kernels import test_decode_attention as siblings
+from tests.pallas_kernels.common import slow
 from tests.pallas_kernels.devices import like
 
 
@@ -23,7 +24,7 @@ def run(arguments, **options):
     [
         ((14, 2, 128), [0, 63, 64, 100], 2, 2),  # a row's first token, the ends of a page
         ((4, 2, 64), [300, 5], 5, 2),  # three pieces, the last one shorter; rows that end early
-        ((9, 3, 32), [70, 191], 3, 1),  # heads in no power of two; a piece for each page
+        slow((9, 3, 32), [70, 191], 3, 1),  # heads in no power of two; a piece for each page
     ],
 )
 def test_attention_meets_the_reference(monkeypatch, portable, shape, ends, width, pages):

@@ -11,6 +11,7 @@ from pallas_kernels.portable import layout
 from tests.pallas_kernels.common import RANDOM, nvfp4_tensor, to_portable
 
 unprepare = jax.jit(layout.unprepare)
+decoded = jax.jit(layout.decoded, static_argnums=1)
 
 
 @pytest.mark.parametrize("shape", [(2, 72, 192), (64, 96), (1, 64)])
@@ -33,8 +34,8 @@ def test_of_nf4_the_inverse_has_the_values_of_its_scales():
 def test_what_is_decoded_over_the_global_scale_is_the_weight(kind):
     t = RANDOM[kind](jax.random.key(0), (40, 192))
     w = to_portable(t)
-    actual = layout.decoded(w, jnp.float32) / w.global_scale[..., None]
-    np.testing.assert_allclose(actual, FORMATS[kind].unpack(t), rtol=2**-22)
+    actual = decoded(w, jnp.float32) / w.global_scale[..., None]
+    np.testing.assert_allclose(actual, jax.jit(FORMATS[kind].unpack)(t), rtol=2**-22)
 
 
 def test_a_word_has_a_code_of_each_block_and_a_scale_word_a_byte_of_each():
@@ -56,8 +57,8 @@ def test_exponents_far_from_the_largest_are_decoded():
     scales = jnp.asarray([[120, 127], [1, 60]], jnp.uint8)
     t = mxfp4.MXFP4Tensor(jnp.full((2, 32), 0x22, jnp.uint8), scales, (2, 64))
     w = to_portable(t)
-    actual = layout.decoded(w, jnp.float32) / w.global_scale
-    np.testing.assert_array_equal(actual, mxfp4.dequantize(t))
+    actual = decoded(w, jnp.float32) / w.global_scale
+    np.testing.assert_array_equal(actual, jax.jit(mxfp4.dequantize)(t))
 
 
 def test_blocks_of_nf4_that_cross_rows_stay_as_they_are():
@@ -71,5 +72,4 @@ def test_a_stack_may_be_sliced():
     w = to_portable(t)
     one = jax.tree.map(lambda leaf: leaf[1], w)
     assert dataclasses.replace(one) == one and one.shape == (64, 64)
-    decoded = lambda w: layout.decoded(w, jnp.float32)
-    np.testing.assert_array_equal(decoded(w)[1], decoded(one))
+    np.testing.assert_array_equal(decoded(w, jnp.float32)[1], decoded(one, jnp.float32))

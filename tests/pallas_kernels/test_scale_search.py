@@ -14,8 +14,12 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 # E4M3's positive values from 2^-9 to 448: byte b is entry b - 1.
 E4M3 = np.arange(1, 127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
 
+# Compiled whole: operation by operation these tests take several times as long.
 nvfp4_scales = jax.jit(nvfp4.search_scales)
 nvfp4_search = jax.jit(nvfp4.search)
+nvfp4_quantize = jax.jit(nvfp4.quantize)
+nvfp4_dequantize = jax.jit(nvfp4.dequantize)
+mxfp4_quantize = jax.jit(mxfp4.quantize, static_argnames="rounding")
 mxfp4_scales = jax.jit(mxfp4.search_scales, static_argnames="rounding")
 nf4_scales = jax.jit(nf4.search_scales)
 
@@ -82,9 +86,9 @@ def test_no_searched_scale_is_worse_than_that_of_the_maximum(kind):
     w = weights(3, (16, 128), kind)
     divisor = nvfp4.global_scale(w)
     scales, total = nvfp4_scales(w, divisor)
-    plain = nvfp4.quantize(w, divisor)
-    off = lambda t: np.square(np.asarray(nvfp4.dequantize(t) - w).reshape(16, 8, 16)).sum(-1)
-    searched = off(nvfp4.quantize(w, divisor, scales))
+    plain = nvfp4_quantize(w, divisor)
+    off = lambda t: np.square(np.asarray(nvfp4_dequantize(t) - w).reshape(16, 8, 16)).sum(-1)
+    searched = off(nvfp4_quantize(w, divisor, scales))
     assert (searched <= off(plain) * (1 + 1e-5) + 1e-20).all()
     np.testing.assert_allclose(total, searched.sum(), rtol=1e-4)
 
@@ -96,7 +100,7 @@ def test_blocks_of_zeros_and_ties_keep_the_scale_of_the_maximum():
     w[2, :4] = [6, -3, 1.5, 0.75]
     w[3] = np.resize([0.5, 1, 2, 4], 16)
     scales, _ = nvfp4_scales(jnp.asarray(w), jnp.array([8.0]))
-    plain = nvfp4.quantize(jnp.asarray(w), jnp.array([8.0]))
+    plain = nvfp4_quantize(jnp.asarray(w), jnp.array([8.0]))
     assert np.asarray(scales[0]).astype(np.float32) == 0.125
     assert np.asarray(scales[1]).tolist() == np.asarray(plain.scales[1]).tolist() == [8.0]
     # 6, 3, 1.5 are codes at 8, and 0.75 is none; at 12 these are 4, 2, 1 and 0.5.
@@ -104,7 +108,7 @@ def test_blocks_of_zeros_and_ties_keep_the_scale_of_the_maximum():
     # 4, 2, 1, 0.5 are codes themselves at 8; at the maximum's scale, 5.5, none is.
     assert np.asarray(plain.scales[3]).astype(np.float32) == 5.5
     assert np.asarray(scales[3]).astype(np.float32) == 8.0
-    for t in (plain, nvfp4.quantize(jnp.asarray(w), jnp.array([8.0]), scales)):
+    for t in (plain, nvfp4_quantize(jnp.asarray(w), jnp.array([8.0]), scales)):
         assert not np.asarray(t.codes[0]).any()
 
 
@@ -112,9 +116,9 @@ def test_the_global_scale_leaves_room_where_blocks_need_it():
     """If all blocks are as large as the largest, none could take a larger scale under 448, 4 instead of 6."""
     alike = np.resize(np.array([4, 2, 1, 0.5, -4, 3, -1.5, 1], np.float32), (16, 64))
     (t,) = nvfp4_search([jnp.asarray(alike)])
-    np.testing.assert_allclose(nvfp4.dequantize(t), alike, rtol=1e-6)
+    np.testing.assert_allclose(nvfp4_dequantize(t), alike, rtol=1e-6)
     assert float(np.asarray(t.scales).astype(np.float32).max()) > 256
-    plain = np.asarray(nvfp4.dequantize(nvfp4.quantize(jnp.asarray(alike))))
+    plain = np.asarray(nvfp4_dequantize(nvfp4_quantize(jnp.asarray(alike))))
     assert np.abs(plain - alike).max() > 0.05
     # One block far above all others holds none of them back.
     lone = weights(5, (512, 64), "normal").at[0, 0].set(1.0)
@@ -127,8 +131,8 @@ def test_weights_that_read_one_input_share_their_global_scale():
     found = nvfp4_search(parts)
     assert found[0].global_scale == found[1].global_scale
     fused = nvfp4.fuse(found, shared=True)
-    apart = np.concatenate([nvfp4.dequantize(t) for t in found])
-    np.testing.assert_array_equal(nvfp4.dequantize(fused), apart)
+    apart = np.concatenate([nvfp4_dequantize(t) for t in found])
+    np.testing.assert_array_equal(nvfp4_dequantize(fused), apart)
 
 
 @pytest.mark.parametrize("with_moments", [False, True])
@@ -140,7 +144,7 @@ def test_mxfp4_takes_the_best_of_three_powers_of_two(rounding, with_moments):
     blocks = np.asarray(w, np.float64).reshape(24, 2, 32)
     of_all = errors(blocks, 2.0 ** np.arange(-30, 10), SIGNED, own)
     at = lambda bytes_: np.take_along_axis(of_all, (bytes_ - 97)[..., None], -1)[..., 0]
-    plain = np.asarray(mxfp4.quantize(w, rounding=rounding).scales).astype(int)
+    plain = np.asarray(mxfp4_quantize(w, rounding=rounding).scales).astype(int)
     best = np.minimum(at(plain), np.minimum(at(plain - 1), at(plain + 1)))
     np.testing.assert_allclose(at(np.asarray(scales).astype(int)), best, rtol=1e-5)
     if not with_moments:
@@ -166,15 +170,18 @@ def test_nf4_rounds_weights_by_the_scales_that_are_kept(double):
     """Codes are the nearest ones for the searched scales that are stored, quantized or not."""
     w = weights(12, (8, 128))
     t = jax.jit(functools.partial(nf4.quantize, double=double))(w, absmax=nf4_scales(w))
-    ratios = np.asarray(w) / np.asarray(nf4.steps(t))
-    expected = rounded(ratios, nf4.CODE_VALUES) * np.asarray(nf4.steps(t))
-    np.testing.assert_allclose(nf4.dequantize(t), expected, rtol=1e-6)
-    again = nf4.recode(w, t)
+    steps = np.asarray(jax.jit(nf4.steps)(t))
+    ratios = np.asarray(w) / steps
+    expected = rounded(ratios, nf4.CODE_VALUES) * steps
+    np.testing.assert_allclose(jax.jit(nf4.dequantize)(t), expected, rtol=1e-6)
+    again = jax.jit(nf4.recode)(w, t)
     np.testing.assert_array_equal(again.codes, t.codes)
 
 
 @pytest.mark.parametrize(("module", "codes"), [(nvfp4, nvfp4), (mxfp4, nvfp4), (nf4, nf4)])
 def test_steps_are_what_a_unit_of_a_code_is_worth(module, codes):
-    t = module.quantize(weights(13, (4, 128)))
+    t = jax.jit(module.quantize)(weights(13, (4, 128)))
     values = codes.CODE_VALUES[np.asarray(codes.unpack_codes(t.codes))].reshape(4, 128)
-    np.testing.assert_allclose(module.steps(t) * values, module.dequantize(t), rtol=1e-6)
+    np.testing.assert_allclose(
+        jax.jit(module.steps)(t) * values, jax.jit(module.dequantize)(t), rtol=1e-6
+    )

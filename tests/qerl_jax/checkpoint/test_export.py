@@ -1,6 +1,7 @@
 """Tests exports of a run: each kind reads back as the same policy, and a different one is refused."""
 
 import dataclasses
+import functools
 import json
 import re
 import shutil
@@ -59,9 +60,14 @@ def run(tmp_path_factory):
     return folder, *finished_run(folder)
 
 
-def logits(model, variables):
+@functools.partial(jax.jit, static_argnums=0)
+def scores(model, variables):
     hidden, _ = model.apply(variables, jnp.asarray(TOKENS))
-    return np.asarray(layers.logits(hidden, head(variables["frozen"])))
+    return layers.logits(hidden, head(variables["frozen"]))
+
+
+def logits(model, variables):
+    return np.asarray(scores(model, variables))
 
 
 def read(folder, weights):
