@@ -256,7 +256,7 @@ def test_linears_of_any_size_meet_arithmetic(interpreter, m, n, k, rank, sizes, 
         slow(8, 192, 256, 8, (64, 128), Config(1, 256, 2, 3)),
         slow(16, 128, 512, 32, (128,), Config(2, 256, 2, 2)),
         # Each of two warpgroups has a tile of its own: twice the columns of a tile of 64 ranks.
-        (16, 128, 512, 32, (128,), Config(2, 128, 2, 3)),
+        slow(16, 128, 512, 32, (128,), Config(2, 128, 2, 3)),
         slow(8, 192, 384, 32, (192,), Config(3, 64, 2, 2)),
         slow(64, 256, 512, 16, (256,), Config(4, 128, 2, 2)),
         # Four warpgroups have two pieces of one tile, so a slot takes two tiles.
@@ -270,7 +270,8 @@ def test_a_linear_with_bias_and_lora_meets_arithmetic(interpreter, m, n, k, rank
         assert height == (64 if rank in (24, 64, 128) else 32)
 
 
-@pytest.mark.parametrize("rank", [0, slow(16)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 16])
 def test_what_fills_up_n_and_k_changes_no_bit(interpreter, rank):
     m, n, k, config = 8, 104, 80, Config(2, 64, 2, 2)
     t = weight(7, n, k, std=k**-0.5)

@@ -69,7 +69,7 @@ _PRODUCER = functools.partial(Config, 16, 2, 2, producer=True)
 @pytest.mark.parametrize(
     ("m", "sizes", "k", "config", "traits"),
     [
-        (44, (128, 64), 128, Config(16, 1, 3, 2), {}),  # ragged M, several tiles for each block
+        slow(44, (128, 64), 128, Config(16, 1, 3, 2), {}),  # ragged M, several tiles for each block
         # Two tiles whole, one split.
         slow(16, (128, 128, 128), 256, _PRODUCER(split=4), PER_ROW | {"rank": 64}),
         slow(16, (128, 128), 128, _PRODUCER(split=2), PER_ROW),  # all split, of two parts
