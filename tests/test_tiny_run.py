@@ -193,11 +193,12 @@ SHORT = {
 
 
 def test_a_short_run_learns(tmp_path):
-    evaluation = {"num_problems": 128}
-    train(quickstart(tmp_path / "run", **SHORT, max_steps=5, eval=evaluation), quiet=True)
-    before, after = accuracies(tmp_path / "run")
+    optim = SHORT["optim"] | {"per_device_train_batch_size": 32}
+    cfg = quickstart(tmp_path / "run", **SHORT | {"optim": optim}, max_steps=5, eval=None)
+    train(cfg, quiet=True)
+    rewards = [row["reward"] for row in logger.read_metrics(tmp_path / "run")]
     # Shuffled rewards teach nothing: see the slow test above.
-    assert after - before >= 0.2
+    assert np.mean(rewards[-2:]) - rewards[0] >= 0.2
 
 
 FILE = {"dataset": "/nowhere/data.jsonl"}
@@ -409,14 +410,15 @@ def test_completions_are_logged_with_their_rewards_and_what_rewards_log(tmp_path
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text('{"question": "What is 2+3?", "answer": "5"}\n' * 4)
     watched = {"dataset": str(held_out), "num_generations": 2}
-    cfg = small(tmp_path / "run", max_steps=1, rewards={"functions": functions}, eval=watched)
+    rewards = {"functions": functions}
+    cfg = harness.tiny(tmp_path / "run", max_steps=1, rewards=rewards, eval=watched)
     train(cfg, quiet=True)
     rows = completions_of(tmp_path / "run")
     before, metrics = logger.read_metrics(tmp_path / "run")
     assert 0 <= before["eval/accuracy"] <= before["eval/pass@2"] <= 1
     assert np.isclose(np.mean([row["reward"] for row in rows]), metrics["reward"])
     assert [row["letters"] for row in rows] == [len(row["completion"]) for row in rows]
-    assert len(rows) == 32 and metrics["steps_to_go"] == 1
+    assert len(rows) == 4 and metrics["steps_to_go"] == 1
     card = (tmp_path / "run" / "report.md").read_text()
     shown = ("of 1 steps had rewards that differ", "| evaluations | ", "1 x cpu")
     for text in (*shown, "| rewards | accuracy_reward, tests.reward_controls:talkative |"):
@@ -425,7 +427,7 @@ def test_completions_are_logged_with_their_rewards_and_what_rewards_log(tmp_path
 
 
 def test_a_reward_that_raises_costs_no_whole_step(tmp_path):
-    cfg, broken = small(tmp_path / "run", max_steps=3, save_steps=50), [True]
+    cfg, broken = harness.tiny(tmp_path / "run", max_steps=3, save_steps=50), [True]
 
     def fragile(completion_ids, trainer_state, **_):
         if broken[0] and trainer_state.global_step == 2:
@@ -434,7 +436,8 @@ def test_a_reward_that_raises_costs_no_whole_step(tmp_path):
 
     with pytest.raises(scoring.RewardError, match="the judge is away") as raised:
         train(cfg, reward_functions=[fragile], quiet=True)
-    assert any("step 2 is saved" in note for note in raised.value.__notes__)
+    saved = "step 2 is saved: the same command goes on from there"
+    assert {"in the rewards of step 3 of 3", saved} <= set(raised.value.__notes__)
     broken[0] = False
     assert int(train(cfg, reward_functions=[fragile], quiet=True).step) == 3
     assert [row["step"] for row in logger.read_metrics(tmp_path / "run")] == [1, 2, 3]
@@ -578,5 +581,7 @@ def test_a_run_reads_nothing_of_a_state_whose_buffers_an_update_took(tmp_path, m
         return outcome
 
     monkeypatch.setattr(Updater, "__call__", donating)
-    state = train(small(tmp_path / "run", max_steps=2, save_steps=1), quiet=True)
-    assert state.step == 2
+    cfg = harness.tiny(tmp_path / "run", max_steps=2, save_steps=1)
+    unlike = lambda completion_ids, **_: [sum(ids) % 7 / 7 for ids in completion_ids]
+    state = train(cfg, quiet=True, reward_functions=[unlike])
+    assert state.step == 2 and state.skipped == 0

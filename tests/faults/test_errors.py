@@ -91,6 +91,7 @@ def test_an_unforeseen_error_says_what_was_running_and_names_a_file_with_the_res
         assert part in text
 
 
+@pytest.mark.slow
 def test_an_error_in_a_run_says_in_which_step_and_what_is_saved(tmp_path, monkeypatch, capsys):
     assert run_with(monkeypatch, tmp_path, ValueError("rewards: nothing fits")) == 2
     where = "in the rewards of step 3 of 6; step 2 is saved: the same command goes on from there"

@@ -90,24 +90,49 @@ def test_a_run_whose_newest_checkpoint_is_damaged_is_the_same_from_the_one_befor
     assert_same_run(folder, state, whole)
 
 
-def test_a_resumed_run_uses_the_programs_of_its_first_part(tmp_path, caplog):
-    train(harness.tiny(tmp_path, max_steps=2), quiet=True)
+def judged_by_a_file(folder, code, steps):
+    """Makes a run of so many steps whose first reward is written into a file beside its folder."""
+    file = folder.parent / "my_rewards.py"
+    file.write_text(f"def judge(completions, **_):\n    return [{code} for _ in completions]\n")
+    functions = (f"{file}:judge", "format_reward")
+    watched = {"num_problems": 4, "eval_steps": 1}
+    return harness.tiny(folder, max_steps=steps, rewards={"functions": functions}, eval=watched)
+
+
+def test_a_resumed_run_remembers_uses_its_programs_and_says_that_the_code_of_its_reward_has_changed(
+    tmp_path, capsys, caplog
+):
+    folder = tmp_path / "run"
+
+    def shown(code, steps):
+        train(judged_by_a_file(folder, code, steps))
+        return " ".join(capsys.readouterr().out.split())
+
+    warning = f"warning: the code of {tmp_path}/my_rewards.py:judge has changed since the run in {folder} began: its "
+    warning += "steps so far are kept as they are. To train with the new code from the start, choose another "
+    warning += f"output_dir, or remove {folder}"
+    assert "warning: the code" not in shown("0.0", 2)
+
+    rows = logger.read_metrics(folder)
+    progress = StateFiles(folder, keep=None).supply()["progress"]
+    best = max(row["eval/accuracy"] for row in rows)
+    tokens = rows[-1]["num_tokens"]
+    hashes = progress.pop("sources")
+    assert progress == {"num_tokens": tokens, "best": best, "ends": True}
+    assert list(hashes) == [f"{tmp_path}/my_rewards.py:judge"]
+    assert json.loads((folder / "best.json").read_text())["eval/accuracy"] == best
+
+    over = shown("1.0", 2)
+    assert "nothing left to do" in over and warning in over
     with jax.log_compiles():
-        train(harness.tiny(tmp_path, max_steps=3), quiet=True)
+        longer = shown("1.0", 3)
+    assert "goes on after step 2 of 3" in longer and warning in longer
     compiled = set(re.findall(r"XLA compilation of jit\((\w+)\)", caplog.text))
     # The optimizer's program depends on the number of steps.
     assert "apply" in compiled and not compiled & {"prefill", "decode", "accumulate"}
-
-
-def test_a_checkpoint_holds_what_the_run_remembers(tmp_path):
-    cfg = harness.tiny(tmp_path, max_steps=2, eval={"num_problems": 4, "eval_steps": 1})
-    train(cfg, quiet=True)
-    rows = logger.read_metrics(tmp_path)
-    progress = StateFiles(tmp_path, keep=None).supply()["progress"]
-    best = max(row["eval/accuracy"] for row in rows)
-    tokens = rows[-1]["num_tokens"]
-    assert progress == {"sources": {}, "num_tokens": tokens, "best": best, "ends": True}
-    assert json.loads((tmp_path / "best.json").read_text())["eval/accuracy"] == best
+    # The checkpoint of the longer run knows the code of its first step.
+    over = shown("0.0", 3)
+    assert "nothing left to do" in over and "warning: the code" not in over
 
 
 @pytest.mark.slow
@@ -145,27 +170,6 @@ def test_a_warning_about_a_run_is_given_once_and_not_again_when_it_is_resumed(tm
         assert shown.count("warning: step 3: nothing was learned in the first 3") == (steps == 3)
         assert f"warning: this run has learned nothing in {steps} steps. In no group" in shown
     assert not qerl_jax.load_run(tmp_path).has_learned
-
-
-def test_a_run_says_that_the_code_of_its_reward_has_changed(tmp_path, capsys):
-    file, folder = tmp_path / "my_rewards.py", tmp_path / "run"
-    functions = (f"{file}:judge", "format_reward")
-
-    def shown(code, steps):
-        file.write_text(f"def judge(completions, **_):\n    return [{code} for _ in completions]\n")
-        train(harness.tiny(folder, max_steps=steps, rewards={"functions": functions}))
-        return " ".join(capsys.readouterr().out.split())
-
-    warning = f"warning: the code of {file}:judge has changed since the run in {folder} began: its steps so far are kept "
-    warning += f"as they are. To train with the new code from the start, choose another output_dir, or remove {folder}"
-    assert "warning: the code" not in shown("0.0", 2)
-    over = shown("1.0", 2)
-    assert "nothing left to do" in over and warning in over
-    longer = shown("1.0", 3)
-    assert "goes on after step 2 of 3" in longer and warning in longer
-    # The checkpoint of the longer run knows the code of its first step.
-    over = shown("0.0", 3)
-    assert "nothing left to do" in over and "warning: the code" not in over
 
 
 @pytest.mark.slow

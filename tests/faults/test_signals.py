@@ -38,40 +38,50 @@ def whole(tmp_path_factory):
 PLACES = {0: 0, 1: 0, 2: 1, 3: 2, 4: 2, 5: 3}
 
 
-@pytest.mark.parametrize(
-    "nth", [pytest.param(nth, marks=[pytest.mark.slow] * (nth != 2)) for nth in PLACES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("nth", PLACES)
 def test_a_signal_in_any_part_of_a_step_saves_the_last_whole_one(nth, whole, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     with monkeypatch.context() as patch, pytest.raises(stopping.Stopped) as stopped:
         harness.before_call(patch, rollouts, "score", nth, harness.send)
         train(watched(folder), quiet=True)
-    done = PLACES[nth]
+    assert_stopped(stopped, folder, PLACES[nth])
+    train(watched(folder), quiet=True)
+    assert_same_run(folder, whole)
+
+
+def assert_stopped(stopped, folder, done):
     assert StateFiles(folder, keep=None).steps() == ([done] if done else [])
     saved = f"after step {done} of 4, which is saved in {folder}: the same command"
     text = saved if done else "before the first step was done: nothing to save"
     assert f"stopped by SIGTERM {text}" in str(stopped.value)
     assert stopped.value.exit_code == 143 and isinstance(stopped.value, KeyboardInterrupt)
-    train(watched(folder), quiet=True)
+
+
+def assert_same_run(folder, whole):
     assert harness.results(folder) == harness.results(whole)
     for name in ("best.json", "best/adapter_model.safetensors"):
         assert (folder / name).read_bytes() == (whole / name).read_bytes()
 
 
-def test_an_evaluation_that_is_interrupted_is_done_again_and_its_row_is_whole(
+def test_a_step_and_an_evaluation_that_are_interrupted_are_done_again_and_the_run_is_the_same(
     whole, tmp_path, monkeypatch
 ):
-    """The step before it is saved, and is not repeated."""
+    """The step before each is saved, and is not repeated; the row of the evaluation is whole."""
     folder = tmp_path / "run"
-    with monkeypatch.context() as patch, pytest.raises(stopping.Stopped):
-        # Before the first chunk of evaluation 2.
-        interrupt = lambda: harness.send(signal.SIGINT)
-        harness.before_call(patch, rollouts, "collect", 3, interrupt)
+    with monkeypatch.context() as patch, pytest.raises(stopping.Stopped) as stopped:
+        harness.before_call(patch, rollouts, "score", 2, harness.send)
         train(watched(folder), quiet=True)
-    assert StateFiles(folder, keep=None).steps() == [2]
+    assert_stopped(stopped, folder, 1)
+    with monkeypatch.context() as patch, pytest.raises(stopping.Stopped):
+        # After step 2, before the first chunk of its evaluation.
+        interrupt = lambda: harness.send(signal.SIGINT)
+        harness.before_call(patch, rollouts, "collect", 1, interrupt)
+        train(watched(folder), quiet=True)
+    assert StateFiles(folder, keep=None).newest() == 2
     assert [row["step"] for row in logger.read_metrics(folder)] == [0, 1]
     train(watched(folder), quiet=True)
-    assert harness.results(folder) == harness.results(whole)
+    assert_same_run(folder, whole)
 
 
 # Of a rollout's two optimizer steps, each of several micro-batches: which is running, and what is saved then.
