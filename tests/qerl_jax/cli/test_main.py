@@ -20,6 +20,7 @@ from qerl_jax import config
 from qerl_jax.cli import common, main, options
 from qerl_jax.config import ConfigError, EvalConfig, LoraConfig, NoiseConfig
 from qerl_jax.evaluation import pass_rates
+from tests.pallas_kernels.common import slow
 
 QERL = [sys.executable, "-m", "qerl_jax"]
 QUICKSTART = pathlib.Path(__file__).parents[3] / "configs" / "quickstart.toml"
@@ -376,7 +377,7 @@ def test_a_shell_completes_commands_options_and_values(completed):
     assert main.main(["completion", "fish"]) == 2
 
 
-@pytest.mark.parametrize("command", ["train", "plan", "filter"])
+@pytest.mark.parametrize("command", ["train", slow("plan"), slow("filter")])
 def test_a_shell_completes_a_config_by_its_name_and_then_its_options(command, completed):
     assert completed(command, "gsm8k_qwen3") == {"gsm8k_qwen3_4b", "gsm8k_qwen3_8b"}
     assert completed(command, "quickstart", "--noise.num") == {"--noise.num-stages"}
@@ -428,7 +429,9 @@ def test_a_broken_data_set_is_one_line_in_a_pipe(tmp_path):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("command", ["--help", "train --help", "train quickstart --help"])
+@pytest.mark.parametrize(
+    "command", [slow("--help"), "train --help", slow("train quickstart --help")]
+)
 def test_an_output_that_nobody_reads_ends_the_command_quietly(command):
     reader, writer = os.pipe()
     os.close(reader)

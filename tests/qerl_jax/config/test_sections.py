@@ -16,6 +16,7 @@ from qerl_jax.rewards import scoring
 from qerl_jax.system import checked
 from qerl_jax.training import load
 from qerl_jax.training.trainer import train
+from tests.faults import harness
 
 CONFIGS = pathlib.Path(__file__).parents[3] / "configs"
 MINIMAL = {
@@ -575,7 +576,6 @@ def test_a_run_that_is_to_be_repeated_exactly_makes_no_drafts(monkeypatch, tmp_p
 
     monkeypatch.setattr(load.rollouts, "make_sampler", make_sampler)
     for deterministic, drafts in ((False, "auto"), (True, "off")):
-        changes = {"output_dir": str(tmp_path / drafts), "deterministic": deterministic}
-        cfg = config.from_table(RunConfig, config.read_table("quickstart") | changes)
+        cfg = harness.tiny(tmp_path / drafts, deterministic=deterministic)
         with pytest.raises(InterruptedError, match=drafts):
             train(cfg, quiet=True)

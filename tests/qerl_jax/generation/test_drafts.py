@@ -61,11 +61,11 @@ def drafting(positions=24, **options):
 
 @pytest.mark.parametrize(
     ("temperature", "positions"),
-    [(1.0, 12), slow(0.0, 64), slow(0.0, 12), slow(0.3, 64), slow(1.0, 64)],
+    [(1.0, 64), slow(0.0, 64), slow(0.0, 12), slow(0.3, 64), slow(1.0, 12)],
 )
 def test_tokens_are_those_without_drafts(temperature, positions):
     queue = prompts(limit=40)
-    expected = run(queue, temperature, chunk=16)
+    expected = run(queue, temperature)
     subject = plain.make(chunk=4, drafts=drafting(positions))
     assert_same(values(complete(subject, queue, temperature)), expected)
     drafted = subject.drafted
@@ -111,7 +111,7 @@ def test_a_chunk_is_short_where_a_string_may_end_rows():
 def test_a_stop_string_ends_a_row_as_without_drafts_and_no_draft_is_what_followed():
     queue = prompts(limit=40)
     stops = StopStrings((tagged(run(queue)[0][0][5:7]),), tagged)
-    subject = plain.make(stop_strings=stops, drafts=drafting())
+    subject = plain.make(stop_strings=stops, drafts=drafting(64))
     rows = values(complete(subject, queue))
     assert_same(rows, run(queue, stop_strings=stops))
     assert len(rows[0][0]) == 7

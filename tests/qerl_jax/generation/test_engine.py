@@ -397,7 +397,10 @@ def test_the_batch_shrinks_as_rows_end_and_by_few_sizes():
     ("slots", "events"),
     [
         (2, "start start read start read read"),  # 12 tokens of 4 each
-        (1, "start read start read start read start start read start read read"),
+        pytest.param(
+            *(1, "start read start read start read start start read start read read"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_device_goes_on_while_the_host_reads_unless_a_row_waits(monkeypatch, slots, events):
@@ -530,7 +533,10 @@ def test_absent_slots_are_no_number_with_which_fused_layers_would_be_faster(
     assert schedules[0]._shapes.sizes[0] == slots
 
 
-@pytest.mark.parametrize("options", [{}, {"compact": False}, {"repetition_penalty": 1.2}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"compact": False}, pytest.param({"repetition_penalty": 1.2}, marks=pytest.mark.slow)],
+)
 def test_rows_that_are_parked_are_those_that_never_were(options, monkeypatch):
     """Their pages go to the host and come back as they are, so results are equal bit for bit."""
     parked = []

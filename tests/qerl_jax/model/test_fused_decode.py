@@ -111,7 +111,7 @@ def test_the_fused_step_rounds_where_the_plain_model_does(monkeypatch, arch, wei
     # Of SMALL's 1,536 columns of random weights one value of `gate_up` that goes the other way changes half
     # of what follows. These tokens have none.
     tokens = jnp.array([2, 30, 50] if arch is SMALL else [1, 40, 63])
-    expected = plain.apply(variables, tokens[:, None], cache=cache)
+    expected = jax.jit(plain.apply)(variables, tokens[:, None], cache=cache)
 
     step = 256 if arch is ARCH else 64
     monkeypatch.setattr(fused, "_config", lambda m, n, k, _: Config(1, step, 2, layout.tiles(n)))

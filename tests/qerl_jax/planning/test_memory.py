@@ -1,6 +1,7 @@
 """Tests memory plans: exact parts are exact, compiled parts are close, and what does not fit is refused."""
 
 import dataclasses
+import functools
 import pathlib
 import re
 import types
@@ -41,13 +42,17 @@ def plan_of(cfg=BENCH, **sections):
     return memory.plan(changed(cfg, **sections))
 
 
+# For tests that pretend no other device: a plan traces the update of a 7B.
+planned = functools.cache(memory.plan)
+
+
 def require(plan, limit):
     """Checks a plan against another limit than that it was made for."""
     dataclasses.replace(plan, limit=int(limit)).require()
 
 
 def of_items(*items):
-    return dataclasses.replace(memory.plan(BENCH, limit=80 * GB), items=items)
+    return dataclasses.replace(planned(BENCH, limit=80 * GB), items=items)
 
 
 def all_named(plan, start):
@@ -91,7 +96,7 @@ def test_rows_longer_than_the_base_was_made_for_are_refused(tmp_path):
 
 
 def test_published_sizes_of_an_adapter_and_of_packed_weights():
-    made = memory.plan(BENCH)
+    made = planned(BENCH)
     # peft counts 80.7 M trained values at rank 32; 6.53e9 weights at 4.5 bits.
     assert named(made, "what trains") == pytest.approx(80.7e6 * 4, rel=1e-3)
     assert named(made, "base: linears") == pytest.approx(6.53e9 * 4.5 / 8, rel=1e-2)
@@ -307,7 +312,7 @@ def test_what_a_config_says_the_plan_leaves(limit):
 
 
 def test_without_a_report_of_memory_the_plan_is_careful():
-    made = memory.plan(BENCH)
+    made = planned(BENCH)
     assert made.cfg.model.gradient_checkpointing == "layer"
     assert made.items == memory.plan(made.cfg).items
 
@@ -425,14 +430,14 @@ def test_what_settings_save_is_what_they_save():
 
 
 def test_a_base_that_trains_is_not_told_to_be_packed():
-    full = memory.plan(FULL)
+    full = planned(FULL)
     assert not [item for item in full.items if "model.weights" in item.field]
     with pytest.raises(ConfigError, match="What would help: a smaller model, or a larger card$"):
         require(full, 24 * GB)
 
 
 def test_a_second_base_is_found_out():
-    made = memory.plan(BENCH)
+    made = planned(BENCH)
     steady, base = made.size("always"), named(made, "base: linears")
     made.require_one_base(steady + base // 3, made.peak + base // 3)
     with pytest.raises(RuntimeError, match=r"after a step.* another copy of the base \(3\.\d+ GB"):
@@ -440,12 +445,12 @@ def test_a_second_base_is_found_out():
     with pytest.raises(RuntimeError, match="at the peak"):
         made.require_one_base(steady, made.peak + base)
     # Where the base trains there is none to copy.
-    full = memory.plan(FULL)
+    full = planned(FULL)
     full.require_one_base(full.size("always") * 2, full.peak * 2)
 
 
 def test_the_trainer_compares_after_its_first_step(monkeypatch):
-    made = memory.plan(BENCH, limit=80 * GB)
+    made = planned(BENCH, limit=80 * GB)
     stats = {"peak_bytes_in_use": made.peak, "bytes_in_use": made.size("always")}
     device = types.SimpleNamespace(memory_stats=lambda: stats)
     monkeypatch.setattr(jax, "local_devices", lambda: [device])

@@ -115,7 +115,7 @@ def test_hidden_states_pass_layers_as_the_model_does():
     states = HiddenStates(model, np.asarray(frozen["embed_tokens"]), ids, lengths)
     for index in range(model.arch.num_layers):
         states.advance(jax.tree.map(lambda leaf: leaf[index], frozen["layers"]))  # noqa: B023
-    expected, _ = model.apply({"frozen": frozen}, jnp.asarray(ids))
+    expected, _ = jax.jit(model.apply)({"frozen": frozen}, jnp.asarray(ids))
     rows, scale = jnp.asarray(np.stack(states.rows)), frozen["norm"]["scale"]
     actual = layers.rms_norm(rows, scale, model.arch.rms_norm_eps)
     live = np.arange(ids.shape[1]) < lengths[:, None]
