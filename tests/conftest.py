@@ -64,23 +64,30 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     if not (config.getoption("--runslow") or _asked_for("slow", config)):
-        slow = [item for item in items if item.get_closest_marker("slow")]
-        items[:] = [item for item in items if item not in slow]
-        config.hook.pytest_deselected(items=slow)
+        _leave_out("slow", config, items)
 
     # The longest files first: at the end one worker would be left alone with them.
     longest = ("test_tiny_run.py", "test_update.py", "test_transformer.py", "test_engine.py")
     items.sort(key=lambda item: item.path.name not in longest)
 
-    on_devices = [item for item in items if item.get_closest_marker("devices")]
-    if on_devices and _num_devices() < 2:
-        items[:] = [item for item in items if item not in on_devices]
-        config.hook.pytest_deselected(items=on_devices)
-
-    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if on_gpu and not _has_gpu():
-        for item in on_gpu:
+    if _num_devices() < 2:
+        _leave_out("devices", config, items)
+    if _has_gpu():
+        return
+    if not _asked_for("gpu", config):
+        _leave_out("gpu", config, items)
+    # Who asks for these tests is told why they do not run.
+    for item in items:
+        if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU that JAX can see"))
+
+
+def _leave_out(marker, config, items):
+    left_out = [item for item in items if item.get_closest_marker(marker)]
+    ids = set(map(id, left_out))
+    items[:] = [item for item in items if id(item) not in ids]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
 
 
 # Of the 65,530 areas of memory that Linux grants a process, those above which compiled programs are let go. Each
