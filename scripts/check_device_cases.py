@@ -475,7 +475,7 @@ def run_config(case: Case, base: str, output_dir: str, *, reports_memory: bool) 
         table["tools"] |= _TOOLS[case["tools"]]
     if case["then"].startswith("eval_"):
         steps = updates if case["then"] == "eval_scheduled" else 0
-        table["eval"] = {"num_problems": 6, "batch_size": 4, "reward": EVEN_FIRST}
+        table["eval"] = {"num_problems": 6, "reward": EVEN_FIRST}
         table["eval"] |= {"eval_steps": steps, "num_generations": 2}
     return table
 

@@ -489,7 +489,7 @@ def _filter(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
     few = table | {"data": table["data"] | {"num_problems": 6}}
     path, out = _write_config(folder / "few.toml", few), folder / "kept.jsonl"
     adapter = [] if case["trains"] == "full" else ["--adapter", folder / "run" / "adapter"]
-    how = ["--low", 0.0, "--high", 1.0, "--samples", 3, "--batch-size", 4]
+    how = ["--low", 0.0, "--high", 1.0, "--samples", 3]
     qerl("filter", path, out, *how, "--reward", cases.EVEN_FIRST, *adapter)
     rates = [json.loads(line)["pass_rate"] for line in out.read_text().splitlines()]
     assert len(rates) == 6 and all(0 <= rate <= 1 for rate in rates), f"filter: got {rates}"

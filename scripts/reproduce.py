@@ -46,7 +46,7 @@ _MEASURED = {"7b": ("recipes", "GSM8K, 7B: a rollout of 512 and its 4 updates, 1
 # Changes for a quick trial.
 _QUICK = """--max-steps 2 --data.max-prompt-length 192 --data.overlong-prompts drop
   --rollout.generation-batch-size 16 --rollout.num-generations 4 --rollout.max-completion-length 24 --optim.per-device-train-batch-size 4 --optim.gradient-accumulation-steps 2
-  --eval.num-problems 8 --eval.batch-size 8 --save-steps 2 --noise.num-stages 3""".split()
+  --eval.num-problems 8 --save-steps 2 --noise.num-stages 3""".split()
 
 
 def main() -> None:

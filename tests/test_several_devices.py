@@ -550,7 +550,7 @@ def test_problems_are_filtered_on_the_mesh_of_the_config(tmp_path, monkeypatch):
         model = {"gradient_checkpointing": "layer"}
         cfg = tiny.small(tmp_path, data={"num_problems": 6}, mesh=mesh, model=model)
         out = tmp_path / f"{mesh.tensor}.jsonl"
-        pass_rates.select(cfg, out, low=0, high=1, samples=2, batch_size=3)
+        pass_rates.select(cfg, out, low=0, high=1, samples=2)
         rates[mesh.tensor] = out.read_text()
     assert rates[1] == rates[2] and used == [2, 2]
 

@@ -85,7 +85,7 @@ def test_a_policy_is_evaluated_and_filtered_with_the_environments_that_it_traine
             noise=None,
             data={"dataset": str(data), "name": None, "num_problems": None},
             rollout={"num_generations": 4, "max_completion_length": 60},
-            eval={"batch_size": 16} | held_out,
+            eval=held_out,
         ),
         quiet=True,
     )

@@ -222,6 +222,7 @@ def run_config(
     kinds = options.of_class(RunConfig)
     kinds |= dict.fromkeys([*map(_option, _SECTIONS), *read], Literal["None"])
     renamed = {_option(name): new for name, new in RENAMED.items()}
+    renamed |= options.without_batches("--rollout.max-concurrent") if read else {}
     description = [inspect.getdoc(about).partition("\n\n")[2]] if about else []
     return options.parse(
         RunConfig,

@@ -32,7 +32,7 @@ def evaluate(
 ) -> None:
     """Measures how often a policy is right on sets of problems, with confidence intervals.
 
-    Results go to OUTPUT_DIR/<set>/. If they are unfinished, the same call goes on after the last problem.
+    Results go to OUTPUT_DIR/<set>/. If they are unfinished, the same call goes on with the completions that are missing.
 
     Args:
         sets: "gsm8k", "math500", "aime24", "aime25", "amc23", "arithmetic", any data set of the hub, or
@@ -102,7 +102,6 @@ def filter_problems(
     reward: str | None = None,
     adapter: pathlib.Path | None = None,
     num_problems: int | None = None,
-    batch_size: int = 32,
 ) -> int:
     """Measures how often a policy solves each problem of a config, and keeps those within a range of rates.
     If it keeps none, its exit status is 3.
@@ -113,8 +112,8 @@ def filter_problems(
         config: A TOML file, or the name of a config in the package. Its model, devices, data and
             sampling settings are used.
         out: A .jsonl file for the problems that are kept, with the prompts of their rows; system prompt and
-            template are added when it is read. The pass rate of each problem is stored in `<out>.measured`, from
-            which a later call continues.
+            template are added when it is read. The pass rate of each problem is stored in `<out>.measured`;
+            a later call goes on with the completions that are missing.
         *fields: Fields of the config that take another value.
         low: Lowest pass rate that is kept.
         high: Highest pass rate that is kept.
@@ -124,7 +123,6 @@ def filter_problems(
         adapter: A PEFT folder, or a run folder, whose adapter or newest checkpoint is taken; absent means the base
             alone.
         num_problems: How many problems to measure, from the front; absent means as many as the config says.
-        batch_size: Problems sampled together.
 
     Examples:
         qerl filter gsm8k_qwen2.5_7b some.jsonl --low 0.2 --high 0.8
@@ -141,10 +139,8 @@ def filter_problems(
     from qerl_jax.evaluation import pass_rates
 
     use_compilation_cache()
-    options = {"low": low, "high": high, "samples": samples, "batch_size": batch_size}
-    selected, total = pass_rates.select(
-        cfg, out, **options, reward=reward, adapter=adapter, log=log
-    )
+    options = {"low": low, "high": high, "samples": samples, "reward": reward, "adapter": adapter}
+    selected, total = pass_rates.select(cfg, out, **options, log=log)
     log(f"{selected} of {total} problems have a pass rate in [{low}, {high}]: {out}")
     if not selected:
         bounds = f"choose other bounds by the rates in {out}.measured"

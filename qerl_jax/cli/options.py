@@ -90,7 +90,14 @@ def of_function(function: Callable) -> Options:
             kinds[option] = hint
             flags |= {option} if hint is bool else set()
             needed += [option] * (default is inspect.Parameter.empty)
-    return Options(kinds, frozenset(flags), tuple(arguments), tuple(needed))
+    renamed = without_batches("--max-concurrent") if "--max-concurrent" in kinds else {}
+    return Options(kinds, frozenset(flags), tuple(arguments), tuple(needed), renamed)
+
+
+def without_batches(option: str) -> dict[str, str]:
+    """What earlier options for a number of rows are called now, if `option` is the number that is sampled at a time."""
+    new = f"{option}, the completions at a time: all are sampled as one queue"
+    return dict.fromkeys(("--batch", "--batch-size"), new)
 
 
 def divide(argv: Sequence[str], options: Options) -> tuple[list[str], list[str]]:

@@ -26,6 +26,7 @@ RENAMED = {
     "grpo.sampling_mask_min": "grpo.mismatch.mask.ratio_min",
     "grpo.off_policy_mask_threshold": "grpo.mismatch.off_policy_threshold",
     "grpo.use_adaptive_entropy": "grpo.entropy.adaptive",
+    "eval.batch_size": "rollout.max_concurrent, the completions at a time: all are sampled as one queue",
     "noise.adapt_to": "noise.adaptive.metric",
     "noise.adapt_target": "noise.adaptive.target",
     "noise.adapt_rate": "noise.adaptive.rate",

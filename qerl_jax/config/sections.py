@@ -475,7 +475,7 @@ class NoiseConfig(Checked, section="noise.", renamed=RENAMED):
 
 
 @dataclasses.dataclass(frozen=True)
-class EvalConfig(Checked, section="eval."):
+class EvalConfig(Checked, section="eval.", renamed=RENAMED):
     """Held-out accuracy at both ends of a run and on a schedule; `--eval None` switches it off.
 
     Concurrent rows, cache, drafts, length and stops are those of `rollout`. Temperature and top-p are given
@@ -487,7 +487,6 @@ class EvalConfig(Checked, section="eval."):
         reward: The function whose share of 1s is the accuracy.
         temperature: Sampling temperature; 0 is greedy.
         top_p: Keep the likeliest tokens whose probabilities add up to this; 1 is off.
-        batch_size: Problems sampled together.
         eval_steps: Also evaluate every so many optimizer steps, and keep the best adapter in `best`; 0 means
             only at both ends.
         num_generations: Completions per problem.
@@ -501,7 +500,6 @@ class EvalConfig(Checked, section="eval."):
     reward: str = core("accuracy_reward")
     temperature: NotNegative = core(1.0)
     top_p: TopP = core(1.0)
-    batch_size: Count = core(512)
     eval_steps: Annotated[int, Rule(lambda n: n >= 0, "must not be negative")] = core(0)
     num_generations: int = core(1)
     dataset: str | None = core(None)

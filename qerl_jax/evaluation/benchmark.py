@@ -21,6 +21,7 @@ from qerl_jax.evaluation import protocols
 from qerl_jax.evaluation.evaluator import Evaluator, protocol_of_run, reward_of, try_reward
 from qerl_jax.evaluation.options import EvalOptions
 from qerl_jax.evaluation.protocols import Protocol
+from qerl_jax.evaluation.results import Measurement, Results, measure
 from qerl_jax.evaluation.summary import summarize
 from qerl_jax.generation import kv_capacity
 from qerl_jax.generation.prompts import encode
@@ -29,13 +30,10 @@ from qerl_jax.generation.sampling_params import EngineLimits
 from qerl_jax.model import fused_decode
 from qerl_jax.rewards import scoring
 from qerl_jax.system.checked import from_table, is_seed, require, to_table
-from qerl_jax.system.files import Progress, content_hashes, write_whole
+from qerl_jax.system.files import content_hashes, write_whole
 from qerl_jax.tools.conversations import Tools, observed
 from qerl_jax.tools.environments import Toolboxes
 
-# Completions of a batch per row that is sampled at a time: so many that long rows seldom run alone, and so few that
-# an interruption loses little.
-_ROUNDS_PER_BATCH = 4
 # Prompts are padded to multiples of this, so that sets share compiled programs.
 _WIDTH_STEP = 64
 _REFUSAL = (
@@ -47,14 +45,38 @@ _REMEDY = "name yours by --columns answer COLUMN, or choose another reward by --
 
 @dataclasses.dataclass(frozen=True)
 class _Set:
-    """A set of problems, with its protocol, reward function, saved results and tools."""
+    """A set of problems, with its protocol, reward function, results and tools."""
 
     name: str
     protocol: Protocol
     problems: Sequence[datasets.Problem]
     reward: scoring.Named
     toolboxes: Toolboxes | None
-    progress: Progress
+    results: Results
+
+    @property
+    def num_rows(self) -> int:
+        """The number of completions."""
+        return len(self.problems) * self.protocol.sampling.n
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all problems have a result."""
+        return len(self.results.of_problems.values) == len(self.problems)
+
+    @property
+    def sampled_as(self) -> tuple[Any, ...]:
+        """All but the problems that an engine is made for."""
+        sampling = dataclasses.replace(self.protocol.sampling, n=1)
+        return sampling, self.protocol.tools, self.toolboxes and id(self.toolboxes)
+
+    def line(self, beginning: str) -> str:
+        """Returns a line about the progress."""
+        right = [
+            verdict for record in self.results.of_problems.values for verdict in record["right"]
+        ]
+        right += [row["right"] for row in self.results.rows.values]
+        return f"{self.name}: {beginning}, {np.mean(right):.3f} right so far"
 
 
 def protocol_for(
@@ -128,8 +150,10 @@ def run(
 ) -> dict[str, dict[str, Any]]:
     """Evaluates a policy on sets of problems, each in its own folder; continues an interrupted evaluation.
 
+    Sets with the same sampling and tools are sampled as one queue.
     `<folder>/<set>/` holds `settings.json` (everything that a result depends on), `problems.jsonl` (one object per
-    problem: see `Evaluator.records`) and `summary.json` (see `summarize`).
+    problem: see `Evaluator.records`) and `summary.json` (see `summarize`). Until all completions of the set have ended,
+    those that have are in `problems.jsonl.partial` (see `Evaluator.judge`).
 
     Args:
         source: The policy to evaluate; it is loaded only if a set is unfinished.
@@ -138,11 +162,11 @@ def run(
         seed: Random seed for sampling, and for arithmetic problems if the policy has no run.
         max_concurrent: Maximum number of completions that each replica samples at a time; fewer if memory for their
             KV cache is short. None means the default of `EngineLimits`.
-        log: Called with a line for every batch, and with a line if sampling is slow on this GPU.
+        log: Called with a line about every ten seconds, and with a line if sampling is slow on this GPU.
         policy: The policy of `source`, if it is already on the device.
         toolboxes: Tools that replace those of the protocols, for protocols with tools.
         mesh: The devices that the policy is loaded onto.
-        quiet: Whether to show no progress while the policy is loaded.
+        quiet: Whether to show no progress bars.
 
     Returns:
         The content of `summary.json` of each set, by the set's name.
@@ -168,9 +192,9 @@ def run(
                 _identity(source, data, protocol, seed),
                 path.with_name("settings.json"),
             )
-            progress = Progress(path, identity, settings=settings, refusal=_REFUSAL)
-            opened.append(_Set(name, protocol, *judge, stack.enter_context(progress)))
-        most = max(len(job.problems) * job.protocol.sampling.n for job in opened)
+            results = Results(path, identity, settings=settings, refusal=_REFUSAL)
+            opened.append(_Set(name, protocol, *judge, stack.enter_context(results)))
+        most = max(sum(one.num_rows for one in sets_) for sets_ in _queues(opened))
 
         @functools.cache
         def on_device() -> LoadedPolicy:
@@ -180,13 +204,15 @@ def run(
                 log(slow)
             return loaded
 
-        for job in opened:
-            if len(job.progress.values) < len(job.problems):
-                _measure(on_device(), job, seed, max_concurrent, log)
-            what = {"name": job.name, "protocol": job.protocol.table()}
-            summaries[job.name] = what | summarize(job.progress.values)
-            text = json.dumps(summaries[job.name], indent=2) + "\n"
-            write_whole(job.progress.path.with_name("summary.json"), text)
+        for together in _queues(opened):
+            if any(not one.is_complete for one in together):
+                _measure(on_device(), together, seed, max_concurrent, log, quiet)
+        for one in opened:
+            records = one.results.of_problems
+            what = {"name": one.name, "protocol": one.protocol.table()}
+            summaries[one.name] = what | summarize(records.values)
+            text = json.dumps(summaries[one.name], indent=2) + "\n"
+            write_whole(records.path.with_name("summary.json"), text)
     return summaries
 
 
@@ -231,38 +257,52 @@ def _judged(
     return problems, reward, toolboxes
 
 
+def _queues(sets: Sequence[_Set]) -> list[list[_Set]]:
+    """Divides sets into those that one engine can sample together."""
+    queues: list[list[_Set]] = []
+    for one in sets:
+        fits = (together for together in queues if together[0].sampled_as == one.sampled_as)
+        if (queue := next(fits, None)) is None:
+            queues.append(queue := [])
+        queue.append(one)
+    return queues
+
+
 def _measure(
     policy: LoadedPolicy,
-    job: _Set,
+    sets: Sequence[_Set],
     seed: int,
     max_concurrent: int | None,
     log: Callable[[str], None],
+    quiet: bool,
 ) -> None:
-    """Samples and judges the problems that have no record yet, and adds their records."""
-    problems, values, params = job.problems, job.progress.values, job.protocol.sampling
-    tools, seen, longest = None, problems, params.max_tokens
-    if job.toolboxes is not None:
-        tools = Tools.of(job.protocol.tools, policy.tokenizer, job.toolboxes, log)
-        seen = observed(tools, problems)
-    lengths = [len(ids) for ids in encode(seen, policy.tokenizer, tools)]
-    if 0 in lengths:
-        raise ValueError(f"prompt of problem {lengths.index(0)}: has no tokens")
-    policy.model.arch.require_context(max(lengths), longest, "max_tokens")
-    width = -(-max(lengths) // _WIDTH_STEP) * _WIDTH_STEP
+    """Samples and judges the rows that sets of one queue lack."""
+    first, tools, longest = sets[0], None, sets[0].protocol.sampling.max_tokens
+    if first.toolboxes is not None:
+        tools = Tools.of(first.protocol.tools, policy.tokenizer, first.toolboxes, log)
+    # Of all sets, also of those that are complete: then shapes do not depend on what was done before.
+    width = 0
+    for one in sets:
+        seen = one.problems if tools is None else observed(tools, one.problems)
+        lengths = [len(ids) for ids in encode(seen, policy.tokenizer, tools)]
+        if 0 in lengths:
+            raise ValueError(f"prompt of problem {lengths.index(0)}: has no tokens")
+        policy.model.arch.require_context(max(lengths), longest, "max_tokens")
+        width = max(width, -(-max(lengths) // _WIDTH_STEP) * _WIDTH_STEP)
     memory = (runtime.memory_stats() or {}).get("bytes_limit")
     part, itemsize = policy.model.own_part.arch, jnp.dtype(policy.model.dtype).itemsize
     fit = kv_capacity.rows_that_fit(part, memory, width + longest, itemsize)
     wanted = EngineLimits(max_concurrent).on_this_device().max_concurrent
-    rows = min(wanted or kv_capacity.MOST_SLOTS, fit)
     options = {"max_prompt_length": width, "tools": tools, "replicas": policy.replicas}
-    limits = EngineLimits(wanted and rows)
-    sampler = Sampler.of(policy.model, policy.tokenizer, params, limits, **options)
-    batch_size = max(1, _ROUNDS_PER_BATCH * rows * len(policy.replicas) // params.n)
-    evaluator = Evaluator(sampler, problems, job.reward, batch_size, jax.random.key(seed))
-    for records in evaluator.records(policy.variables, len(values)):
-        job.progress.add(records)
-        mean = np.mean([record["right"] for record in values])
-        log(f"{job.name}: {len(values)}/{len(problems)} problems, {mean:.3f} right so far")
+    of = policy.model, policy.tokenizer, first.protocol.sampling
+    sampler = Sampler.of(*of, EngineLimits(wanted and min(wanted, fit)), **options)
+    measurements = []
+    for one in sets:
+        params = dataclasses.replace(sampler.params, n=one.protocol.sampling.n)
+        of_set = dataclasses.replace(sampler, params=params)
+        evaluator = Evaluator(of_set, one.problems, one.reward, jax.random.key(seed))
+        measurements.append(Measurement(evaluator, one.results, evaluator.records, one.line))
+    measure(policy.variables, measurements, log, quiet=quiet)
 
 
 def _set_name(data: DataConfig) -> str:

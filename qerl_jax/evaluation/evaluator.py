@@ -1,10 +1,15 @@
-"""Measures the accuracy of a policy on problems, which are sampled and judged in batches of one shape.
+"""Measures the accuracy of a policy on problems: all are sampled as one queue, and judged as they end.
 
 Policies before and after training get the same prompts, the same sampler and the same reward function.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+import queue
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any, Self
 
 import jax
@@ -17,7 +22,7 @@ from qerl_jax.distributed.mesh import Replicas
 from qerl_jax.evaluation.protocols import Protocol
 from qerl_jax.evaluation.summary import summarize
 from qerl_jax.generation.prompts import admit, with_observations
-from qerl_jax.generation.sampler import Sampler
+from qerl_jax.generation.sampler import Completion, Sampler, row_keys
 from qerl_jax.generation.sampling_params import EngineLimits, from_section
 from qerl_jax.model.transformer import Transformer
 from qerl_jax.rewards import scoring
@@ -48,6 +53,8 @@ _VOTE_FORMS = {
     "verl_gsm8k_reward": str,
     "verl_math_reward": verl_answers.hendrycks_vote,
 }
+# Seconds between two looks for signals while no row ends.
+_LOOK_SECONDS = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,19 +62,22 @@ class Evaluator:
     """A set of problems, a sampler of completions, and the reward function that judges them.
 
     Attributes:
-        sampler: Samples completions; temperature 0 is greedy.
+        sampler: Samples N completions of each problem (`params.n`); temperature 0 is greedy.
         problems: The P problems, usually held out from training.
         reward: (name, function); a completion is right if the function gives at least 1.
-        batch_size: Number of problems sampled together.
         key: Random key. The random numbers of a sample depend only on this key and the index of the sample. So two
-            policies are sampled with the same random numbers, with any batch size.
+            policies are sampled with the same random numbers, whatever else is sampled at the same time.
     """
 
     sampler: Sampler
     problems: Sequence[datasets.Problem]
     reward: scoring.Named
-    batch_size: int
     key: jax.Array
+
+    @property
+    def num_rows(self) -> int:
+        """The number of all samples."""
+        return len(self.problems) * self.sampler.params.n
 
     @classmethod
     def of_run(
@@ -83,7 +93,7 @@ class Evaluator:
     ) -> Self | None:
         """Builds the evaluator of a run's `[eval]` section; None where there is none.
 
-        Batches, cache, drafts and what ends a completion are those of a rollout. `log` is called with a line if problems
+        Concurrent rows, cache, drafts and what ends a completion are those of a rollout. `log` is called with a line if problems
         are dropped; `poll` is that of `Engine`.
 
         Raises:
@@ -109,73 +119,87 @@ class Evaluator:
             max_prompt_length=cfg.data.max_prompt_length,
             **options,
         )
-        return cls(sampler, problems, reward, cfg.eval.batch_size, key)
+        return cls(sampler, problems, reward, key)
 
-    def records(
-        self, variables: dict[str, Any], start: int = 0, *, voting: bool = True
-    ) -> Iterator[list[dict[str, Any]]]:
-        """Samples and judges problems from number `start` on; yields a list of records for each batch.
+    def judge(
+        self, numbers: Sequence[int], completions: Sequence[Completion]
+    ) -> list[dict[str, Any]]:
+        """Judges samples that have ended, and returns a row for each.
 
-        The record of a problem with N samples has `problem` (its index), `prompt`, `gold`, and lists of N: `right`,
-        `answers` (as extracted; None if there is none), `lengths` in tokens, `stopped` and `completions`. `unjudged`
-        is the number of samples for which the reward is None; they count as wrong. With `voting` and N > 1, `votes`
-        are N texts that are equal if the reward counts the answers as the same. With tools, `turns` are the messages
-        of each completion.
+        Sample s of problem p has the number p * N + s. Its row has `problem` and `sample` (p and s), `prompt`, `right`,
+        `judged` (False if the reward is None; then it counts as wrong), `answer` (as extracted; None if there is none),
+        `length` in tokens, `stopped` and `completion`; with tools also `turns`, the messages of the completion.
 
         Args:
-            variables: The collections of the policy.
-            start: Index of the first problem.
-            voting: Whether to compute `votes`.
+            numbers: The numbers of the samples.
+            completions: Their completions.
         """
-        size, group = min(self.batch_size, len(self.problems)), self.sampler.params.n
-        hosts = self.sampler.hosts
-        for first in range(start, len(self.problems), size):
-            problems = self.problems[first : first + size]
-            # The last batch is padded with repeated problems, so that only one shape is compiled.
-            repeats = [problems[-1]] * (size - len(problems))
-            rollout = rollouts.collect(
-                self.sampler,
-                variables,
-                filled := [*problems, *repeats],
-                self.key,
-                first_row=first * group,
-                on_text=scoring.beginner([self.reward] if hosts.leads else [], filled, group),
-            )
-            _, values = rollouts.score(rollout, [self.reward], None, hosts=hosts)
-            records = [self._record(first, i, rollout, values[:, 0]) for i in range(len(problems))]
-            if voting and group > 1:
-                votes = _votes(self.reward, [record["answers"] for record in records])
-                records = [r | {"votes": texts} for r, texts in zip(records, votes, strict=True)]
-            yield records
-
-    def _record(self, first: int, index: int, rollout: rollouts.Rollout, values: np.ndarray):
-        """Makes the record of problem `index` of a batch that begins with problem `first`; `values`: rewards [B]."""
-        group = self.sampler.params.n
-        rows = slice(index * group, (index + 1) * group)
+        rollout = rollouts.joined(completions, 1)
+        values, lengths = rollouts.judge(rollout, [self.reward])[:, 0], rollout.sampled_lengths
         read = _ANSWER_READERS.get(self.reward[0], answers.stated)
-        problem, talks = rollout.problems[index], rollout.conversations
-        turns = {} if talks is None else {"turns": [list(talk.messages) for talk in talks[rows]]}
-        return {
-            "problem": first + index,
-            "prompt": problem.prompt,
-            "gold": problem.columns.get("answer"),
-            "right": (values[rows] >= 1).tolist(),
-            "answers": [read(text) for text in rollout.texts[rows]],
-            "lengths": rollout.sampled_lengths[rows].tolist(),
-            "stopped": list(rollout.stopped[rows]),
-            "unjudged": int(np.isnan(values[rows]).sum()),
-            "completions": list(rollout.texts[rows]),
-            **turns,
-        }
+        talks = rollout.conversations
+        rows = []
+        for i, (number, text) in enumerate(zip(numbers, rollout.texts, strict=True)):
+            problem, sample = divmod(number, self.sampler.params.n)
+            row = {
+                "problem": problem,
+                "sample": sample,
+                "prompt": rollout.problems[i].prompt,
+                "right": bool(values[i] >= 1),
+                "judged": not np.isnan(values[i]),
+                "answer": read(text),
+                "length": int(lengths[i]),
+                "stopped": rollout.stopped[i],
+                "completion": text,
+            }
+            rows.append(row if talks is None else row | {"turns": list(talks[i].messages)})
+        return rows
 
-    def __call__(self, variables: dict[str, Any]) -> dict[str, float]:
-        """Evaluates the policy and returns metrics under `eval/`.
+    def records(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Joins all rows of some problems, in any order, to a record for each problem, in the order of the problems.
+
+        A record has `problem`, `prompt`, `gold`, and lists of N: `right`, `answers`, `lengths`, `stopped` and
+        `completions`. `unjudged` is the number of samples that were not judged. With N > 1, `votes` are N texts that are
+        equal if the reward counts the answers as the same. With tools, `turns` has N lists of messages.
+        """
+        ordered = sorted(rows, key=lambda row: (row["problem"], row["sample"]))
+        records = []
+        for of_problem in itertools.batched(ordered, self.sampler.params.n):
+            first, column = of_problem[0], lambda name, rows=of_problem: [row[name] for row in rows]
+            record = {
+                "problem": first["problem"],
+                "prompt": first["prompt"],
+                "gold": self.problems[first["problem"]].columns.get("answer"),
+                "right": column("right"),
+                "answers": column("answer"),
+                "lengths": column("length"),
+                "stopped": column("stopped"),
+                "unjudged": column("judged").count(False),
+                "completions": column("completion"),
+            }
+            records.append(record | ({"turns": column("turns")} if "turns" in first else {}))
+        if self.sampler.params.n > 1:
+            votes = _votes(self.reward, [record["answers"] for record in records])
+            records = [r | {"votes": texts} for r, texts in zip(records, votes, strict=True)]
+        return records
+
+    def __call__(
+        self, variables: dict[str, Any], row_ended: Callable[[], None] = lambda: None
+    ) -> dict[str, float]:
+        """Evaluates the policy and returns metrics under `eval/`; calls `row_ended` for each row.
 
         These are `accuracy` (the mean over samples and problems), its standard error and, with several problems, its
         95 % interval over problems; the mean length in tokens; the fraction of truncated completions; and with N > 1
-        samples pass@N and maj@N.
+        samples pass@N and maj@N. With several hosts all must call this, and get the metrics of the first one.
         """
-        records = [record for batch in self.records(variables) for record in batch]
+        rows = []
+        with contextlib.closing(judged(variables, [self])) as pairs:
+            for _, row in pairs:
+                rows.append(row)
+                row_ended()
+        return self.sampler.hosts.told(lambda: self._metrics(self.records(rows)))
+
+    def _metrics(self, records: Sequence[dict[str, Any]]) -> dict[str, float]:
         summary = summarize(records, (self.sampler.params.n,))
         (mean, *others) = summary["estimates"]
         right = np.array([record["right"] for record in records])
@@ -189,6 +213,100 @@ class Evaluator:
             "eval/clipped_ratio": summary["clipped_ratio"],
             **{f"eval/{estimate['name']}": estimate["value"] for estimate in others},
         }
+
+
+def judged(
+    variables: dict[str, Any],
+    evaluators: Sequence[Evaluator],
+    done: Sequence[Collection[int]] | None = None,
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Samples several sets as one queue, and judges samples as they end.
+
+    Judged together is what has ended since the last call of a reward, while the device samples the others. Rewards are
+    called in the caller's thread: some need the main one.
+
+    Args:
+        variables: The collections of the policy.
+        evaluators: The sets. Their samplers have the same engine, and differ only in the number of samples.
+        done: For each set the numbers of samples that are left out (see `Evaluator.judge`); None for none.
+
+    Returns:
+        An iterator over pairs: the index of a set, and the row of a sample. Of several hosts only the first one gets any;
+        the others end when sampling has ended.
+    """
+    sampler, hosts = evaluators[0].sampler, evaluators[0].sampler.hosts
+    problems, keys, numbers = [], [], []
+    for index, evaluator in enumerate(evaluators):
+        n, left_out = evaluator.sampler.params.n, done[index] if done else ()
+        all_keys = row_keys(evaluator.key, len(evaluator.problems), n)
+        for number, problem in enumerate(evaluator.problems):
+            samples = [s for s in range(n) if number * n + s not in left_out]
+            if samples:
+                problems.append(problem)
+                keys.append(all_keys[number, samples])
+                numbers += [(index, number * n + sample) for sample in samples]
+    if not problems:
+        return
+    begins = [
+        scoring.beginner([e.reward] if hosts.leads else [], e.problems, e.sampler.params.n)
+        for e in evaluators
+    ]
+
+    def on_text(row: int, text: str) -> None:
+        index, number = numbers[row]
+        if (begin := begins[index]) is not None:
+            begin(number, text)
+
+    rows = sum(evaluator.num_rows for evaluator in evaluators)
+    sample = lambda: sampler.ask(variables, problems, keys, rows=rows, on_text=on_text)
+    with contextlib.closing(_as_they_end(sample)) as batches:
+        for completions in batches:
+            of_sets: dict[int, list[Completion]] = {}
+            for completion in completions if hosts.leads else ():
+                of_sets.setdefault(numbers[completion.row.row][0], []).append(completion)
+            for index, ended in of_sets.items():
+                of_set = [numbers[completion.row.row][1] for completion in ended]
+                for row in evaluators[index].judge(of_set, ended):
+                    yield index, row
+
+
+def _as_they_end(sample: Callable[[], Iterator[Completion]]) -> Iterator[list[Completion]]:
+    """Iterates over completions in a thread, and yields lists of all that have ended since the last one."""
+    results: queue.SimpleQueue[Completion | None] = queue.SimpleQueue()  # None comes last
+    is_over = threading.Event()
+
+    def drive() -> None:
+        try:
+            with contextlib.closing(sample()) as completions:
+                for completion in completions:
+                    if is_over.is_set():
+                        return
+                    results.put(completion)
+        finally:
+            results.put(None)
+
+    with ThreadPoolExecutor(1, thread_name_prefix="evaluation") as thread:
+        sampling, ended = thread.submit(drive), list[Completion | None]()
+        try:
+            while None not in ended:
+                ended = []
+                # With a time limit, because Python's handlers of signals do not run while this thread waits.
+                with contextlib.suppress(queue.Empty):
+                    ended.append(results.get(timeout=_LOOK_SECONDS))
+                    while True:
+                        ended.append(results.get_nowait())
+                yield [one for one in ended if one is not None and not _is_abandoned(one)]
+        finally:
+            is_over.set()
+        sampling.result()
+
+
+def _is_abandoned(completion: Completion) -> bool:
+    """Whether the conversation of a row was given up, because sampling has failed; waits for its end."""
+    try:
+        return completion.text is None
+    except CancelledError:
+        return True
 
 
 def reward_of(

@@ -7,7 +7,7 @@ saves their rollouts (QeRL's tools keep pass rates from 0.1 to 0.6).
 import dataclasses
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,12 +16,13 @@ from qerl_jax.checkpoint.policy import PolicySource, find_policy, load_policy
 from qerl_jax.config import RunConfig
 from qerl_jax.data import datasets
 from qerl_jax.evaluation.evaluator import Evaluator, reward_of, try_reward
+from qerl_jax.evaluation.results import Measurement, Results, measure
 from qerl_jax.generation.prompts import admit
 from qerl_jax.generation.sampling_params import from_section
 from qerl_jax.planning import memory
 from qerl_jax.rl import rollouts
 from qerl_jax.system.checked import require, to_table
-from qerl_jax.system.files import Progress, content_hashes, to_line, write_whole
+from qerl_jax.system.files import content_hashes, to_line, write_whole
 from qerl_jax.tools.conversations import Tools
 from qerl_jax.tools.environments import Toolboxes
 
@@ -35,14 +36,13 @@ def select(
     samples: int,
     reward: str | None = None,
     adapter: str | pathlib.Path | None = None,
-    batch_size: int = 32,
     log: Callable[[str], None] = lambda text: None,
 ) -> tuple[int, int]:
     """Writes the problems whose pass rate is in [low, high], and measures the rates that are not known yet.
 
-    Rates are written to `<out>.measured`, one line per problem. A call that finds this file continues after its last
-    line: an interrupted measurement is not lost, and another band needs no new measurement. `out` is written at the
-    end, with rows of {"prompt", the problem's columns, "pass_rate"}. The prompt is that of the row; the config's system
+    Rates are written to `<out>.measured`, one line per problem, and until all are known, what was judged is written to
+    `<out>.measured.partial`, one line per completion. A call that finds these files continues: an interrupted
+    measurement is not lost, and another band needs no new measurement. `out` is written at the end, with rows of {"prompt", the problem's columns, "pass_rate"}. The prompt is that of the row; the config's system
     message and the chat template are added when the rows are read.
 
     Args:
@@ -56,8 +56,7 @@ def select(
             reward.
         adapter: A PEFT folder, or a run folder, of which it is the final adapter or the newest checkpoint; None
             means the bare base.
-        batch_size: Number of problems sampled together.
-        log: Called with a line for every batch.
+        log: Called with a line about every ten seconds.
 
     Returns:
         The number of problems that were kept, and of all problems.
@@ -71,7 +70,6 @@ def select(
     require(is_file, "out", os.fspath(out), "must be a .jsonl file")
     require(0 <= low <= high <= 1, "low, high", (low, high), "must be in order, between 0 and 1")
     require(samples >= 1, "samples", samples, "must be at least 1")
-    require(batch_size >= 1, "batch_size", batch_size, "must be at least 1")
     toolboxes = None if cfg.tools is None else Toolboxes(cfg.tools)
     rewards = [] if toolboxes is None else [name for name, _ in toolboxes.own_rewards()]
     field = "reward" if reward else "rewards.functions"
@@ -85,11 +83,11 @@ def select(
         require(named.adapter is not None, "adapter", os.fspath(adapter), rule)
         source = dataclasses.replace(named, model=source.model)
     path = out.with_name(out.name + ".measured")
-    with Progress(path, _identity(cfg, samples, reward, source.adapter)) as measured:
+    with Results(path, _identity(cfg, samples, reward, source.adapter)) as results:
         memory.require_context(cfg)
         problems = datasets.from_config(cfg.data, split=cfg.data.split, seed=cfg.seed)
         try_reward(function, problems, toolboxes, before="measuring")
-        rows = batch_size * samples
+        rows = len(problems) * samples
         policy = load_policy(source, cfg.seed, mesh=cfg.mesh, rows=rows, quiet=False)
         memory.require_context(cfg, policy.model.arch)
         tools = toolboxes and Tools.of(cfg.tools, policy.tokenizer, toolboxes, log)
@@ -99,23 +97,29 @@ def select(
         sampler = rollouts.make_sampler(*of, replicas=policy.replicas, **limits)
         params = dataclasses.replace(sampler.params, n=samples)
         sampler = dataclasses.replace(sampler, params=params)
-        evaluator = Evaluator(sampler, problems, function, batch_size, jax.random.key(cfg.seed))
-        for records in evaluator.records(policy.variables, len(measured.values), voting=False):
-            measured.add(map(pass_rate, records))
-            log(f"{len(measured.values)}/{len(problems)} problems measured")
+        evaluator = Evaluator(sampler, problems, function, jax.random.key(cfg.seed))
+        columns = ("problem", "sample", "right", "judged")
+        one = Measurement(evaluator, results, pass_rates, "{} judged".format, columns)
+        measure(policy.variables, [one], log)
+        rates = results.of_problems.values
     selected = [
         problem.columns | {"prompt": problem.row_prompt or problem.prompt, "pass_rate": rate}
-        for problem, rate in zip(problems, measured.values, strict=True)
+        for problem, rate in zip(problems, rates, strict=True)
         if rate is not None and low <= rate <= high
     ]
     write_whole(out, "".join(map(to_line, selected)))
     return len(selected), len(problems)
 
 
-def pass_rate(record: dict[str, Any]) -> float | None:
-    """Returns the fraction of judged completions of a record of `Evaluator.records` that pass; None if none was judged."""
-    judged = len(record["right"]) - record["unjudged"]
-    return sum(record["right"]) / judged if judged else None
+def pass_rates(rows: Sequence[dict[str, Any]]) -> list[float | None]:
+    """Returns the pass rate of each problem, from all rows of `Evaluator.judge` of some problems, in any order.
+
+    It is the fraction of judged completions that pass; None if none was judged.
+    """
+    verdicts: dict[int, list[bool]] = {}
+    for row in rows:
+        verdicts.setdefault(row["problem"], []).extend([row["right"]] * row["judged"])
+    return [sum(of) / len(of) if of else None for _, of in sorted(verdicts.items())]
 
 
 def _identity(cfg: RunConfig, samples: int, reward: str, adapter: Any) -> dict[str, Any]:

@@ -131,6 +131,7 @@ class Sampler:
         keys: Sequence[np.ndarray],
         *,
         groups: Sequence[int] | np.ndarray | None = None,
+        rows: int | None = None,
         on_text: Callable[[int, str], None] | None = None,
     ) -> Iterator[Completion]:
         """Samples completions of problems, and yields each when it has ended.
@@ -144,6 +145,8 @@ class Sampler:
             keys: For each problem, the key data of its completions, uint32 [completions, ...]; see `row_keys`.
             groups: int [P], the numbers of the groups' noise if rows have their own; None means 0, 1, ... With
                 noise per sequence each completion has its own prefill.
+            rows: The number of rows for which the engine chooses its slots, if these are the rest of a job; None means
+                those of this call.
             on_text: Called as on_text(row, text) when a row has ended, in a separate thread, while the device
                 samples the others; see `scoring.beginner`.
 
@@ -155,15 +158,15 @@ class Sampler:
             ValueError: At the call, if a prompt is empty or too long, or an environment cannot be reset.
         """
         noise = variables.get("noise")
-        row_problems, queue, shapes = self._prepared(noise, problems, keys, groups)
+        row_problems, queue, shapes = self._prepared(noise, problems, keys, groups, rows)
         conversations = None
         if self.tools is not None:
             of_rows = [problem for problem, _ in row_problems]
             conversations = Conversations(self.tools, self.tokenizer, of_rows)
-        rows = self.engine.completions(
+        ended = self.engine.completions(
             variables, queue, self.params.temperature, turns=conversations, **shapes
         )
-        return self._completed(rows, row_problems, conversations, on_text)
+        return self._completed(ended, row_problems, conversations, on_text)
 
     def stream(self, variables: dict[str, Any], problem: Problem, key: np.ndarray) -> Iterator[str]:
         """Yields the text of one completion in pieces, as it is sampled, up to its stop string; without tools.
@@ -190,6 +193,7 @@ class Sampler:
         problems: Sequence[Problem],
         keys: Sequence[np.ndarray],
         groups: Sequence[int] | np.ndarray | None = None,
+        most_rows: int | None = None,
     ) -> tuple[list[tuple[Problem, np.ndarray]], list[QueuedPrompt], dict[str, Any]]:
         """Returns the problem and the prompt of each row, the engine's queue, and its arguments that choose shapes."""
         width = self.max_prompt_length
@@ -205,8 +209,8 @@ class Sampler:
             queue = _with_noise(queue, noise, groups)
         pairs = zip(zip(problems, prompts, strict=True), keys, strict=True)
         row_problems = [pair for pair, of_rows in pairs for _ in of_rows]
-        rows = len(row_problems)
-        shapes: dict[str, Any] = {}
+        rows = most_rows or len(row_problems)
+        shapes: dict[str, Any] = {"rows": most_rows}
         if width is None:
             width, rows = power_of_two(max(map(len, prompts))), power_of_two(rows)
             shapes["rows"] = rows

@@ -486,7 +486,7 @@ def _sampling(
     """Returns the items of rollouts or evaluations, whose rows so many devices divide."""
     prompts, group = cfg.prompts_per_rollout, cfg.rollout.num_generations
     if phase == "evaluation":
-        prompts, group = min(cfg.eval.batch_size, cfg.eval.num_problems), cfg.eval.num_generations
+        prompts, group = cfg.eval.num_problems, cfg.eval.num_generations
     rows, has_row_noise = prompts * group, phase == "rollout" and cfg.has_row_noise
     if has_row_noise and cfg.noise.per == "sequence":
         prompts = rows
@@ -524,9 +524,7 @@ def _sampling(
                 f"of data.max_prompt_length + rollout.max_completion_length may need {longest}"
             )
     field = "rollout.kv_cache_tokens" if fraction is None else "rollout.kv_cache_fraction"
-    fewer = "rollout.max_concurrent" if phase == "rollout" else "eval.batch_size"
-    if slots == 1:
-        fewer = "rollout.max_completion_length"
+    fewer = "rollout.max_concurrent" if slots > 1 else "rollout.max_completion_length"
     size = pages * page * arch.kv_bytes(_width(cfg))
     items = [Item("keys and values", size, phase, field, shortage)]
     for name, size in demand.workspace(slots).items():

@@ -11,7 +11,7 @@ from qerl_jax.config import RolloutConfig
 from qerl_jax.data.datasets import Problem, collate
 from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.distributed.hosts import Hosts
-from qerl_jax.generation.sampler import Sampler, row_keys
+from qerl_jax.generation.sampler import Completion, Sampler, row_keys
 from qerl_jax.generation.sampling_params import EngineLimits, from_section
 from qerl_jax.model.transformer import Transformer
 from qerl_jax.rewards import scoring
@@ -139,20 +139,25 @@ def collect(
     keys = [*row_keys(key, len(problems), sampler.params.n, first_row)]
     completions = sampler.ask(variables, problems, keys, groups=groups, on_text=on_text)
     done = sorted(completions, key=lambda completion: completion.row.row)
-    rows, firsts = [completion.row for completion in done], done[:: sampler.params.n]
+    return joined(done, sampler.params.n)
+
+
+def joined(completions: Sequence[Completion], group: int) -> Rollout:
+    """Returns completions as a rollout, in their order; `group` neighbours are of one problem."""
+    rows, firsts = [completion.row for completion in completions], completions[::group]
     total = lambda entropies: float(np.sum(entropies, dtype=np.float64))
     # None if rows have no entropies, masks or conversations.
     present = lambda values: tuple(value for value in values if value is not None) or None
     return Rollout(
         problems=tuple(first.problem for first in firsts),
         prompt_ids=tuple(first.prompt_ids for first in firsts),
-        texts=tuple(completion.text for completion in done),
+        texts=tuple(completion.text for completion in completions),
         completion_ids=tuple(row.tokens for row in rows),
         behaviour_logps=tuple(row.behaviour_logps for row in rows),
         stopped=tuple(row.ended == "stop" for row in rows),
         entropies=present(None if x is None else total(x) for x in (row.entropies for row in rows)),
         observation_mask=present(row.given for row in rows),
-        conversations=present(completion.conversation for completion in done),
+        conversations=present(completion.conversation for completion in completions),
     )
 
 
@@ -186,8 +191,19 @@ def score(
     weights = [1.0] * len(functions) if weights is None else weights
     rule = f"must be one for each of {len(functions)} functions"
     require(len(weights) == len(functions), "weights", len(weights), rule)
-    group = rollout.num_generations
-    problems = [problem for problem in rollout.problems for _ in range(group)]
+    per_function = hosts.told(lambda: judge(rollout, functions, extras, record))
+    combined = grpo.combine_rewards(per_function, np.asarray(weights, np.float32))
+    return np.asarray(combined).reshape(-1, rollout.num_generations), per_function
+
+
+def judge(
+    rollout: Rollout,
+    functions: Sequence[scoring.Named],
+    extras: Mapping[str, Any] | None = None,
+    record: scoring.Record | None = None,
+) -> np.ndarray:
+    """Returns the rewards of each function, float32 [B, number of functions], NaN where it abstained; see `score`."""
+    problems = [problem for problem in rollout.problems for _ in range(rollout.num_generations)]
     prompts, columns = collate(problems)
     talks = rollout.conversations
     if talks is None:
@@ -201,6 +217,4 @@ def score(
             columns["environments"] = [talk.snapshot for talk in talks]
     ids, rows = [ids.tolist() for ids in rollout.completion_ids], [p.row for p in problems]
     judged = (functions, prompts, completions, ids, columns, extras, record)
-    per_function = hosts.told(lambda: scoring.evaluate(*judged, rows=rows))
-    combined = grpo.combine_rewards(per_function, np.asarray(weights, np.float32))
-    return np.asarray(combined).reshape(-1, group), per_function
+    return scoring.evaluate(*judged, rows=rows)

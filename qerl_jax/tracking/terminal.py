@@ -161,15 +161,15 @@ class Display:
         if self._live is not None:
             self._live.start()
 
-    def begin_step(self, rows: int) -> None:
-        """Begins a step of `rows` rows; estimates its time from earlier steps."""
-        usual = self._usual_time()
+    def begin_step(self, rows: int, name: str = "rollout") -> None:
+        """Begins a step of `rows` rows, and estimates its time from earlier steps; or an "evaluation" of so many."""
+        usual = self._usual_time() if name == "rollout" else None
         expected = "" if usual is None else f"of about {usual:.0f} s"
-        shown = {"description": "rollout", "expected": expected, "visible": True}
+        shown = {"description": name, "expected": expected, "visible": True}
         self._step_bar.reset(self._step_task, total=rows, **shown)
 
     def row_ended(self) -> None:
-        """Counts one more ended row of the step."""
+        """Counts one more ended row."""
         self._step_bar.advance(self._step_task)
 
     def phase(self, name: str) -> None:

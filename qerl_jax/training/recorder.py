@@ -109,7 +109,9 @@ class Recorder:
         every = cfg.eval.eval_steps if cfg.eval else 0
         if run.evaluator and (step == 0 or over or _crosses(cfg, step, every)):
             began = time.perf_counter()
-            row = row | run.evaluator(run.variables(position.state.params))
+            self._logger.begin_step(run.evaluator.num_rows, "evaluation")
+            variables = run.variables(position.state.params)
+            row = row | run.evaluator(variables, self._logger.row_ended)
             row["perf/eval_time"] = time.perf_counter() - began
         row = {name: plain(value) for name, value in row.items()}
         self._logger.write(step, row)

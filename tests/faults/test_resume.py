@@ -28,7 +28,7 @@ def remembering(folder, **sections):
         folder,
         grpo={"dynamic_sampling": {"max_rounds": 3}, "reference": reference},
         rewards={"functions": ("format_reward", "accuracy_reward"), "soft_punish_cache": 7},
-        eval={"num_problems": 8, "eval_steps": 2, "batch_size": 8, "reward": "format_reward"},
+        eval={"num_problems": 8, "eval_steps": 2, "reward": "format_reward"},
         **sections,
     )
 

@@ -11,6 +11,7 @@ import pytest
 
 from qerl_jax.checkpoint import base_model
 from qerl_jax.checkpoint.run_state import StateFiles
+from qerl_jax.evaluation import evaluator
 from qerl_jax.rl import rollouts, update
 from qerl_jax.tracking import logger
 from qerl_jax.training import stopping
@@ -23,7 +24,7 @@ SIGNALS = {130: signal.SIGINT, 143: signal.SIGTERM}
 def watched(folder):
     """Makes a run that saves only at its end, and is evaluated at steps 0, 2 and 4."""
     cfg = {"max_steps": 4, "save_steps": 100}
-    return harness.tiny(folder, eval={"num_problems": 8, "eval_steps": 2, "batch_size": 8}, **cfg)
+    return harness.tiny(folder, eval={"num_problems": 8, "eval_steps": 2}, **cfg)
 
 
 @pytest.fixture(scope="module")
@@ -33,19 +34,23 @@ def whole(tmp_path_factory):
     return folder
 
 
-# Judged are, in this order: evaluation 0, steps 1 and 2, evaluation 2, steps 3 and 4, evaluation 4. A signal is
-# heard within the step that it comes in, and in an evaluation before its next chunk or after it.
-PLACES = {0: 0, 1: 0, 2: 1, 3: 2, 4: 2, 5: 3}
+# A signal is heard within the step that it comes in, and in an evaluation before its next chunk or after it.
+PLACES = {
+    **{(evaluator, "judged", 0): 0, (evaluator, "judged", 1): 2},
+    **{(rollouts, "score", step): step for step in range(4)},
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("nth", PLACES)
-def test_a_signal_in_any_part_of_a_step_saves_the_last_whole_one(nth, whole, tmp_path, monkeypatch):
+@pytest.mark.parametrize("place", PLACES)
+def test_a_signal_in_any_part_of_a_step_saves_the_last_whole_one(
+    place, whole, tmp_path, monkeypatch
+):
     folder = tmp_path / "run"
     with monkeypatch.context() as patch, pytest.raises(stopping.Stopped) as stopped:
-        harness.before_call(patch, rollouts, "score", nth, harness.send)
+        harness.before_call(patch, *place, harness.send)
         train(watched(folder), quiet=True)
-    assert_stopped(stopped, folder, PLACES[nth])
+    assert_stopped(stopped, folder, PLACES[place])
     train(watched(folder), quiet=True)
     assert_same_run(folder, whole)
 
@@ -70,13 +75,13 @@ def test_a_step_and_an_evaluation_that_are_interrupted_are_done_again_and_the_ru
     """The step before each is saved, and is not repeated; the row of the evaluation is whole."""
     folder = tmp_path / "run"
     with monkeypatch.context() as patch, pytest.raises(stopping.Stopped) as stopped:
-        harness.before_call(patch, rollouts, "score", 2, harness.send)
+        harness.before_call(patch, rollouts, "score", 1, harness.send)
         train(watched(folder), quiet=True)
     assert_stopped(stopped, folder, 1)
     with monkeypatch.context() as patch, pytest.raises(stopping.Stopped):
         # After step 2, before the first chunk of its evaluation.
         interrupt = lambda: harness.send(signal.SIGINT)
-        harness.before_call(patch, rollouts, "collect", 1, interrupt)
+        harness.before_call(patch, evaluator, "judged", 0, interrupt)
         train(watched(folder), quiet=True)
     assert StateFiles(folder, keep=None).newest() == 2
     assert [row["step"] for row in logger.read_metrics(folder)] == [0, 1]

@@ -211,6 +211,11 @@ eval gsm8k --columns answer=big
 eval gsm8k --base=true | --base: got 'true'; this option has no value
 eval gsm8k --num-problems 0 | num_problems: got 0; must be at least 1 and below 2**31
 eval gsm8k --prompt-template x | prompt_template: got 'x'; must contain "{prompt}"
+eval gsm8k --batch 4 | --batch: is now --max-concurrent, the completions at a time: all are sampled as one queue
+filter quickstart x.jsonl --batch-size 4
+    | --batch-size: is now --rollout.max-concurrent, the completions at a time: all are sampled as one queue
+plan quickstart --eval.batch-size 4
+    | --eval.batch-size: is now rollout.max_concurrent, the completions at a time: all are sampled as one queue
 filter quickstart x.jsonl --num-problems 0 | num_problems: got 0; must be at least 1
 filter quickstart x.jsonl --sampels 4 | --sampels: no such option; did you mean --samples?
 filter quickstart x.jsonl --data.datast a | --data.datast: no such option; did you mean --data.dataset?

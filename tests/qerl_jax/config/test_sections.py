@@ -65,7 +65,7 @@ FULL = RunConfig(
     noise=config.NoiseConfig(
         5e-2, 5e-4, 5, "linear", "paper", "both", True, per="group",
         adaptive=config.AdaptiveNoiseConfig(0.7, "reward", 1.05)),
-    eval=config.EvalConfig("validation", 16, "format_reward", 0.6, 0.95, 8, 25, 4, "math500", "here"))
+    eval=config.EvalConfig("validation", 16, "format_reward", 0.6, 0.95, 25, 4, "math500", "here"))
 # What excludes a field of FULL.
 OTHER = dataclasses.replace(
     FULL,
@@ -157,7 +157,7 @@ COUNTS = """
     grpo.num_iterations grpo.reference.sync_steps grpo.dynamic_sampling.max_rounds
     rewards.soft_punish_cache rollout.steps_per_generation optim.per_device_train_batch_size
     optim.gradient_accumulation_steps mesh.data mesh.fsdp mesh.tensor eval.num_problems
-    eval.batch_size eval.num_generations
+    eval.num_generations
 """
 # What a field may not have: field and value, fields beside it, and words of the rule.
 REFUSED = r"""

@@ -1,11 +1,14 @@
 """Tests evaluations: questions and verdicts, files that survive a kill, and comparisons."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import pathlib
 import shutil
+import threading
 import types
+from concurrent.futures import CancelledError, Future
 
 import jax
 import numpy as np
@@ -18,14 +21,17 @@ from qerl_jax.checkpoint.policy import PolicySource, find_policy, load_base
 from qerl_jax.cli import main
 from qerl_jax.config import EvalConfig, LoraConfig, ModelConfig
 from qerl_jax.data import answers, datasets
+from qerl_jax.distributed.hosts import Hosts
 from qerl_jax.evaluation import benchmark, evaluator, protocols
 from qerl_jax.evaluation.comparison import compare
 from qerl_jax.evaluation.options import EvalOptions
-from qerl_jax.generation.sampler import Sampler
+from qerl_jax.generation.sampler import Completion, Sampler
 from qerl_jax.generation.sampling_params import SamplingParams
+from qerl_jax.generation.scheduler import RowTokens
 from qerl_jax.model import fused_decode
 from qerl_jax.model.transformer import trainable
 from qerl_jax.rewards import scoring
+from qerl_jax.system.files import Progress
 
 ROOT = pathlib.Path(__file__).parents[3]
 GSM8K = ROOT / "tests" / "golden" / "gsm8k"
@@ -43,9 +49,15 @@ def sums(reward="accuracy_reward", **changes):
     return protocols.Protocol(reward, SamplingParams(**fields))
 
 
+@functools.cache
+def base():
+    return benchmark.load_policy(BASE, 0)
+
+
 def run(folder, policy=BASE, problems=6, **changes):
     said, sets = [], [(arithmetic(problems), sums(**changes))]
-    summaries = benchmark.run(policy, sets, folder, max_concurrent=2, log=said.append)
+    options = {"max_concurrent": 2, "policy": base() if policy is BASE else None}
+    summaries = benchmark.run(policy, sets, folder, log=said.append, **options)
     return summaries["arithmetic"], said
 
 
@@ -57,7 +69,7 @@ def records(folder, name="arithmetic"):
 def unmeasured(monkeypatch):
     """Leaves out sampling; returns a policy for it, and a list of the sets that would be sampled."""
     sets = []
-    monkeypatch.setattr(benchmark, "_measure", lambda _, job, *__: sets.append(job))
+    monkeypatch.setattr(benchmark, "_measure", lambda _, together, *__: sets.extend(together))
     monkeypatch.setattr(benchmark, "summarize", lambda values: {})
     monkeypatch.setattr(fused_decode, "slow_because", lambda *_: None)
     return types.SimpleNamespace(model=types.SimpleNamespace(own_part=None)), sets
@@ -128,7 +140,8 @@ def test_verls_protocol_asks_and_scores_as_verl_does(name, gold, right, wrong):
 
 def test_every_record_says_what_was_answered_and_how_it_was_judged(finished):
     folder, summary, said = finished
-    assert said[0].startswith("arithmetic: 2/6 problems, ") and len(said) == 3
+    assert said[-1].startswith("arithmetic: 24/24 completions, 0.")
+    assert said[-1].endswith("right so far")
     rows = records(folder)
     assert [row["problem"] for row in rows] == list(range(6))
     for row in rows:
@@ -173,20 +186,160 @@ def test_an_evaluation_that_failed_before_its_first_answer_may_be_asked_otherwis
     assert run(tmp_path)[1]
 
 
-def test_a_stopped_evaluation_goes_on_in_other_batches_to_the_same_end(finished, tmp_path):
+def files(folder):
+    """Returns the bytes of the files of a set."""
+    return {path.name: path.read_bytes() for path in (folder / "arithmetic").iterdir()}
+
+
+@pytest.fixture
+def queues(monkeypatch):
+    """Returns the number of rows of each call of the sampler."""
+    counts, ask = [], Sampler.ask
+
+    def counted(self, variables, problems, keys, **options):
+        counts.append(sum(map(len, keys)))
+        return ask(self, variables, problems, keys, **options)
+
+    monkeypatch.setattr(Sampler, "ask", counted)
+    return counts
+
+
+def test_all_sets_and_samples_are_one_queue_whose_rows_do_not_depend_on_each_other(
+    finished, tmp_path, queues
+):
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"question": "What is 1+2?", "answer": "3"}\n' * 3)
+    sets = [(benchmark.source_of(str(other), BASE), sums(n=2)), (arithmetic(), sums())]
+    out, said = tmp_path / "out", []
+    benchmark.run(BASE, sets, out, max_concurrent=5, log=said.append, policy=base())
+    assert queues == [3 * 2 + 6 * 4]
+    assert files(out) == files(finished[0])  # alone, and two rows at a time
+    assert [len(row["right"]) for row in records(out, "other")] == [2, 2, 2]
+    assert {line.split(",")[0] for line in said} >= {
+        "arithmetic: 24/24 completions",
+        "other: 6/6 completions",
+    }
+
+
+def test_sets_that_are_sampled_differently_have_queues_of_their_own(tmp_path):
+    of = lambda name, **changes: benchmark._Set(name, sums(**changes), (), None, None, None)
+    sets = [of("a"), of("b", temperature=0.5), of("c", n=2), of("d", max_tokens=4)]
+    names = [[one.name for one in together] for together in benchmark._queues(sets)]
+    assert names == [["a", "c"], ["b"], ["d"]]
+
+
+def test_an_evaluation_that_was_killed_goes_on_with_the_rows_that_had_not_ended(
+    finished, tmp_path, queues, monkeypatch
+):
+    folder, whole, _ = finished
+    path = tmp_path / "arithmetic" / "problems.jsonl.partial"
+    lines = lambda: path.read_text().splitlines(keepends=True)
+    progress_add = Progress.add
+    for count in (7, 8, 24):  # rows in the file; the last time all of them, but no results
+
+        def add(self, values, count=count):
+            if self.path != path or len(lines()) > count:
+                raise KeyboardInterrupt
+            return progress_add(self, values)
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Progress, "add", add)
+            run(tmp_path)
+        assert len(lines()) == 1 + count and (path.parent / "problems.jsonl").read_bytes() == b""
+        with pytest.raises(ValueError, match="other settings .protocol.temperature.: choose an"):
+            run(tmp_path, temperature=0.5)
+        # In the middle of a line, and of a character.
+        path.write_bytes(path.read_bytes() + '{"problem": 3, "prompt": "ü'.encode()[:-1])
+    assert queues == [24, 24 - 7, 24 - 8]
+    assert run(tmp_path)[0] == whole and len(queues) == 3
+    assert files(tmp_path) == files(folder)
+
+
+def test_problems_that_have_a_result_are_not_asked_again(finished, tmp_path, queues):
     folder, whole, _ = finished
     shutil.copytree(folder, tmp_path / "stopped")
     path = tmp_path / "stopped" / "arithmetic" / "problems.jsonl"
     lines = path.read_text().splitlines(keepends=True)
-    # Killed in the middle of a line, and of a character.
+    # As older versions wrote it: killed in the middle of a line, and of a character.
     path.write_bytes("".join(lines[:3]).encode() + lines[3][:20].encode() + "ü".encode()[:1])
-    stopped, said = run(tmp_path / "stopped")  # problems 3 and 4, where 2 and 3 were a batch
-    assert len(said) == 2 and stopped == whole
-    assert records(tmp_path / "stopped") == records(folder)
+    stopped, said = run(tmp_path / "stopped")
+    assert queues == [12] and said and stopped == whole
+    assert files(tmp_path / "stopped") == files(folder)
     again, said = run(tmp_path / "stopped")
-    assert again == whole and said == []
+    assert again == whole and said == [] and queues == [12]
     with pytest.raises(ValueError, match="other settings .protocol.temperature.: choose another"):
         run(tmp_path / "stopped", temperature=0.5)
+
+
+@pytest.mark.parametrize("line", ["3", '{"problem": 1}', '{"problem": "x", "sample": 0}'])
+def test_a_file_of_rows_that_are_none_is_named(line, finished, tmp_path):
+    identity = json.loads((finished[0] / "arithmetic" / "settings.json").read_text())
+    path = tmp_path / "arithmetic" / "problems.jsonl.partial"
+    path.parent.mkdir()
+    path.write_text(json.dumps(identity) + f"\n{line}\n")
+    with pytest.raises(ValueError, match="problems.jsonl.partial: has a row that is not of an ev"):
+        run(tmp_path)
+
+
+class Ended:
+    """A sampler whose completions have ended before they are asked for."""
+
+    params, hosts, fails = types.SimpleNamespace(n=2), Hosts(), False
+
+    def ask(self, variables, problems, keys, *, rows, on_text):
+        assert rows == 6
+        pairs = [(problem, key) for problem, of in zip(problems, keys, strict=True) for key in of]
+        for row, (problem, _) in reversed([*enumerate(pairs)]):
+            ids = np.arange(row)
+            tokens = RowTokens(row, ids, np.zeros(row), "stop" if row else "length")
+            text = Future()
+            text.set_result(f"{row}")
+            yield Completion(tokens, problem, ids, text)
+        if self.fails:  # then conversations are abandoned
+            text = Future()
+            text.set_exception(CancelledError())
+            yield Completion(tokens, problem, ids, text)
+            raise MemoryError("out of pages")
+
+
+def of_three(function):
+    rows = [datasets.Problem("?", {"answer": f"{n}"}) for n in range(3)]
+    return evaluator.Evaluator(Ended(), rows, ("right", function), jax.random.key(0))
+
+
+def test_what_has_ended_is_judged_together_in_the_callers_thread():
+    threads = []
+
+    def right(completions, answer, **_):
+        threads.append(threading.current_thread())
+        assert len(completions) == len(answer)
+        return [
+            None if a == "2" else float(c == a) for c, a in zip(completions, answer, strict=True)
+        ]
+
+    one = of_three(right)
+    rows = [row for _, row in evaluator.judged({}, [one])]
+    assert {*threads} == {threading.main_thread()} and len(threads) <= 6
+    first, second, third = one.records(rows)
+    assert (first["right"], second["right"]) == ([True, False], [False, False])
+    assert third["unjudged"] == 2 and third["completions"] == ["4", "5"]
+    assert first["stopped"] == [False, True] and second["lengths"] == [2, 3]
+    left = evaluator.judged({}, [one], [{0, 1, 3}])
+    numbers = [2 * row["problem"] + row["sample"] for _, row in left]
+    assert sorted(numbers) == [2, 4, 5]
+
+
+def test_an_error_of_the_sampler_or_of_the_judge_ends_both():
+    def wrong(**_):
+        raise ZeroDivisionError
+
+    one = of_three(lambda completions, **_: [0.0] * len(completions))
+    one.sampler.fails = True
+    with pytest.raises(MemoryError, match="out of pages"):
+        [*evaluator.judged({}, [one])]
+    with pytest.raises(scoring.RewardError, match="ZeroDivisionError"):
+        [*evaluator.judged({}, [of_three(wrong)])]
+    assert not [t for t in threading.enumerate() if t.name.startswith("evaluation")]
 
 
 @pytest.mark.slow
@@ -220,13 +373,14 @@ def test_a_comparison_needs_the_same_problems(finished, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("problems", [1, 2])
 def test_an_accuracy_has_an_interval_where_there_are_several_problems(problems):
-    policy, (reward,) = benchmark.load_policy(BASE, 0), scoring.resolve(["accuracy_reward"])
+    policy, (reward,) = base(), scoring.resolve(["accuracy_reward"])
     limits = sums(max_tokens=2).sampling
     sampler = Sampler.of(policy.model, policy.tokenizer, limits, max_prompt_length=64)
     rows = datasets.from_config(arithmetic(problems), split="test", seed=0)
-    options = {"batch_size": 1, "key": jax.random.key(0)}
-    found = evaluator.Evaluator(sampler, rows, reward, **options)(policy.variables)
-    assert found["eval/accuracy"] == 0
+    ended = []
+    one = evaluator.Evaluator(sampler, rows, reward, jax.random.key(0))
+    found = one(policy.variables, lambda: ended.append(1))
+    assert found["eval/accuracy"] == 0 and len(ended) == one.num_rows == 4 * problems
     ends = {"eval/accuracy_low", "eval/accuracy_high"} & found.keys()
     assert len(ends) == (2 if problems > 1 else 0)
 

@@ -23,7 +23,7 @@ def small(**sections):
 
 def select(out, low=0.0, high=1.0, **changes):
     said = []
-    changes = {"samples": 2, "batch_size": 4, "log": said.append} | changes
+    changes = {"samples": 2, "log": said.append} | changes
     return pass_rates.select(small(), out, low=low, high=high, **changes), said
 
 
@@ -32,9 +32,13 @@ def read(path):
 
 
 def test_a_rate_is_the_share_of_what_was_judged():
-    rewards = np.array([[1, 0, 1, 2], [1, NAN, 0.9, NAN], [NAN] * 4, [0, 0, 0, 0]], np.float32)
-    records = [{"right": row >= 1, "unjudged": np.isnan(row).sum()} for row in rewards]
-    assert [pass_rates.pass_rate(record) for record in records] == [0.75, 0.5, None, 0.0]
+    rewards = [[1, 0, 1, 2], [1, NAN, 0.9, NAN], [NAN] * 4, [0, 0, 0, 0]]
+    rows = [
+        {"problem": problem, "right": reward >= 1, "judged": not np.isnan(reward)}
+        for problem, of_problem in enumerate(rewards)
+        for reward in of_problem
+    ]
+    assert pass_rates.pass_rates(rows[::-1]) == [0.75, 0.5, None, 0.0]
 
 
 def test_faults_of_data_and_reward_are_told_before_the_base_is_read(tmp_path, monkeypatch):
@@ -48,7 +52,7 @@ def test_faults_of_data_and_reward_are_told_before_the_base_is_read(tmp_path, mo
 def test_a_band_is_kept_and_a_stopped_measurement_goes_on(tmp_path):
     whole, stopped = tmp_path / "whole.jsonl", tmp_path / "stopped.jsonl"
     (kept, total), said = select(whole, low=0.25, high=0.75)
-    assert said == [f"{n}/10 problems measured" for n in (4, 8, 10)] and total == 10
+    assert said[-1] == "20/20 completions judged" and total == 10
     identity, *rates = read(tmp_path / "whole.jsonl.measured")
     assert identity["samples"] == 2 and set(rates) <= {0.0, 0.5, 1.0}
     rows = read(whole)
@@ -60,11 +64,19 @@ def test_a_band_is_kept_and_a_stopped_measurement_goes_on(tmp_path):
     assert [p.prompt for p in again] == [p.prompt for p in expected]
     assert again[0].columns == {"answer": expected[0].columns["answer"], "pass_rate": 0.5}
 
-    # Killed in the middle of a line, after five problems.
+    # Killed in the middle of a line, after five problems and three completions of others.
     lines = (tmp_path / "whole.jsonl.measured").read_text().splitlines(keepends=True)
     (tmp_path / "stopped.jsonl.measured").write_text("".join(lines[:6]) + "0.")
+    halves = [(8, 0, rates[8] > 0), (6, 1, rates[6] == 1), (6, 0, rates[6] > 0)]
+    text = lines[0] + "".join(
+        json.dumps({"problem": p, "sample": s, "right": right, "judged": True}) + "\n"
+        for p, s, right in halves
+        if p == 6 or rates[p] != 0.5
+    )
+    partial = tmp_path / "stopped.jsonl.measured.partial"
+    partial.write_text(text + '{"problem": 9, "sam')
     (_, said) = select(stopped, low=0.25, high=0.75)
-    assert said == ["9/10 problems measured", "10/10 problems measured"]
+    assert said[-1] == "20/20 completions judged" and not partial.exists()
     assert stopped.read_text() == whole.read_text()
     assert read(tmp_path / "stopped.jsonl.measured") == [identity, *rates]
 
@@ -102,7 +114,7 @@ def test_a_config_that_trains_the_whole_base_measures_that_base(tmp_path):
     for trainable in ("lora", "full"):
         model = {"weights": "float32", "trainable": trainable}
         cfg, out = small(model=model, lora=config.LoraConfig()), tmp_path / f"{trainable}.jsonl"
-        pass_rates.select(cfg, out, low=0.0, high=1.0, samples=2, batch_size=10)
+        pass_rates.select(cfg, out, low=0.0, high=1.0, samples=2)
     assert read(tmp_path / "full.jsonl") == read(tmp_path / "lora.jsonl")
 
 
@@ -120,7 +132,7 @@ def test_a_measurement_that_failed_before_its_first_rate_may_be_asked_otherwise(
 def test_the_command_reports_what_it_kept(tmp_path, capsys):
     path, out = tmp_path / "small.toml", tmp_path / "folder" / "out.jsonl"
     path.write_text(config.dump(small()))
-    options = "--low 0 --high 1 --samples 1 --batch-size 10 --reward format_reward".split()
+    options = "--low 0 --high 1 --samples 1 --reward format_reward".split()
     assert main.main(["filter", str(path), str(out), *options]) == 0
     shown = capsys.readouterr().out
     assert f"10 of 10 problems have a pass rate in [0.0, 1.0]: {out}" in shown
@@ -137,7 +149,6 @@ def test_the_command_reports_what_it_kept(tmp_path, capsys):
         ({"low": 0.7, "high": 0.6}, r"low, high: got \(0.7, 0.6\); must be in order"),
         ({"high": 1.5}, r"low, high: got \(.*, 1.5\); must be in order, between 0 and 1"),
         ({"samples": 0}, "samples: got 0; must be at least 1"),
-        ({"batch_size": 0}, "batch_size: got 0; must be at least 1"),
         ({"reward": "absent.py:f"}, "reward: got 'absent.py:f'; there is no file .*/absent.py"),
     ],
 )

@@ -178,7 +178,7 @@ def test_the_cache_is_planned_as_the_engine_makes_it(monkeypatch, fields):
 
 
 def test_scheduled_evaluation_is_planned_and_bounded_as_rollouts_are():
-    evaluation = config.EvalConfig(batch_size=300, num_generations=2, num_problems=200)
+    evaluation = config.EvalConfig(num_generations=2, num_problems=200)
     evaluated = dataclasses.replace(BENCH, eval=evaluation)
     made = memory.plan(evaluated)
     (cache,) = (i for i in made.items if i.phase == "evaluation" and i.name == "keys and values")

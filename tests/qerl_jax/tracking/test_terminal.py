@@ -101,6 +101,11 @@ def test_a_step_shows_its_rows_its_phase_and_the_time_that_is_expected():
     view.note("draws the view again")
     last = out.getvalue()[out.getvalue().rindex("step 4/50") :]
     assert "update" in last and "3/64 rows" in last and "of about 28 s" in last
+    view.begin_step(16, "evaluation")
+    view.row_ended()
+    view.note("draws the view again")
+    last = out.getvalue()[out.getvalue().rindex("step 4/50") :]
+    assert "evaluation" in last and "1/16 rows" in last and "of about" not in last
     # What stands at the end says nothing of a step that has ended.
     view.close()
     last = out.getvalue()[out.getvalue().rindex("step 4/50") :]
