@@ -30,6 +30,9 @@ from qerl_jax import config
 from qerl_jax.data import tokenizer as tokenizers
 from qerl_jax.data.datasets import Problem
 from qerl_jax.distributed.mesh import Replicas
+from qerl_jax.evaluation.evaluator import Evaluator, judged, protocol_of_run
+from qerl_jax.generation.sampler import Sampler
+from qerl_jax.generation.sampling_params import EngineLimits
 from qerl_jax.model.transformer import Transformer, init_params, random_base
 from qerl_jax.planning import memory
 from qerl_jax.rl import update as updates
@@ -336,6 +339,43 @@ def recipe(case: SimpleNamespace) -> Callable[[Tell], None]:
     return lambda tell: rollouts_of(case, recipe_config(case), tell)
 
 
+def evaluation(case: SimpleNamespace) -> Callable[[Tell], None]:
+    """A recipe's evaluation on random weights, with recorded lengths: one queue, or batches of so many problems."""
+    runtime.use_compilation_cache()
+    cfg = recipe_config(case)
+    arch, dtype = shape_of(cfg.model.model_name_or_path), jnp.dtype(cfg.model.dtype)
+    model = Transformer(arch, cfg.model.weights, cfg.lora, dtype)
+    frozen = random_base(model, jax.random.key(0))
+    variables = {"params": init_params(model, frozen, jax.random.key(1)), "frozen": frozen}
+    limit, count = cfg.rollout.max_completion_length, cfg.eval.num_problems
+    sampler = Sampler.of(
+        *(
+            model,
+            tokenizers.load(TINY),
+            protocol_of_run(cfg).sampling,
+            EngineLimits.of(cfg.rollout),
+        ),
+        max_prompt_length=cfg.data.max_prompt_length,
+        row_lengths=completion_lengths(case.sigma, case.truncated, limit),
+    )
+    chosen = [*itertools.islice(itertools.cycle(problems()), count)]
+    evaluators = [
+        Evaluator(sampler, batch, ("reward", reward), jax.random.key(0))
+        for batch in itertools.batched(chosen, case.batch or count)
+    ]
+
+    def measure(tell: Tell) -> None:
+        started = time.perf_counter()
+        rows = [row for one in evaluators for _, row in judged(variables, [one])]
+        seconds, tokens = time.perf_counter() - started, sum(row["length"] for row in rows)
+        assert len(rows) == count * cfg.eval.num_generations
+        more = {"rows": len(rows), "mean_length": tokens / len(rows), "peak_gb": peak_gb()}
+        tell({"evaluation_s": seconds, "tokens_per_s": tokens / seconds} | more)
+
+    measure(lambda row: None)
+    return measure
+
+
 def scaling(case: SimpleNamespace) -> Callable[[Tell], None]:
     """A recipe on several devices: "strong" with as many completions in all, "weak" with as many per device.
 
@@ -459,6 +499,17 @@ BENCHMARKS = {
         compared="config",
         rounds=1,
         timeout=300,
+    ),
+    "evaluation": Benchmark(
+        evaluation,
+        axes={**_RECIPE_AXES, "batch": [0, 64]},
+        settings=_RECIPE,
+        tiny=_TINY_RECIPE | {"batch": [0, 2], "set": [*_TINY_RECIPE["set"], "eval.num_problems=5"]},
+        shows=("evaluation_s", "tokens_per_s", "mean_length", "rows", "peak_gb"),
+        metric="evaluation_s",
+        compared="batch",
+        rounds=1,
+        timeout=590,
     ),
     "scaling": Benchmark(
         scaling,

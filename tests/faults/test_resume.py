@@ -52,7 +52,7 @@ def test_a_run_that_is_stopped_in_every_step_is_the_same_bit_for_bit(whole, tmp_
     folder, state = tmp_path / "run", None
     for _ in range(20):
         with monkeypatch.context() as patch, contextlib.suppress(stopping.Stopped):
-            # Three rounds and an evaluation make a step.
+            # In the second step: three rounds make a step.
             harness.before_call(patch, rollouts, "score", 4, harness.send)
             state = train(remembering(folder), quiet=True)
             break
