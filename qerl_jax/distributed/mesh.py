@@ -113,7 +113,9 @@ class Replicas:
 
         Of the weights of a shared base, each device of a group gets its part.
         """
-        return jax.device_put(tree, self.places_of(tree)) if self.devices else tree
+        # Arrays that are not committed to a device would have programs of their own.
+        place = self.places_of(tree) if self.devices else jax.local_devices()[0]
+        return jax.device_put(tree, place)
 
     def places_of(self, tree: Any) -> Any:
         """Returns the sharding on this host of each array of a tree; shapes and dtypes are enough."""

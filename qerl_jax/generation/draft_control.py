@@ -31,11 +31,6 @@ _SELDOM, _MOST_AT_FIRST = 8, 16
 _DECAY, _BELIEF = 0.75, 4.0
 
 
-def step_size(slots: int) -> int:
-    """Returns the tokens of a step with drafts, given the batch size."""
-    return _STEP_OF_FEW if slots <= _FEW_ROWS else _STEP
-
-
 def price(rows: int, positions: int = 0) -> float:
     """Estimates the time of a step, in units of a step of at most 8 rows without drafts.
 
@@ -111,6 +106,10 @@ class Auto:
         """Returns the chance that a drafted token is right, by the kind of its match: float32 [KINDS]."""
         return ((self._right + 1) / (self._tried + _BELIEF)).astype(np.float32)
 
+    def size(self, slots: int) -> int:
+        """Returns the tokens of a step with drafts, given the batch size."""
+        return _STEP_OF_FEW if slots <= _FEW_ROWS else _STEP
+
     def positions(self, slots: int, live: int) -> int | None:
         """Returns the tokens per step of the next chunk, at least one per row.
 
@@ -148,7 +147,7 @@ class Auto:
 
         What was used last stays in use unless the other is clearly better.
         """
-        size, plain = step_size(slots), live / price(slots)
+        size, plain = self.size(slots), live / price(slots)
         drafted = self._expected(live, size) / price(slots, size)
         if self._positions:
             return 0 if plain > _GAIN * drafted else size
@@ -174,9 +173,13 @@ class Always(Auto):
         super().__init__()
         self._tokens = tokens
 
-    def positions(self, slots: int, live: int) -> int:
+    def size(self, slots: int) -> int:
         """See `Auto`."""
         return max(self._tokens or 2 * slots, slots)
+
+    def positions(self, slots: int, live: int) -> int:
+        """See `Auto`."""
+        return self.size(slots)
 
 
 @dataclasses.dataclass(frozen=True)

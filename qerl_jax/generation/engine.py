@@ -42,12 +42,38 @@ from qerl_jax.generation.stop_strings import StopStrings
 from qerl_jax.model import fused_decode, kv_cache
 from qerl_jax.model.transformer import Transformer
 from qerl_jax.system.checked import require
+from qerl_jax.system.early_programs import EarlyPrograms, Listed
 
 # Seconds between two calls of `poll` while all rows wait for replies.
 _REPLY_SECONDS = 0.5
 
 # Makes a context for a call that may compile. The arguments are the device and values that identify the program.
 type CompilesOnce = Callable[..., contextlib.AbstractContextManager]
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """The rows of a call on one replica, as far as the shapes of programs depend on them.
+
+    Attributes:
+        rows: Number of rows.
+        prompts: Number of their prompts.
+        group: Most rows of a prompt.
+        limit: Most tokens of a completion.
+        max_prompt_length: Most tokens of a prompt.
+        max_concurrent: Slots; None means what `kv_capacity.Demand.slots` chooses.
+        has_adapter: Whether the policy has an adapter.
+        own_noise: Whether rows have noise of their own.
+    """
+
+    rows: int
+    prompts: int
+    group: int
+    limit: int
+    max_prompt_length: int
+    max_concurrent: int | None = None
+    has_adapter: bool = True
+    own_noise: bool = False
 
 
 class Engine:
@@ -73,6 +99,9 @@ class Engine:
         row_lengths: For benchmarks: the number of tokens after which each row ends, as if by a stop token; stop
             tokens themselves are ignored. They are used in the order of the rows of all calls, and then again from
             the first. None lets rows end as they do.
+        free: Bytes that a device has for the cache and for what sampling needs beside it; None means what is free at the
+            first call. Shapes depend on it, so a run has it from its plan.
+        early: The programs that threads compile before they are called.
     """
 
     def __init__(
@@ -89,11 +118,14 @@ class Engine:
         poll: Callable[[], None] | None = None,
         drafts: Drafting | None = None,
         row_lengths: Sequence[int] | None = None,
+        free: int | None = None,
+        early: EarlyPrograms | None = None,
     ):
         self._model, self._spec = model, spec
         self._drafts = drafts if compact else None
         self.poll = poll or (lambda: None)
         self._row_lengths, self._num_queued = row_lengths, 0
+        self._free, self._early = free, early or EarlyPrograms()
         stop_tokens = stop_tokens if row_lengths is None else ()
         # Padded to at least eight with ids that are never sampled, so that calls with and without stop tokens have
         # arrays of one shape and share a program.
@@ -190,6 +222,7 @@ class Engine:
         max_prompt_length: int,
         max_concurrent: int | None = None,
         rows: int | None = None,
+        num_prompts: int | None = None,
         turns: TurnTaker | None = None,
         replicas: int = 1,
         local: range = range(1),
@@ -202,7 +235,8 @@ class Engine:
             prompts: At least one prompt.
             max_prompt_length: The most tokens of a prompt. Use the same value in all calls: shapes depend on it.
             max_concurrent: Slots of each device; None means what `kv_capacity.Demand.slots` chooses.
-            rows: The number of rows for which it chooses; None means those of the prompts.
+            rows: The number of rows for which shapes are chosen; None means those of the prompts.
+            num_prompts: The number of prompts for which shapes are chosen; None means that of `prompts`.
             turns: Answers rows whose turn has ended; None for single-turn rows. While a row waits for its answer it
                 keeps its slot and its pages, and the other rows continue. Then it takes the answer's tokens, one per
                 decoding step, and samples again. They count against its limit.
@@ -228,50 +262,60 @@ class Engine:
                 raise ValueError(
                     f"prompt {index}: got {len(prompt.tokens)} tokens; must have 1 to {max_prompt_length=}"
                 )
-        limit = max(prompt.limit for prompt in prompts)
-        positions = self._drafts.tokens_of_a_step(limit) if self._drafts else 0
         num_rows = sum(len(prompt.keys) for prompt in prompts)
-        rows, model = -(-(rows or num_rows) // replicas), self._model.own_part
-        demand = kv_capacity.Demand(
-            model.arch,
-            rows=rows,
-            prompts=-(-len(prompts) // replicas),
+        batch = Batch(
+            rows=-(-(rows or num_rows) // replicas),
+            prompts=-(-(num_prompts or len(prompts)) // replicas),
+            group=max(len(prompt.keys) for prompt in prompts),
+            limit=max(prompt.limit for prompt in prompts),
             max_prompt_length=max_prompt_length,
-            row_tokens=max_prompt_length - 1 + limit,
-            page_size=self._page_size,
-            compact=self._compact,
-            itemsize=self._itemsize,
-            positions=positions,
-            fused_rows=fused_decode.most_rows(
-                model, adapter="params" in variables, own_noise=own_noise
-            ),
+            max_concurrent=max_concurrent,
+            has_adapter="params" in variables,
+            own_noise=own_noise,
         )
-        capacity = lambda slots: self._capacity(sum(demand.workspace(slots).values()))
         if max_concurrent and replicas > 1:
-            max_concurrent = min(max_concurrent, rows)
-        slots = demand.slots(max_concurrent, capacity)
-        if max_concurrent is None and capacity(slots) is None:
-            most = kv_capacity.rows_that_fit(demand.arch, None, demand.row_tokens, self._itemsize)
-            slots = min(slots, most)
-        num_pages = self._num_pages(demand.pages(slots), capacity(slots), prompts)
+            batch = dataclasses.replace(batch, max_concurrent=min(max_concurrent, batch.rows))
+        shapes, num_pages, capacity = self._shapes(batch)
+        if capacity is not None:
+            self._require_space(capacity, prompts)
         options: dict[str, Any] = {"row_lengths": self._next_lengths(num_rows)}
-        if positions:
+        if shapes.drafted:
             recalled = self._recall.completions
             prompts = [dataclasses.replace(p, earlier=recalled(p.tokens)) for p in prompts]
             options["ended"] = functools.partial(self._recall.add, self._recall.begin())
         queues = distribute(prompts, replicas, lengths).of(local)
-        shapes = self._shapes(demand, slots, prompts, limit)
         return [
             Schedule(shapes, num_pages, queues, turns, replica=replica, **options)
             for replica in range(len(local))
         ]
 
-    def _shapes(
-        self, demand: kv_capacity.Demand, slots: int, prompts: Sequence[QueuedPrompt], limit: int
-    ) -> Shapes:
-        """Returns the shapes of the programs for a number of slots and the longest limit of a row."""
-        size, largest = self._page_size, max(len(prompt.keys) for prompt in prompts)
-        return Shapes(
+    def _shapes(self, batch: Batch) -> tuple[Shapes, int, int | None]:
+        """Returns the shapes of the programs for a batch, the pages of the pool, and the cache's capacity in tokens."""
+        size, model = self._page_size, self._model.own_part
+        positions = self._drafts.tokens_of_a_step(batch.limit) if self._drafts else 0
+        demand = kv_capacity.Demand(
+            model.arch,
+            rows=batch.rows,
+            prompts=batch.prompts,
+            max_prompt_length=batch.max_prompt_length,
+            row_tokens=batch.max_prompt_length - 1 + batch.limit,
+            page_size=size,
+            compact=self._compact,
+            itemsize=self._itemsize,
+            positions=positions,
+            fused_rows=fused_decode.most_rows(
+                model, adapter=batch.has_adapter, own_noise=batch.own_noise
+            ),
+        )
+        capacity = lambda slots: self._capacity(sum(demand.workspace(slots).values()))
+        slots = demand.slots(batch.max_concurrent, capacity)
+        if batch.max_concurrent is None and capacity(slots) is None:
+            most = kv_capacity.rows_that_fit(demand.arch, None, demand.row_tokens, self._itemsize)
+            slots = min(slots, most)
+        num_pages = demand.pages(slots)
+        if (tokens := capacity(slots)) is not None:
+            num_pages = min(num_pages, kv_capacity.pages_for(tokens, size))
+        shapes = Shapes(
             size,
             self._spec.chunk,
             table_width=-(-demand.row_tokens // size),
@@ -279,12 +323,62 @@ class Engine:
             longest_prefill=demand.max_prompt_length - 1,
             most_prompts=demand.prefilled(slots),
             sizes=batch_sizes(slots) if self._compact else (slots,),
-            least_shared=self._least_shared(prompts),
-            drafted=self._drafts.most_rows if demand.positions else 0,
+            least_shared=self._least_shared(batch),
+            drafted=self._drafts.most_rows if positions else 0,
             # Enough for the completions of the previous round and of this one.
-            ended=min(2 * largest * (limit + LONGEST_MATCH + 1), MOST_ENDED),
+            ended=min(2 * batch.group * (batch.limit + LONGEST_MATCH + 1), MOST_ENDED),
             stop_strings=self._stop_strings is not None,
         )
+        return shapes, num_pages, tokens
+
+    def programs(self, variables: dict[str, Any], batch: Batch, place: Any) -> list[Listed]:
+        """Lists the programs that sample a batch without turns on one device, in the order in which they are needed.
+
+        Nothing is traced. The order: prefills, and a chunk of all slots; then smaller batches, each without drafts first.
+
+        Args:
+            variables: See `stream`; shapes (`jax.ShapeDtypeStruct`) are enough.
+            batch: The rows.
+            place: The sharding of arrays on the device.
+        """
+        model, spec, (shapes, num_pages, _) = self._model, self._spec, self._shapes(batch)
+        on_device = lambda x: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype, sharding=place)
+        shape = kv_cache.pool_shape(model.arch, num_pages, self._page_size)
+        pool = (jax.ShapeDtypeStruct(shape, model.dtype, sharding=place),) * 2
+        own_noise, listed = noise.has_own(variables), []
+        for arrays in shapes.prefills(own_noise):
+            lower = functools.partial(
+                prefill.of(model).lower, variables, pool, *arrays, model=model
+            )
+            listed.append(Listed("prefill", self._key(variables, arrays[0].shape), lower))
+        always = jax.tree.map(on_device, (np.float32(1), self._stop_tokens))
+        with_history = spec.params.repetition_penalty != 1
+        for size in shapes.sizes:
+            slots = shapes.empty_slots(size, with_history, own_noise)
+            rows = Packed.of(dataclasses.replace(slots, texts=None))
+            arrays, steps = (
+                (dataclasses.replace(rows, words=on_device(rows.words)), *always),
+                [None],
+            )
+            if slots.texts is not None:
+                control = self._drafts.control()
+                texts = jax.tree.map(on_device, slots.texts)
+                arrays, steps = (
+                    (*arrays, texts, control.odds(), np.bool_(False)),
+                    [None, control.size(size)],
+                )
+            for positions in steps:
+                static = {"model": model, "spec": spec, "positions": positions}
+                lower = functools.partial(
+                    decode.of(model).lower, variables, pool, *arrays, **static
+                )
+                listed.append(Listed("decode", self._key(variables, size, positions), lower))
+        first = next(at for at, program in enumerate(listed) if program.name == "decode")
+        return listed[first : first + 1] + listed[:first] + listed[first + 1 :]
+
+    def _key(self, variables: dict[str, Any], *of: Hashable) -> tuple[Hashable, ...]:
+        """Returns the key of a program: the policy may have noise in some calls, and the engine's options differ."""
+        return (self._spec, "noise" in variables, *of)
 
     def _next_lengths(self, count: int) -> Sequence[int] | None:
         """Returns the lengths of the next rows, int32 [count]; None if rows end as they do."""
@@ -294,13 +388,16 @@ class Engine:
         self._num_queued += count
         return np.take(self._row_lengths, rows, mode="wrap")
 
-    def _least_shared(self, prompts: Sequence[QueuedPrompt]) -> int:
-        """Returns `Shapes.least_shared`: 0 if attention cannot share pages, or if no prompt has enough of them."""
+    def _least_shared(self, batch: Batch) -> int:
+        """Returns `Shapes.least_shared`: 0 if attention cannot share pages, or if no prompt can have enough of them."""
         arch = self._model.own_part.arch
         if decode_attention.supports_sharing(arch.num_heads, arch.num_kv_heads) is not None:
             return 0
-        least, size = decode_attention.LEAST_SHARED, self._page_size
-        return least if any(prompt.shared_pages(size) >= least for prompt in prompts) else 0
+        full_pages, least = (
+            (batch.max_prompt_length - 1) // self._page_size,
+            decode_attention.LEAST_SHARED,
+        )
+        return least if batch.group > 1 and full_pages >= least else 0
 
     def completions(self, *arguments: Any, **options: Any) -> Iterator[RowTokens]:
         """Samples all rows as `stream` does, and yields each complete row when it ends."""
@@ -357,10 +454,8 @@ class Engine:
         """Returns the draft control of a schedule's device, which knows its earlier drafts; None without drafts."""
         return self._drafts and self._controls.setdefault(schedule.replica, self._drafts.control())
 
-    def _num_pages(self, wanted: int, tokens: int | None, prompts: Sequence[QueuedPrompt]) -> int:
-        """Returns the pages of the pool, scratch included: the wanted number, or what the capacity allows."""
-        if tokens is None:
-            return wanted
+    def _require_space(self, tokens: int, prompts: Sequence[QueuedPrompt]) -> None:
+        """Checks that each row fits into a cache with space for so many tokens."""
         size = self._page_size
         offered = kv_capacity.pages_for(tokens, size)
         for index, prompt in enumerate(prompts):
@@ -370,7 +465,6 @@ class Engine:
                     f"prompt {index}: the KV cache has space for {tokens} tokens; a row may need {needed}: raise "
                     "kv_cache_tokens or kv_cache_fraction, or shorten prompts or completions"
                 )
-        return min(wanted, offered)
 
     @functools.cached_property
     def _memory(self) -> dict[str, int] | None:
@@ -382,11 +476,13 @@ class Engine:
         tokens, fraction = self._budget
         if tokens is not None:
             return tokens
-        if self._memory is None:
+        if self._free is None and self._memory is None:
             rule = "this device does not report its memory: give kv_cache_tokens"
             require(fraction is None, "kv_cache_fraction", fraction, rule)
             return None
-        free = self._memory["bytes_limit"] - self._memory["bytes_in_use"]
+        free = self._free
+        if free is None:
+            free = self._memory["bytes_limit"] - self._memory["bytes_in_use"]
         return kv_capacity.capacity(
             self._model.own_part.arch, free, fraction, beside, self._itemsize
         )
@@ -460,6 +556,7 @@ class _Device:
         for move in schedule.leaving():
             move.contents = device_pool.taken(self.pool, move.pages, model)
         while (fresh := schedule.next_prefill()) is not None:
+            self._engine._early.wait(*self._engine._key(self._variables, fresh[0].shape))
             with self._compiles(_form(self.pool, fresh)):
                 self.pool = prefill(self._variables, self.pool, *fresh, model=model)
         for move in schedule.returning():
@@ -484,6 +581,8 @@ class _Device:
             positions = self._control.positions(len(self._slots.live), self._schedule.live)
             drafting = self._device_texts, self._control.odds(), np.bool_(positions == 0)
         form = _form(self.pool, self._rows, drafting)
+        key = self._engine._key(self._variables, len(self._slots.live), positions or None)
+        self._engine._early.wait(*key)
         with self._compiles(self._spec, positions or None, form):
             arrays = self._variables, self.pool, self._rows, *self._always, *drafting
             static = {"model": self._model, "spec": self._spec, "positions": positions or None}

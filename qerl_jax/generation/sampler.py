@@ -79,6 +79,7 @@ class Sampler:
         tools: Tools that the policy may call; None for single-turn rows.
         hosts: The processes that sample; the first one computes rewards and runs tools.
         window: The window of the policy's attention, which no row may exceed; None for full attention.
+        prompts: The number of prompts for which programs are compiled; None means that of a call.
     """
 
     engine: Engine | Fleet
@@ -90,6 +91,7 @@ class Sampler:
     tools: Tools | None = None
     hosts: Hosts = Hosts()
     window: int | None = None
+    prompts: int | None = None
 
     @classmethod
     def of(
@@ -102,6 +104,7 @@ class Sampler:
         max_prompt_length: int | None = None,
         tools: Tools | None = None,
         replicas: Replicas = Replicas(),
+        prompts: int | None = None,
         **options: Any,
     ) -> Self:
         """Makes a sampler with an engine of its own.
@@ -114,7 +117,8 @@ class Sampler:
             max_prompt_length: See the attributes of the class.
             tools: Tools that the policy may call.
             replicas: The devices that sample.
-            **options: `chunk`, `entropies`, `compact` and `poll` of `Engine.of`.
+            prompts: See the attributes of the class.
+            **options: `chunk` and `entropies` of `Engine.of`, and `compact`, `poll`, `free` and `early` of `Engine`.
         """
         params = with_stop_tokens(params, tokenizer)
         options |= {
@@ -122,7 +126,8 @@ class Sampler:
         }
         engine = engine_of(Engine.of(model, tokenizer, params, **options), replicas)
         shapes = max_prompt_length, limits.max_concurrent, model.arch.context
-        return cls(engine, tokenizer, params, *shapes, tools, replicas.hosts, model.arch.window)
+        others = tools, replicas.hosts, model.arch.window, prompts
+        return cls(engine, tokenizer, params, *shapes, *others)
 
     def ask(
         self,
@@ -214,6 +219,9 @@ class Sampler:
         if width is None:
             width, rows = power_of_two(max(map(len, prompts))), power_of_two(rows)
             shapes["rows"] = rows
+        elif self.prompts is not None:
+            rows = max(rows, self.prompts * self.params.n)
+            shapes |= {"rows": rows, "num_prompts": rows // len(queue[0].keys)}
         slots = self.max_concurrent and min(rows, self.max_concurrent)
         return row_problems, queue, shapes | {"max_prompt_length": width, "max_concurrent": slots}
 

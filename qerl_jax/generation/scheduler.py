@@ -23,7 +23,8 @@ from qerl_jax.model.fused_decode import MAX_ROWS
 
 # The most tokens of one prefill: enough that matrix products are compute-bound, not memory-bound.
 _PREFILL_TOKENS = 8192
-_SMALLEST_BUCKET = 64
+# The least length to which a prompt is padded, unless the longest is padded to more than `2**_HALVINGS` times as many.
+_SMALLEST_BUCKET, _HALVINGS = 64, 3
 # Batch sizes below the number of slots. With fewer rows than the smallest, reading the weights bounds a decode step: a
 # smaller batch is not faster.
 _SIZES = (256, MAX_ROWS, 32, 8)
@@ -183,7 +184,33 @@ class Shapes:
 
     def bucket(self, length: int) -> int:
         """Returns the length to which a prompt is padded: a power of two, or that of the longest prompt."""
-        return min(_widest(self.longest_prefill), max(_SMALLEST_BUCKET, power_of_two(length)))
+        return _bucket(self.longest_prefill, length)
+
+    def prefills(self, own_noise: bool) -> list[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
+        """Returns what `Schedule.next_prefill` can return, without prompts: one for each length that it pads to."""
+        prefills = []
+        for bucket in _buckets(self.longest_prefill):
+            rows = prefilled_together(self.most_prompts, bucket)
+            tables = np.zeros((rows, -(-bucket // self.page_size)), np.int32)
+            numbers = np.zeros(rows, np.int32) if own_noise else None
+            prefills.append((np.zeros((rows, bucket), np.int32), tables, numbers))
+        return prefills
+
+    def empty_slots(self, rows: int, with_history: bool, own_noise: bool) -> Slots:
+        """Returns what `Schedule.slots` returns for single-turn rows, for a batch size, without rows."""
+        drafts, zeros = rows <= self.drafted, lambda *shape: np.zeros(shape, np.int32)
+        return Slots(
+            zeros(rows, self.table_width),
+            *(zeros(rows) for _ in range(4)),
+            live=np.zeros(rows, bool),
+            keys=np.zeros((rows, 2), np.uint32),
+            history=zeros(rows, self.history) if with_history or drafts else None,
+            noise=zeros(rows) if own_noise else None,
+            shared=zeros(rows) if self.least_shared else None,
+            texts=Texts(zeros(rows, self.ended), zeros(rows)) if drafts else None,
+            span=np.int32(0) if drafts else None,
+            patience=np.int32(0) if drafts else None,
+        )
 
 
 def prefilled_together(prompts: int, length: int) -> int:
@@ -197,9 +224,21 @@ def prefilled_together(prompts: int, length: int) -> int:
 
 def most_prefilled(prompts: int, length: int) -> int:
     """Returns the padded tokens of the largest prefill, given the number of prompts and their greatest length."""
-    widest = _widest(length - 1)
-    buckets = {widest, *(1 << n for n in range(widest.bit_length()) if 1 << n >= _SMALLEST_BUCKET)}
-    return max(prefilled_together(prompts, bucket) * bucket for bucket in buckets)
+    return max(prefilled_together(prompts, bucket) * bucket for bucket in _buckets(length - 1))
+
+
+def _bucket(longest: int, length: int) -> int:
+    """Returns the length to which a prompt is padded, given that of the longest: there are at most four, see `_buckets`."""
+    widest = _widest(longest)
+    least = max(_SMALLEST_BUCKET, power_of_two(widest) >> _HALVINGS)
+    return min(widest, max(least, power_of_two(length)))
+
+
+def _buckets(longest: int) -> list[int]:
+    """Returns the lengths to which prompts are padded, given the length of the longest; longest first."""
+    widest = _widest(longest)
+    halves = (power_of_two(widest) >> n for n in range(1, _HALVINGS + 1))
+    return [widest, *(n for n in halves if _SMALLEST_BUCKET <= n < widest)]
 
 
 def _widest(longest: int) -> int:

@@ -59,5 +59,10 @@ def pool(
     arch: Architecture, num_pages: int, dtype, page_size: int = PAGE_SIZE
 ) -> tuple[jax.Array, jax.Array]:
     """Makes zero keys and values, [L, N, J, S, C] each, for N pages."""
-    shape = (arch.num_layers, num_pages, arch.num_kv_heads, page_size, arch.head_size)
+    shape = pool_shape(arch, num_pages, page_size)
     return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+
+
+def pool_shape(arch: Architecture, num_pages: int, page_size: int) -> tuple[int, ...]:
+    """Returns the shape of keys, or values, of N pages: [L, N, J, S, C]."""
+    return arch.num_layers, num_pages, arch.num_kv_heads, page_size, arch.head_size

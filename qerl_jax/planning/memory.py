@@ -100,6 +100,7 @@ class Plan:
         about_update: A line about micro-batches and recomputation.
         rows: Rows of a rollout of each replica; the memory is the same on all devices.
         limit: Bytes that the device offers; None if it does not report them.
+        free: Bytes of these that sampling has for its cache and its workspace.
     """
 
     cfg: RunConfig
@@ -108,6 +109,7 @@ class Plan:
     about_update: str
     rows: tuple[int, ...]
     limit: int | None = None
+    free: int | None = None
 
     def size(self, *phases: Phase) -> int:
         """Returns the bytes of all items of the given phases."""
@@ -306,7 +308,7 @@ def plan(
         items += _update(chosen, arch, trained) + gathered["update"]
     ends = [cfg.generation_batch_size * device // devices for device in range(devices + 1)]
     rows = tuple(end - start for start, end in itertools.pairwise(ends))
-    return Plan(chosen, arch, tuple(items), _about_update(cfg, chosen), rows, limit)
+    return Plan(chosen, arch, tuple(items), _about_update(cfg, chosen), rows, limit, free)
 
 
 def _about_update(cfg: RunConfig, chosen: RunConfig) -> str:

@@ -183,6 +183,19 @@ def make_experience(
     )
 
 
+def empty_experience(*, has_noise: bool) -> Experience:
+    """Returns one row without tokens; `has_noise` says whether rows have noise of their own."""
+    none, zero = np.zeros(0, np.int32), np.zeros(1, np.int32)
+    offsets = np.zeros(2, int)
+    return Experience(
+        *(none, offsets, none, offsets),
+        mask=none.astype(bool),
+        behaviour_logps=none.astype(np.float32),
+        advantages=zero.astype(np.float32),
+        noise=zero if has_noise else None,
+    )
+
+
 def _offsets(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
     """Returns where rows of these lengths begin on a common axis, and where the last one ends."""
     return np.concatenate([[0], np.cumsum(lengths, dtype=int)])

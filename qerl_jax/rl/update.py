@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -11,14 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from qerl_jax.aqn.draw import RowNoise
 from qerl_jax.config import GrpoConfig, OptimConfig, RunConfig
 from qerl_jax.distributed import messages, sharding
 from qerl_jax.distributed.mesh import Replicas
 from qerl_jax.model import transformer
 from qerl_jax.rl import grpo, microbatches, optimizer, update_metrics
 from qerl_jax.rl.entropy import EntropyControl, high_entropy
-from qerl_jax.rl.experience import Experience
+from qerl_jax.rl.experience import Experience, empty_experience
 from qerl_jax.rl.objective import Objective, compiler_options, gradient, score
+from qerl_jax.system.early_programs import EarlyPrograms, Listed
 
 messages.sent(grpo.RowMetrics)
 
@@ -94,6 +96,17 @@ def init_state(
         skipped=jnp.int32(0),
         reference=copied(params) if keep_reference else None,
         entropy=jax.tree.map(jnp.asarray, control),
+    )
+
+
+def first_state(cfg: RunConfig, params: Any) -> TrainState:
+    """Returns the state of a run before its first step; `params` are the parameters to train, float32."""
+    entropy = cfg.grpo.entropy
+    return init_state(
+        params,
+        cfg.optim,
+        keep_reference=cfg.keeps_reference,
+        control=EntropyControl.begin(entropy) if entropy and entropy.adaptive else None,
     )
 
 
@@ -213,6 +226,7 @@ class Updater:
         replicas: The devices; all of them hold the state, the frozen weights and the noise. On several hosts all
             must make each call with the same arguments.
         poll: Called before each micro-batch until the first optimizer step; it may raise to abandon the rollout.
+        early: The programs that threads compile before they are called.
     """
 
     objective: Objective
@@ -223,6 +237,7 @@ class Updater:
     on_non_finite: Callable[[NonFinite], None] | None = None
     replicas: Replicas = Replicas()
     poll: Callable[[], None] = lambda: None
+    early: EarlyPrograms = dataclasses.field(default_factory=EarlyPrograms)
 
     def __call__(
         self,
@@ -268,8 +283,8 @@ class Updater:
                 learner, policy, experience, per_token, rows, parts, dropout_key, coef
             )
             has_signal, now = np.any(learns[rows]), np.int32(schedule_step + index)
-            static = {"optim_cfg": self.optim, "total_steps": self.total_steps}
-            state, metrics = apply(state, sums, has_signal, now, grpo_cfg=cfg, **static)
+            self.early.wait("apply")
+            state, metrics = apply(state, sums, has_signal, now, **self.static)
             # The earlier state was donated and is lost, so from here on the rollout must be finished.
             learner = dataclasses.replace(self, poll=lambda: None)
             metrics, counts = jax.device_get((metrics, counts))
@@ -292,6 +307,56 @@ class Updater:
                 self.on_non_finite(NonFinite(step, state.params, taken, of_rows, noise, coef))
         metrics = update_metrics.reduced(records) | update_metrics.of_sampling(records[0][2])
         return state, metrics | _packing_metrics(experience, divided)
+
+    @property
+    def static(self) -> dict[str, Any]:
+        """The static arguments of `apply`."""
+        cfg, optim = self.objective.grpo, self.optim
+        return {"grpo_cfg": cfg, "optim_cfg": optim, "total_steps": self.total_steps}
+
+    def shapes(self, group: int) -> tuple[microbatches.Shape, ...]:
+        """Returns all shapes of micro-batches, given the number of completions that share a prompt."""
+        return microbatches.update_shapes(
+            self.optim,
+            self.objective.grpo.loss_type,
+            group=group,
+            prompt_width=self.max_prompt_length,
+            completion_width=self.max_completion_length,
+            overhead=microbatches.overhead(self.objective.model.arch),
+        )
+
+    def programs(self, state: TrainState, frozen: Any, noise: Any, cfg: RunConfig) -> list[Listed]:
+        """Lists the programs of an update on one device, in the order in which they are needed; nothing is traced.
+
+        Args:
+            state: See `__call__`, as for `frozen` and `noise`; shapes (`jax.ShapeDtypeStruct`) are enough.
+            frozen: See there.
+            noise: See there.
+            cfg: The run.
+        """
+        objective, policy, listed = self.objective, (state.params, frozen, noise), []
+        fixed = _fixed(self, state, frozen, noise, cfg.updates_per_rollout)
+        passes = [(of_name, adapter, "logps") for of_name, adapter in fixed.values()]
+        if objective.grpo.top_entropy_quantile < 1:
+            passes.append((policy, True, "entropies"))
+            fixed["high_entropy"] = policy, True
+        place = jax.tree.leaves(state.params)[0].sharding
+        sums = jax.ShapeDtypeStruct((), jnp.float32, sharding=place), state.params
+        experience = empty_experience(has_noise=isinstance(noise, RowNoise))
+        for shape in self.shapes(cfg.rollout.num_generations if cfg.optim.share_prompts else 1):
+            batch = microbatches.MicroBatch(shape, microbatches.empty_rows(shape.num_rows))
+            for scored, adapter, of in dict.fromkeys(passes):
+                part = experience.pack(batch, {})
+                lower = functools.partial(score.lower, objective, *scored, part, adapter, of)
+                listed.append(Listed("score", (objective, adapter, of, shape), lower))
+            part = experience.pack(batch, dict.fromkeys(fixed, np.zeros(0, np.float32)))
+            arguments = sums, *policy, part, _totals(self, 1, 0, 0, 0.0), jax.random.key(0)
+            lower = functools.partial(_accumulator(objective).lower, *arguments)
+            listed.append(Listed("accumulate", (objective, shape), lower))
+        lower = functools.partial(
+            apply.lower, state, sums, np.bool_(True), np.int32(0), **self.static
+        )
+        return [*listed, Listed("apply", ("apply",), lower)]
 
 
 def make_updater(
@@ -339,15 +404,26 @@ def anchors(
         float32 [N] each, by completion token, in nats: "old_logps", computed with `noise`, if `old_logprobs` is
         "recompute" and there are several steps; "ref_logps", computed without noise, for a KL term.
     """
-    cfg, fixed, rows = updater.objective.grpo, {}, _rows_of(divided)
+    rows = _rows_of(divided)
+    return {
+        name: _scores(updater, policy, experience, rows, adapter=adapter)
+        for name, (policy, adapter) in _fixed(updater, state, frozen, noise, steps).items()
+    }
+
+
+def _fixed(
+    updater: Updater, state: TrainState, frozen: Any, noise: Any, steps: int
+) -> dict[str, tuple[Policy, bool]]:
+    """Returns the policies of `anchors`, and whether they have an adapter."""
+    cfg, policies = updater.objective.grpo, {}
     # With a single step, the old policy is the learning policy: `loss` uses its log-probabilities without gradient.
     if cfg.old_logprobs == "recompute" and steps > 1:
-        fixed["old_logps"] = _scores(updater, (state.params, frozen, noise), experience, rows)
+        policies["old_logps"] = (state.params, frozen, noise), True
     if cfg.reference is not None:
         adapter = state.reference is not None
-        policy = (state.reference if adapter else state.params, frozen, None)
-        fixed["ref_logps"] = _scores(updater, policy, experience, rows, adapter=adapter)
-    return fixed
+        params = state.reference if adapter else state.params
+        policies["ref_logps"] = (params, frozen, None), adapter
+    return policies
 
 
 def _scores(
@@ -379,7 +455,7 @@ def _computed[Result](
     updater: Updater,
     batches: Sequence[microbatches.MicroBatch],
     compute: Callable[[Sequence[int], Sequence[microbatches.MicroBatch], int], Result],
-    program: Any,
+    program: tuple[Hashable, ...],
 ) -> list[Result]:
     """Computes a result for each micro-batch, in their order; replicas compute in parallel.
 
@@ -396,7 +472,8 @@ def _computed[Result](
         for (numbers, members), owner in zip(sets, owners, strict=True):
             if owner == replicas.own[replica]:
                 updater.poll()
-                with replicas.compiling(group[0], program, members[0].shape):
+                updater.early.wait(*program, members[0].shape)
+                with replicas.compiling(group[0], *program, members[0].shape):
                     results[numbers] = compute(numbers, members, replica)
         return results
 
@@ -503,22 +580,14 @@ def summed_gradient(
     """
     chosen, judged = rows.reshape(-1), experience.judged
     counted = rows.size if judged is None else judged[chosen].sum()
-    totals = grpo.BatchTotals(
-        rows=np.int32(max(counted, 1)),
-        tokens=experience.num_learned[chosen].sum(dtype=np.int32),
-        max_completion_length=updater.max_completion_length,
-        num_micro_batches=updater.optim.gradient_accumulation_steps,
-    )
-    if updater.objective.grpo.entropy is not None:
-        tokens = _entropy_tokens(experience, fixed, rows)
-        totals = dataclasses.replace(
-            totals, entropy_tokens=np.int32(tokens), entropy_coef=np.float32(entropy_coef)
-        )
+    learned = experience.num_learned[chosen].sum()
+    with_entropy = _entropy_tokens(experience, fixed, rows) if updater.objective.grpo.entropy else 0
+    totals = _totals(updater, max(counted, 1), learned, with_entropy, entropy_coef)
     policies = updater.replicas.each(policy)
     # Made before anything runs, so that transfers to a device do not wait for its work.
     apart, count = updater.replicas.apart, updater.replicas.group
     keys = [jax.random.fold_in(key, number) for number in range(len(batches))]
-    starts = enumerate(updater.replicas.each(zeros(policy[0])))
+    starts = enumerate(updater.replicas.each(updater.replicas.hold(zeros(policy[0]))))
     sums = [apart([start] * count, replica) for replica, start in starts]
 
     def accumulated(numbers, members, replica):
@@ -534,8 +603,24 @@ def summed_gradient(
         )
         return counts
 
-    counts = _computed(updater, batches, accumulated, program=updater.objective)
+    counts = _computed(updater, batches, accumulated, program=(updater.objective,))
     return updater.replicas.total(sums), counts
+
+
+def _totals(
+    updater: Updater, rows: int, tokens: int, entropy_tokens: int, entropy_coef: float
+) -> grpo.BatchTotals:
+    """Returns the totals of an optimizer batch; arguments as for `grpo.BatchTotals`."""
+    totals = grpo.BatchTotals(
+        rows=np.int32(rows),
+        tokens=np.int32(tokens),
+        max_completion_length=updater.max_completion_length,
+        num_micro_batches=updater.optim.gradient_accumulation_steps,
+    )
+    if updater.objective.grpo.entropy is None:
+        return totals
+    coef = np.float32(entropy_coef)
+    return dataclasses.replace(totals, entropy_tokens=np.int32(entropy_tokens), entropy_coef=coef)
 
 
 def replay_step(
@@ -567,19 +652,11 @@ def divide_rows(
     updater: Updater, experience: Experience, numbers: np.ndarray, *, largest: bool = False
 ) -> list[microbatches.MicroBatch]:
     """Divides rows int [k] of a rollout into micro-batches; with `largest`, all have the shape that fits any row."""
-    optim, group = updater.optim, experience.rows.shape[1]
     rows, cfg = experience.rows_to_divide(numbers), updater.objective.grpo
-    shapes = microbatches.update_shapes(
-        optim,
-        cfg.loss_type,
-        group=group,
-        prompt_width=updater.max_prompt_length,
-        completion_width=updater.max_completion_length,
-        overhead=microbatches.overhead(updater.objective.model.arch),
-    )
+    shapes = updater.shapes(experience.rows.shape[1])
     shapes = shapes[:1] if largest else shapes
     if cfg.loss_type == "bnpo":
-        return microbatches.by_rows(rows, optim.per_device_train_batch_size, shapes)
+        return microbatches.by_rows(rows, updater.optim.per_device_train_batch_size, shapes)
     replicas = updater.replicas
     return microbatches.divide_for(rows, shapes, len(replicas) * replicas.group)
 

@@ -17,8 +17,8 @@ class Logger:
     """Writes the metrics of a run, and shows them.
 
     `metrics.jsonl` has one object per logged step, with its `step`. A resumed run first drops the rows after its
-    checkpoint, so that the file is the same as if the run had never stopped. `begin_step`, `row_ended`, `phase` and
-    `note` are those of `terminal.Display`.
+    checkpoint, so that the file is the same as if the run had never stopped. `compiling`, `begin_step`, `row_ended`,
+    `phase` and `note` are those of `terminal.Display`.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Logger:
         )
         self._display = display = terminal.Display(total_steps, step, Console(quiet=quiet))
         self.begin_step, self.row_ended = display.begin_step, display.row_ended
-        self.phase, self.note = display.phase, display.note
+        self.phase, self.note, self.compiling = display.phase, display.note, display.compiling
         if warning:
             self.note(warning)
 
@@ -115,7 +115,7 @@ class Unheard:
     def _nothing(self, *_) -> None:
         """Does nothing."""
 
-    write = begin_step = row_ended = phase = write_completions = note = close = _nothing
+    write = compiling = begin_step = row_ended = phase = write_completions = note = close = _nothing
 
 
 def read_metrics(run_folder: str | pathlib.Path) -> list[dict[str, Any]]:

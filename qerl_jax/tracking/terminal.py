@@ -157,9 +157,27 @@ class Display:
         )
         # The bar is hidden until a step begins, when its number of rows is known.
         self._step_task = self._step_bar.add_task("", visible=False, expected="")
+        self._counts = lambda: (0, 0)
+        self._programs = progress.Progress(
+            "compiled {task.completed}/{task.total} programs",
+            progress.BarColumn(),
+            progress.TimeElapsedColumn(),
+        )
+        self._programs_task = self._programs.add_task("", total=0)
         self._live = _live(console, self._view)
         if self._live is not None:
             self._live.start()
+
+    def compiling(self, counts: Callable[[], tuple[int, int]]) -> None:
+        """Shows how many programs are compiled, and of how many, until all are.
+
+        Without a live view, or if all programs compile when they are first called, it shows a line.
+        """
+        self._counts, (_, total) = counts, counts()
+        what = f" {total} programs in threads" if total else ""
+        if self._live is None or not total:
+            slow = "the first evaluation and the first step take longer than others"
+            self.note(f"compiling{what}: {slow}")
 
     def begin_step(self, rows: int, name: str = "rollout") -> None:
         """Begins a step of `rows` rows, and estimates its time from earlier steps; or an "evaluation" of so many."""
@@ -217,7 +235,10 @@ class Display:
 
     def _view(self) -> Group:
         table = [self._table()] if self._history else []
-        return Group(self._bar, self._step_bar, *table, *map(_sample, self._completions))
+        compiled, total = self._counts()
+        self._programs.update(self._programs_task, completed=compiled, total=total)
+        bars = [self._bar, self._step_bar, *[self._programs] * (compiled < total)]
+        return Group(*bars, *table, *map(_sample, self._completions))
 
     def _table(self) -> table.Table:
         """Returns a table with two metrics per line: name, last value, and the curve of the last steps."""

@@ -19,6 +19,7 @@ from qerl_jax.planning import memory
 from qerl_jax.rewards import stock
 from qerl_jax.rl import optimizer
 from qerl_jax.system.checked import require
+from qerl_jax.system.early_programs import EarlyPrograms
 from qerl_jax.tools import environments
 from qerl_jax.tracking import trackers
 from qerl_jax.training import devices, run_folder, sources
@@ -45,6 +46,7 @@ class CheckedRun:
         stored: What that checkpoint holds beside the state, see `Position.to_table`; empty for a new run.
         sources: Hashes of the user's code of rewards and tools when the run began, see `sources.hashes`.
         stop: Tells whether a signal has asked the run to end.
+        early: The programs that threads compile before they are called.
         notes: Lines to show at the start of the run.
         began: Start of the check, in seconds of the monotonic clock.
         earlier_peak: Peak device memory of this process before the run, in bytes.
@@ -62,6 +64,7 @@ class CheckedRun:
     stored: dict[str, Any]
     sources: Mapping[str, str]
     stop: Stop
+    early: EarlyPrograms
     notes: list[str]
     began: float
     earlier_peak: int
@@ -111,7 +114,7 @@ def check(
     notes += [f"update: {plan.about_update}", *task.notes]
     if "strftime_now" in task.tokenizer.chat_template:
         cfg = dated
-    model, key = task.model, stream_key(cfg, EVAL)
+    model, key, early = task.model, stream_key(cfg, EVAL), EarlyPrograms()
     evaluator = Evaluator.of_run(
         cfg, model, task.tokenizer, key, notes.append, stop.poll, task.tools, replicas
     )
@@ -130,7 +133,7 @@ def check(
         notes += _about_resuming(cfg, task, resumed, stored["drawn"], earlier)
     return CheckedRun(
         *(cfg, plan, replicas, task, adapter, aqn, evaluator, files, resumed, stored, began_with),
-        *(stop, notes, began, earlier_peak),
+        *(stop, early, notes, began, earlier_peak),
     )
 
 

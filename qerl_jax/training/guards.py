@@ -17,9 +17,10 @@ from qerl_jax.aqn.draw import RowNoise
 from qerl_jax.distributed.hosts import Hosts
 from qerl_jax.generation.scheduler import NOT_FINITE, NotFinite
 from qerl_jax.planning import memory
-from qerl_jax.rl import dynamic_sampling, rollouts, update
-from qerl_jax.rl.experience import Experience
+from qerl_jax.rl import dynamic_sampling, microbatches, rollouts, update
+from qerl_jax.rl.experience import Experience, empty_experience
 from qerl_jax.rl.objective import score
+from qerl_jax.system.early_programs import Listed
 from qerl_jax.training.groups import to_experience
 from qerl_jax.training.load import PreparedRun
 from qerl_jax.training.position import Position
@@ -200,10 +201,25 @@ def _share_of(
     part, replicas = group.pack(batch, {}), updater.replicas
     policy = replicas.each((params, frozen, noise))[0]
     parts = replicas.apart([part] * replicas.group, 0)
+    updater.early.wait("check")
     scored = jax.device_get(_score_twice(updater.objective, *policy, parts))
     if replicas.group > 1:
         scored = [logps[0] for logps in scored]
     return adapter_share(*scored, part.behaviour_logps, part.mask)
+
+
+def programs(
+    updater: update.Updater, params: Any, frozen: Any, noise: Any, group: int
+) -> list[Listed]:
+    """Lists the program of `check_adapter` on one device; shapes instead of arrays are enough.
+
+    The arguments are those of `check_adapter`, and the number of completions that share a prompt.
+    """
+    shape = updater.shapes(group)[0]
+    batch = microbatches.MicroBatch(shape, microbatches.empty_rows(shape.num_rows))
+    part = empty_experience(has_noise=isinstance(noise, RowNoise)).pack(batch, {})
+    lower = functools.partial(_score_twice.lower, updater.objective, params, frozen, noise, part)
+    return [Listed("check", ("check",), lower)]
 
 
 def require_finite(state: update.TrainState) -> None:

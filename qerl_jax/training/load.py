@@ -13,9 +13,8 @@ from qerl_jax.distributed.hosts import Hosts
 from qerl_jax.generation.sampler import Sampler
 from qerl_jax.model import transformer
 from qerl_jax.rl import dynamic_sampling, rollouts, update
-from qerl_jax.rl.entropy import EntropyControl
 from qerl_jax.tracking import terminal
-from qerl_jax.training import replay
+from qerl_jax.training import program_list, replay
 from qerl_jax.training.check import CheckedRun
 from qerl_jax.training.position import Position, Progress
 from qerl_jax.training.random_streams import PARAMS, stream_key
@@ -66,33 +65,39 @@ def load(
     Raises:
         MemoryError: If the device runs out of memory; the message names the setting that helps.
     """
+    cfg, task, replicas = checked.cfg, checked.task, checked.replicas
+    model, tokenizer, early = task.model, task.tokenizer, checked.early
+    shared = {"replicas": replicas, "poll": checked.stop.poll, "early": early}
+    write_batch = functools.partial(replay.write, cfg.output_dir)
+    sampler = rollouts.make_sampler(
+        *(model, tokenizer, dataclasses.replace(cfg.rollout, drafts=cfg.drafts)),
+        max_prompt_length=cfg.data.max_prompt_length,
+        prompts=cfg.prompts_per_rollout,
+        entropies=True,
+        tools=task.tools,
+        free=checked.plan.free,
+        row_lengths=row_lengths,
+        **shared,
+    )
+    updater = update.make_updater(
+        *(checked.plan.cfg, model, tokenizer.num_tokens, task.total_steps),
+        on_non_finite=write_batch if replicas.hosts.leads else None,
+        **shared,
+    )
+    if not replicas.devices:
+        early.begin(program_list.programs(checked, sampler.engine, updater))
     try:
-        state, frozen, lines = _policy(checked, quiet or not checked.replicas.hosts.leads)
+        state, frozen, lines = _policy(checked, quiet or not replicas.hosts.leads)
     except Exception as error:
         if exhausted := checked.plan.exhaustion(error, "always"):
             raise exhausted from error
         raise
-    cfg, task, replicas = checked.cfg, checked.task, checked.replicas
-    model, tokenizer = task.model, task.tokenizer
-    shared = {"replicas": replicas, "poll": checked.stop.poll}
-    write_batch = functools.partial(replay.write, cfg.output_dir)
     return PreparedRun(
         **vars(checked) | {"notes": [*checked.notes, *lines]},
         frozen=frozen,
         start=_start(checked, state),
-        sampler=rollouts.make_sampler(
-            *(model, tokenizer, dataclasses.replace(cfg.rollout, drafts=cfg.drafts)),
-            max_prompt_length=cfg.data.max_prompt_length,
-            entropies=True,
-            tools=task.tools,
-            row_lengths=row_lengths,
-            **shared,
-        ),
-        updater=update.make_updater(
-            *(checked.plan.cfg, model, tokenizer.num_tokens, task.total_steps),
-            on_non_finite=write_batch if replicas.hosts.leads else None,
-            **shared,
-        ),
+        sampler=sampler,
+        updater=updater,
     )
 
 
@@ -107,13 +112,7 @@ def _policy(checked: CheckedRun, quiet: bool) -> tuple[update.TrainState, Any, l
     if cfg.noise is not None:
         lines = exploration.describe(cfg.noise, model, params, frozen)
         terminal.say(lines, quiet=quiet)
-    entropy = cfg.grpo.entropy
-    state = update.init_state(
-        params,
-        cfg.optim,
-        keep_reference=cfg.keeps_reference,
-        control=EntropyControl.begin(entropy) if entropy and entropy.adaptive else None,
-    )
+    state = update.first_state(cfg, params)
     del params
     state, frozen = replicas.hold(state), replicas.hold(frozen)
     if checked.resumed is not None:

@@ -74,8 +74,7 @@ class Recorder:
         """Evaluates the untrained policy, or repeats an evaluation that was stopped; returns the run's position."""
         position, pending = self._position, self._position.progress.pending
         if position.schedule_step < self._run.task.total_steps:
-            line = "compiling: the first evaluation and the first step take longer than others"
-            self._logger.note(line)
+            self._logger.compiling(lambda: self._run.early.counts)
         if pending is not None or (self._run.evaluator and position.step == 0):
             return self._record(position, dict(pending or {}))
         return position

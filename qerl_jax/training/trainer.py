@@ -80,6 +80,7 @@ def train(
             environment=environment_factory,
             stop=stop,
         )
+        opened.callback(checked.early.end)
         if checked.task.tools is not None:
             opened.callback(checked.task.tools.close)
         checked.notes.extend(folder.begin())

@@ -1,0 +1,72 @@
+"""Lists the programs of a run, from its plan: nothing is traced, and no weights are needed."""
+
+import functools
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+from qerl_jax.aqn import exploration
+from qerl_jax.config import RunConfig
+from qerl_jax.generation.engine import Batch, Engine
+from qerl_jax.model import transformer
+from qerl_jax.rl import update
+from qerl_jax.system.early_programs import Listed
+from qerl_jax.training import guards
+from qerl_jax.training.check import CheckedRun
+
+
+def programs(checked: CheckedRun, engine: Engine, updater: update.Updater) -> list[Listed]:
+    """Returns the programs of a run on one device, in the order in which it needs them.
+
+    They are those of rollouts, updates, the check of the adapter, and evaluations, which come first if the run begins
+    with one. The small ones that compile in a tenth of a second are not among them: of the noise, of page copies, of
+    checks of numbers.
+
+    Args:
+        checked: The run; it has one device.
+        engine: What samples its rollouts.
+        updater: What updates its policy.
+    """
+    cfg, model, group = checked.cfg, checked.task.model, checked.cfg.rollout.num_generations
+    base = transformer.abstract_base(model.clone(full=False))
+    params, frozen = jax.eval_shape(
+        functools.partial(transformer.trainable, model), base, jax.random.key(0)
+    )
+    state = jax.eval_shape(functools.partial(update.first_state, cfg), params)
+    sampled = jax.eval_shape(lambda p: transformer.as_computed(p, model.dtype), params)
+    noise = None if cfg.noise is None else exploration.abstract_noise(cfg.noise, model)
+    place = SingleDeviceSharding(jax.local_devices()[0])
+    state, frozen, sampled, noise = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        (state, frozen, sampled, noise),
+    )
+    variables = {"params": sampled, "frozen": frozen}
+    with_noise = variables if noise is None else variables | {"noise": noise}
+    sampling = engine.programs(with_noise, _batch(cfg), place)
+    of_updates = noise if cfg.noise is not None and cfg.noise.scope == "both" else None
+    learning = updater.programs(state, frozen, of_updates, cfg)
+    check = []
+    if model.lora is not None:
+        sharing = group if cfg.optim.share_prompts else 1
+        check = guards.programs(updater, state.params, frozen, noise, sharing)
+    # The first rollout begins with these.
+    first = 1 + sum(program.name == "prefill" for program in sampling)
+    return [*sampling[:first], *learning, *sampling[first:], *check]
+
+
+def _batch(cfg: RunConfig) -> Batch:
+    """Returns the rows of a rollout."""
+    prompts, group = cfg.prompts_per_rollout, cfg.rollout.num_generations
+    rows = prompts * group
+    if cfg.has_row_noise and cfg.noise.per == "sequence":
+        prompts, group = rows, 1
+    slots = cfg.rollout.max_concurrent
+    return Batch(
+        rows,
+        prompts,
+        group,
+        cfg.rollout.max_completion_length,
+        cfg.data.max_prompt_length,
+        max_concurrent=slots and min(rows, slots),
+        own_noise=cfg.has_row_noise,
+    )

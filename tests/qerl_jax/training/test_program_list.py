@@ -1,0 +1,89 @@
+"""Tests that a run compiles the programs of its list, early, and that there are few."""
+
+import dataclasses
+import re
+import types
+from collections import Counter, defaultdict
+from unittest import mock
+
+import jax
+import pytest
+
+from pallas_kernels import runtime
+from qerl_jax import config
+from qerl_jax.model import architecture
+from qerl_jax.planning import cards, memory
+from qerl_jax.rl import rollouts, update
+from qerl_jax.system import early_programs
+from qerl_jax.training import program_list
+from qerl_jax.training.trainer import train
+from tests.faults import harness
+
+LARGE = {"decode", "prefill", "score", "accumulate", "apply", "_score_twice"}
+
+
+def listed(name):
+    """The list of a recipe on an H100, by the names of programs."""
+    cfg, card = config.load(name), cards.named("H100")
+    arch = architecture.known(cfg.model.model_name_or_path)
+    plan = memory.plan(cfg, arch, limit=card.limit, device=card.device)
+    model = memory.abstract_policy(cfg, arch)[0]
+    # The shapes of the base follow from tracing its initialization, and cuDNN's attention cannot be traced without a GPU.
+    without_cudnn = mock.patch.object(runtime, "has_cudnn_attention", lambda *_: False)
+    with runtime.on(card.device), without_cudnn:
+        tokenizer = types.SimpleNamespace(
+            num_tokens=arch.vocab_size, stop_tokens=(1,), special_tokens={}
+        )
+        sampler = rollouts.make_sampler(
+            *(model, tokenizer, dataclasses.replace(cfg.rollout, drafts=cfg.drafts)),
+            max_prompt_length=cfg.data.max_prompt_length,
+            prompts=cfg.prompts_per_rollout,
+            free=plan.free,
+        )
+        updater = update.make_updater(plan.cfg, model, arch.vocab_size, total_steps=100)
+        checked = types.SimpleNamespace(cfg=cfg, task=types.SimpleNamespace(model=model))
+        programs = program_list.programs(checked, sampler.engine, updater)
+    return Counter(program.name for program in programs)
+
+
+@pytest.mark.parametrize(
+    ("name", "decode"),
+    [("gsm8k_qwen2.5_7b", 7), ("gsm8k_qwen2.5_32b", 5), ("dapo_math_qwen2.5_7b", 7)],
+)
+def test_a_recipe_has_few_programs(name, decode):
+    """Two more decode programs are for sizes above 128."""
+    counts = listed(name)
+    assert counts["decode"] == decode and counts["prefill"] <= 4
+    assert counts["accumulate"] == 3 and counts["apply"] == counts["check"] == 1
+
+
+@pytest.mark.slow
+def test_a_run_compiles_what_it_lists_in_threads_and_no_other_large_program(
+    tmp_path, monkeypatch, caplog
+):
+    """Another shape, dtype, or an array that is not committed to its device would be another program."""
+    monkeypatch.setattr(early_programs, "workers", lambda: 1)
+    seen, begin = {}, early_programs.EarlyPrograms.begin
+
+    def watched(self, programs):
+        seen["early"], seen["names"] = self, Counter(p.name for p in programs)
+        begin(self, programs)
+
+    monkeypatch.setattr(early_programs.EarlyPrograms, "begin", watched)
+    rows = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
+    cfg = harness.tiny(tmp_path / "run", max_steps=2, optim=rows)
+    jax.config.update("jax_log_compiles", True)  # in all threads
+    try:
+        with caplog.at_level("WARNING", logger="jax"):
+            train(cfg, quiet=True)
+    finally:
+        jax.config.update("jax_log_compiles", False)
+    compiled = defaultdict(Counter)
+    for record in caplog.records:
+        if match := re.match(r"Compiling (?:jit\()?(\w+)", record.message):
+            compiled[record.threadName][match[1]] += 1
+    assert not seen["early"].errors
+    assert not LARGE & set(compiled["MainThread"])
+    names = seen["names"]
+    assert names["decode"] == 2 and names["accumulate"] >= 2
+    assert compiled["compile"] == names - Counter(check=1) + Counter(_score_twice=1)
