@@ -90,11 +90,12 @@ class Evaluator:
         poll: Callable[[], None] | None = None,
         tools: Tools | None = None,
         replicas: Replicas = Replicas(),
+        **engine: Any,
     ) -> Self | None:
         """Builds the evaluator of a run's `[eval]` section; None where there is none.
 
-        Concurrent rows, cache, drafts and what ends a completion are those of a rollout. `log` is called with a line if problems
-        are dropped; `poll` is that of `Engine`.
+        Concurrent rows, cache, drafts and what ends a completion are those of a rollout. `log` is called with a line if
+        problems are dropped; `poll` and further arguments are those of `Engine`.
 
         Raises:
             ValueError: If the problems or the reward function cannot be used.
@@ -113,6 +114,7 @@ class Evaluator:
             "replicas": replicas,
             "compact": cfg.rollout.compact,
             "poll": poll,
+            **engine,
         }
         sampler = Sampler.of(
             *(model, tokenizer, protocol_of_run(cfg).sampling, EngineLimits.of(cfg.rollout)),

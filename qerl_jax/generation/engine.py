@@ -273,8 +273,6 @@ class Engine:
             has_adapter="params" in variables,
             own_noise=own_noise,
         )
-        if max_concurrent and replicas > 1:
-            batch = dataclasses.replace(batch, max_concurrent=min(max_concurrent, batch.rows))
         shapes, num_pages, capacity = self._shapes(batch)
         if capacity is not None:
             self._require_space(capacity, prompts)
@@ -308,10 +306,11 @@ class Engine:
             ),
         )
         capacity = lambda slots: self._capacity(sum(demand.workspace(slots).values()))
-        slots = demand.slots(batch.max_concurrent, capacity)
-        if batch.max_concurrent is None and capacity(slots) is None:
-            most = kv_capacity.rows_that_fit(demand.arch, None, demand.row_tokens, self._itemsize)
-            slots = min(slots, most)
+        most = batch.max_concurrent and min(batch.max_concurrent, batch.rows)
+        slots = demand.slots(most, capacity)
+        if most is None and capacity(slots) is None:
+            fit = kv_capacity.rows_that_fit(demand.arch, None, demand.row_tokens, self._itemsize)
+            slots = min(slots, fit)
         num_pages = demand.pages(slots)
         if (tokens := capacity(slots)) is not None:
             num_pages = min(num_pages, kv_capacity.pages_for(tokens, size))

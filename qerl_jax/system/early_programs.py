@@ -10,8 +10,6 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import runtime
-
 
 @dataclasses.dataclass(frozen=True)
 class Listed:
@@ -90,4 +88,4 @@ class EarlyPrograms:
 
 def workers() -> int:
     """Returns the number of threads that compile: one fewer than there are processors; none on a CPU."""
-    return max(1, len(os.sched_getaffinity(0)) - 1) if runtime.platform() == "gpu" else 0
+    return max(1, len(os.sched_getaffinity(0)) - 1) if jax.default_backend() == "gpu" else 0

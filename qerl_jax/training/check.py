@@ -116,7 +116,9 @@ def check(
         cfg = dated
     model, key, early = task.model, stream_key(cfg, EVAL), EarlyPrograms()
     evaluator = Evaluator.of_run(
-        cfg, model, task.tokenizer, key, notes.append, stop.poll, task.tools, replicas
+        *(cfg, model, task.tokenizer, key, notes.append, stop.poll, task.tools, replicas),
+        free=plan.free,
+        early=early,
     )
     notes += devices.about_slow_sampling(cfg, model)
     key = stream_key(cfg, NOISE)

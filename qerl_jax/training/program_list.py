@@ -1,5 +1,6 @@
 """Lists the programs of a run, from its plan: nothing is traced, and no weights are needed."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,9 +10,8 @@ from qerl_jax.aqn import exploration
 from qerl_jax.config import RunConfig
 from qerl_jax.generation.engine import Batch, Engine
 from qerl_jax.model import transformer
-from qerl_jax.rl import update
+from qerl_jax.rl import adapter_check, update
 from qerl_jax.system.early_programs import Listed
-from qerl_jax.training import guards
 from qerl_jax.training.check import CheckedRun
 
 
@@ -48,25 +48,35 @@ def programs(checked: CheckedRun, engine: Engine, updater: update.Updater) -> li
     check = []
     if model.lora is not None:
         sharing = group if cfg.optim.share_prompts else 1
-        check = guards.programs(updater, state.params, frozen, noise, sharing)
+        check = adapter_check.programs(updater, state.params, frozen, noise, sharing)
+    held_out: list[Listed] = []
+    if (evaluator := checked.evaluator) is not None:
+        batch = dataclasses.replace(
+            _batch(cfg),
+            rows=evaluator.num_rows,
+            prompts=len(evaluator.problems),
+            group=evaluator.sampler.params.n,
+            own_noise=False,
+        )
+        held_out = evaluator.sampler.engine.programs(variables, batch, place)
     # The first rollout begins with these.
     first = 1 + sum(program.name == "prefill" for program in sampling)
-    return [*sampling[:first], *learning, *sampling[first:], *check]
+    of_run = [*sampling[:first], *learning, *sampling[first:], *check]
+    return [*held_out, *of_run] if checked.resumed is None else [*of_run, *held_out]
 
 
 def _batch(cfg: RunConfig) -> Batch:
     """Returns the rows of a rollout."""
     prompts, group = cfg.prompts_per_rollout, cfg.rollout.num_generations
-    rows = prompts * group
+    rows, slots = prompts * group, cfg.rollout.max_concurrent
     if cfg.has_row_noise and cfg.noise.per == "sequence":
         prompts, group = rows, 1
-    slots = cfg.rollout.max_concurrent
     return Batch(
         rows,
         prompts,
         group,
         cfg.rollout.max_completion_length,
         cfg.data.max_prompt_length,
-        max_concurrent=slots and min(rows, slots),
+        max_concurrent=slots,
         own_noise=cfg.has_row_noise,
     )

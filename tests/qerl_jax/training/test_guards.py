@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from qerl_jax.rl import rollouts
+from qerl_jax.rl import adapter_check, rollouts
 from qerl_jax.tracking.logger import read_metrics
-from qerl_jax.training import guards, trainer
+from qerl_jax.training import trainer
 from tests.test_tiny_run import small
 
 
@@ -16,13 +16,13 @@ def test_the_share_is_the_slope_of_what_was_sampled_on_what_the_adapter_does():
     noise = 0.1 * rng.normal(size=(4, 50))
     for share in (0, 0.5, 1):
         sampled = without + share * effect + noise
-        found = guards.adapter_share(without + effect, without, sampled, mask)
+        found = adapter_check.adapter_share(without + effect, without, sampled, mask)
         assert found.known and abs(found.share - share) < 4 * found.error
         assert found.error == pytest.approx(0.1 / np.sqrt(mask.sum()), rel=0.3)
     # What lies outside of the mask does not count; an adapter that does nothing tells nothing.
     sampled[~mask] = 1e9
-    assert guards.adapter_share(without + effect, without, sampled, mask) == found
-    assert not guards.adapter_share(without, without, sampled, mask).known
+    assert adapter_check.adapter_share(without + effect, without, sampled, mask) == found
+    assert not adapter_check.adapter_share(without, without, sampled, mask).known
 
 
 def test_an_adapter_that_changes_less_than_rounding_tells_nothing():
@@ -31,9 +31,9 @@ def test_an_adapter_that_changes_less_than_rounding_tells_nothing():
     base, *roundings = rng.normal(size=(4, 8, 500))
     mask = np.ones((8, 500), bool)
     adapter, without, sampled = (base + 1e-6 * rounding for rounding in roundings)
-    assert guards.adapter_share(adapter, base, sampled, mask).error < 0.1
-    assert not guards.adapter_share(adapter, base, sampled, mask).known
-    assert not guards.adapter_share(adapter, without, sampled, mask).known
+    assert adapter_check.adapter_share(adapter, base, sampled, mask).error < 0.1
+    assert not adapter_check.adapter_share(adapter, base, sampled, mask).known
+    assert not adapter_check.adapter_share(adapter, without, sampled, mask).known
 
 
 def test_a_few_tokens_that_rounding_changed_tell_nothing():
@@ -42,18 +42,18 @@ def test_a_few_tokens_that_rounding_changed_tell_nothing():
     without, effect, *roundings = 1e-3 * rng.standard_t(2, size=(4, 8, 20))
     mask, sampled = np.ones((8, 20), bool), without + roundings[0]
     effect[3, 7], effect[5, 2] = 0.5, -0.3
-    assert not guards.adapter_share(without + effect, without, sampled, mask).known
+    assert not adapter_check.adapter_share(without + effect, without, sampled, mask).known
     effect += 0.1 * rng.normal(size=(8, 20))  # an adapter, of which the sampler knows nothing
-    found = guards.adapter_share(without + effect, without, sampled, mask)
+    found = adapter_check.adapter_share(without + effect, without, sampled, mask)
     assert found.known and found.share + 3 * found.error < 0.5
 
 
 def test_one_group_in_which_the_adapter_sampled_is_believed(monkeypatch):
     """A chance in one group must not end a run."""
     shares = ((0.1, 0.01, 0.1), (1.02, 0.01, 0.1), (0.1, 0.01, 0.2))
-    without, whole, unclear = (guards.AdapterShare(*share) for share in shares)
-    monkeypatch.setattr(guards, "_share_of", lambda *args: args[-1])
-    check = lambda *groups: guards.check_adapter(None, None, None, None, groups)
+    without, whole, unclear = (adapter_check.AdapterShare(*share) for share in shares)
+    monkeypatch.setattr(adapter_check, "_share_of", lambda *args: args[-1])
+    check = lambda *groups: adapter_check.check_adapter(None, None, None, None, groups)
     assert check(whole, without) == check(without, whole) == {"sampling/adapter_share": 1.02}
     assert check(unclear, without) == check(without, unclear) == {}
     with pytest.raises(RuntimeError, match=r"the sampler shows 0.10 \+- 0.01"):

@@ -41,14 +41,16 @@ def listed(name):
             free=plan.free,
         )
         updater = update.make_updater(plan.cfg, model, arch.vocab_size, total_steps=100)
-        checked = types.SimpleNamespace(cfg=cfg, task=types.SimpleNamespace(model=model))
+        checked = types.SimpleNamespace(
+            cfg=cfg, task=types.SimpleNamespace(model=model), evaluator=None, resumed=None
+        )
         programs = program_list.programs(checked, sampler.engine, updater)
     return Counter(program.name for program in programs)
 
 
 @pytest.mark.parametrize(
     ("name", "decode"),
-    [("gsm8k_qwen2.5_7b", 7), ("gsm8k_qwen2.5_32b", 5), ("dapo_math_qwen2.5_7b", 7)],
+    [("gsm8k_qwen2.5_7b", 7), ("gsm8k_qwen2.5_32b", 5), ("dapo_math_qwen2.5_7b", 5)],
 )
 def test_a_recipe_has_few_programs(name, decode):
     """Two more decode programs are for sizes above 128."""
@@ -71,7 +73,8 @@ def test_a_run_compiles_what_it_lists_in_threads_and_no_other_large_program(
 
     monkeypatch.setattr(early_programs.EarlyPrograms, "begin", watched)
     rows = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
-    cfg = harness.tiny(tmp_path / "run", max_steps=2, optim=rows)
+    sections = {"optim": rows, "eval": {"num_problems": 12, "top_p": 0.9, "temperature": 1.0}}
+    cfg = harness.tiny(tmp_path / "run", max_steps=2, **sections)
     jax.config.update("jax_log_compiles", True)  # in all threads
     try:
         with caplog.at_level("WARNING", logger="jax"):
@@ -85,5 +88,5 @@ def test_a_run_compiles_what_it_lists_in_threads_and_no_other_large_program(
     assert not seen["early"].errors
     assert not LARGE & set(compiled["MainThread"])
     names = seen["names"]
-    assert names["decode"] == 2 and names["accumulate"] >= 2
+    assert names["decode"] == 2 + 1 and names["accumulate"] >= 2
     assert compiled["compile"] == names - Counter(check=1) + Counter(_score_twice=1)
