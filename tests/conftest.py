@@ -68,6 +68,7 @@ def pytest_collection_modifyitems(config, items):
 
     # The longest files first: at the end one worker would be left alone with them.
     longest = ("test_tiny_run.py", "test_update.py", "test_transformer.py", "test_engine.py")
+    longest += ("test_bench.py", "test_main.py", "test_memory.py", "test_signals.py")
     items.sort(key=lambda item: item.path.name not in longest)
 
     if _num_devices() < 2:
