@@ -25,7 +25,10 @@ from pallas_kernels.decode_attention.config import PAGE, Config
 from pallas_kernels.mosaic import launch
 from tests.pallas_kernels.common import f32, on_cpu, slow
 
+# One program each: operation by operation, compilation takes longer than all kernels.
 oracle = jax.jit(reference.decode_attention)
+make_plan = jax.jit(plans.make, static_argnums=(2, 3))
+plan_of = jax.jit(decode.plan, static_argnums=0)
 
 
 def interpreted(config):
@@ -170,7 +173,7 @@ def test_a_plan_gives_every_live_page_to_one_block(pages, parts, blocks):
     ends[:3] = 0, width * PAGE - 1, PAGE - 1
     tables = 1 + rng.permutation(rows * width).reshape(rows, width)
     split = plans.Split(rows, width, key_heads, pages, parts, blocks)
-    plan = jax.jit(plans.make, static_argnums=(2, 3))(tables, ends, 1 + rows * width, split)
+    plan = make_plan(tables, ends, 1 + rows * width, split)
     _, loads, _ = assert_rows_are_read(plan, split, tables, ends)
     # As even as the last pieces, which are the shortest, allow.
     assert max(loads) - min(loads) <= max(pages, -(-width // parts))
@@ -238,7 +241,7 @@ def test_a_plan_reads_shared_pages_once_for_each_tile():
     tables = 1 + rng.permutation(pages - 1)[: len(shared) * width].reshape(-1, width)
     tables[:11, :7], tables[11:13, :3] = tables[0, :7], tables[11, :3]
     split = plans.Split(len(shared), width, key_heads, 3, 8, 13, siblings=8)
-    plan = jax.jit(plans.make, static_argnums=(2, 3))(tables, ends, pages, split, shared)
+    plan = make_plan(tables, ends, pages, split, shared)
     found, _, parts_of = assert_rows_are_read(plan, split, tables, ends)
     for (row, _), parts in parts_of.items():
         of_tile = sum(len(pages) for pages, _, _, is_tile in parts if is_tile)
@@ -332,7 +335,8 @@ def tokens_of(seed, heads, key_heads, head_size, rows, width, **options):
 def test_tokens_of_a_row_at_once_are_those_one_after_another():
     arguments, sequence = tokens_of(0, 6, 2, 8, [(62, 4), (0, 1), (5, 3)], 2, dtype=jnp.float32)
     qkv, cos, sin, *caches, layer, tables, ends = arguments
-    at_once = decode_attention(*arguments, sequence=sequence, implementation="reference")
+    run = jax.jit(functools.partial(decode_attention, implementation="reference"))
+    at_once = run(*arguments, sequence=sequence)
     for row in range(len(ends)):
         only = lambda array, row=row: array[row : row + 1]
         new, where = map(only, (qkv, cos, sin)), map(only, (tables, ends))
@@ -400,10 +404,10 @@ def assert_the_kernel_appends(key_heads, head_size, *, interpret=False, ulps=0):
     arguments = new_tokens(key_heads, head_size, PAGE, jnp.bfloat16)
     *new, keys, values, layer, tables, ends = arguments
     split = plans.Split(*tables.shape, keys.shape[2], 2, 2, 4, appends=False)
-    plan = plans.make(tables, ends, keys.shape[1], split)
+    plan = make_plan(tables, ends, keys.shape[1], split)
     run = functools.partial(append_kernel.launch, split=split, interpret=interpret)
     found = jax.jit(run)(*new, layer.reshape(1), plan, keys, values)
-    for actual, expected in zip(found, append.append(*arguments), strict=True):
+    for actual, expected in zip(found, jax.jit(append.append)(*arguments), strict=True):
         bits = [np.asarray(x).view(np.int16).astype(int) for x in (actual, expected)]
         assert np.abs(bits[0] - bits[1]).max() <= ulps
 
@@ -418,7 +422,7 @@ def test_a_plan_reads_the_pages_of_a_sequence_once():
     tables, ends = np.pad(tables, ((0, 2), (0, 0))), np.pad(ends, (0, 2))
     sequence = np.pad(sequence, (0, 2), constant_values=-1)
     split = plans.Split(15, 3, 2, 2, 4, 5, siblings=8, appends=False, sequences=True)
-    plan = plans.make(tables, ends, 8, split, sequence=sequence)
+    plan = make_plan(tables, ends, 8, split, sequence=sequence)
     found, _, tiles, totals = lists_of(plan, split)
     members = {0: [*range(8)], 8: [8], 9: [9], 10: [10, 11, 12], 13: [13, 14]}
     for row, own in members.items():
@@ -502,7 +506,8 @@ def test_on_hopper_the_kernel_is_chosen_for_its_head_sizes_in_bfloat16(assume):
     for dtype, size, name in chosen:
         keys, qkv = (jnp.zeros((*shape, size), dtype) for shape in ((2, 9, 2, PAGE), (16, 8)))
         assert api._choose(None, qkv, keys, tables) == name
-        assert (api.plan(keys, tables, ends, heads=2) is not None) == (name == "hopper")
+        plan = jax.eval_shape(functools.partial(api.plan, heads=2), keys, tables, ends)
+        assert (plan is not None) == (name == "hopper")
 
 
 @on_cpu
@@ -546,7 +551,7 @@ def test_wrong_arguments_are_errors_that_name_them(name, change, message):
 
 def test_a_plan_of_another_problem_is_an_error():
     *rest, tables, ends = problem(0, 2, 1, 64, [5, 70], 2)
-    other = decode.plan((2, 9, 1, PAGE, 64), tables[:1], ends[:1])
+    other = plan_of((2, 9, 1, PAGE, 64), tables[:1], ends[:1])
     with pytest.raises(ValueError, match="plan must be int32"):
         decode.decode_attention(*rest, tables, ends, other)
 
@@ -559,7 +564,7 @@ def test_a_counter_that_is_not_zero_is_found_where_that_is_asked_for(monkeypatch
     launched = lambda *_: ((jnp.ones((2, 2, 64), jnp.bfloat16),), *_[5:7])
     monkeypatch.setattr(decode_kernel, "launch", launched)
     arguments = problem(0, 2, 1, 64, [5, 70], 2)
-    plan = decode.plan(arguments[3].shape, *arguments[-2:])
+    plan = plan_of(arguments[3].shape, *arguments[-2:])
     run = jax.jit(lambda plan, *arguments: decode.decode_attention(*arguments, plan)[0])
     np.testing.assert_array_equal(run(plan, *arguments), 1)
     if not is_asked:

@@ -48,8 +48,8 @@ def run(m, inner, k, rank, config=None, *, scale_per_row=False, interpret=True, 
 @pytest.mark.parametrize("scale_per_row", [False, True])
 def test_a_weight_in_pairs_comes_back_as_it_was(scale_per_row):
     t = weight(7, 192, 128, scale_per_row=scale_per_row)
-    wanted = unprepare(to_hopper(t))
-    actual = unprepare(to_hopper(t, is_paired=True))
+    wanted = jax.jit(unprepare)(to_hopper(t))
+    actual = jax.jit(unprepare)(to_hopper(t, is_paired=True))
     bits = lambda t: [np.asarray(leaf).view(np.uint8) for leaf in jax.tree.leaves(t)]
     jax.tree.map(np.testing.assert_array_equal, bits(actual), bits(wanted))
 
@@ -105,7 +105,8 @@ def test_products_of_many_rows_do_not_see_the_order_of_rows(scale_per_row):
 def test_only_gates_are_put_in_pairs_and_only_beside_ranks_that_lose_nothing(monkeypatch):
     t = weight(7, 128, 64)
     with runtime.on(runtime.H200):
-        is_paired = lambda **kind: api.prepare(t, jnp.bfloat16, **kind).is_paired
+        prepared = lambda **kind: jax.eval_shape(lambda t: api.prepare(t, jnp.bfloat16, **kind), t)
+        is_paired = lambda **kind: prepared(**kind).is_paired
         assert is_paired(is_gated=True) and not is_paired()
         # Products of many rows add 64 ranks to rows in order, 32 to rows in pairs, and no more in any case.
         ranks = {rank: is_paired(is_gated=True, rank=rank) for rank in (32, 33, 64, 65, 128, 129)}

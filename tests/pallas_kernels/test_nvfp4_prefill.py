@@ -198,10 +198,16 @@ def test_products_and_derivatives_meet_the_reference(pretended_hopper, scale_per
     x, dy = normal(0, (2, 65, 208)), normal(1, (2, 65, n))
     t = weight(2, n, 208, scale_per_row=scale_per_row)
     w = to_hopper(t, is_paired=is_paired)
-    actual, vjp = jax.vjp(lambda x: dequantized(x, w), x)
-    expected, expected_vjp = jax.vjp(lambda x: nvfp4_matmul(x, t), x.astype(jnp.float32))
-    assert_within_an_ulp(actual, expected)
-    assert_within_an_ulp(vjp(dy)[0], expected_vjp(dy.astype(jnp.float32))[0])
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def both(product, w, x, dy):
+        y, vjp = jax.vjp(lambda x: product(x, w), x)
+        return y, vjp(dy)[0]
+
+    found = both(dequantized, w, x, dy)
+    expected = both(nvfp4_matmul, t, x.astype(jnp.float32), dy.astype(jnp.float32))
+    for pair in zip(found, expected, strict=True):
+        assert_within_an_ulp(*pair)
 
 
 def assert_scans_are_rematerialized(m, n, name):
@@ -285,9 +291,9 @@ def test_neither_runs_without_its_device(name):
 
 def test_weights_take_the_layout_of_the_device_and_come_back(pretended_hopper):
     t = random(jax.random.key(9), (3, 80, 96))
-    prepared = prepare(t, jnp.dtype(jnp.bfloat16))
+    prepared = jax.jit(lambda t: prepare(t, jnp.dtype(jnp.bfloat16)))(t)
     assert_equal_leaves(prepared, to_hopper(t))
-    assert_equal_leaves(unprepare(prepared), t)
+    assert_equal_leaves(jax.jit(lambda w: unprepare(w))(prepared), t)
     assert prepare(t, jnp.dtype(jnp.float32)) is t and unprepare(t) is t
 
 
