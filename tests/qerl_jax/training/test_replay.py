@@ -44,6 +44,7 @@ def experience():
     )
 
 
+@pytest.mark.slow
 def test_a_skipped_step_is_written_and_runs_once_more(tmp_path):
     cfg, model, params, frozen, tokenizer = prepared(tmp_path)
     cfg, written = memory.plan(cfg, model.arch).cfg, []
