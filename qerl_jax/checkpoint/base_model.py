@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import NumberFormat, PackedTensor, PackedWeight, prepare, runtime
+from pallas_kernels import PackedTensor, PackedWeight, prepare, runtime
 from qerl_jax.checkpoint import hf_folder, packed_formats
 from qerl_jax.checkpoint.folder_tensors import FolderTensors
 from qerl_jax.config import DENSE, BlockScales, LoraConfig, MeshConfig, ModelConfig
@@ -166,12 +166,15 @@ def read_base(
     dtype = abstract_base(model)["embed_tokens"].dtype
     branches = lora.shapes(model.lora, arch) if model.lora else {}
 
+    form = source or (None if model.weights in DENSE else packed_formats.named(model.weights))
+    shared = tensors.shared_scales()
+
     @functools.partial(jax.jit, static_argnums=1)
-    def arrange(weight: PackedTensor, linear: str) -> PackedWeight:
+    def arrange(parts: list[PackedTensor], linear: str) -> PackedWeight:
+        weight = form.numbers.fuse(parts, shared=linear in shared)
         rank = branches[linear].rank if linear in branches else 0
         return prepare(weight, model.dtype, is_gated=linear == "gate_up", rank=rank)
 
-    shared = tensors.shared_scales()
     dense_layers = dict(in_16_bits)
     _, partly = model.split_dense()
     stacks: dict[str, jax.Array] = {}
@@ -190,13 +193,12 @@ def read_base(
                     stacks[linear] = jnp.zeros((len(layers), *whole.shape), dtype)
                 stacks[linear] = _put(stacks[linear], whole, layers.index(index))
             # All layers must have the same structure: this one gets a packed weight too, which is never read.
-            parts = source.numbers.pack(dense)
+            parts = form.numbers.pack(dense)
         elif source is None:
-            form, parts = packed_formats.named(model.weights).numbers, tensors.weights(names)
-            return arrange(_pack(form, scales, parts), linear)
+            parts = form.numbers.pack(tensors.weights(names), scales)
         else:
             parts = [tensors.packed(name) for name in names]
-        return arrange(source.numbers.fuse(parts, shared=linear in shared), linear)
+        return arrange(parts, linear)
 
     read = read_linear
     if model.division.count > 1:
@@ -305,8 +307,3 @@ def read_layer(
             biases = [jnp.asarray(tensors[f"{name}.bias"], dtype) for name in names]
             layer[linear]["bias"] = jnp.concatenate(biases)
     return layer
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _pack(form: NumberFormat, scales: BlockScales, parts: list[jax.Array]) -> PackedTensor:
-    return form.fuse(form.pack(parts, scales), shared=True)

@@ -128,7 +128,7 @@ def loading(
     source = "random weights in the shape of " if base.random_base else ""
     # Printed before the bar starts: in a notebook the line would otherwise appear below the bar.
     _print(console, f"base: {source}{base.model_name_or_path}, held in {base.weights}")
-    with job("base", console) as (_, move):
+    with job("reading the base", console) as (_, move):
         yield move
         move(1.0)  # random weights come all at once
 
