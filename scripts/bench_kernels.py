@@ -1,4 +1,4 @@
-"""Benchmarks of kernels, for `scripts.bench`: products, decode attention, quantizing; and tuning.
+"""Benchmarks of kernels, for `scripts.bench`: products, decode attention, quantizing, loading; and tuning.
 
 Shapes are those of `pallas_kernels.nvfp4_matmul.shapes`. Values are checked before every timing. Calls rotate among
 enough copies of a weight to miss the L2 cache, each with its own x. `kernel_us` is the device time of the longest
@@ -40,7 +40,9 @@ from pallas_kernels.nvfp4_matmul import layout, nvfp4_matmul, reference, shapes
 from pallas_kernels.portable import layout as portable_layout
 from pallas_kernels.portable import matmul as portable
 from pallas_kernels.portable import tuning as portable_tuning
-from qerl_jax.checkpoint import base_model
+from qerl_jax.checkpoint import base_model, hf_folder
+from qerl_jax.checkpoint.folder_tensors import FolderTensors
+from qerl_jax.config import LoraConfig, ModelConfig
 from qerl_jax.model import architecture
 from qerl_jax.model.architecture import Architecture
 from qerl_jax.model.transformer import Transformer, random_base
@@ -565,6 +567,31 @@ def quantize(case: SimpleNamespace) -> Callable[[Tell], None]:
     return measure
 
 
+def load(case: SimpleNamespace) -> Callable[[Tell], None]:
+    """Loading a base from a folder or a GGUF file; the first round includes compilation.
+
+    `describe_s` reads config and tokenizer, `tensors_s` reads and unpacks every tensor on the device, one after the
+    other, and `load_s` reads and packs the base as a run does.
+    """
+    runtime.use_compilation_cache()
+
+    def measure(tell: Tell) -> None:
+        cfg, marks = ModelConfig(case.path, weights=case.base), [time.monotonic()]
+        model, _ = base_model.describe_base(cfg, LoraConfig())
+        marks.append(time.monotonic())
+        tensors = FolderTensors(hf_folder.local_folder(case.path), model.arch)
+        for name in tensors:
+            jax.block_until_ready(tensors[name])
+        marks.append(time.monotonic())
+        jax.block_until_ready(base_model.load_weights(cfg, model))
+        marks.append(time.monotonic())
+        described, read, loaded = np.diff(marks).tolist()
+        peak = (runtime.memory_stats() or {}).get("peak_bytes_in_use", 0) / 1e9
+        tell({"describe_s": described, "tensors_s": read, "load_s": loaded, "peak_gb": peak})
+
+    return measure
+
+
 _LINEAR = {"model": ["7b"], "layer": ["qkv", "o", "gate_up", "down"]}
 _TINY = {"model": ["tiny"], "layer": ["qkv"], "m": [2]}
 _TIMES = ("kernel_us", "call_us", "loop_us", "of_floor")
@@ -606,5 +633,13 @@ BENCHMARKS = {
         metric="seconds",
         compared="method",
         rounds=2,
+    ),
+    "load": Benchmark(
+        load,
+        axes={"path": ["qerl-tiny"], "base": ["nvfp4", "bfloat16"]},
+        settings={},
+        tiny={"base": ["bfloat16"]},
+        shows=("describe_s", "tensors_s", "load_s", "peak_gb"),
+        metric="load_s",
     ),
 }
