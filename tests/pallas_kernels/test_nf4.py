@@ -89,8 +89,8 @@ def test_what_cannot_be_packed_is_named():
         nf4.quantize(jnp.zeros((3, 5)))
     with pytest.raises(ValueError, match="got int32"):
         nf4.quantize(jnp.zeros((4, 64), jnp.int32))
-    half, whole = nf4.quantize(jnp.ones((1, 32))), nf4.quantize(jnp.ones((2, 32)))
+    half, whole = quantize(jnp.ones((1, 32))), quantize(jnp.ones((2, 32)))
     with pytest.raises(NotImplementedError, match="do not fill whole blocks of 64"):
         nf4.fuse([half, whole])
     with pytest.raises(ValueError, match="all or none"):
-        nf4.fuse([whole, nf4.quantize(jnp.ones((2, 32)), double=True)])
+        nf4.fuse([whole, quantize(jnp.ones((2, 32)), double=True)])

@@ -24,6 +24,7 @@ from qerl_jax.model.architecture import KNOWN, Architecture
 from qerl_jax.model.division import Division
 from qerl_jax.model.transformer import Transformer
 from qerl_jax.system.checked import ConfigError
+from tests.pallas_kernels.common import to_hopper, to_portable
 from tests.pallas_kernels.devices import assume  # noqa: F401
 from tests.qerl_jax.model import caches
 from tests.qerl_jax.model import test_fused_decode as fused
@@ -68,8 +69,8 @@ def weight_of(form, shape):
     variables = weight.init(jax.random.key(0), jnp.zeros((1, shape[1]), jnp.bfloat16))
     found = variables["frozen"]["weight"]
     if form.startswith("hopper"):
-        return layout.prepare(found, is_paired=form.startswith("hopper pairs"))
-    return portable.prepare(found) if form.startswith("portable") else found
+        return to_hopper(found, is_paired=form.startswith("hopper pairs"))
+    return to_portable(found) if form.startswith("portable") else found
 
 
 QUICK = [("nvfp4", "qkv"), ("nvfp4", "down"), ("nf4", "gate_up"), ("float32", "o")]
@@ -80,6 +81,8 @@ SLOW = [(form, linear) for form in FORMATS for linear in ("qkv", "o", "gate_up",
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW if case not in QUICK]
 
 
+# Compiled whole: operation by operation these tests take several times as long.
+@jax.jit
 def values(weight):
     if isinstance(weight, jax.Array):
         return weight
@@ -96,7 +99,7 @@ def test_rows_in_pairs_are_moved_in_whole_tiles():
     weight = weight_of("hopper pairs nvfp4", (rows, ARCH.width))
     there = lambda w: division.whole("gate_up", division.split("gate_up", w))
     assert "shift" not in str(jax.make_jaxpr(there)(weight))
-    assert there(weight).is_paired
+    assert jax.eval_shape(there, weight).is_paired
 
 
 @pytest.mark.parametrize(("form", "linear"), QUICK + SLOW)

@@ -43,7 +43,7 @@ def policy_of(weights, rows=3, cached=5, arch=ARCH):
     variables = {"params": params, "frozen": frozen, "noise": noise}
     cache = caches.create(arch, rows, 16, jnp.bfloat16)
     prompts = jax.random.randint(jax.random.key(3), (rows, cached), 0, 64)
-    _, cache = policy.apply(variables, prompts, cache=cache)
+    _, cache = jax.jit(policy.apply)(variables, prompts, cache=cache)
     return policy, variables, cache
 
 
@@ -122,8 +122,9 @@ def test_the_fused_step_rounds_where_the_plain_model_does(monkeypatch, arch, wei
         gate_up["weight"] = layout.prepare(layout.unprepare(gate_up["weight"]), is_paired=True)
         config = gated_config.Config(1, 128, 2, 3)
         monkeypatch.setattr(gated_config, "pick_config", lambda *_, **__: config)
-    policy = fused_decode.policy(plain, variables)
-    assert_extended(fused_decode.extend(plain, policy, tokens, cache), expected, cache)
+    policy = jax.jit(functools.partial(fused_decode.policy, plain))(variables)
+    step = jax.jit(functools.partial(fused_decode.extend, plain))
+    assert_extended(step(policy, tokens, cache), expected, cache)
 
 
 @pytest.mark.parametrize(
