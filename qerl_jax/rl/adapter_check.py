@@ -121,7 +121,8 @@ def _share_of(
     updater.early.wait("check")
     scored = jax.device_get(_score_twice(updater.objective, *policy, parts))
     with_adapter, without = [logps[0] for logps in scored] if replicas.group > 1 else scored
-    return adapter_share(with_adapter, without, part.behaviour_logps, part.mask)
+    sampled, mask = np.asarray(part.behaviour_logps), np.asarray(part.mask)
+    return adapter_share(with_adapter, without, sampled, mask)
 
 
 def programs(
