@@ -326,7 +326,9 @@ def step(
     counters, start = ops.counters(), ops.stream(x, policy.first_scale)
     # The layer number is part of the carry: a scanned array of numbers would cost a four-byte copy per layer.
     carry, sliced = (ops.first_index(), start, state), [getattr(policy, n) for n in ops.sliced]
-    (_, stream, state), _ = jax.lax.scan(run_layer, carry, sliced, num_layers, unroll=unroll)
+    # As a function of its own, a layer is lowered once and called by each of the layers of an unrolled loop.
+    layer_of = jax.jit(run_layer)
+    (_, stream, state), _ = jax.lax.scan(layer_of, carry, sliced, num_layers, unroll=unroll)
     # `stream.scaled` is already rounded, so the result would be rounded twice.
     unit = ops.values(stream).astype(jnp.float32) * stream.unit(eps)[:, None]
     return rounded(unit * policy.scales["after"][-1], x.dtype), state
