@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 import pathlib
 import statistics
 import subprocess
@@ -339,6 +340,55 @@ def recipe(case: SimpleNamespace) -> Callable[[Tell], None]:
     return lambda tell: rollouts_of(case, recipe_config(case), tell)
 
 
+def start(case: SimpleNamespace) -> Callable[[Tell], None]:
+    """Seconds from `qerl train` to the end of the first rollout and its updates: with an empty cache, then with that.
+
+    The policy is `--base`, a real one on the problems of `--set data.dataset=...`, or random weights on arithmetic, whose
+    rows all reach their limit. `*_later_s` are the seconds of each later rollout with its updates.
+    """
+    table = config.to_table(recipe_config(case))
+    for name in ("eval", "num_train_epochs"):
+        table.pop(name, None)
+    table |= {"max_steps": 1, "save_steps": 1 << 30}
+    if case.base:
+        weights = {"weights": table["model"]["weights"], "dtype": table["model"]["dtype"]}
+        table["model"] = {"model_name_or_path": case.base} | weights
+        table["rewards"] = {"functions": ["gsm8k_flexible_reward"]}
+    else:
+        lengths = {"max_prompt_length": table["data"]["max_prompt_length"]}
+        table["data"] = {"dataset": "arithmetic", "num_problems": 4096} | lengths
+    cfg = config.from_table(config.RunConfig, table)
+
+    def measure(tell: Tell) -> None:
+        row: dict[str, Any] = {}
+        with tempfile.TemporaryDirectory() as folder:
+            for cache in ("cold", "warm"):
+                output = pathlib.Path(folder) / cache
+                steps = cfg.updates_per_rollout * case.rollouts
+                run = dataclasses.replace(cfg, output_dir=str(output), max_steps=steps)
+                output.with_suffix(".toml").write_text(config.dump(run))
+                first, *later = rollout_ends(output, f"{folder}/cache")
+                row |= {f"{cache}_s": first, f"{cache}_later_s": later}
+                tell(row)
+
+    return measure
+
+
+def rollout_ends(output: pathlib.Path, cache: str) -> list[float]:
+    """Runs `qerl train` on the config beside a run folder; returns the seconds of each rollout, the first from the start."""
+    command = [sys.executable, "-m", "qerl_jax", "train", str(output.with_suffix(".toml"))]
+    kept = {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    ends = [time.perf_counter()]
+    with subprocess.Popen(command, env={**os.environ, **kept}, stdout=sys.stderr) as process:
+        while process.poll() is None:
+            time.sleep(0.05)
+            if (output / "metrics.jsonl").exists():
+                new = len(read_metrics(output)) - len(ends) + 1
+                ends += [time.perf_counter()] * new
+    assert process.returncode == 0, f"qerl train ended with {process.returncode}"
+    return [end - begin for begin, end in itertools.pairwise(ends)]
+
+
 def evaluation(case: SimpleNamespace) -> Callable[[Tell], None]:
     """A recipe's evaluation on random weights, with recorded lengths: one queue, or batches of so many problems."""
     runtime.use_compilation_cache()
@@ -499,6 +549,17 @@ BENCHMARKS = {
         compared="config",
         rounds=1,
         timeout=300,
+    ),
+    "start": Benchmark(
+        start,
+        axes=_RECIPE_AXES,
+        settings=_RECIPE | {"base": "", "rollouts": 4},
+        tiny=_TINY_RECIPE | {"rollouts": 2},
+        shows=("cold_s", "warm_s", "cold_later_s", "warm_later_s"),
+        metric="cold_s",
+        compared="config",
+        rounds=1,
+        timeout=590,
     ),
     "evaluation": Benchmark(
         evaluation,
