@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from qerl_jax.system.checked import require
+
 _BLOCK = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+"
 _NUMBER = re.compile(rf"([-+]?)({_DIGITS})")
@@ -20,12 +22,14 @@ CURRENCY = "$€£¥₹¢₩₽₪₫₱₺₴฿"
 ASCII = {wide: wide - 0xFEE0 for wide in range(0xFF01, 0xFF5F)} | {0x2212: "-", 0x3000: " "}
 # A minus directly after an operand is a subtraction, not a sign.
 _NUMBER_IN_TEXT = re.compile(rf"(?:(?<![\w)\]}}])([-+])\s?)?[{CURRENCY}]?({_DIGITS})")
-_MARKUP = rf"(?:[\s*_`~({{\[{CURRENCY}]|\\(?:boxed|text|textbf|mathbf)?)*"
+_MARKUP = rf"(?:[\s*_`~\"'“<({{\[{CURRENCY}]|USD?|EUR|GBP|Rs\.?|\\(?:boxed|text|textbf|mathbf)?)*"
 _HASH = re.compile(rf"####{_MARKUP}(?:([-+]){_MARKUP})?([0-9.,]*[0-9])(?=([^\n]{{0,20}}))")
-# What makes the digits before it a part of something else: 3/4, 7:30, 2^3, 3,4, 3-4, 1e5, 2\pi; but not 5^\circ.
+# What makes the digits before it a part of something else: 3/4, 7:30, 2^3, 3,4, 3-4, 1e5, 2\pi, 5!, 5k, 5 million,
+# 3 x 5, 3 hours 30; but not 5^\circ, 5 cm2.
 _GOES_ON = re.compile(
     r"[,\s*_`$\\})\]]*(?:[0-9¼-¾⅐-⅞π]|[/⁄:]\s*[0-9(\\]|[-+±×÷·–]\s*[0-9(\\$]|\^(?!\s*\{?\s*\\circ)"
-    r"|[eE][-+]?[0-9]|(?:and|or|to)\s+[0-9]|(?<=\\)(?:[dtc]?frac|sqrt|times|cdot|div|pi|over)(?![a-z]))"
+    r"|[eExXh][-+]?\s*[0-9]|(?!of\s)[A-Za-z]+\s+[0-9]|[kK!](?![A-Za-z])|(?:hundred|thousand|[mbtr]+illion|dozen)"
+    r"|(?<=\\)(?:[dtc]?frac|sqrt|times|cdot|div|pi|over)(?![a-z]))"
 )
 _ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _CODE = re.compile(r"```(?:python|py)[0-9]*[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
@@ -55,7 +59,7 @@ def gold(value: Any) -> Any:
     if type(value).__name__ in ("NAType", "NaTType"):
         return None
     if isinstance(value, float | decimal.Decimal):
-        if math.isnan(value):
+        if value.is_nan() if isinstance(value, decimal.Decimal) else math.isnan(value):
             return None
         is_exact = isinstance(value, decimal.Decimal) or abs(value) < ROUNDED
         if is_exact and math.isfinite(value) and value == int(value):
@@ -64,11 +68,23 @@ def gold(value: Any) -> Any:
 
 
 def gold_text(value: Any) -> str | None:
-    """Returns a row's answer as text, with all digits of a number: "0.0000001" for 1e-7; None if there is none."""
-    value = gold(value)
+    """Returns a row's answer as text without space around it, with all digits of a number: "0.0000001" for 1e-7.
+
+    A list of one text counts as that text, and one of numbers as "[1, 2]". None if there is no answer.
+
+    Raises:
+        ValueError: If it is a list of several texts, a table or bytes.
+    """
+    rule = "must be one text or number"
+    value = value.tolist() if isinstance(value, np.ndarray) else value
+    if isinstance(value, list | tuple) and any(isinstance(item, str) for item in value):
+        require(len(value) == 1, "answer", value, rule, ValueError)
+        value = value[0]
+    require(not isinstance(value, set | dict | bytes), "answer", value, rule, ValueError)
+    value = None if isinstance(value, list | tuple) and not value else gold(value)
     if isinstance(value, float) and math.isfinite(value):
         return f"{decimal.Decimal(repr(value)):f}"
-    return None if value is None else str(value)
+    return None if value is None else str(value).strip()
 
 
 def _last(pattern: re.Pattern, text: str) -> str | None:

@@ -22,8 +22,8 @@ from qerl_jax.data.latex_form import in_radians, latex_form
 # Silences the warning, in every worker, that the time limits are off.
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
-# An escaped dollar sign is the currency, not a delimiter.
-_DELIMITER = re.compile(r"(?<!\\)\$|(?<!\\)\\\(|(?<!\\)\\\[")
+# An escaped dollar sign is the currency, not a delimiter, and so is a single one.
+_DELIMITER = re.compile(r"(?<!\\)\$.*(?<!\\)\$|(?<!\\)\\\(|(?<!\\)\\\[", re.DOTALL)
 
 
 def _latex(*, anywhere: bool) -> list[LatexExtractionConfig]:

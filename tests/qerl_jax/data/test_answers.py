@@ -128,7 +128,10 @@ def test_texts_are_read_as_the_table_says(read):
         (True, True, "True"),
         (np.str_("a"), "a", "a"),
         ("18.0", "18.0", "18.0"),
-        (" 5 ", " 5 ", " 5 "),
+        (" 5\n", " 5\n", "5"),
+        (["5 "], ["5 "], "5"),
+        ([], [], None),
+        (decimal.Decimal("sNaN"), None, None),
         ([1, 2], [1, 2], "[1, 2]"),
         *((blank, None, None) for blank in (None, "", " \n", math.nan, np.float64("nan"))),
     ],
@@ -137,6 +140,12 @@ def test_an_answer_of_a_row_has_one_form_whatever_it_comes_from(value, gold, tex
     form = answers.gold(value)
     assert form == gold and type(form) is type(gold)
     assert answers.gold_text(value) == text
+
+
+@pytest.mark.parametrize("value", [["1", "2"], ("1", 2), {"value": 5}, b"5", np.array(["a", "b"])])
+def test_what_is_no_single_answer_is_refused(value):
+    with pytest.raises(ValueError, match="answer: got .*; must be one text or number"):
+        answers.gold_text(value)
 
 
 def test_a_missing_value_of_pandas_is_no_answer():

@@ -103,6 +103,8 @@ RIGHT = spread(
         ("1500", [r"\boxed{1.5e3}", r"\boxed{15E2}", r"\boxed{1.5·10^3}"]),
         ("0.0015", [r"\boxed{1.5e-3}"]),
         ("1E5_{16}", [r"\boxed{1E5_{16}}"]),
+        ("18.90", ["<answer>$18.90</answer>", r"\boxed{$18.90}", "<answer>$18.90$</answer>"]),
+        ("$1,234", ["<answer>1234</answer>"]),
         ("73", [r"\boxed{７３}"]),
         # a box without a brace, and space that does not count
         ("57", [r"\boxed 57", r"so $\boxed 57$.", r"it is \boxed 57. Done", r"\boxed 57 apples"]),
