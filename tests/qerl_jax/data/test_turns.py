@@ -21,6 +21,7 @@ ADDED = "it is a stop token too"
 LATER = "{% if loop.last %}" + END + "{% else %}" + START + "{% endif %}"
 REASONING = START + "{{ m.role }}\n{{ m.reasoning_content }}" + END
 CALLS = "{% for c in m.tool_calls %}" + END + "{{ c.function.name }}{% endfor %}" + END
+NEEDS_SYSTEM = "{{ raise_exception('x') if messages[0].role != 'system' }}"
 LLAMA2 = (
     "{% for m in messages %}{% if m.role == 'user' %}[I]{{ m.content }}[/I]{% else %}"
     " {{ m.content }}<|endoftext|>{% endif %}{% endfor %}"
@@ -30,7 +31,14 @@ CASES = {
     "the base of Qwen2.5": (chatml(END + "\n"), True, ADDED),
     "a space before the end": (chatml(" " + END), True, ADDED),
     "a stop token": (chatml(TEXT_END), False, ""),
-    "a stop token after the end of the turn": (chatml(END + "\n" + TEXT_END), False, ""),
+    "a stop token after a turn's and its end": (chatml(END + "\n" + TEXT_END), True, ADDED),
+    "a stop token after a word": (chatml("##" + TEXT_END), False, ""),
+    "a needed system message": (NEEDS_SYSTEM + chatml(END), True, ADDED),
+    "a content of parts": (
+        chatml(END).replace("m.content", "m.content[0].text"),
+        False,
+        "drops the text",
+    ),
     "white space": (chatml("\n\n"), False, ""),
     "an end between turns": (chatml("{% if not loop.last %}" + END + "{% endif %}"), False, ""),
     "another end of the last turn": (chatml(LATER), True, ADDED),
@@ -42,7 +50,11 @@ CASES = {
     "turns without a start": (LLAMA2, False, ""),
     "a start after every turn": (chatml(END, prompt="") + START + "assistant\n", True, ADDED),
     "no answers": ("{{ messages[0].content }}", False, ""),
-    "refused": ("{{ raise_exception('x') if messages[-1].role != 'user' }}x", False, ""),
+    "refused": (
+        "{{ raise_exception('x') if messages[-1].role != 'user' }}{{ messages[-1].content }}",
+        False,
+        "",
+    ),
 }
 
 
