@@ -71,11 +71,13 @@ class FolderTensors(Mapping[str, jax.Array]):
     @functools.cached_property
     def arch(self) -> architecture.Architecture:
         """The architecture; its head is not tied if the files have a head that differs from the embedding."""
-        has_head = "lm_head.weight" in self.files or self.form("lm_head") is not None
         tied = self._stated.tie_word_embeddings
-        if tied and has_head:
+        if tied and self._has_head():
             tied = bool(jnp.array_equal(self["lm_head.weight"], self["model.embed_tokens.weight"]))
         return dataclasses.replace(self._stated, tie_word_embeddings=tied)
+
+    def _has_head(self) -> bool:
+        return "lm_head.weight" in self.files or self.form("lm_head") is not None
 
     def __getitem__(self, name: str) -> jax.Array:
         return self.read(name)
@@ -104,7 +106,8 @@ class FolderTensors(Mapping[str, jax.Array]):
             return form.numbers.unpack(self.packed(module), dtype)
         if last == "weight" and self._scale(module) is not None:
             return self._from_8_bits(module)
-        array = self.files.on_device(name)
+        with np.errstate(over="ignore"):  # of F64
+            array = self.files.on_device(name)
         if not _is_usable(array):
             with np.errstate(over="ignore"):
                 values = np.abs(self.files[name].astype(np.float32))
@@ -194,6 +197,8 @@ class FolderTensors(Mapping[str, jax.Array]):
                 means.
         """
         parts = {module: self._parts(module) for module in self._expected()}
+        # A head that equals the embedding is not read, but must be one; and none must not have a scale or bias.
+        head = self._parts("lm_head") if self._has_head() else {}
         unread, lines = [], []
         for name in self.files:
             module = self._module_of(name)
@@ -201,8 +206,8 @@ class FolderTensors(Mapping[str, jax.Array]):
                 continue
             if module is None:
                 unread.append(name)
-            elif module in parts:
-                self._check_type(module, name, parts[module])
+            else:
+                self._check_type(module, name, parts.get(module, head))
         for module, suffixes in parts.items():
             for suffix, (_, shape) in suffixes.items():
                 name = f"{module}.{suffix}"

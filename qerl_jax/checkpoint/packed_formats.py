@@ -372,14 +372,34 @@ def _write_nf4(t: NF4Tensor) -> dict[str, np.ndarray]:
     return tensors | {f"weight.{_QUANT_STATE}": text}
 
 
+def _nf4_state(tensors: Tensors, name: str) -> dict[str, Any]:
+    """Returns the quant state of a weight, which says how to read it.
+
+    Raises:
+        NotImplementedError: If it says anything else than NF4 with the usual blocks.
+        ValueError: If it is not complete.
+    """
+    at = f"{name}.weight.{_QUANT_STATE}"
+    where, double = f"{tensors.path(at)}: {at}", f"{name}.weight.nested_absmax" in tensors
+    try:
+        state = parse_json(tensors[at].tobytes())
+    except ValueError as error:
+        raise ValueError(f"{where}: not JSON: {error}") from error
+    require(isinstance(state, dict), where, state, "must be an object", ValueError)
+    fixed = {"quant_type": "nf4", "blocksize": nf4.BLOCK}
+    for field, value in (fixed | ({"nested_blocksize": nf4.GROUP} if double else {})).items():
+        is_usual, rule = state.get(field) == value, f"must be {value!r}"
+        require(is_usual, f"{where}: {field}", state.get(field), rule, NotImplementedError)
+    shape, offset = state.get("shape"), state.get("nested_offset", None if double else 0.0)
+    require(isinstance(shape, list), f"{where}: shape", shape, "must be a list", ValueError)
+    is_finite = type(offset) in (int, float) and math.isfinite(offset)
+    require(is_finite, f"{where}: nested_offset", offset, "must be finite", ValueError)
+    return state
+
+
 def _read_nf4(tensors: Tensors, name: str) -> NF4Tensor:
-    state = parse_json(tensors[f"{name}.weight.{_QUANT_STATE}"].tobytes())
-    blocks = state.get("blocksize"), state.get("nested_blocksize", nf4.GROUP)
-    if blocks != (nf4.BLOCK, nf4.GROUP):
-        rule = f"must be {nf4.BLOCK} and {nf4.GROUP}"
-        raise NotImplementedError(f"{name}: blocks of {blocks[0]} and {blocks[1]}; {rule}")
-    absmax2 = offset = None
-    if "nested_offset" in state:
+    state, absmax2, offset = _nf4_state(tensors, name), None, None
+    if f"{name}.weight.nested_absmax" in tensors:
         absmax2 = tensors[f"{name}.weight.nested_absmax"]
         offset = np.full(absmax2.shape, state["nested_offset"], np.float32)
     codes, absmax = tensors[f"{name}.weight"].reshape(-1), tensors[f"{name}.weight.absmax"]
@@ -397,10 +417,6 @@ def _check_nf4(tensors: Tensors, name: str) -> None:
         if suffix in tables:
             good, rule = np.isclose(values, tables[suffix], atol=1e-5), "another table of codes"
         refuse_first(tensors, at, ~good, rule)
-    at = f"{name}.weight.{_QUANT_STATE}"
-    offset = parse_json(tensors[at].tobytes()).get("nested_offset", 0.0)
-    is_finite = isinstance(offset, int | float) and math.isfinite(offset)
-    require(is_finite, f"{tensors.path(at)}: {at}: nested_offset", offset, "must be finite")
 
 
 @functools.cache

@@ -80,7 +80,8 @@ class Tensors(dict[str, np.ndarray]):
             raise SafetensorsError(f"no {single.name}, nor an index of shards, in {folder}{more}")
 
     def __missing__(self, name: str) -> np.ndarray:
-        raise SafetensorsError(f"the checkpoint has no tensor {name}")
+        others = f"; it has {min(self)} and {len(self) - 1} more" if self else ""
+        raise SafetensorsError(f"{self._folder}: has no tensor {name}{others}")
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of a tensor, without reading it."""

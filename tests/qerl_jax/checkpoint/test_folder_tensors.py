@@ -204,6 +204,15 @@ REFUSED = [
 ]
 
 
+@pytest.mark.parametrize("head", [None, dense()[EMBEDDING]])
+@pytest.mark.parametrize("name", ["bias", "qweight", "weight_scale", "weight.absmax"])
+def test_a_tied_head_has_nothing_beside_it(tmp_path, head, name):
+    tensors = {HEAD: head, f"lm_head.{name}": ONE, "lm_head.input_scale": ONE}
+    folder = copy(DENSE, tmp_path, config={"tie_word_embeddings": True}, tensors=tensors)
+    with pytest.raises(NotImplementedError, match=f"lm_head.{name}: has no place in the model"):
+        FolderTensors(folder).check()
+
+
 @pytest.mark.parametrize(("tensors", "match"), REFUSED)
 def test_what_would_change_a_tensor_is_refused_by_name(tmp_path, tensors, match):
     read = FolderTensors(copy(DENSE, tmp_path, tensors=tensors))
@@ -283,6 +292,32 @@ def test_impossible_scales_of_nf4_are_named(tmp_path, suffix, index, value):
     tensors[f"lm_head.weight.{suffix}"][index] = value
     read = FolderTensors(copy(DENSE, tmp_path, tensors={HEAD: None} | tensors))
     with pytest.raises((ValueError, NotImplementedError), match=f"lm_head.weight.{suffix}.*: got"):
+        read.read(HEAD)
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"shape": None}, "shape: got None; must be a list"),
+        ({"nested_offset": None}, "nested_offset: got None; must be finite"),
+        ({"nested_offset": "x"}, "nested_offset: got 'x'; must be finite"),
+        ({"quant_type": "fp4"}, "quant_type: got 'fp4'; must be 'nf4'"),
+        ({"nested_blocksize": 64}, "nested_blocksize: got 64; must be 256"),
+        ([1], r"got \[1\]; must be an object"),
+        (b"\xff{", "not JSON: "),
+    ],
+)
+def test_an_impossible_state_of_nf4_is_named(tmp_path, change, rule):
+    form = packed_formats._nf4(packed_formats.Options(double_quant=True))
+    (part,) = form.numbers.pack([jnp.asarray(dense()[HEAD])])
+    tensors = {f"lm_head.{name}": np.array(x) for name, x in form.write(part).items()}
+    state = f"lm_head.weight.{packed_formats._QUANT_STATE}"
+    if isinstance(change, dict):
+        change = json.loads(tensors[state].tobytes()) | change
+    text = change if isinstance(change, bytes) else json.dumps(change).encode()
+    tensors[state] = np.frombuffer(text, np.uint8)
+    read = FolderTensors(copy(DENSE, tmp_path, tensors={HEAD: None} | tensors))
+    with pytest.raises((ValueError, NotImplementedError), match=f"{state}: {rule}"):
         read.read(HEAD)
 
 
