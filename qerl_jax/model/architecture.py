@@ -257,7 +257,7 @@ def from_hf(config: dict[str, Any]) -> Architecture:
         rms_norm_eps=_positive(epsilon, config.get(epsilon, 1e-6)),
         rope_theta=theta,
         rope_scaling=scaling,
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tie_word_embeddings=_flag(config, "tie_word_embeddings"),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
         context=longest if window is None else window,
@@ -282,19 +282,26 @@ def _window(config: dict[str, Any], family: Family, num_layers: int) -> int | No
     for kind in layers:
         holds = kind in ("full_attention", "sliding_attention")
         _support(holds, "layer_types", kind, "only 'full_attention' is supported")
-    window = config.get("sliding_window", 4096)  # transformers' default
-    holds = window is None or (type(window) is int and window > 0)
-    rule = "must be a positive whole number, or null"
-    require(holds, "config.json: sliding_window", window, rule)
     if layers:
         is_used = "sliding_attention" in layers
     elif family.window_switch:
         first = config.get("max_window_layers", 28)  # transformers' default
         require(type(first) is int, "config.json: max_window_layers", first, "must be a number")
-        is_used = bool(config.get("use_sliding_window")) and first < num_layers
+        is_used = _flag(config, "use_sliding_window") and first < num_layers
     else:
         is_used = True
-    return window if is_used else None
+    window = config.get("sliding_window", 4096) if is_used else None  # transformers' default
+    holds = window is None or (type(window) is int and window > 0)
+    rule = "must be a positive whole number, or null"
+    require(holds, "config.json: sliding_window", window, rule)
+    return window
+
+
+def _flag(config: dict[str, Any], field: str) -> bool:
+    """Returns a field of config.json that is true or false; absent or null is false."""
+    value = config.get(field)
+    require(isinstance(value, bool | None), f"config.json: {field}", value, "must be true or false")
+    return bool(value)
 
 
 def _rope(config: dict[str, Any], longest: int | None) -> tuple[float, Rope | None]:
@@ -306,6 +313,9 @@ def _rope(config: dict[str, Any], longest: int | None) -> tuple[float, Rope | No
     name = "rope_parameters" if newer else "rope_scaling"
     rope = config.get(name) or {}
     require(isinstance(rope, dict), f"config.json: {name}", rope, "must be an object")
+    # For models whose kinds of layers differ in it.
+    nested = next((field for field, value in rope.items() if isinstance(value, dict)), None)
+    _support(nested is None, name, nested, "one rotation for all layers is supported")
     stated = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0} | config | rope
     theta = float(_positive("rope_theta", stated["rope_theta"]))
     share = stated["partial_rotary_factor"]

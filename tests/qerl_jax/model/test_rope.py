@@ -55,6 +55,7 @@ def test_frequencies_and_logits_equal_transformers(name, tmp_path):
         ("qwen2_tied", QWEN_WINDOW | {"max_window_layers": 2}, 128, None),
         ("qwen2_tied", QWEN_WINDOW | {"max_window_layers": 1, "layer_types": None}, 8, 8),
         ("qwen3", {"layer_types": LAYERS, "sliding_window": 9}, 9, 9),
+        ("qwen2_tied", {"use_sliding_window": False, "sliding_window": 0}, 128, None),
         ("qwen2_tied", {"rope_parameters": YARN}, 512, None),
     ],
 )
@@ -92,6 +93,10 @@ def test_a_window_that_mistrals_config_does_not_state_is_transformers_default():
         ({"rope_type": "yarn", "factor": "4"}, r"rope_scaling.factor: got '4'"),
         ({"rope_type": "yarn", "factor": 4.0, "beta_fast": -1}, "beta_fast: got -1"),
         ({"rope_type": "longrope", "factor": 4.0}, "got 'longrope'; supported are default, linear"),
+        (
+            {"full_attention": {"rope_type": "default"}},
+            "got 'full_attention'; one rotation for all",
+        ),
         ({"rope_type": ["yarn"]}, r"got \['yarn'\]; supported are"),
     ],
 )
@@ -102,6 +107,12 @@ def test_an_impossible_scaling_is_refused_by_its_field(scaling, text):
         return
     with pytest.raises((ValueError, NotImplementedError), match=text):
         from_changed("llama3", changes)
+
+
+@pytest.mark.parametrize("field", ["tie_word_embeddings", "use_sliding_window"])
+def test_a_switch_must_be_true_or_false(field):
+    with pytest.raises(ValueError, match=f"config.json: {field}: got 'false'; must be true or"):
+        from_changed("qwen2_tied", {field: "false", "layer_types": None})
 
 
 def test_dynamic_scaling_needs_a_context_beyond_which_it_would_begin():
