@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import pathlib
+import re
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -51,8 +52,25 @@ def _is_named(modules: str | list[str], name: str) -> bool:
 
 
 def _by_pattern(patterns: dict[str, float] | None, name: str, default: float) -> float:
-    items = (patterns or {}).items()
-    return next((v for p, v in items if _is_matched(rf"(.*\.)?({p})", name)), default)
+    return next((v for p, v in (patterns or {}).items() if _is_key_of(p, name)), default)
+
+
+# Repetitions could keep `re` busy forever.
+_REPEATS = frozenset("*+?{")
+
+
+def _is_key_of(pattern: str, name: str) -> bool:
+    """Whether a key of `rank_pattern` or `alpha_pattern` matches a linear's name; errors as for `_is_matched`."""
+    if _REPEATS & set(pattern):
+        return _is_matched(rf"(.*\.)?({pattern})", name)
+    try:
+        return lora.matches(pattern, name)
+    except re.error as error:
+        raise _no_pattern(pattern, f"is no regular expression: {error}") from error
+
+
+def _no_pattern(pattern: str, why: str) -> ValueError:
+    return ValueError(f"adapter_config.json: {pattern!r} {why}")
 
 
 def _is_matched(pattern: str, name: str) -> bool:
@@ -61,7 +79,7 @@ def _is_matched(pattern: str, name: str) -> bool:
     if isinstance(matched, Failure):
         why = f"is no regular expression: {matched.detail}"
         why = "takes too long to match" if matched.reason == "timeout" else why
-        raise ValueError(f"adapter_config.json: {pattern!r} {why}")
+        raise _no_pattern(pattern, why)
     return matched
 
 
@@ -144,6 +162,7 @@ _FORMS = {
     "lora_alpha": (_is_scale, "must be positive"),
     "rank_pattern": (_values(_is_count), "must hold a positive integer for each pattern"),
     "alpha_pattern": (_values(_is_scale), "must hold a positive number for each pattern"),
+    "use_rslora": (lambda value: isinstance(value, bool | None), "must be true or false"),
 }
 
 
@@ -155,6 +174,13 @@ def _config(folder: str | pathlib.Path) -> dict[str, Any]:
     for rules, error in ((_SUPPORTED, NotImplementedError), (_FORMS, ConfigError)):
         for field, (holds, rule) in rules.items():
             require(holds(config.get(field)), f"{path}: {field}", config.get(field), rule, error)
+    # Variants of LoRA that are newer than this code.
+    for field in config.keys() - _SUPPORTED.keys() - _FORMS.keys():
+        is_off, rule = (
+            not (field.startswith("use_") and config[field]),
+            "only plain LoRA can be read",
+        )
+        require(is_off, f"{path}: {field}", config[field], rule, NotImplementedError)
     return config
 
 
@@ -172,16 +198,16 @@ def read_lora(folder: str | pathlib.Path) -> LoraConfig:
         ValueError: If a field has an invalid value.
     """
     config = _config(folder)
+    config |= _used_patterns(folder, config)
     alpha, root = float(config["lora_alpha"]), bool(config.get("use_rslora"))
     trains_norms, targets = bool(config.get("modules_to_save")), config["target_modules"]
     is_listed = targets == "all-linear" or (
         not isinstance(targets, str) and set(targets) <= set(get_args(Linear))
     )
     patterns = [*(config.get("rank_pattern") or {}), *(config.get("alpha_pattern") or {})]
-    # Repetitions could keep `re` busy forever, and `lora.shapes` matches without a time limit.
-    is_simple = not any(set(pattern) & set("*+?{") for pattern in patterns)
+    # `lora.shapes` matches without a time limit.
+    is_simple = not any(_REPEATS & set(pattern) for pattern in patterns)
     if is_listed and is_simple and not config.get("exclude_modules") and _all_layers(config):
-        config |= _used_patterns(folder, config)
         targets = None if targets == "all-linear" else tuple(targets)
         alphas = {p: float(x) for p, x in (config.get("alpha_pattern") or {}).items()}
         ranks = config.get("rank_pattern")
@@ -202,7 +228,7 @@ def _used_patterns(folder: str | pathlib.Path, config: dict[str, Any]) -> dict[s
     used = {}
     for field in ("rank_pattern", "alpha_pattern"):
         patterns = config.get(field) or {}
-        used[field] = {p: v for p, v in patterns.items() if any(lora.matches(p, n) for n in names)}
+        used[field] = {p: v for p, v in patterns.items() if any(_is_key_of(p, n) for n in names)}
         for pattern in (p for p in patterns if p not in used[field]):
             rule = "matches no linear of the adapter, and has no effect"
             tell(f"warning: {path / 'adapter_config.json'}: {field}: {pattern!r} {rule}")

@@ -101,6 +101,7 @@ def changed_adapter(target, **fields):
         ({"peft_type": "IA3"}, "peft_type: got 'IA3'"),
         ({"bias": "all"}, "bias: got 'all'"),
         ({"use_dora": True}, "use_dora: got True"),
+        ({"use_newlora": True}, "use_newlora: got True; only plain LoRA"),
         ({"lora_bias": True}, "lora_bias: got True"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights: got 'pissa_niter_4'"),
         ({"layer_replication": [[0, 2], [1, 3]]}, "layer_replication: got"),
@@ -159,6 +160,7 @@ def test_a_pattern_that_is_none_or_matched_for_ever_is_refused(
         ("exclude_modules", {"a": 1}),
         *(("rank_pattern", value) for value in (["q_proj"], {"q_proj": "4"})),
         ("alpha_pattern", {"q_proj": None}),
+        ("use_rslora", "false"),
         *(("layers_to_transform", value) for value in ("all", [0, None])),
         *(("modules_to_save", value) for value in (3, [[]])),
     ],
@@ -183,7 +185,7 @@ def test_patterns_that_match_nothing_are_ignored_with_a_warning(tmp_path, capsys
     """As PEFT does (issue 3582 there)."""
     patterns = {
         "rank_pattern": {"lm_head": 4, "layers.9.mlp.up_proj": 2},
-        "alpha_pattern": {"^up_proj$": 1.0, "q_proj": 16},
+        "alpha_pattern": {"^up_proj$": 1.0, "q_proj": 16, "nothing.*": 2},
     }
     folder = changed_adapter(tmp_path, **patterns)
     form = peft.read_lora(folder)
@@ -194,8 +196,15 @@ def test_patterns_that_match_nothing_are_ignored_with_a_warning(tmp_path, capsys
     assert_trees_equal(*trees)
     lines = capsys.readouterr().err.splitlines()
     starts = [line.startswith(f"warning: {folder}/adapter_config.json: ") for line in lines]
-    assert starts == [True] * 3
+    assert starts == [True] * 4
     assert "rank_pattern: 'lm_head' matches no linear of the adapter, and has no effect" in lines[0]
+
+
+@pytest.mark.parametrize("pattern", ["(", "*("])
+def test_a_pattern_that_is_none_is_named(tmp_path, pattern):
+    folder = changed_adapter(tmp_path, alpha_pattern={pattern: 4})
+    with pytest.raises(ValueError, match=r"adapter_config.json: .* is no regular expression: "):
+        peft.read_lora(folder)
 
 
 def test_patterns_of_rank_and_alpha_become_one_rank_and_one_alpha(tmp_path):
