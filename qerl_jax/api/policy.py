@@ -25,14 +25,20 @@ from qerl_jax.distributed import sharding
 from qerl_jax.generation.prompts import encode
 from qerl_jax.generation.sampler import Completion, Sampler, row_keys
 from qerl_jax.generation.sampling_params import EngineLimits, SamplingParams
-from qerl_jax.generation.scheduler import NOT_FINITE, NotFinite
 from qerl_jax.generation.stop_strings import text_before, with_stop_tokens
 from qerl_jax.model import fused_decode
 from qerl_jax.rl import microbatches
 from qerl_jax.rl.experience import Experience, make_experience
 from qerl_jax.rl.objective import token_logps
 from qerl_jax.rl.rollouts import Rollout
-from qerl_jax.system.checked import ConfigError, from_table, require, require_unicode
+from qerl_jax.system.checked import (
+    NOT_FINITE,
+    ConfigError,
+    NotFinite,
+    from_table,
+    require,
+    require_unicode,
+)
 from qerl_jax.tools.conversations import Tools
 from qerl_jax.tools.environments import Tool, Toolboxes
 

@@ -20,6 +20,7 @@ from qerl_jax.generation.draft_search import CHUNKS, LONGEST_MATCH, Texts
 from qerl_jax.generation.page_pool import Pages
 from qerl_jax.generation.stop_strings import StopStrings
 from qerl_jax.model.fused_decode import MAX_ROWS
+from qerl_jax.system.checked import NOT_FINITE, NotFinite
 
 # The most tokens of one prefill: enough that matrix products are compute-bound, not memory-bound.
 _PREFILL_TOKENS = 8192
@@ -60,17 +61,6 @@ class QueuedPrompt:
     def shared_pages(self, page_size: int) -> int:
         """Returns the number of full pages of the prefilled tokens if several completions share them, else 0."""
         return (len(self.tokens) - 1) // page_size if len(self.keys) > 1 else 0
-
-
-# The likely causes of numbers that are not finite where all weights are.
-NOT_FINITE = (
-    "All weights were finite when they were read, so numbers of base, adapter or noise are too large for the dtype "
-    "of the model, or the device computes wrongly"
-)
-
-
-class NotFinite(ValueError):
-    """Raised when a policy gives numbers that are not finite; the message says where they were seen first."""
 
 
 # Why a row ended: a stop token or string, or its limit.

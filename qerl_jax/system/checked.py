@@ -23,6 +23,17 @@ class ConfigError(ValueError):
     """Raised for an invalid configuration."""
 
 
+# The likely causes of numbers that are not finite where all weights are.
+NOT_FINITE = (
+    "All weights were finite when they were read, so numbers of base, adapter or noise are too large for the dtype "
+    "of the model, or the device computes wrongly"
+)
+
+
+class NotFinite(ValueError):
+    """Raised when a policy gives numbers that are not finite; the message says where they were seen first."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Rule:
     """A rule for the values of a field, besides its type: whether a value satisfies it, and the words of the error."""

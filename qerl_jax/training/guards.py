@@ -10,10 +10,10 @@ import numpy as np
 from pallas_kernels import runtime
 from qerl_jax.aqn.draw import RowNoise
 from qerl_jax.distributed.hosts import Hosts
-from qerl_jax.generation.scheduler import NOT_FINITE, NotFinite
 from qerl_jax.planning import memory
 from qerl_jax.rl import adapter_check, dynamic_sampling, rollouts, update
 from qerl_jax.rl.experience import Experience
+from qerl_jax.system.checked import NOT_FINITE, NotFinite
 from qerl_jax.training.groups import to_experience
 from qerl_jax.training.load import PreparedRun
 from qerl_jax.training.position import Position

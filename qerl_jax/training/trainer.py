@@ -13,9 +13,9 @@ import jax
 from qerl_jax import config
 from qerl_jax.data import datasets
 from qerl_jax.distributed.hosts import Hosts
-from qerl_jax.generation.scheduler import NotFinite
 from qerl_jax.rewards import stock
 from qerl_jax.rl import update
+from qerl_jax.system.checked import NotFinite
 from qerl_jax.tools import environments
 from qerl_jax.tracking import terminal
 from qerl_jax.training import guards, metrics, recorder, stopping
