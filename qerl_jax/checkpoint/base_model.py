@@ -36,23 +36,13 @@ def choose_kernels(cfg: ModelConfig) -> None:
         require(False, "model.kernels", cfg.kernels, f"cannot run here: {reason}")
 
 
-def describe_base(
-    cfg: ModelConfig, lora: LoraConfig | None, mesh: MeshConfig = MeshConfig()
-) -> tuple[Transformer, tokenizer.Tokenizer]:
-    """Returns the model and the tokenizer of a base, without reading its weights.
-
-    Unless the base is random, its weights are downloaded from the hub: they say which linears are packed, and whether
-    the head is the embedding.
-
-    Args:
-        cfg: Names the base, and the storage format of its linears.
-        lora: Config of the model's adapter, or None for the bare base.
-        mesh: Among how many devices the model is divided.
+def describe_files(cfg: ModelConfig) -> tuple[architecture.Architecture, tokenizer.Tokenizer]:
+    """Returns the architecture that a base's config states, and its tokenizer; downloads no weights.
 
     Raises:
-        FileNotFoundError, SafetensorsError: If files are missing or cut short.
+        FileNotFoundError: If files are missing.
         ValueError, NotImplementedError: If the model or its tokenizer is not supported, or not with the kernels that
-            the config names, or the model cannot be divided among that many devices.
+            the config names.
     """
     choose_kernels(cfg)
     name, is_full = cfg.model_name_or_path, cfg.trainable == "full"
@@ -63,11 +53,36 @@ def describe_base(
         packed_formats.named(cfg.weights).check(arch)
     rule = f"{name!r} is a shape without files, from which the checkpoint of a run could take its config.json"
     require(not (is_shape and is_full), "model.trainable", cfg.trainable, rule)
-    tokens = _tokenizer(cfg, folder, arch)
+    return arch, _tokenizer(cfg, folder, arch)
+
+
+def describe_model(
+    cfg: ModelConfig,
+    arch: architecture.Architecture,
+    lora: LoraConfig | None,
+    mesh: MeshConfig = MeshConfig(),
+) -> Transformer:
+    """Returns the model of a base, without reading its weights.
+
+    Unless the base is random, its weights are downloaded from the hub: they say which linears are packed, and whether
+    the head is the embedding.
+
+    Args:
+        cfg: Names the base, and the storage format of its linears.
+        arch: The architecture that `describe_files` returned for it.
+        lora: Config of the model's adapter, or None for the bare base.
+        mesh: Among how many devices the model is divided.
+
+    Raises:
+        FileNotFoundError, SafetensorsError: If files are missing or cut short.
+        ValueError, NotImplementedError: If the weights are not supported, or the model cannot be divided among that
+            many devices.
+    """
     in_16_bits: DenseLinears = ()
     if not cfg.random_base:
-        tensors = FolderTensors(hf_folder.local_folder(name), arch)
+        tensors = FolderTensors(hf_folder.local_folder(cfg.model_name_or_path), arch)
         arch, in_16_bits = tensors.arch, tensors.dense_linears()
+    is_full = cfg.trainable == "full"
     model = Transformer(
         arch,
         cfg.weights,
@@ -79,7 +94,15 @@ def describe_base(
         tensor=mesh.tensor,
     )
     model.division.require()
-    return model, tokens
+    return model
+
+
+def describe_base(
+    cfg: ModelConfig, lora: LoraConfig | None, mesh: MeshConfig = MeshConfig()
+) -> tuple[Transformer, tokenizer.Tokenizer]:
+    """Returns the model (`describe_model`) and the tokenizer (`describe_files`) of a base."""
+    arch, tokens = describe_files(cfg)
+    return describe_model(cfg, arch, lora, mesh), tokens
 
 
 def load_weights(

@@ -75,8 +75,9 @@ def make_task(
     if not has_rows:
         _require_held_out(cfg)
         problems = datasets.from_config(cfg.data, split=cfg.data.split, seed=cfg.seed)
-    model, tokenizer = base_model.describe_base(cfg.model, cfg.lora, cfg.mesh)
-    memory.require_context(cfg, model.arch)
+    # What is wrong with the data is known before the weights are downloaded.
+    arch, tokenizer = base_model.describe_files(cfg.model)
+    memory.require_context(cfg, arch)
     with_stop_tokens(from_section(cfg.rollout), tokenizer, "rollout.")
     has_chats = bool(problems) and not isinstance(problems[0].prompt, str)
     notes = list(tokenizer.notes) if has_chats else []
@@ -97,17 +98,14 @@ def make_task(
     )
     total_steps = cfg.total_steps(len(problems))
     notes += _about_epochs(cfg, total_steps)
+    length = cfg.data.max_prompt_length
+    _try(functions, problems, tokenizer, talks, total_steps, hosts, length)
+    model = base_model.describe_model(cfg.model, arch, cfg.lora, cfg.mesh)
     rows = len(problems) if has_rows else None
-    task = Task(
+    return Task(
         *(model, tokenizer, problems, functions, weights, talks, informative, total_steps),
         *(notes, rows),
     )
-    try:
-        _try(task, hosts, cfg.data.max_prompt_length)
-    except scoring.RewardError as error:
-        cause = error.__cause__
-        raise scoring.RewardError(f"{error}{_about_form(problems, cause)}") from cause
-    return task
 
 
 def _require_held_out(cfg: config.RunConfig) -> None:
@@ -121,15 +119,28 @@ def _require_held_out(cfg: config.RunConfig) -> None:
     require(holds, "eval.dataset", None, rule)
 
 
-def _try(task: Task, hosts: Hosts, max_prompt_length: int) -> None:
+def _try(
+    functions: Sequence[scoring.Named],
+    problems: Sequence[datasets.Problem],
+    tokenizer: Tokenizer,
+    talks: Tools | None,
+    total_steps: int,
+    hosts: Hosts,
+    max_prompt_length: int,
+) -> None:
     """Resets environments with the first two problems, and tries the reward functions on these."""
-    first = task.problems[:2]
-    extras = Trace(0, task.total_steps).extras
-    if task.tools is not None:
-        prompts.with_observations(task.tools, first, task.tokenizer, max_prompt_length)
-        extras |= task.tools.toolboxes.extras(len(first))
-    if hosts.leads:
-        scoring.check(task.functions, first, extras)
+    first = problems[:2]
+    extras = Trace(0, total_steps).extras
+    if talks is not None:
+        prompts.with_observations(talks, first, tokenizer, max_prompt_length)
+        extras |= talks.toolboxes.extras(len(first))
+    if not hosts.leads:
+        return
+    try:
+        scoring.check(functions, first, extras)
+    except scoring.RewardError as error:
+        cause = error.__cause__
+        raise scoring.RewardError(f"{error}{_about_form(problems, cause)}") from cause
 
 
 def about_data(cfg: config.RunConfig, problems: Sequence[datasets.Problem]) -> list[str]:
