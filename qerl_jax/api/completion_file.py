@@ -45,13 +45,15 @@ def write(
         ValueError: If a partial file of other settings exists; also see `Policy.generate`.
     """
     partial = path.with_name(path.name + ".partial")
-    with Progress(partial, _identity(source, rows, prompts, params, tools)) as progress:
+    identity = _identity(source, rows, prompts, params, tools)
+    with Progress(partial, identity, frozen=source.frozen_date()) as progress:
         first, wanted = len(progress.values), params.n * len(rows)
         if first:
             log(f"{first}/{wanted} completions are in {progress.path}")
         try:
             if first < wanted:
                 policy = of_source(source, limits, mesh=mesh, rows=wanted - first)
+                policy = policy.dated(progress.identity)
                 if slow := policy.slow_because:
                     log(slow)
                 if tools is not None:
@@ -98,6 +100,7 @@ def _identity(
         "adapter": source.adapter and str(source.adapter),
         "weights": model.weights,
         "dtype": model.dtype,
+        "chat_template_date": model.chat_template_date,
         **content_hashes({"model": model.model_name_or_path, "adapter": source.adapter}),
         **vars(params),
         "tools": tools and to_table(tools),

@@ -2,15 +2,17 @@
 
 import contextlib
 import dataclasses
+import datetime
 import pathlib
 import sys
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Self
 
 import jax
 
 from pallas_kernels import runtime
 from qerl_jax import config
-from qerl_jax.checkpoint import base_model, peft
+from qerl_jax.checkpoint import base_model, hf_folder, peft
 from qerl_jax.checkpoint.run_state import StateFiles
 from qerl_jax.data import datasets
 from qerl_jax.data.tokenizer import Tokenizer
@@ -50,6 +52,22 @@ class PolicySource:
         data = self.run and self.run.data
         return data is None or data.apply_chat_template or bool(datasets.system_prompt(data))
 
+    def frozen_date(self) -> dict[str, str]:
+        """Returns today's date as a setting, for a job that may be continued later; {} if the date does not matter.
+
+        It matters if the chat template writes the date, and the config does not state it.
+        """
+        name = self.model.tokenizer_name_or_path or self.model.model_name_or_path
+        folder = hf_folder.local_folder(name, weights=False)
+        files = (folder / name for name in ("tokenizer_config.json", "chat_template.jinja"))
+        is_dated = any(
+            f.is_file() and "strftime_now" in f.read_text("utf-8", "replace") for f in files
+        )
+        is_open = is_dated and self.model.chat_template_date is None
+        return (
+            {"chat_template_date": f"{datetime.datetime.now(datetime.UTC):%F}"} if is_open else {}
+        )
+
     @property
     def name(self) -> str:
         """A short name that can name a folder: the last part of the path of adapter or model.
@@ -82,6 +100,12 @@ class LoadedPolicy:
     tokenizer: Tokenizer
     source: PolicySource
     replicas: Replicas = Replicas()
+
+    def dated(self, settings: Mapping[str, Any]) -> Self:
+        """Returns the policy with the date of `PolicySource.frozen_date` in its chat template, if the settings have it."""
+        if (date := settings.get("chat_template_date")) is None:
+            return self
+        return dataclasses.replace(self, tokenizer=self.tokenizer.at_date(date))
 
     @property
     def apply_chat_template(self) -> bool:

@@ -100,6 +100,10 @@ class Tokenizer:
         merged = {**self.template_options, **options}
         return dataclasses.replace(self, template_options=merged)
 
+    def at_date(self, date: str) -> Self:
+        """Returns the tokenizer with that date, as "2026-07-26", as today's in its chat template."""
+        return dataclasses.replace(self, template_date=date)
+
     def encode(
         self, prompts: Sequence[Prompt], *, add_generation_prompt: bool = True
     ) -> list[list[int]]:

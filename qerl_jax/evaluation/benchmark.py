@@ -68,7 +68,8 @@ class _Set:
     def sampled_as(self) -> tuple[Any, ...]:
         """All but the problems that an engine is made for."""
         sampling = dataclasses.replace(self.protocol.sampling, n=1)
-        return sampling, self.protocol.tools, self.toolboxes and id(self.toolboxes)
+        date = self.results.identity.get("chat_template_date")
+        return sampling, date, self.protocol.tools, self.toolboxes and id(self.toolboxes)
 
     def line(self, beginning: str) -> str:
         """Returns a line about the progress."""
@@ -192,7 +193,8 @@ def run(
                 _identity(source, data, protocol, seed),
                 path.with_name("settings.json"),
             )
-            results = Results(path, identity, settings=settings, refusal=_REFUSAL)
+            options = {"frozen": source.frozen_date(), "settings": settings}
+            results = Results(path, identity, **options, refusal=_REFUSAL)
             opened.append(_Set(name, protocol, *judge, stack.enter_context(results)))
         most = max(sum(one.num_rows for one in sets_) for sets_ in _queues(opened))
 
@@ -278,6 +280,7 @@ def _measure(
 ) -> None:
     """Samples and judges the rows that sets of one queue lack."""
     first, tools, longest = sets[0], None, sets[0].protocol.sampling.max_tokens
+    policy = policy.dated(first.results.identity)
     if first.toolboxes is not None:
         tools = Tools.of(first.protocol.tools, policy.tokenizer, first.toolboxes, log)
     # Of all sets, also of those that are complete: then shapes do not depend on what was done before.

@@ -83,12 +83,14 @@ def select(
         require(named.adapter is not None, "adapter", os.fspath(adapter), rule)
         source = dataclasses.replace(named, model=source.model)
     path = out.with_name(out.name + ".measured")
-    with Results(path, _identity(cfg, samples, reward, source.adapter)) as results:
+    identity = _identity(cfg, samples, reward, source.adapter)
+    with Results(path, identity, frozen=source.frozen_date()) as results:
         memory.require_context(cfg)
         problems = datasets.from_config(cfg.data, split=cfg.data.split, seed=cfg.seed)
         try_reward(function, problems, toolboxes, before="measuring")
         rows = len(problems) * samples
         policy = load_policy(source, cfg.seed, mesh=cfg.mesh, rows=rows, quiet=False)
+        policy = policy.dated(results.identity)
         memory.require_context(cfg, policy.model.arch)
         tools = toolboxes and Tools.of(cfg.tools, policy.tokenizer, toolboxes, log)
         limits = {"max_prompt_length": cfg.data.max_prompt_length, "tools": tools}

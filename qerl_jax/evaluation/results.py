@@ -26,11 +26,12 @@ class Results(contextlib.ExitStack):
     Args:
         path: The file of the results.
         identity: All that a result depends on, as a JSON value.
-        **options: `settings` and `refusal` of `Progress`.
+        **options: `frozen`, `settings` and `refusal` of `Progress`.
 
     Attributes:
         of_problems: The results of the first problems.
         rows: The rows of the others that have ended.
+        identity: The identity with the frozen settings of the first call.
 
     Raises:
         Busy: If another process works on the set.
@@ -40,11 +41,14 @@ class Results(contextlib.ExitStack):
     def __init__(self, path: pathlib.Path, identity: dict[str, Any], **options: Any):
         super().__init__()
         partial = path.with_name(f"{path.name}.partial")
-        refusal = {name: text for name, text in options.items() if name == "refusal"}
+        of_rows = {name: value for name, value in options.items() if name != "settings"}
         with contextlib.ExitStack() as stack:
-            self.rows = stack.enter_context(Progress(partial, identity, **refusal))
+            self.rows = stack.enter_context(Progress(partial, identity, **of_rows))
             stack.callback(self._tidy)
+            frozen = options.get("frozen") or {}
+            options |= {"frozen": {name: self.rows.identity[name] for name in frozen}}
             self.of_problems = stack.enter_context(Progress(path, identity, **options))
+            self.identity = self.of_problems.identity
             self.push(stack.pop_all())
 
     def _tidy(self) -> None:

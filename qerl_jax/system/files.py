@@ -366,6 +366,7 @@ class Progress(contextlib.ExitStack):
     Args:
         path: The file; it is created if it does not exist.
         identity: All that a result depends on, as a JSON value.
+        frozen: Further settings, which a later call takes over from the first one instead of its own.
         settings: A file for the identity; None puts it into the first line of `path`.
         refusal: The error for different settings; `{path}`, `{folder}` and `{changed}` are filled in.
 
@@ -383,11 +384,13 @@ class Progress(contextlib.ExitStack):
         path: pathlib.Path,
         identity: dict[str, Any],
         *,
+        frozen: Mapping[str, Any] | None = None,
         settings: pathlib.Path | None = None,
         refusal: str = _OTHER_SETTINGS,
     ):
         super().__init__()
-        self.path, self.identity = path, json.loads(to_line(identity))
+        self._frozen = dict(frozen or {})
+        self.path, self.identity = path, json.loads(to_line(identity | self._frozen))
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.enter_context(path.open("ab"))
@@ -411,6 +414,8 @@ class Progress(contextlib.ExitStack):
             self.values = lines
         if not isinstance(before, dict) or before.keys().isdisjoint(self.identity):
             raise ValueError(f"{path}: is not the file of an earlier call: choose another name")
+        if self.values:
+            self.identity |= {name: before.get(name) for name in self._frozen}
         # Other settings are accepted while there is no result: the first call may have been a mistake.
         if (changed := ", ".join(changes(before, self.identity))) and self.values:
             raise ValueError(refusal.format(path=path, folder=path.parent, changed=changed))

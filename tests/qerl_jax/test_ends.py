@@ -1,17 +1,22 @@
 """Tests that completions end at the same tokens in sampling, training and exports, and prompts are one in all."""
 
+import contextlib
+import dataclasses
 import datetime
 import json
 import shutil
 import types
 
+import numpy as np
 import pytest
 
 import qerl_jax
-from qerl_jax.api import runs
+from qerl_jax.api import completion_file, runs
 from qerl_jax.checkpoint import hf_folder
-from qerl_jax.checkpoint.policy import find_policy
+from qerl_jax.checkpoint import policy as policies
+from qerl_jax.checkpoint.policy import LoadedPolicy, PolicySource, find_policy
 from qerl_jax.config.run_file import write_run
+from qerl_jax.data import tokenizer
 from qerl_jax.data.datasets import from_rows
 from qerl_jax.system.checked import from_table
 from qerl_jax.training import check
@@ -93,7 +98,7 @@ def test_a_prompt_with_half_a_character_is_refused(tiny):
 ROWS = [{"prompt": f"What is {a}+2?", "answer": a + 2} for a in range(8)]
 
 
-def checked(folder, base, model=(), **rollout):
+def checked(folder, base, model=(), rows=ROWS, **rollout):
     """Checks a run on ROWS, as `train` does before it loads weights."""
     lengths = {"num_generations": 4, "max_completion_length": 32}
     table = {
@@ -104,20 +109,64 @@ def checked(folder, base, model=(), **rollout):
         "optim": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
     }
     cfg = from_table(qerl_jax.RunConfig, table | {"output_dir": str(folder), "max_steps": 2})
-    return check.check(cfg, problems=from_rows(cfg.data, ROWS, "rows"))
+    return check.check(cfg, problems=from_rows(cfg.data, rows, "rows"))
 
 
-def test_a_run_keeps_the_date_on_which_it_began(base, tmp_path, monkeypatch):
-    model, run = tmp_path / "model", tmp_path / "run"
+@pytest.fixture(scope="module")
+def dated(base, tmp_path_factory):
+    """That base with a template that prints the date."""
+    model = tmp_path_factory.mktemp("dated") / "model"
     shutil.copytree(base, model)
     path = model / "tokenizer_config.json"
     config = json.loads(path.read_text())
     config["chat_template"] = "{{ strftime_now('%d %b') }}" + config["chat_template"]
     path.write_text(json.dumps(config))
+    return model
+
+
+def clock(today):
+    """The module `datetime` on that day."""
+    now = lambda zone: datetime.date.fromisoformat(today)
+    return types.SimpleNamespace(datetime=types.SimpleNamespace(now=now), UTC=datetime.UTC)
+
+
+@dataclasses.dataclass(frozen=True)
+class Interrupted:
+    """A policy that notes the date in its prompts, and is interrupted after its first completion."""
+
+    tokenizer: object
+    dates: list
+    slow_because = None
+    dated = LoadedPolicy.dated
+
+    def completions(self, prompts, params, *, columns, first):
+        self.dates.append(self.tokenizer.render([ROW])[0][:6])
+        columns = {"text": "", "finish_reason": "stop", "token_ids": [1], "messages": None}
+        yield types.SimpleNamespace(**columns, logprobs=np.zeros(1))
+        if not first:
+            raise KeyboardInterrupt
+
+
+def test_completions_that_are_continued_later_keep_the_date(dated, tmp_path, monkeypatch):
+    out, rows = tmp_path / "out.jsonl", [{"prompt": prompt} for prompt in PROMPTS]
+    source = PolicySource(qerl_jax.ModelConfig(str(dated)))
+    policy = Interrupted(tokenizer.load(dated), [])
+    monkeypatch.setattr(completion_file, "of_source", lambda *_, **__: policy)
+    options = {"limits": None, "log": lambda line: None}
     for today in ("2026-03-01", "2026-03-09"):
-        clock = types.SimpleNamespace(now=lambda zone, day=today: datetime.date.fromisoformat(day))
-        module = types.SimpleNamespace(datetime=clock, UTC=datetime.UTC)
-        monkeypatch.setattr(check, "datetime", module)
+        monkeypatch.setattr(policies, "datetime", clock(today))
+        with contextlib.suppress(KeyboardInterrupt):
+            completion_file.write(out, source, rows, PROMPTS, qerl_jax.SamplingParams(), **options)
+    assert policy.dates == ["01 Mar"] * 2 and len(out.read_text().splitlines()) == 2
+    stated = dataclasses.replace(source.model, chat_template_date="2026-03-05")
+    for model in (stated, qerl_jax.ModelConfig("qerl-tiny")):
+        assert PolicySource(model).frozen_date() == {}
+
+
+def test_a_run_keeps_the_date_on_which_it_began(dated, tmp_path, monkeypatch):
+    model, run = dated, tmp_path / "run"
+    for today in ("2026-03-01", "2026-03-09"):
+        monkeypatch.setattr(check, "datetime", clock(today))
         subject = checked(run, model)
         assert subject.task.tokenizer.render([ROW])[0].startswith("01 Mar")
         assert subject.task.tokenizer.stop_tokens == (419, END)
@@ -138,6 +187,17 @@ def test_a_run_without_a_date_in_its_template_has_none_and_refuses_impossible_st
         ValueError, match=r"^model\.chat_template_date: got 'today'; must be a date"
     ):
         checked(tmp_path, "qerl-tiny", {"chat_template_date": "today"})
+
+
+def test_data_are_tried_before_weights_are_looked_for(base, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(base, model)
+    (model / "model.safetensors").unlink()
+    rows = [{"prompt": "What is 1+2?" * 9, "answer": 3}]
+    with pytest.raises(ValueError, match="max_prompt_length"):
+        checked(tmp_path / "run", model, rows=rows)
+    with pytest.raises(ValueError, match="no model.safetensors"):
+        checked(tmp_path / "run", model)
 
 
 def test_of_a_stream_as_many_rows_are_read_as_the_run_asks(tmp_path):

@@ -25,6 +25,7 @@ from qerl_jax.distributed.hosts import Hosts
 from qerl_jax.evaluation import benchmark, evaluator, protocols
 from qerl_jax.evaluation.comparison import compare
 from qerl_jax.evaluation.options import EvalOptions
+from qerl_jax.evaluation.results import Results
 from qerl_jax.generation.sampler import Completion, Sampler
 from qerl_jax.generation.sampling_params import SamplingParams
 from qerl_jax.generation.scheduler import RowTokens
@@ -221,11 +222,30 @@ def test_all_sets_and_samples_are_one_queue_whose_rows_do_not_depend_on_each_oth
     }
 
 
-def test_sets_that_are_sampled_differently_have_queues_of_their_own(tmp_path):
-    of = lambda name, **changes: benchmark._Set(name, sums(**changes), (), None, None, None)
+def test_sets_that_are_sampled_differently_have_queues_of_their_own():
+    def of(name, date="2026-03-01", **changes):
+        results = types.SimpleNamespace(identity={"chat_template_date": date})
+        return benchmark._Set(name, sums(**changes), (), None, None, results)
+
     sets = [of("a"), of("b", temperature=0.5), of("c", n=2), of("d", max_tokens=4)]
-    names = [[one.name for one in together] for together in benchmark._queues(sets)]
-    assert names == [["a", "c"], ["b"], ["d"]]
+    names = [[o.name for o in queue] for queue in benchmark._queues([*sets, of("e", "2026-03-09")])]
+    assert names == [["a", "c"], ["b"], ["d"], ["e"]]
+
+
+def test_results_that_are_continued_later_keep_the_date_of_rows_and_of_problems(tmp_path):
+    path = tmp_path / "set" / "problems.jsonl"
+
+    def results(day):
+        date = {"chat_template_date": f"2026-03-0{day}"}
+        return Results(path, {"seed": 0}, frozen=date, settings=path.with_name("settings.json"))
+
+    with results(1) as first:
+        first.rows.add([{"problem": 0}])
+    with results(2) as second:
+        assert second.identity == {"seed": 0, "chat_template_date": "2026-03-01"}
+        second.finish([{}])
+    with results(3) as third:
+        assert third.identity == second.identity and third.of_problems.values == [{}]
 
 
 def test_an_evaluation_that_was_killed_goes_on_with_the_rows_that_had_not_ended(

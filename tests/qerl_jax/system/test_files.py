@@ -181,6 +181,16 @@ def test_values_of_other_settings_are_not_mixed_in(tmp_path):
         assert progress.values == [1]
 
 
+def test_a_later_call_takes_over_the_date_of_the_first(tmp_path):
+    path, dates = tmp_path / "out.partial", [{"date": f"2026-03-0{day}"} for day in (1, 9)]
+    files.Progress(path, JOB, frozen=dates[0]).close()
+    with files.Progress(path, JOB, frozen=dates[1]) as progress:
+        assert progress.identity == JOB | dates[1]  # there was no result
+        progress.add([1])
+    with files.Progress(path, JOB, frozen=dates[0]) as progress:
+        assert progress.identity == JOB | dates[1] and progress.values == [1]
+
+
 def test_a_second_process_is_refused_while_the_first_works_on_a_job(tmp_path):
     path = tmp_path / "out.partial"
     with files.Progress(path, JOB) as progress:
