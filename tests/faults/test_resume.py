@@ -95,8 +95,15 @@ def judged_by_a_file(folder, code, steps):
     file = folder.parent / "my_rewards.py"
     file.write_text(f"def judge(completions, **_):\n    return [{code} for _ in completions]\n")
     functions = (f"{file}:judge", "format_reward")
-    watched = {"num_problems": 4, "eval_steps": 1}
-    return harness.tiny(folder, max_steps=steps, rewards={"functions": functions}, eval=watched)
+    # A learning rate that no other test has, so that the optimizer's program is compiled here.
+    optim = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    return harness.tiny(
+        folder,
+        max_steps=steps,
+        rewards={"functions": functions},
+        optim=optim | {"learning_rate": 2.5e-3},
+        eval={"num_problems": 4, "eval_steps": 1},
+    )
 
 
 def test_a_resumed_run_remembers_uses_its_programs_and_says_that_the_code_of_its_reward_has_changed(
