@@ -96,6 +96,7 @@ class Engine:
         poll: Called before each chunk; an exception that it raises ends the sampling.
         drafts: Options of drafting; None for no drafts. Without `compact` there are none either, because the steps
             with drafts round log-probabilities differently.
+        carries: Whether prompts may come with completions that have begun: a prefill may then be as long as a row.
         row_lengths: For benchmarks: the number of tokens after which each row ends, as if by a stop token; stop
             tokens themselves are ignored. They are used in the order of the rows of all calls, and then again from
             the first. None lets rows end as they do.
@@ -117,14 +118,17 @@ class Engine:
         page_size: int | None = None,
         poll: Callable[[], None] | None = None,
         drafts: Drafting | None = None,
+        carries: bool = False,
         row_lengths: Sequence[int] | None = None,
         free: int | None = None,
         early: EarlyPrograms | None = None,
     ):
-        self._model, self._spec = model, spec
+        self._model, self._spec, self._carries = model, spec, carries
         self._drafts = drafts if compact else None
         self.poll = poll or (lambda: None)
-        self._row_lengths, self._num_queued = row_lengths, 0
+        self._row_lengths = None if row_lengths is None else itertools.cycle(row_lengths)
+        # By the bytes of rows' keys: a row that a call has left goes on in the next one.
+        self._length_of: dict[bytes, int] = {}
         self._free, self._early = free, early or EarlyPrograms()
         stop_tokens = stop_tokens if row_lengths is None else ()
         # Padded to at least eight with ids that are never sampled, so that calls with and without stop tokens have
@@ -201,7 +205,8 @@ class Engine:
             variables: `params`, `frozen` and, under AQN, `noise`: vectors for all rows, or `RowNoise`.
             prompts: Any number of prompts; with `RowNoise` each has the numbers of its rows' noise.
             temperature: Scalar; 0 takes the likeliest token.
-            **options: `max_prompt_length`, `max_concurrent`, `rows` and `turns` of `schedules`.
+            **options: `max_prompt_length`, `max_concurrent`, `rows`, `num_prompts`, `leave` and `turns` of
+                `schedules`.
 
         Returns:
             An iterator over lists of `RowTokens`, one list per chunk.
@@ -223,6 +228,7 @@ class Engine:
         max_concurrent: int | None = None,
         rows: int | None = None,
         num_prompts: int | None = None,
+        leave: int = 0,
         turns: TurnTaker | None = None,
         replicas: int = 1,
         local: range = range(1),
@@ -237,6 +243,9 @@ class Engine:
             max_concurrent: Slots of each device; None means what `kv_capacity.Demand.slots` chooses.
             rows: The number of rows for which shapes are chosen; None means those of the prompts.
             num_prompts: The number of prompts for which shapes are chosen; None means that of `prompts`.
+            leave: How many rows may be left unfinished, in equal parts of all replicas: sampling ends when no row waits,
+                and a replica has no more than its part. So that the same rows are left each time, replicas then take
+                no rows from each other.
             turns: Answers rows whose turn has ended; None for single-turn rows. While a row waits for its answer it
                 keeps its slot and its pages, and the other rows continue. Then it takes the answer's tokens, one per
                 decoding step, and samples again. They count against its limit.
@@ -276,15 +285,21 @@ class Engine:
         shapes, num_pages, capacity = self._shapes(batch)
         if capacity is not None:
             self._require_space(capacity, prompts)
-        options: dict[str, Any] = {"row_lengths": self._next_lengths(num_rows)}
+        options: dict[str, Any] = {"row_lengths": self._lengths(prompts)}
         if shapes.drafted:
             recalled = self._recall.completions
             prompts = [dataclasses.replace(p, earlier=recalled(p.tokens)) for p in prompts]
             options["ended"] = functools.partial(self._recall.add, self._recall.begin())
         queues = distribute(prompts, replicas, lengths).of(local)
+        part = lambda replica: leave * replica // replicas
         return [
-            Schedule(shapes, num_pages, queues, turns, replica=replica, **options)
-            for replica in range(len(local))
+            Schedule(
+                *(shapes, num_pages, queues.only(index) if leave else queues, turns),
+                replica=index,
+                leave=part(replica + 1) - part(replica),
+                **options,
+            )
+            for index, replica in enumerate(local)
         ]
 
     def _shapes(self, batch: Batch) -> tuple[Shapes, int, int | None]:
@@ -300,6 +315,7 @@ class Engine:
             page_size=size,
             compact=self._compact,
             itemsize=self._itemsize,
+            carries=self._carries,
             positions=positions,
             fused_rows=fused_decode.most_rows(
                 model, adapter=batch.has_adapter, own_noise=batch.own_noise
@@ -327,6 +343,7 @@ class Engine:
             # Enough for the completions of the previous round and of this one.
             ended=min(2 * batch.group * (batch.limit + LONGEST_MATCH + 1), MOST_ENDED),
             stop_strings=self._stop_strings is not None,
+            carries=self._carries,
         )
         return shapes, num_pages, tokens
 
@@ -379,13 +396,15 @@ class Engine:
         """Returns the key of a program: the policy may have noise in some calls, and the engine's options differ."""
         return (self._spec, "noise" in variables, *of)
 
-    def _next_lengths(self, count: int) -> Sequence[int] | None:
-        """Returns the lengths of the next rows, int32 [count]; None if rows end as they do."""
+    def _lengths(self, prompts: Sequence[QueuedPrompt]) -> Sequence[int] | None:
+        """Returns the lengths of all rows; None if rows end as they do."""
         if self._row_lengths is None:
             return None
-        rows = np.arange(self._num_queued, self._num_queued + count)
-        self._num_queued += count
-        return np.take(self._row_lengths, rows, mode="wrap")
+        for prompt in prompts:
+            if prompt.begun is None:
+                names = (key.tobytes() for key in prompt.keys)
+                self._length_of |= zip(names, self._row_lengths, strict=False)
+        return [self._length_of[key.tobytes()] for prompt in prompts for key in prompt.keys]
 
     def _least_shared(self, batch: Batch) -> int:
         """Returns `Shapes.least_shared`: 0 if attention cannot share pages, or if no prompt can have enough of them."""
@@ -398,9 +417,11 @@ class Engine:
         )
         return least if batch.group > 1 and full_pages >= least else 0
 
-    def completions(self, *arguments: Any, **options: Any) -> Iterator[RowTokens]:
-        """Samples all rows as `stream` does, and yields each complete row when it ends."""
-        return whole(self.stream(*arguments, **options))
+    def completions(
+        self, variables: dict[str, Any], prompts: Sequence[QueuedPrompt], *temperature, **options
+    ) -> Iterator[RowTokens]:
+        """Samples all rows as `stream` does, and yields each complete row when it ends; at last those that are left."""
+        return whole(self.stream(variables, prompts, *temperature, **options), prompts)
 
     def run(
         self,
@@ -442,6 +463,8 @@ class Engine:
                     harvested = device.harvest()
                 elif not over:
                     schedule.wait(_REPLY_SECONDS)
+            while device.chunks and schedule.live:  # chunks of rows that are left
+                harvested = itertools.chain(harvested, device.harvest())
             if rows := list(harvested):
                 yield rows
         finally:
@@ -595,14 +618,29 @@ def _form(*arrays: Any) -> Hashable:
     return structure, tuple(map(np.shape, leaves))
 
 
-def whole(chunks: Iterator[list[RowTokens]]) -> Iterator[RowTokens]:
-    """Joins the parts of each row, and yields the complete row when it ends."""
+def whole(
+    chunks: Iterator[list[RowTokens]], prompts: Sequence[QueuedPrompt] = ()
+) -> Iterator[RowTokens]:
+    """Joins the parts of each row, and yields the complete row when it ends; at last those that have not ended.
+
+    The first part of a row may be what its prompt's completion has begun with.
+    """
     rows: dict[int, list[RowTokens]] = collections.defaultdict(list)
+    firsts = itertools.accumulate((len(prompt.keys) for prompt in prompts), initial=0)
+    for row, prompt in zip(firsts, prompts, strict=False):
+        if prompt.begun is not None:
+            rows[row].append(dataclasses.replace(prompt.begun, row=row))
     for part in itertools.chain.from_iterable(chunks):
         rows[part.row].append(part)
         if part.ended:
-            parts, arrays = rows.pop(part.row), {}
-            for name in ("tokens", "behaviour_logps", "entropies", "given"):
-                if getattr(parts[0], name) is not None:
-                    arrays[name] = np.concatenate([getattr(part, name) for part in parts])
-            yield dataclasses.replace(part, **{"entropies": None} | arrays)
+            yield _joined(rows.pop(part.row))
+    yield from map(_joined, rows.values())
+
+
+def _joined(parts: Sequence[RowTokens]) -> RowTokens:
+    """Joins the parts of a row; the result is like the last one in all else."""
+    arrays = {}
+    for name in ("tokens", "behaviour_logps", "entropies", "given"):
+        if getattr(parts[0], name) is not None:
+            arrays[name] = np.concatenate([getattr(part, name) for part in parts])
+    return dataclasses.replace(parts[-1], **{"entropies": None} | arrays)

@@ -60,7 +60,8 @@ class Fleet:
 
         Rows of other hosts arrive complete, after all rows of this host. Rows are distributed by expected length:
         the mean completion length of their prompt when it was last sampled, or for a new prompt the mean of the
-        others. Variables are as the replicas hold them, and `turns` is called from the devices' threads.
+        others; but evenly with `leave`, because which rows are left must not depend on what earlier calls have sampled.
+        Variables are as the replicas hold them, and `turns` is called from the devices' threads.
 
         Raises:
             ValueError: See `Engine.stream`.
@@ -69,14 +70,16 @@ class Fleet:
         if not prompts:
             return iter(())
         options |= {"replicas": len(self._replicas), "local": self._replicas.own}
-        lengths = self._expected(prompts)
+        lengths = None if options.get("leave") else self._expected(prompts)
         schedules = self._engine.schedules(variables, prompts, lengths=lengths, **options)
-        chunks = self._run(self._replicas.each(variables), schedules, temperature)
-        return self._remembered(prompts, self._exchanged(chunks))
+        chunks = self._exchanged(self._run(self._replicas.each(variables), schedules, temperature))
+        return chunks if lengths is None else self._remembered(prompts, chunks)
 
-    def completions(self, *arguments: Any, **options: Any) -> Iterator[RowTokens]:
-        """Samples all rows as `stream` does, and yields each complete row when it ends."""
-        return whole(self.stream(*arguments, **options))
+    def completions(
+        self, variables: dict[str, Any], prompts: Sequence[QueuedPrompt], *temperature, **options
+    ) -> Iterator[RowTokens]:
+        """Samples all rows as `stream` does, and yields each complete row when it ends; at last those that are left."""
+        return whole(self.stream(variables, prompts, *temperature, **options), prompts)
 
     def _expected(self, prompts: Sequence[QueuedPrompt]) -> list[float]:
         """Returns the expected completion length of each prompt, in tokens."""

@@ -56,6 +56,7 @@ class Demand:
         compact: If True, at most min(prompts, slots) prompts are prefilled together; if False, `slots`, so that
             shapes do not depend on the number of prompts.
         itemsize: Bytes of one element of an activation, a key or a value.
+        carries: Whether rows that have begun are prefilled, too.
         positions: Most tokens that a step runs with drafts; 0 without drafts.
         fused_rows: The most rows that fused layers decode; 0 without them.
     """
@@ -68,6 +69,7 @@ class Demand:
     page_size: int
     compact: bool
     itemsize: int
+    carries: bool = False
     positions: int = 0
     fused_rows: int = 0
 
@@ -86,7 +88,8 @@ class Demand:
 
     def workspace(self, slots: int) -> dict[str, int]:
         """Returns the bytes that sampling needs in addition to the cache, by purpose."""
-        arch, prompts = self.arch, most_prefilled(self.prefilled(slots), self.max_prompt_length)
+        arch, longest = self.arch, self.row_tokens if self.carries else self.max_prompt_length
+        prompts = most_prefilled(self.prefilled(slots), longest)
         return {
             "scores": _SCORES * max(slots, self.positions) * arch.vocab_size * 4,
             "prefill": prompts * (3 * arch.ffn_width + 4 * arch.width) * self.itemsize,

@@ -136,8 +136,9 @@ class Sampler:
         keys: Sequence[np.ndarray],
         *,
         groups: Sequence[int] | np.ndarray | None = None,
-        rows: int | None = None,
+        begun: Sequence[RowTokens | None] | None = None,
         on_text: Callable[[int, str], None] | None = None,
+        **limits: Any,
     ) -> Iterator[Completion]:
         """Samples completions of problems, and yields each when it has ended.
 
@@ -150,20 +151,26 @@ class Sampler:
             keys: For each problem, the key data of its completions, uint32 [completions, ...]; see `row_keys`.
             groups: int [P], the numbers of the groups' noise if rows have their own; None means 0, 1, ... With
                 noise per sequence each completion has its own prefill.
-            rows: The number of rows for which the engine chooses its slots, if these are the rest of a job; None means
-                those of this call.
+            begun: For each problem what an earlier call has sampled of its only completion, or None; problems with
+                such a completion come first.
             on_text: Called as on_text(row, text) when a row has ended, in a separate thread, while the device
                 samples the others; see `scoring.beginner`.
+            **limits: `rows` (if these are the rest of a job), `num_prompts` and, without tools, `leave` of
+                `Engine.schedules`.
 
         Returns:
-            An iterator over completions, in the order in which they end. Those of other hosts come last if there are
-            tools. If the iterator is closed or fails, the conversations of rows that have not ended are abandoned.
+            An iterator over completions, in the order in which they end; rows that are left come last, and have not
+            ended. Those of other hosts come last if there are tools. If the iterator is closed or fails, the
+            conversations of rows that have not ended are abandoned.
 
         Raises:
             ValueError: At the call, if a prompt is empty or too long, or an environment cannot be reset.
         """
         noise = variables.get("noise")
-        row_problems, queue, shapes = self._prepared(noise, problems, keys, groups, rows)
+        row_problems, queue, shapes = self._prepared(noise, problems, keys, groups, **limits)
+        if begun is not None:
+            rows = zip(queue, begun, strict=True)
+            queue = [dataclasses.replace(prompt, begun=row) for prompt, row in rows]
         conversations = None
         if self.tools is not None:
             of_rows = [problem for problem, _ in row_problems]
@@ -198,7 +205,7 @@ class Sampler:
         problems: Sequence[Problem],
         keys: Sequence[np.ndarray],
         groups: Sequence[int] | np.ndarray | None = None,
-        most_rows: int | None = None,
+        **limits: Any,
     ) -> tuple[list[tuple[Problem, np.ndarray]], list[QueuedPrompt], dict[str, Any]]:
         """Returns the problem and the prompt of each row, the engine's queue, and its arguments that choose shapes."""
         width = self.max_prompt_length
@@ -207,21 +214,20 @@ class Sampler:
         elif self.tools is not None:
             problems = with_observations(self.tools, problems, self.tokenizer, width)
         prompts = encode(problems, self.tokenizer, self.tools)
-        limits = [self._limit(index, len(ids)) for index, ids in enumerate(prompts)]
-        queue = [QueuedPrompt(*row) for row in zip(prompts, keys, limits, strict=True)]
+        most = [self._limit(index, len(ids)) for index, ids in enumerate(prompts)]
+        queue = [QueuedPrompt(*row) for row in zip(prompts, keys, most, strict=True)]
         if isinstance(noise, RowNoise):
             groups = np.arange(len(problems)) if groups is None else np.asarray(groups)
             queue = _with_noise(queue, noise, groups)
         pairs = zip(zip(problems, prompts, strict=True), keys, strict=True)
         row_problems = [pair for pair, of_rows in pairs for _ in of_rows]
-        rows = most_rows or len(row_problems)
-        shapes: dict[str, Any] = {"rows": most_rows}
+        rows, shapes = limits.get("rows") or len(row_problems), limits
         if width is None:
             width, rows = power_of_two(max(map(len, prompts))), power_of_two(rows)
             shapes["rows"] = rows
         elif self.prompts is not None:
             rows = max(rows, self.prompts * self.params.n)
-            shapes |= {"rows": rows, "num_prompts": rows // len(queue[0].keys)}
+            shapes = {"rows": rows, "num_prompts": rows // len(queue[0].keys)} | limits
         slots = self.max_concurrent and min(rows, self.max_concurrent)
         return row_problems, queue, shapes | {"max_prompt_length": width, "max_concurrent": slots}
 
@@ -251,7 +257,7 @@ class Sampler:
         def text_of(row: RowTokens) -> str:
             talk = futures.get(row.row)
             text = talk.result().text if talk else self.tokenizer.decode(row.tokens)
-            if on_text is not None:
+            if on_text is not None and row.ended:
                 on_text(row.row, text)
             return text
 

@@ -50,6 +50,8 @@ class QueuedPrompt:
         noise: int32 [G], the number of each completion's noise if rows have their own; the prompt is prefilled with
             that of the first. See `aqn.draw.RowNoise`.
         earlier: Completions of the prompt from earlier rounds, int32 [n] each, in which drafts are searched.
+        begun: What an earlier call has sampled of the completion, which must be the only one; it is prefilled with the
+            prompt, and its next token is drawn with the random numbers of its position. None for new completions.
     """
 
     tokens: np.ndarray
@@ -57,6 +59,12 @@ class QueuedPrompt:
     limit: int
     noise: np.ndarray | None = None
     earlier: Sequence[np.ndarray] = ()
+    begun: "RowTokens | None" = None
+
+    @property
+    def known(self) -> np.ndarray:
+        """The tokens before the next one that is sampled, int32 [n]; all but the last are prefilled."""
+        return self.tokens if self.begun is None else np.append(self.tokens, self.begun.tokens)
 
     def shared_pages(self, page_size: int) -> int:
         """Returns the number of full pages of the prefilled tokens if several completions share them, else 0."""
@@ -146,7 +154,8 @@ class Shapes:
         chunk: Most tokens of a row in a chunk without drafts.
         table_width: W, most pages of a row.
         history: Most tokens of a row, prompt included.
-        longest_prefill: Most tokens of a prompt without its last one.
+        longest_prefill: Most tokens of a prompt without its last one. With a completion that has begun it may have
+            up to `history` - 2.
         most_prompts: Number of prompts for which a prefill has rows, see `prefilled_together`.
         sizes: Possible batch sizes, largest first.
         least_shared: Smallest number of a prompt's full pages that attention reads once for several rows; 0 if it
@@ -154,6 +163,7 @@ class Shapes:
         drafted: The largest batch size with drafts; 0 for no drafts.
         ended: P, capacity in tokens for the ended completions of a row's group, in which drafts are searched.
         stop_strings: Whether there are stop strings, which the host finds between two chunks.
+        carries: Whether prompts may come with completions that have begun.
     """
 
     page_size: int
@@ -167,19 +177,27 @@ class Shapes:
     drafted: int = 0
     ended: int = 0
     stop_strings: bool = False
+    carries: bool = False
 
     def stride(self, rows: int) -> int:
         """Returns the most tokens that a row gets in a chunk, given the batch size."""
         return self.chunk * (CHUNKS if rows <= self.drafted else 1)
 
     def bucket(self, length: int) -> int:
-        """Returns the length to which a prompt is padded: a power of two, or that of the longest prompt."""
-        return _bucket(self.longest_prefill, length)
+        """Returns the length to which a prompt is padded: a power of two, or that of the longest prompt.
+
+        A prompt with a completion that has begun may be longer: then the longest row takes the longest prompt's place.
+        """
+        is_long = length > self.longest_prefill
+        return _bucket(self.history - 2 if is_long else self.longest_prefill, length)
 
     def prefills(self, own_noise: bool) -> list[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
         """Returns what `Schedule.next_prefill` can return, without prompts: one for each length that it pads to."""
-        prefills = []
-        for bucket in _buckets(self.longest_prefill):
+        prefills, buckets = [], _buckets(self.longest_prefill)
+        if self.carries:
+            long = (n for n in _buckets(self.history - 2) if n > self.longest_prefill)
+            buckets = list(dict.fromkeys((*buckets, *long)))
+        for bucket in buckets:
             rows = prefilled_together(self.most_prompts, bucket)
             tables = np.zeros((rows, -(-bucket // self.page_size)), np.int32)
             numbers = np.zeros(rows, np.int32) if own_noise else None
@@ -263,8 +281,13 @@ class _Cached:
 
     @property
     def filled(self) -> int:
-        """The number of tokens that are prefilled."""
+        """The number of tokens of the prompt that are in the cache before its last one is decoded."""
         return len(self.prompt.tokens) - 1
+
+    @property
+    def prefilled(self) -> int:
+        """The number of tokens that are prefilled: also those of a completion that has begun."""
+        return len(self.prompt.known) - 1
 
     def ended_texts(self, most: int) -> np.ndarray:
         """Returns the known completions in which drafts are searched, int32 [n], n <= `most`.
@@ -336,10 +359,11 @@ def distribute(
 
     All completions of a prompt go to one device, except for at most `replicas - 1` prompts that are split to balance
     the load. If completions of a prompt have different noise, no prompt is split, because a prompt is prefilled
-    with the noise of its first completion.
+    with the noise of its first completion. Prompts whose completion has begun are divided evenly, too, since long ones
+    are among them.
 
     Args:
-        prompts: Any number of prompts.
+        prompts: Any number of prompts, those with a completion that has begun first.
         replicas: Number of devices.
         lengths: Expected tokens of a completion of each prompt; None means the same number for all.
 
@@ -357,8 +381,14 @@ def distribute(
             prompt = dataclasses.replace(prompt, keys=prompt.keys[start:end], noise=noise)
         return _Cached(prompt, firsts[group] + start, end - start)
 
-    spans = work_queues.spans(sizes, replicas, whole=whole, lengths=lengths)
-    return work_queues.WorkQueues([[piece(*span) for span in part] for part in spans])
+    begun = sum(prompt.begun is not None for prompt in prompts)
+    parts: list[list[_Cached]] = [[] for _ in range(replicas)]
+    for start, end in ((0, begun), (begun, len(prompts))):
+        expected = lengths and lengths[start:end]
+        spans = work_queues.spans(sizes[start:end], replicas, whole=whole, lengths=expected)
+        for part, of_part in zip(parts, spans, strict=True):
+            part += [piece(start + group, *rows) for group, *rows in of_part]
+    return work_queues.WorkQueues(parts)
 
 
 class Schedule:
@@ -376,6 +406,7 @@ class Schedule:
         queues: Waiting prompts of this and other devices, from `distribute`.
         turns: Answers rows whose turn has ended; None for single-turn rows.
         replica: Index of this device's queue.
+        leave: The number of rows that may be left unfinished when no other row waits.
         row_lengths: The number of tokens after which each row ends, as if by a stop token; None lets rows end as they
             do.
         ended: Called as ended(prompt, completion) with the tokens of each row that ends, if there are drafts.
@@ -389,13 +420,14 @@ class Schedule:
         turns: TurnTaker | None = None,
         *,
         replica: int = 0,
+        leave: int = 0,
         row_lengths: Sequence[int] | None = None,
         ended: Callable[[np.ndarray, np.ndarray], None] = lambda prompt, completion: None,
     ):
         self.num_pages = num_pages
         self._turns, self._ended, self._row_lengths = turns, ended, row_lengths
         self._shapes, self._pages = shapes, Pages(num_pages)
-        self._queues, self.replica = queues, replica
+        self._queues, self.replica, self._leave = queues, replica, leave
         self._ready: collections.deque[_Row] = collections.deque()
         self._slots: list[_Row | None] = [None] * shapes.sizes[0]
         self._copies: list[tuple[int, int]] = []
@@ -411,8 +443,8 @@ class Schedule:
         self._is_impatient = False
 
     def unfinished(self) -> bool:
-        """Whether any row has not ended."""
-        return bool(self._waits() or any(self._slots))
+        """Whether a row waits, or more rows have not ended than may be left."""
+        return self._waits() or len(self._running()) > self._leave
 
     def leaving(self) -> list[Move]:
         """Allocates pages for the next tokens of running rows; if too few are free, parks the rows that began last.
@@ -461,15 +493,16 @@ class Schedule:
         tables = np.zeros((together, self._ceil(bucket)), np.int32)
         noise = None if chosen[0].prompt.noise is None else np.zeros(together, np.int32)
         for line, cached in enumerate(chosen):
-            prompt, cached.pages = cached.prompt, self._pages.take(self._ceil(cached.filled))
-            tokens[line, : cached.filled] = prompt.tokens[:-1]
+            prompt, cached.pages = cached.prompt, self._pages.take(self._ceil(cached.prefilled))
+            tokens[line, : cached.prefilled] = prompt.known[:-1]
             tables[line, : len(cached.pages)] = cached.pages
             numbers = [None] * len(prompt.keys)
             if noise is not None:
                 numbers = prompt.noise.tolist()
                 noise[line] = numbers[0]
             rows = zip(itertools.count(cached.first_row), prompt.keys, numbers, strict=False)
-            self._ready.extend(_Row(cached, *row) for row in rows)
+            begun = () if prompt.begun is None else prompt.begun.tokens.tolist()
+            self._ready.extend(_Row(cached, *row, tokens=[*begun]) for row in rows)
         return tokens, tables, noise
 
     @property
@@ -735,7 +768,7 @@ class Schedule:
 
     def _prefill_shape(self, cached: _Cached) -> tuple[int, int]:
         """Returns the length to which a prompt is padded, and the number of such prompts in one prefill."""
-        bucket = self._shapes.bucket(cached.filled)
+        bucket = self._shapes.bucket(cached.prefilled)
         return bucket, prefilled_together(self._shapes.most_prompts, bucket)
 
     def _choose(self, waiting: Sequence[_Cached]) -> list[_Cached]:
@@ -744,9 +777,9 @@ class Schedule:
         chosen, reserved = [], 0
         # No cached prompt has rows left to begin, so all pages of a running row count as its own.
         begins = max((self._most(row) for _, row in self._running()), default=0)
-        for cached in (c for c in waiting if self._shapes.bucket(c.filled) == bucket):
+        for cached in (c for c in waiting if self._shapes.bucket(c.prefilled) == bucket):
             filled, size = cached.filled, self._shapes.page_size
-            pages = self._ceil(filled)
+            pages = self._ceil(cached.prefilled)
             # The next row needs pages besides the prompt's; if it is the last one, it takes these over.
             inherited = filled // size if cached.rows_left > 1 else pages
             begins = max(begins, self._ceil(filled + cached.prompt.limit) - inherited)

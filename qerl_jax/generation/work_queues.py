@@ -51,6 +51,11 @@ class WorkQueues[Piece]:
         """Returns the queues of some devices, which then take work only from each other."""
         return type(self)(self._queues[replicas.start : replicas.stop])
 
+    def only(self, replica: int) -> Self:
+        """Returns the queues with entries of one device alone, so that it takes no work from others."""
+        parts = enumerate(self._queues)
+        return type(self)([part if index == replica else [] for index, part in parts])
+
     def any(self) -> bool:
         """Whether any queue has an entry."""
         return any(self._queues)
