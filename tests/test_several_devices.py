@@ -177,6 +177,30 @@ def test_rows_that_are_parked_are_those_that_never_were(count, how):
 
 
 @devices
+@pytest.mark.parametrize(("count", "how"), [(2, {}), (3, {}), (1, {"fsdp": 2}), (1, {"tensor": 2})])
+def test_rows_that_are_left_are_the_same_each_time_and_go_on_on_any_device(count, how):
+    """Each device leaves a fixed part of them, and takes no rows from others."""
+    (model, variables), share = engines.policy(), replicas(count, **how)
+    model = model.clone(**how)
+    options = {"chunk": 1, "carries": True, "stop_tokens": engines.stops()}
+    subject = Fleet(engines.make(model=model, **options), share)
+    variables = share.hold({"frozen": divided(model, variables["frozen"])})
+    limits = {"max_concurrent": 6, "rows": 10}
+    complete = functools.partial(engines.complete, subject, variables=variables, **limits)
+    first, again = (complete(engines.prompts(), leave=6) for _ in range(2))
+    assert engines.values(first) == engines.values(again)
+    left = sorted(number for number, row in first.items() if row.ended is None)
+    assert 0 < len(left) <= 6
+    rows = [(prompt, key[None]) for prompt in engines.prompts() for key in prompt.keys]
+    queue = [
+        dataclasses.replace(rows[number][0], keys=rows[number][1], begun=first[number])
+        for number in left
+    ]
+    second = {left[number]: row for number, row in complete(queue, leave=0).items()}
+    engines.assert_same(engines.values(first | second), engines.whole())
+
+
+@devices
 def test_each_device_has_the_cache_of_its_heads_and_writes_to_it_in_place(monkeypatch):
     seen, decode = [], engine.decode
 

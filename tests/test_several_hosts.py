@@ -23,10 +23,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.process]
 PATIENCE = 600
 
 
-def written(folder, replicas, fsdp=1, length=32, **changes):
+def written(folder, replicas, fsdp=1, length=32, carry=0, **changes):
     """Writes a config whose runs depend on the number of devices only by rounding."""
     rollout = {"num_generations": 4, "max_completion_length": length}
-    fixed = {"compact": False, "max_concurrent": 4}
+    fixed = {"compact": False, "max_concurrent": 4, "carry": carry}
     options = {
         "optim": tiny.BATCH | {"max_tokens_per_microbatch": 400},
         "grpo": {"reference": {"beta": 0.01}},
@@ -99,6 +99,23 @@ def test_two_processes_do_what_one_does_and_go_on_when_one_was_killed(tmp_path):
     assert "resumed: " in said[0] and "reward" not in said[1]
     assert (killed / "adapter").is_dir() and (killed / "report.md").is_file()
     assert_same(killed, alone)
+
+
+def test_rows_of_two_processes_go_on_in_the_next_rollout_also_after_a_kill(tmp_path):
+    """Two processes leave other rows than one would; the same two leave the same ones."""
+    options = {"length": 100, "carry": 6, "save_steps": 1}
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    path = written(whole, 2, **options)
+    codes, said = ended(start(path, path))
+    assert codes == [0, 0], said
+    assert max(row["carry/age_max"] for row in logger.read_metrics(whole)) > 0
+    path = written(killed, 2, **options)
+    processes = start_until(2, killed, path)
+    processes[1].kill()
+    ended(processes)
+    codes, said = ended(start(path, path))
+    assert codes == [0, 0], said
+    assert harness.results(killed) == harness.results(whole)
 
 
 def test_the_first_process_runs_the_tools_of_two(tmp_path):

@@ -80,6 +80,7 @@ def across_sections(cfg: Any) -> Iterator[tuple[bool, str, str]]:
     yield from _across_tables(cfg)
     yield from _across_lengths(cfg)
     yield from _across_batches(cfg)
+    yield from _across_rollouts(cfg)
     rule = "has no adapter for a [lora] section to describe: remove that section"
     yield lora or cfg.lora == type(cfg.lora)(), "model.trainable", rule
     rule = "needs model.adapter_name_or_path, which names the adapter"
@@ -157,6 +158,24 @@ def _across_batches(cfg):
     yield holds, "optim.max_tokens_per_microbatch", rule
     rule = f"must be a multiple of the {updates} optimizer steps made from each rollout"
     yield cfg.max_steps is None or cfg.max_steps % updates == 0, "max_steps", rule
+
+
+def _across_rollouts(cfg):
+    """Returns what rows that go on in the next rollout, or are left unfinished, do not go with."""
+    noise, carry, share = cfg.noise, cfg.rollout.carry, cfg.rollout.stop_share
+    rows = cfg.generation_batch_size + carry * cfg.rollout.num_generations
+    rule = f"makes a first rollout of {rows} rows; must make at most {_MOST_ROWS}"
+    yield not carry or rows <= _MOST_ROWS, "rollout.carry", rule
+    rule = 'must be 0 with noise.scope = "both": an update has the noise of one rollout, and these rows are of several'
+    yield not carry or noise is None or noise.scope != "both", "rollout.carry", rule
+    rule = 'must be 0 unless noise.per = "rollout": noise of a row would change between its tokens'
+    yield not carry or not cfg.has_row_noise, "rollout.carry", rule
+    rule = 'must be 0 with grpo.old_logprobs = "recompute": only the sampler knows the probabilities of older policies'
+    yield not carry or cfg.grpo.old_logprobs == "behaviour", "rollout.carry", rule
+    rule = "must be 0 with a [tools] section: the turns of a row are not part of a checkpoint"
+    yield not carry or cfg.tools is None, "rollout.carry", rule
+    rule = "must be absent with a [tools] section: a row may wait for a reply"
+    yield share is None or cfg.tools is None, "rollout.stop_share", rule
 
 
 # Clip ranges below this are GSPO's, for ratios that are means over a sequence; its paper uses 3e-4 and 4e-4.

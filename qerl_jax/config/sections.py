@@ -327,6 +327,11 @@ class RolloutConfig(Checked, section="rollout."):
             every step and for every length, even where they do not pay, to check them. "off": none.
         steps_per_generation: `generation_batch_size` as a number of micro-batches
             (optim.per_device_train_batch_size rows each); give one of the two.
+        carry: A rollout ends when at most this many rows have not ended: these go on in the next one, under the policy
+            of that one. The first rollout begins as many groups more, so that every update has whole groups. 0 is off:
+            a rollout waits for its last row.
+        stop_share: A rollout ends when this share of its rows has ended; the others count as truncated. It is for runs
+            whose tokens must all be of the policy that learns. Absent means that a rollout waits for its last row.
     """
 
     num_generations: Annotated[
@@ -350,8 +355,12 @@ class RolloutConfig(Checked, section="rollout."):
     ignore_eos: bool = verified(False)
     drafts: Drafts = core("auto", experimental=("always",))
     steps_per_generation: Count | None = experimental(None)
+    carry: Annotated[int, Rule(lambda n: n >= 0, "must be at least 0")] = experimental(0)
+    stop_share: Open01 | None = experimental(None)
 
     def _across(self):
+        rule = "must be absent with rollout.carry, which leaves no row unfinished"
+        yield self.stop_share is None or not self.carry, "stop_share", rule
         rule = "must be absent where generation_batch_size is given"
         holds = None in (self.steps_per_generation, self.generation_batch_size)
         yield holds, "steps_per_generation", rule

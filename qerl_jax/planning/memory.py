@@ -384,6 +384,7 @@ def compiled_update(plan: Plan) -> Any:
     layout = microbatches.MicroBatch(largest, microbatches.empty_rows(largest.num_rows)).packing
     number, logps = shape((), jnp.int32), shape((largest.tokens,), jnp.float32)
     has = {"ref_logps": cfg.grpo.reference, "high_entropy": cfg.grpo.top_entropy_quantile < 1}
+    has["ages"] = cfg.rollout.carry
     batch = experience.PackedRows(
         jax.tree.map(lambda x: shape(x.shape, x.dtype), layout),
         tokens=shape((largest.tokens,), jnp.int32),
@@ -489,7 +490,8 @@ def _sampling(
     prompts, group = cfg.prompts_per_rollout, cfg.rollout.num_generations
     if phase == "evaluation":
         prompts, group = cfg.eval.num_problems, cfg.eval.num_generations
-    rows, has_row_noise = prompts * group, phase == "rollout" and cfg.has_row_noise
+    carry = cfg.rollout.carry if phase == "rollout" else 0
+    rows, has_row_noise = prompts * group + carry, phase == "rollout" and cfg.has_row_noise
     if has_row_noise and cfg.noise.per == "sequence":
         prompts = rows
     prompts, rows = -(-prompts // devices), -(-rows // devices)
@@ -503,7 +505,7 @@ def _sampling(
         positions = drafts.tokens_of_a_step(cfg.rollout.max_completion_length)
     demand = kv_capacity.Demand(
         *(arch, rows, prompts, cfg.data.max_prompt_length, longest, page, cfg.rollout.compact),
-        *(_width(cfg), positions, fused_rows),
+        *(_width(cfg), carry > 0, positions, fused_rows),
     )
 
     def capacity(slots: int) -> int | None:

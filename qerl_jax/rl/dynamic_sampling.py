@@ -1,4 +1,8 @@
-"""Dynamic sampling: samples in rounds until enough groups are informative, and tracks the position in the data."""
+"""Dynamic sampling: samples in rounds until enough groups are informative, and tracks the position in the data.
+
+Groups that wait for a later update are of two kinds, and in one `Supply`: scored ones that this update did not need, and
+open ones, whose rows may go on (`open_groups`).
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +14,7 @@ from qerl_jax.data.datasets import Problem
 from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.generation.prompts import encode
 from qerl_jax.rl import grpo, rollouts
+from qerl_jax.rl.open_groups import OpenGroup, version_runs, versions_of
 from qerl_jax.tools.conversations import Conversation
 
 # The fields of a rollout with one entry per problem; the others have one per completion.
@@ -23,15 +28,25 @@ class Supply:
     Attributes:
         drawn: Number of problems sampled so far.
         surplus: Informative groups that the last rollout did not need, fewer than a rollout has; or None.
+        open_groups: Groups that were not scored yet, because some rows go on or older groups came first.
     """
 
     drawn: int = 0
     surplus: rollouts.Scored | None = None
+    open_groups: tuple[OpenGroup, ...] = ()
+
+    @property
+    def scored(self) -> int:
+        """The number of problems whose groups were scored so far."""
+        return self.drawn - len(self.open_groups)
 
     def to_table(self) -> dict[str, Any]:
         """Returns the data for a checkpoint, as plain JSON values; problems are stored as positions in the data."""
+        table: dict[str, Any] = {"drawn": self.drawn}
+        if self.open_groups:
+            table["open_groups"] = [group.to_table() for group in self.open_groups]
         if self.surplus is None:
-            return {"drawn": self.drawn}
+            return table
         rollout = self.surplus.rollout
         talks, masks = rollout.conversations, rollout.observation_mask
         columns: dict[str, list[Any]] = {
@@ -42,7 +57,9 @@ class Supply:
         }
         if rollout.entropies:
             columns["entropy"] = list(rollout.entropies)
-        table: dict[str, Any] = {"drawn": self.drawn, "positions": self.surplus.positions.tolist()}
+        if rollout.versions:
+            columns["versions"] = [version_runs(versions) for versions in rollout.versions]
+        table["positions"] = self.surplus.positions.tolist()
         if talks and masks:
             columns |= {"given": [mask.tolist() for mask in masks]}
             columns |= {"talk": [dataclasses.asdict(talk) for talk in talks]}
@@ -66,8 +83,10 @@ class Supply:
             problem_at: Returns the problem at a position in the order of the data.
             tokenizer: The policy's tokenizer.
         """
+        groups = table.get("open_groups", ())
+        open_groups = tuple(OpenGroup.from_table(group, problem_at) for group in groups)
         if "rows" not in table:
-            return cls(table["drawn"])
+            return cls(table["drawn"], None, open_groups)
         rows, masks, talks = table["rows"], None, None
         problems = tuple(problem_at(position) for position in table["positions"])
         arrays = lambda values, dtype: tuple(np.array(value, dtype) for value in values)
@@ -93,10 +112,12 @@ class Supply:
             entropies=column("entropy") if "entropy" in rows[0] else None,
             observation_mask=masks,
             conversations=talks,
+            versions=tuple(map(versions_of, column("versions"))) if "versions" in rows[0] else None,
         )
         scored = (table["positions"], table["rewards"], column("per_function"))
         dtypes = (np.int32, np.float32, np.float32)
-        return cls(table["drawn"], rollouts.Scored(rollout, *map(np.array, scored, dtypes)))
+        surplus = rollouts.Scored(rollout, *map(np.array, scored, dtypes))
+        return cls(table["drawn"], surplus, open_groups)
 
 
 def by_reward(scored: rollouts.Scored) -> np.ndarray:
@@ -122,7 +143,7 @@ def by_functions(weights: Mapping[int, float]) -> Callable[[rollouts.Scored], np
 
 
 def gather(
-    sample: Callable[[int, int], rollouts.Scored],
+    sample: Callable[[Supply], tuple[rollouts.Scored, Supply]],
     supply: Supply,
     *,
     max_rounds: int | None,
@@ -135,7 +156,7 @@ def gather(
     caller must set their advantages to 0: their rewards may still differ, for example in form or length.
 
     Args:
-        sample: sample(drawn, round) samples and scores the P problems from position `drawn` on.
+        sample: sample(supply) samples and scores P groups, and returns the supply with its new position and open groups.
         supply: The position in the data, and left-over groups.
         max_rounds: The most rounds, at least 1; None makes one round and keeps all of its groups.
         informative: Marks the groups of a rollout, bool [P], whose completions differ in quality; see `by_functions`.
@@ -145,14 +166,13 @@ def gather(
         since the batch is a selection); the new supply; and metrics under `dynamic_sampling/`.
     """
     if max_rounds is None:
-        scored = sample(supply.drawn, 0)
-        return scored, scored, Supply(supply.drawn + len(scored.positions)), {}
-    fresh, drawn = [], supply.drawn
-    waiting = [] if supply.surplus is None else [supply.surplus]
-    for index in range(max_rounds):
-        fresh.append(sample(drawn, index))
-        wanted = len(fresh[0].positions)
-        drawn += wanted
+        scored, supply = sample(supply)
+        return scored, scored, supply, {}
+    fresh, waiting = [], [] if supply.surplus is None else [supply.surplus]
+    for _ in range(max_rounds):
+        scored, supply = sample(supply)
+        fresh.append(scored)
+        wanted = len(scored.positions)
         pool = join(waiting + fresh)
         good = informative(pool)
         if good.sum() >= wanted:
@@ -167,8 +187,8 @@ def gather(
         "dynamic_sampling/groups_filled": filled,
         "dynamic_sampling/groups_carried_over": len(left),
     }
-    left_over = choose(pool, left) if len(left) else None
-    return choose(pool, order[:wanted]), join(fresh), Supply(drawn, left_over), metrics
+    supply = dataclasses.replace(supply, surplus=choose(pool, left) if len(left) else None)
+    return choose(pool, order[:wanted]), join(fresh), supply, metrics
 
 
 def _without_nan(values: np.ndarray) -> list[Any]:

@@ -54,6 +54,7 @@ class Experience:
             that all rows have one.
         noise: int32 [P], the number of the noise of each prompt and its completions; None if rows do not have their
             own.
+        versions: int32 [N], the optimizer steps of the policy that sampled each token; None if one policy sampled all.
     """
 
     prompts: np.ndarray
@@ -65,6 +66,7 @@ class Experience:
     advantages: np.ndarray
     judged: np.ndarray | None = None
     noise: np.ndarray | None = None
+    versions: np.ndarray | None = None
 
     @property
     def rows(self) -> np.ndarray:
@@ -105,6 +107,7 @@ class Experience:
             self.advantages[rows],
             None if self.judged is None else self.judged[rows],
             None if self.noise is None else self.noise[prompts],
+            None if self.versions is None else self.versions[tokens],
         )
 
     def pack(self, batch: microbatches.MicroBatch, fixed: dict[str, np.ndarray]) -> PackedRows:
@@ -180,6 +183,7 @@ def make_experience(
         advantages=np.asarray(advantages, np.float32).reshape(-1),
         judged=judged,
         noise=None if noise is None else (noise[:, 0] if share_prompts else noise.reshape(-1)),
+        versions=None if rollout.versions is None else joined(rollout.versions, np.int32),
     )
 
 

@@ -1,7 +1,7 @@
 """Samples completions of problems, and computes their rewards."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.distributed.hosts import Hosts
 from qerl_jax.generation.sampler import Completion, Sampler, row_keys
 from qerl_jax.generation.sampling_params import EngineLimits, from_section
+from qerl_jax.generation.scheduler import RowTokens
 from qerl_jax.model.transformer import Transformer
 from qerl_jax.rewards import scoring
 from qerl_jax.rl import grpo
@@ -37,6 +38,8 @@ class Rollout:
         observation_mask: For each completion bool [tokens]: True for tokens of a tool's answer, which the policy did not
             sample; None if there are no tools.
         conversations: The turns and answers of each row; None if there are no tools.
+        versions: For each completion int32 [tokens]: how many optimizer steps the policy had done that sampled a token;
+            None if one policy sampled all of them.
     """
 
     problems: tuple[Problem, ...]
@@ -48,6 +51,7 @@ class Rollout:
     entropies: tuple[float, ...] | None = None
     observation_mask: tuple[np.ndarray, ...] | None = None
     conversations: tuple[Conversation, ...] | None = None
+    versions: tuple[np.ndarray, ...] | None = None
 
     @property
     def num_generations(self) -> int:
@@ -106,7 +110,8 @@ def make_sampler(
             sampler's entropies; `poll` and `row_lengths` of `Engine`.
     """
     params, limits = from_section(cfg), EngineLimits.of(cfg)
-    return Sampler.of(model, tokenizer, params, limits, compact=cfg.compact, **options)
+    options |= {"compact": cfg.compact, "carries": cfg.carry > 0}
+    return Sampler.of(model, tokenizer, params, limits, **options)
 
 
 def collect(
@@ -118,6 +123,7 @@ def collect(
     first_row: int = 0,
     groups: Sequence[int] | np.ndarray | None = None,
     on_text: Callable[[int, str], None] | None = None,
+    **limits: Any,
 ) -> Rollout:
     """Samples G completions of each problem: `sampler.params.n`.
 
@@ -129,15 +135,16 @@ def collect(
         first_row: Number of rows that were sampled with the same key before.
         groups: See `Sampler.ask`.
         on_text: See `Sampler.ask`.
+        **limits: See `Sampler.ask`.
 
     Returns:
-        The P problems and their P * G completions.
+        The P problems and their P * G completions. Rows that are left unfinished count as truncated.
 
     Raises:
         ValueError: If a prompt is too long, or an environment cannot be reset.
     """
     keys = [*row_keys(key, len(problems), sampler.params.n, first_row)]
-    completions = sampler.ask(variables, problems, keys, groups=groups, on_text=on_text)
+    completions = sampler.ask(variables, problems, keys, groups=groups, on_text=on_text, **limits)
     done = sorted(completions, key=lambda completion: completion.row.row)
     return joined(done, sampler.params.n)
 
@@ -145,20 +152,32 @@ def collect(
 def joined(completions: Sequence[Completion], group: int) -> Rollout:
     """Returns completions as a rollout, in their order; `group` neighbours are of one problem."""
     rows, firsts = [completion.row for completion in completions], completions[::group]
-    total = lambda entropies: float(np.sum(entropies, dtype=np.float64))
-    # None if rows have no entropies, masks or conversations.
-    present = lambda values: tuple(value for value in values if value is not None) or None
     return Rollout(
         problems=tuple(first.problem for first in firsts),
         prompt_ids=tuple(first.prompt_ids for first in firsts),
         texts=tuple(completion.text for completion in completions),
-        completion_ids=tuple(row.tokens for row in rows),
-        behaviour_logps=tuple(row.behaviour_logps for row in rows),
-        stopped=tuple(row.ended == "stop" for row in rows),
-        entropies=present(None if x is None else total(x) for x in (row.entropies for row in rows)),
-        observation_mask=present(row.given for row in rows),
-        conversations=present(completion.conversation for completion in completions),
+        **columns(rows),
+        conversations=_present(completion.conversation for completion in completions),
     )
+
+
+def columns(rows: Sequence[RowTokens]) -> dict[str, Any]:
+    """Returns the fields of a `Rollout` that its rows have, as a mapping by their names."""
+    total = lambda entropies: float(np.sum(entropies, dtype=np.float64))
+    return {
+        "completion_ids": tuple(row.tokens for row in rows),
+        "behaviour_logps": tuple(row.behaviour_logps for row in rows),
+        "stopped": tuple(row.ended == "stop" for row in rows),
+        "entropies": _present(
+            None if row.entropies is None else total(row.entropies) for row in rows
+        ),
+        "observation_mask": _present(row.given for row in rows),
+    }
+
+
+def _present(values: Iterable[Any]) -> tuple[Any, ...] | None:
+    """Returns the values, or None if rows have none."""
+    return tuple(value for value in values if value is not None) or None
 
 
 def score(

@@ -340,6 +340,8 @@ class Updater:
         if objective.grpo.top_entropy_quantile < 1:
             passes.append((policy, True, "entropies"))
             fixed["high_entropy"] = policy, True
+        if cfg.rollout.carry:
+            fixed["ages"] = policy, True
         place = jax.tree.leaves(state.params)[0].sharding
         sums = jax.ShapeDtypeStruct((), jnp.float32, sharding=place), state.params
         experience = empty_experience(has_noise=isinstance(noise, RowNoise))
@@ -402,13 +404,17 @@ def anchors(
 
     Returns:
         float32 [N] each, by completion token, in nats: "old_logps", computed with `noise`, if `old_logprobs` is
-        "recompute" and there are several steps; "ref_logps", computed without noise, for a KL term.
+        "recompute" and there are several steps; "ref_logps", computed without noise, for a KL term. And "ages", in
+        rollouts, of the policies that sampled the tokens, if these differ.
     """
-    rows = _rows_of(divided)
-    return {
+    rows, versions = _rows_of(divided), experience.versions
+    fixed = {
         name: _scores(updater, policy, experience, rows, adapter=adapter)
         for name, (policy, adapter) in _fixed(updater, state, frozen, noise, steps).items()
     }
+    if versions is not None:
+        fixed["ages"] = ((int(state.step) - versions) // steps).astype(np.float32)
+    return fixed
 
 
 def _fixed(

@@ -10,6 +10,9 @@ import numpy as np
 from qerl_jax.rl import grpo, masked
 from qerl_jax.rl.experience import PackedRows
 
+# Tokens of policies that are this many rollouts old, or older, have one ratio in the metrics.
+_OLDEST = 3
+
 
 def drift(logps: jax.Array, batch: PackedRows) -> dict[str, jax.Array]:
     """Measures how far the policy is from the sampler on a micro-batch: sums and extremes over its T tokens.
@@ -21,7 +24,13 @@ def drift(logps: jax.Array, batch: PackedRows) -> dict[str, jax.Array]:
     mask = batch.mask
     difference = jnp.where(mask, logps - batch.behaviour_logps, 0.0)
     ratio = jnp.exp(difference)
-    return {
+    by_age = {}
+    if "ages" in batch.fixed:
+        ages = jnp.minimum(batch.fixed["ages"], _OLDEST)
+        of_age = mask & (ages == jnp.arange(_OLDEST + 1)[:, None])
+        by_age = {"age_tokens": jnp.sum(of_age, axis=1)[None]}
+        by_age["age_ratio_sum"] = jnp.sum(jnp.where(of_age, ratio, 0.0), axis=1)[None]
+    return by_age | {
         "tokens": jnp.sum(mask),
         # One value per token, for quantiles; -1 at masked-out tokens.
         "differences": jnp.where(mask, jnp.abs(difference), -1.0),
@@ -53,8 +62,8 @@ def joined(
     joined = jax.tree.map(lambda *parts: np.concatenate(parts), *rows)
     real = joined.tokens > 0
     padded = jax.tree.map(lambda x: np.pad(x[real], (0, num_rows - real.sum())), joined)
-    # They have one number per micro-batch, or one per token.
-    together = lambda *parts: np.concatenate([np.ravel(x) for x in parts])
+    # They have one number per micro-batch, one per token, or a row of numbers per micro-batch.
+    together = lambda *parts: np.concatenate([np.atleast_1d(x) for x in parts])
     return padded, jax.tree.map(together, *drifts), sum(entropies)
 
 
@@ -79,7 +88,17 @@ def of_sampling(drift: dict[str, np.ndarray]) -> dict[str, Any]:
         "sampling/importance_sampling_ratio/mean": drift["ratio_sum"].sum() / tokens,
         "sampling/importance_sampling_ratio/min": lowest if np.isfinite(lowest) else 0.0,
         "sampling/importance_sampling_ratio/max": drift["ratio_max"].max(),
+        **_by_age(drift),
     }
+
+
+def _by_age(drift: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Returns the mean ratio of the tokens of each age that occurs; empty if one policy sampled all tokens."""
+    if "age_tokens" not in drift:
+        return {}
+    counts, sums = drift["age_tokens"].sum(axis=0), drift["age_ratio_sum"].sum(axis=0)
+    name = "sampling/importance_sampling_ratio/age_"
+    return {f"{name}{age}": sums[age] / counts[age] for age in np.flatnonzero(counts).tolist()}
 
 
 _summarize = jax.jit(grpo.summarize)

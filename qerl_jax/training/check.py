@@ -69,6 +69,11 @@ class CheckedRun:
     began: float
     earlier_peak: int
 
+    def problem(self, position: int) -> datasets.Problem:
+        """Returns the problem at a position in the order of the data, which repeats the problems in endless epochs."""
+        problems, seed = self.task.problems, self.cfg.seed
+        return datasets.batch(problems, position, batch_size=1, seed=seed)[0]
+
 
 def check(
     cfg: config.RunConfig,
@@ -132,7 +137,8 @@ def check(
     began_with = stored.get("progress", {}).get("sources", hashes)
     notes += sources.about_changes(cfg, began_with, hashes)
     if resumed is not None and earlier is not None:
-        notes += _about_resuming(cfg, task, resumed, stored["drawn"], earlier)
+        scored = stored["drawn"] - len(stored.get("open_groups", ()))
+        notes += _about_resuming(cfg, task, resumed, scored, earlier)
     return CheckedRun(
         *(cfg, plan, replicas, task, adapter, aqn, evaluator, files, resumed, stored, began_with),
         *(stop, early, notes, began, earlier_peak),
@@ -152,10 +158,10 @@ def _starting_adapter(cfg: config.RunConfig) -> pathlib.Path | None:
 
 
 def _about_resuming(
-    cfg: config.RunConfig, task: Task, step: int, drawn: int, earlier: Mapping[str, Any]
+    cfg: config.RunConfig, task: Task, step: int, scored: int, earlier: Mapping[str, Any]
 ) -> list[str]:
     """Returns lines about the step after which a run continues, and about its schedules if it was made longer."""
-    now, total = schedule_step(cfg, step, drawn), task.total_steps
+    now, total = schedule_step(cfg, step, scored), task.total_steps
     line = f"resumed: the run in {cfg.output_dir} goes on after step {step} of {total}"
     if now >= total:
         line = (

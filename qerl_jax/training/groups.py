@@ -16,11 +16,11 @@ class Groups:
     """The groups of completions of a step.
 
     Attributes:
-        sampled: All groups that were sampled in this step.
+        sampled: All groups that were scored in this step.
         chosen: The P groups to learn from; without dynamic sampling those that were sampled.
         advantages: The advantage of each completion of the chosen groups, float32 [P, G].
         supply: The position in the data after the step, and left-over groups.
-        metrics: Metrics under `dynamic_sampling/`.
+        metrics: Metrics under `dynamic_sampling/` and `carry/`.
     """
 
     sampled: rollouts.Scored

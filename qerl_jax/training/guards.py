@@ -1,5 +1,6 @@
 """Checks for silent failures: rollouts sampled without the adapter, and weights that are not finite."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,10 +12,11 @@ from pallas_kernels import runtime
 from qerl_jax.aqn.draw import RowNoise
 from qerl_jax.distributed.hosts import Hosts
 from qerl_jax.planning import memory
-from qerl_jax.rl import adapter_check, dynamic_sampling, rollouts, update
-from qerl_jax.rl.experience import Experience
+from qerl_jax.rl import adapter_check, dynamic_sampling, open_groups, update
+from qerl_jax.rl.experience import Experience, make_experience
+from qerl_jax.rl.open_groups import OpenGroup
 from qerl_jax.system.checked import NOT_FINITE, NotFinite
-from qerl_jax.training.groups import to_experience
+from qerl_jax.training.groups import Groups, to_experience
 from qerl_jax.training.load import PreparedRun
 from qerl_jax.training.position import Position
 
@@ -81,10 +83,10 @@ def is_due(step: int, updates_per_rollout: int) -> bool:
 
 
 def check_sampler(
-    run: PreparedRun, position: Position, sampled: rollouts.Scored, noise: Any
+    run: PreparedRun, position: Position, groups: Groups, noise: Any
 ) -> dict[str, float]:
     """Runs `adapter_check.check_adapter` on groups that a step sampled with `noise`, if a check is due and there is an adapter."""
-    cfg = run.cfg
+    cfg, sampled = run.cfg, groups.sampled
     if not run.task.model.lora or not is_due(position.step, cfg.updates_per_rollout):
         return {}
     # The trainer's rows cannot have noise per token, nor noise per row if rows share a prompt.
@@ -92,9 +94,19 @@ def check_sampler(
     if isinstance(noise, RowNoise) and noise.per in without:
         return {}
     count = min(_CHECKED_GROUPS, len(sampled.rewards))
-    groups = (dynamic_sampling.choose(sampled, [number]) for number in range(count))
-    rows = (to_experience(cfg, group, np.zeros_like(group.rewards), noise) for group in groups)
+    chosen = (dynamic_sampling.choose(sampled, [number]) for number in range(count))
+    rows = (to_experience(cfg, group, np.zeros_like(group.rewards), noise) for group in chosen)
+    if newest := groups.supply.open_groups[-_CHECKED_GROUPS:]:
+        rows = (_sampled_now(run, position, group) for group in reversed(newest))
     return adapter_check.check_adapter(run.updater, position.state.params, run.frozen, noise, rows)
+
+
+def _sampled_now(run: PreparedRun, position: Position, group: OpenGroup) -> Experience:
+    """Returns a group whose mask has only the tokens that this step's policy has sampled."""
+    rollout = open_groups.to_rollout([group], run.task.tokenizer)
+    advantages = np.zeros((1, rollout.num_generations))
+    rows = make_experience(rollout, advantages, share_prompts=run.cfg.optim.share_prompts)
+    return dataclasses.replace(rows, mask=rows.versions == position.step)
 
 
 def require_finite(state: update.TrainState) -> None:

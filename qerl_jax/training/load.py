@@ -8,7 +8,6 @@ from typing import Any
 from qerl_jax.aqn import exploration
 from qerl_jax.checkpoint import peft, run_state
 from qerl_jax.checkpoint.policy import read_base
-from qerl_jax.data import datasets
 from qerl_jax.distributed.hosts import Hosts
 from qerl_jax.generation.sampler import Sampler
 from qerl_jax.model import transformer
@@ -126,12 +125,10 @@ def _policy(checked: CheckedRun, quiet: bool) -> tuple[update.TrainState, Any, l
 
 def _start(checked: CheckedRun, state: update.TrainState) -> Position:
     cfg, task, stored = checked.cfg, checked.task, checked.stored
-
-    def problem(index: int) -> datasets.Problem:
-        return datasets.batch(task.problems, index, batch_size=1, seed=cfg.seed)[0]
-
     progress = {name: value for name, value in stored.get("progress", {}).items() if name != "ends"}
     progress = Progress(**progress | {"sources": checked.sources})
-    supply = dynamic_sampling.Supply.from_table({"drawn": 0} | stored, problem, task.tokenizer)
+    supply = dynamic_sampling.Supply.from_table(
+        {"drawn": 0} | stored, checked.problem, task.tokenizer
+    )
     sigma = stored.get("sigma", checked.aqn.first)
     return Position(cfg, state, supply, sigma, progress, int(state.step))

@@ -33,14 +33,14 @@ def row(
     """
     # Metrics of reward functions come first, so that they cannot replace the run's own.
     return {
-        **trace.metrics(groups.sampled.rollout, groups.chosen.rollout),
+        **trace.metrics(groups.chosen.rollout),
         **groups.metrics,
         **learned,
         **of_rollout(groups.sampled, run.task.functions),
         **of_turns(groups.sampled.rollout),
         **missed_ends(groups.sampled.rollout, run.task.tokenizer.unused_ends),
         **truncation(groups.chosen, groups.advantages, run.cfg.grpo.mask_truncated_completions),
-        "epoch": groups.supply.drawn / len(run.task.problems),
+        "epoch": groups.supply.scored / len(run.task.problems),
         "num_tokens": position.progress.num_tokens + groups.sampled.rollout.num_tokens,
         "updates/skipped": int(state.skipped),
     }

@@ -52,7 +52,7 @@ class Position:
     @property
     def schedule_step(self) -> int:
         """The position on the run's schedules, in optimizer steps; see `schedule_step`."""
-        return schedule_step(self.cfg, self.step, self.supply.drawn)
+        return schedule_step(self.cfg, self.step, self.supply.scored)
 
     def after(
         self, aqn: Exploration, groups: Groups, state: update.TrainState, row: Mapping[str, Any]
@@ -78,12 +78,12 @@ class Position:
         return self.supply.to_table() | sigma | {"progress": progress | {"ends": ends}}
 
 
-def schedule_step(cfg: RunConfig, step: int, drawn: int) -> int:
+def schedule_step(cfg: RunConfig, step: int, scored: int) -> int:
     """Returns a run's position on its schedules, in optimizer steps; the run ends at `total_steps`.
 
     With `max_steps` this is the number of steps that were done. With `num_train_epochs` it is the step that a run
-    without dynamic sampling would have reached with the problems `drawn` so far.
+    without dynamic sampling would have reached with the problems `scored` so far.
     """
     if cfg.num_train_epochs is None:
         return step
-    return drawn // cfg.prompts_per_rollout * cfg.updates_per_rollout
+    return scored // cfg.prompts_per_rollout * cfg.updates_per_rollout

@@ -68,7 +68,7 @@ def programs(checked: CheckedRun, engine: Engine, updater: update.Updater) -> li
 def _batch(cfg: RunConfig) -> Batch:
     """Returns the rows of a rollout."""
     prompts, group = cfg.prompts_per_rollout, cfg.rollout.num_generations
-    rows, slots = prompts * group, cfg.rollout.max_concurrent
+    rows, slots = prompts * group + cfg.rollout.carry, cfg.rollout.max_concurrent
     if cfg.has_row_noise and cfg.noise.per == "sequence":
         prompts, group = rows, 1
     return Batch(

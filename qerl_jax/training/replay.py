@@ -102,7 +102,7 @@ def _read(path: pathlib.Path) -> dict[str, np.ndarray]:
     except (ValueError, zipfile.BadZipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path}: is not a step that a run has skipped: {error}") from error
     names = _under("experience", arrays).keys()
-    if "step" not in arrays or not _FIELDS - {"judged", "noise"} <= names <= _FIELDS:
+    if "step" not in arrays or not _FIELDS - {"judged", "noise", "versions"} <= names <= _FIELDS:
         raise ValueError(f"{path}: is not a step that a run has skipped")
     return arrays
 

@@ -25,6 +25,7 @@ class Trace:
         laps: Seconds spent in each phase.
         parked: How often a row was preempted (moved to the host) because the cache was full.
         drafted: Statistics of drafts.
+        sampled_tokens: Number of tokens that were sampled.
     """
 
     step: int
@@ -34,6 +35,7 @@ class Trace:
     laps: dict[str, float] = dataclasses.field(default_factory=dict)
     parked: int = 0
     drafted: Record = dataclasses.field(default_factory=Record)
+    sampled_tokens: int = 0
 
     @property
     def extras(self) -> dict[str, Any]:
@@ -46,7 +48,7 @@ class Trace:
         elapsed = time.perf_counter() - self.started - sum(self.laps.values())
         self.laps[phase] = self.laps.get(phase, 0.0) + elapsed
 
-    def metrics(self, sampled: rollouts.Rollout, learned: rollouts.Rollout) -> dict[str, float]:
+    def metrics(self, learned: rollouts.Rollout) -> dict[str, float]:
         """Returns times, token rates of sampling and update, and the metrics that reward functions logged."""
         peak = (runtime.memory_stats() or {}).get("peak_bytes_in_use")
         optional = {
@@ -54,12 +56,11 @@ class Trace:
             "drafts/speedup": self.drafted.speedup,
             "perf/peak_memory_gb": None if peak is None else peak / 1e9,
         }
-        sampled_tokens = int(sampled.sampled_lengths.sum())
         return {
             **self._logged(),
             "step_time": sum(self.laps.values()),
             **{f"perf/{phase}_time": seconds for phase, seconds in self.laps.items()},
-            "perf/rollout_tokens_per_second": sampled_tokens / self.laps["rollout"],
+            "perf/rollout_tokens_per_second": self.sampled_tokens / self.laps["rollout"],
             "perf/update_tokens_per_second": learned.num_tokens / self.laps["update"],
             "perf/parked_rows": self.parked,
             **{name: value for name, value in optional.items() if value is not None},

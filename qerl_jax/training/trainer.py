@@ -113,7 +113,7 @@ def _loop(run: PreparedRun, on_step: recorder.Callback | None, quiet: bool) -> u
             trace.lap("reward")
 
             logger.phase("update")
-            checked = guards.check_sampler(run, position, groups.sampled, noise.vectors)
+            checked = guards.check_sampler(run, position, groups, noise.vectors)
             key = jax.random.fold_in(stream_key(cfg, UPDATE), step)
             state, learned = run.updater(
                 state, run.frozen, experience, noise.of_updates, key, schedule_step
