@@ -67,6 +67,11 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "cache": ("ample", "tokens", "fraction"),
     "compact": (True, False),
     "drafts": ("off", "always"),  # completions are too short for "auto" to make some
+    "leaves": (
+        "none",
+        "carry",
+        "share",
+    ),  # a rollout waits for its last rows; they go on; they are truncated
     # Longest completion: shorter than a chunk and a cache page, or several of both.
     "tokens": (8, 72),
     "rewards": ("ids", "stock", "each"),  # one; several; several, each normalized separately
@@ -121,6 +126,14 @@ bounds=icepop old=behaviour|recompute: IcePop is a correction of importance samp
 compact=False drafts=always: drafts need a batch that shrinks
 cut=tokens loss=bnpo: bnpo's value depends on the micro-batches
 cut=tokens ending=stop tokens=72: completions of many lengths make micro-batches of many shapes, and each is compiled
+leaves=carry noise=both: updates have the noise of one rollout
+leaves=carry per=!rollout: noise of a row would change between its tokens
+leaves=carry old=!behaviour: only the sampler knows the probabilities of older policies
+leaves=carry bounds=icepop: IcePop needs log-probabilities that are computed again
+leaves=carry draw=penalty|all: so does the penalty
+leaves=!none tools=!none: rows may wait for replies
+leaves=!none tokens=8: all rows end in one chunk
+leaves=share ending=ignore_eos: no row ends before the others
 tools=!none ending=eos|ignore_eos: random weights seldom end a turn by themselves
 tools=!none tokens=8: a call and its reply have more tokens
 tools=!none cut=tokens: turns make completions of many lengths, too
@@ -464,7 +477,7 @@ def run_config(case: Case, base: str, output_dir: str, *, reports_memory: bool) 
         objective["mismatch"] = {"correction": {}} | objective.get("mismatch", {})
     if case["cut"] == "tokens":
         table["optim"]["max_tokens_per_microbatch"] = half_of(batch // cuts, case["tokens"])
-    rollout |= draws(case)
+    rollout |= draws(case) | _LEAVES[case["leaves"]]
     if case["ending"] == "stop":
         rollout["stop"] = list(STOPS)
     rollout["ignore_eos"] = case["ending"] == "ignore_eos"
@@ -497,6 +510,11 @@ def cache_of(case: Case, reports_memory: bool) -> dict[str, Any]:
     return {"kv_cache_tokens": row * max(1, case["rows"] * 3 // 4)}
 
 
+_LEAVES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "carry": {"carry": 2},
+    "share": {"stop_share": 0.75},
+}
 _ENTROPIES: dict[str, dict[str, Any]] = {
     "off": {},
     "bonus": {"entropy": {"coef": 1e-3}},

@@ -333,7 +333,8 @@ def check_metrics(case: Case, rows: list[dict[str, Any]]) -> dict[str, Any]:
     alike = [
         row[_DIFFERENCE]
         for last, row in zip([{}, *learned], learned, strict=False)
-        if not last.get("dynamic_sampling/groups_carried_over") and not (apart and row["aqn/sigma"])
+        if not (last.get("dynamic_sampling/groups_carried_over") or row.get("carry/age_max"))
+        and not (apart and row["aqn/sigma"])
     ]
     noisy = [row[_DIFFERENCE] for row in learned if apart and row["aqn/sigma"] > 0]
     results = {"difference": max(alike)}
