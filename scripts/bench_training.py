@@ -346,10 +346,10 @@ def start(case: SimpleNamespace) -> Callable[[Tell], None]:
     The policy is `--base`, a real one on the problems of `--set data.dataset=...`, or random weights on arithmetic, whose
     rows all reach their limit. `*_later_s` are the seconds of each later rollout with its updates.
     """
-    table = config.to_table(recipe_config(case))
+    recipe = recipe_config(case)
+    table, count = config.to_table(recipe), recipe.updates_per_rollout * case.rollouts
     for name in ("eval", "num_train_epochs"):
         table.pop(name, None)
-    table |= {"max_steps": 1, "save_steps": 1 << 30}
     if case.base:
         weights = {"weights": table["model"]["weights"], "dtype": table["model"]["dtype"]}
         table["model"] = {"model_name_or_path": case.base} | weights
@@ -357,6 +357,7 @@ def start(case: SimpleNamespace) -> Callable[[Tell], None]:
     else:
         lengths = {"max_prompt_length": table["data"]["max_prompt_length"]}
         table["data"] = {"dataset": "arithmetic", "num_problems": 4096} | lengths
+    table |= {"max_steps": count, "save_steps": count}
     cfg = config.from_table(config.RunConfig, table)
 
     def measure(tell: Tell) -> None:
@@ -364,8 +365,7 @@ def start(case: SimpleNamespace) -> Callable[[Tell], None]:
         with tempfile.TemporaryDirectory() as folder:
             for cache in ("cold", "warm"):
                 output = pathlib.Path(folder) / cache
-                steps = cfg.updates_per_rollout * case.rollouts
-                run = dataclasses.replace(cfg, output_dir=str(output), max_steps=steps)
+                run = dataclasses.replace(cfg, output_dir=str(output))
                 output.with_suffix(".toml").write_text(config.dump(run))
                 first, *later = rollout_ends(output, f"{folder}/cache")
                 row |= {f"{cache}_s": first, f"{cache}_later_s": later}
