@@ -53,7 +53,11 @@ def render(
     batches = [chats[start : start + _BATCH] for start in range(0, len(chats), _BATCH)]
     calls = [(template, batch, settings, date) for batch in batches]
     texts: list[str] = []
-    for result in (pool or shared_pool()).map("render_batch", calls):
+    try:
+        results = (pool or shared_pool()).map("render_batch", calls)
+    except TypeError as error:  # of json
+        raise ValueError(f"{where}: messages must hold plain JSON: {error}") from error
+    for result in results:
         if isinstance(result, Failure):
             raise ValueError(f"{where}: {_reason(result)}")
         texts += result

@@ -209,7 +209,7 @@ def from_rows(cfg: DataConfig, rows: Any, where: str) -> Problems:
     is_rows = is_table or (isinstance(rows, list | tuple) and all(map(_is_row, rows)))
     if not is_rows or isinstance(rows, Mapping) or not hasattr(rows, "__len__"):
         rule = "must be a list of dicts, or a datasets.Dataset (or IterableDataset) of one split"
-        raise ConfigError(f"{where}: got {reprlib.repr(rows)}; {rule}")
+        raise ConfigError(f"{where}: got {' '.join(reprlib.repr(rows).split())}; {rule}")
     require(len(rows) > 0, where, rows, "must have at least one row")
     names = rows.column_names if is_table else list(dict.fromkeys(n for row in rows for n in row))
     prompt, answer = _columns(dataclasses.replace(cfg, dataset=where), names, where)

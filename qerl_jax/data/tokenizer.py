@@ -8,6 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
+import numpy as np
+
 from qerl_jax.data import chat_template, turns
 from qerl_jax.system.checked import require
 from qerl_jax.system.files import read_json
@@ -220,7 +222,11 @@ def load(
 
 
 def without_none(value: Any) -> Any:
-    """Returns a value without entries of tables that are None, which `datasets` adds to messages; as TRL does."""
+    """Returns a value without entries of tables that are None, which `datasets` adds to messages; as TRL does.
+
+    Numbers and arrays of NumPy become those of Python.
+    """
+    value = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
     if isinstance(value, Mapping):
         return {name: without_none(item) for name, item in value.items() if item is not None}
     return [without_none(item) for item in value] if isinstance(value, list | tuple) else value

@@ -79,7 +79,8 @@ def require(
 ) -> None:
     """Raises `error` unless `holds`, with the name, the value and the rule."""
     if not holds:
-        raise error(f"{name}: got {value!r}; {rule}")
+        shown = " ".join(map(str.strip, repr(value).split("\n")))  # tables and arrays have several
+        raise error(f"{name}: got {shown}; {rule}")
 
 
 def require_unicode(value: Any, where: str) -> None:

@@ -1,8 +1,10 @@
 """Tests what a tokenizer learns from its chat template, on templates whose turns are known by reading them."""
 
+import datetime
 import json
 import re
 
+import numpy as np
 import pytest
 
 from qerl_jax.data import tokenizer
@@ -108,6 +110,14 @@ def test_texts_get_the_special_tokens_of_the_tokenizer_and_chats_those_of_the_te
     chat = tokens.hf.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
     assert tokens.encode(["a", CHAT, ""]) == [theirs[1], chat, theirs[3]] and chat.count(426) == 1
     assert tokens.ids(["2+3="]) == [theirs[0][1:]]  # as a completion
+
+
+def test_messages_may_hold_numbers_of_numpy_and_no_other_objects(tiny):  # noqa: F811
+    parts = [{"role": "user", "content": "a", "x": np.int64(5), "y": np.array([True])}]
+    assert tiny.render([parts]) == tiny.render([[{"role": "user", "content": "a"}]])
+    parts[0]["x"] = datetime.date(2026, 3, 1)
+    with pytest.raises(ValueError, match="messages must hold plain JSON: .* date is not JSON"):
+        tiny.render([parts])
 
 
 def test_one_padding_token_beyond_the_embedding_is_not_used(copy):  # noqa: F811
