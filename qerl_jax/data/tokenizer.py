@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 
 from qerl_jax.data import chat_template, turns
-from qerl_jax.system.checked import require
+from qerl_jax.system.checked import require, tell
 from qerl_jax.system.files import read_json
 
 # Variables of a template that rendering sets itself, so `chat_template_kwargs` must not.
@@ -120,7 +120,21 @@ class Tokenizer:
             rows = [row for row, prompt in enumerate(prompts) if isinstance(prompt, str) == is_text]
             encoded = self.ids([texts[row] for row in rows], add_special_tokens=is_text)
             ids |= zip(rows, encoded, strict=True)
+            if is_text:
+                self._tell_about(encoded)
         return [ids[row] for row in range(len(texts))]
+
+    def _tell_about(self, rows: Sequence[Sequence[int]]) -> None:
+        """Warns of texts with a second begin of sequence, or with an end, as the tokenizer may add it."""
+        first, of = self.hf.bos_token_id, f"the tokenizer of {self.hf.name_or_path}"
+        if first is not None and any([*row[:2]] == [first] * 2 for row in rows):
+            tell(
+                f"warning: a text begins with {self.hf.bos_token!r}, and {of} adds another: leave it out of the text"
+            )
+        if any(row and row[-1] in self.stop_tokens for row in rows):
+            tell(
+                f"warning: a text ends with a stop token, which {of} may add: a completion then begins after the end"
+            )
 
     def ids(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[list[int]]:
         """Returns the ids of texts, by default as they are within a sequence, such as a completion.
@@ -207,8 +221,12 @@ def load(
         is_used = name not in _OWN_OPTIONS and name in template
         require(is_used, "model.chat_template_kwargs", name, rule)
     ends = [] if hf.eos_token_id is None else [hf.eos_token_id]
-    stops = tuple(dict.fromkeys(ends + _stated_ends(folder)))
-    largest = max(hf.get_vocab().values(), default=-1)
+    largest, stated = max(hf.get_vocab().values(), default=-1), _stated_ends(folder)
+    if none := sorted({stop for stop in stated if not 0 <= stop <= largest}):
+        tell(
+            f"warning: {folder}: eos_token_id names {none}, which are no tokens of the tokenizer: they end nothing"
+        )
+    stops = tuple(dict.fromkeys(ends + [stop for stop in stated if stop not in none]))
     tokens = Tokenizer(hf, stops, -1, largest + 1, template, options, template_date)
     if template:
         whose = f"the chat template of {hf.name_or_path}"

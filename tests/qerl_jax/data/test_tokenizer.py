@@ -89,6 +89,14 @@ def test_ends_of_sequence_in_both_configs_count(copy):
     assert tokenizer.load(folder).stop_tokens == (421, 9, 7)
 
 
+def test_an_end_of_sequence_that_is_no_token_ends_nothing_and_is_named(copy, capsys):
+    folder, _ = copy
+    ends = {"eos_token_id": [-1, 7, 2**40, 426]}  # the ids end at 425
+    (folder / "generation_config.json").write_text(json.dumps(ends))
+    assert tokenizer.load(folder).stop_tokens == (421, 7)
+    assert f"eos_token_id names {[-1, 426, 2**40]}, which are no tokens" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("listed", ["</s>", {"a": 1}, [None], [[1]], True])
 def test_an_end_of_sequence_that_is_no_id_is_refused(copy, listed):
     folder, _ = copy

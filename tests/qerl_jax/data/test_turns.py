@@ -89,7 +89,7 @@ def test_templates_without_a_default_are_refused(copy):  # noqa: F811
     assert tokenizer.load(folder).render([CHAT]) == ["Think."]
 
 
-def test_texts_get_the_special_tokens_of_the_tokenizer_and_chats_those_of_the_template(copy):  # noqa: F811
+def test_texts_get_special_tokens_and_chats_those_of_the_template(copy, capsys):  # noqa: F811
     folder, change = copy
     path = folder / "tokenizer.json"
     content = json.loads(path.read_text())
@@ -107,6 +107,13 @@ def test_texts_get_the_special_tokens_of_the_tokenizer_and_chats_those_of_the_te
     texts = ["2+3=", "a", "<s>b", ""]
     theirs = tokens.hf(text=texts)["input_ids"]  # TRL: processing_class(text=prompts)
     assert tokens.encode(texts) == theirs and [ids[0] for ids in theirs] == [426] * 4
+    (line,) = capsys.readouterr().err.splitlines()
+    assert (
+        line.startswith("warning: a text begins with '<s>', and the tokenizer of")
+        and "another" in line
+    )
+    tokens.encode(["a" + END])
+    assert "warning: a text ends with a stop token" in capsys.readouterr().err
     chat = tokens.hf.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
     assert tokens.encode(["a", CHAT, ""]) == [theirs[1], chat, theirs[3]] and chat.count(426) == 1
     assert tokens.ids(["2+3="]) == [theirs[0][1:]]  # as a completion
