@@ -218,6 +218,19 @@ def read_lora(folder: str | pathlib.Path) -> LoraConfig:
     return LoraConfig(rank, alpha, 0.0, trains_norms)
 
 
+def about_template(folder: str | pathlib.Path, template: str) -> list[str]:
+    """Returns a warning if an adapter's folder has another chat template than the one that is used."""
+    jinja, config = (
+        pathlib.Path(folder) / n for n in ("chat_template.jinja", "tokenizer_config.json")
+    )
+    theirs = read_json(config).get("chat_template") if config.is_file() else None
+    theirs = jinja.read_text("utf-8", "replace") if jinja.is_file() else theirs
+    if not isinstance(theirs, str) or theirs.strip() == template.strip():
+        return []
+    rule = "has a chat template, which is not that of the base's tokenizer and is not used"
+    return [f"warning: {folder}: {rule}: name its folder in model.tokenizer_name_or_path to use it"]
+
+
 def _used_patterns(folder: str | pathlib.Path, config: dict[str, Any]) -> dict[str, Any]:
     """Returns the patterns of rank and alpha that match a linear with a branch; PEFT ignores others, and warns."""
     path = pathlib.Path(folder)

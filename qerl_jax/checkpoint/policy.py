@@ -19,7 +19,7 @@ from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.distributed.hosts import Hosts
 from qerl_jax.distributed.mesh import Replicas
 from qerl_jax.model.transformer import Transformer, init_params
-from qerl_jax.system.checked import require
+from qerl_jax.system.checked import require, tell
 from qerl_jax.system.files import read_json
 from qerl_jax.tracking import terminal
 
@@ -156,6 +156,8 @@ def load_policy(
         _, params = StateFiles(source.folder, keep=None).params(source.step)
     elif source.adapter is not None:
         params = peft.import_adapter(source.adapter, model)
+        for line in peft.about_template(source.adapter, tokenizer.chat_template):
+            tell(line)
     elif is_fresh:
         params = init_params(model, variables["frozen"], jax.random.key(seed))
     if params is not None:

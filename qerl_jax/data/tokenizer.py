@@ -209,6 +209,10 @@ def load(
             f"tokenizer: transformers cannot read the one in {folder}: {reason}"
         ) from error
     template = hf.chat_template or ""
+    if (
+        not template and (folder / "chat_template.json").is_file()
+    ):  # of a processor, as transformers 4 wrote it
+        template = read_json(folder / "chat_template.json").get("chat_template") or ""
     if isinstance(template, Mapping):
         rule = 'must have one that is called "default"; rename that for chats'
         require("default" in template, f"{folder}: chat templates", sorted(template), rule)

@@ -117,6 +117,8 @@ def check(
     task = make_task(dated, hosts, problems, reward_functions, tools, environment)
     notes = [*devices.about(cfg, replicas), *config_rules.advice(cfg), *config.about_tiers(cfg)]
     notes += [f"update: {plan.about_update}", *task.notes]
+    if adapter is not None:
+        notes += peft.about_template(adapter, task.tokenizer.chat_template)
     if "strftime_now" in task.tokenizer.chat_template:
         cfg = dated
     model, key, early = task.model, stream_key(cfg, EVAL), EarlyPrograms()

@@ -263,6 +263,16 @@ def test_a_branch_that_the_config_does_not_name_is_not_dropped_silently(tmp_path
         peft.import_adapter(folder, model)
 
 
+def test_another_chat_template_beside_an_adapter_is_named(tmp_path):
+    assert peft.about_template(tmp_path, "a") == []
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "a\n"}))
+    assert peft.about_template(tmp_path, "a") == []
+    (line,) = peft.about_template(tmp_path, "")
+    assert line.startswith(f"warning: {tmp_path}: has a chat template, which is not that of the")
+    (tmp_path / "chat_template.jinja").write_text("b")
+    assert peft.about_template(tmp_path, "a") == [line] and peft.about_template(tmp_path, "b") == []
+
+
 def test_a_folder_without_adapter_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=f"no adapter_config.json in {tmp_path}"):
         peft.read_lora(tmp_path)

@@ -108,6 +108,9 @@ def test_an_end_of_sequence_that_is_no_id_is_refused(copy, listed):
 def test_a_template_in_a_file_of_its_own_is_found(copy):
     folder, change = copy
     change(chat_template=None)
+    text = json.dumps({"chat_template": "{{ messages[0].content }}?"})
+    (folder / "chat_template.json").write_text(text)
+    assert tokenizer.load(folder).render([CHAT]) == ["Think.?"]
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}!")
     assert tokenizer.load(folder).render([CHAT, "x"]) == ["Think.!", "x"]
 
