@@ -422,6 +422,7 @@ class Policy(LoadedPolicy):
     def _token_ids(self, index: int, completion: Any) -> np.ndarray:
         """The ids of a given completion, int32 [tokens]."""
         if isinstance(completion, str):
+            require_unicode(completion, f"completions[{index}]")
             return np.array(self.tokenizer.ids([completion])[0], np.int32)
         ids = np.asarray(completion)
         is_ids = ids.ndim == 1 and (ids.size == 0 or np.issubdtype(ids.dtype, np.integer))

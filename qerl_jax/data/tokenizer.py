@@ -144,7 +144,9 @@ class Tokenizer:
         """
         if not texts:
             return []
-        rows = self.hf(list(texts), add_special_tokens=add_special_tokens)["input_ids"]
+        # Quiet: whether a text is too long for the model is not what the tokenizer's files say.
+        options = {"add_special_tokens": add_special_tokens, "verbose": False}
+        rows = self.hf(list(texts), **options)["input_ids"]
         largest = max(map(max, filter(None, rows)), default=0)
         rule = f"has no row in the embedding, which has {self.num_tokens} tokens"
         require(largest < self.num_tokens, "text: token", self.hf.decode([largest]), rule)

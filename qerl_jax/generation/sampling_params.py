@@ -24,11 +24,11 @@ _texts = Rule(
     lambda texts: (
         not isinstance(texts, str) and all(isinstance(text, str) and text for text in texts)
     ),
-    "must be texts, none empty",
+    "must be a list of texts, none empty",
 )
 _ids = Rule(
     lambda ids: all(isinstance(i, Integral) and not isinstance(i, bool) and i >= 0 for i in ids),
-    "must be ids of tokens",
+    "must be ids of tokens, in a list",
 )
 _seeds = Rule(
     lambda seed: all(map(is_seed, seed)) if _is_list(seed) else is_seed(seed),

@@ -72,6 +72,7 @@ def test_stop_tokens_end_a_completion_and_are_not_in_its_text(tiny):
     ("field", "value", "rule"),
     [
         ("stop", ["<|im_end|>\n"], "holds the special token"),
+        ("stop", "text", "must be a list of texts"),
         ("stop_token_ids", [7, 1_000_000], "must be ids of the tokenizer, which has 4.. tokens"),
         ("stop_token_ids", [-1], "must be ids of tokens"),
         ("stop_token_ids", ["x"], "must be ids of tokens"),
@@ -90,6 +91,8 @@ def test_top_k_may_be_off_by_vllms_number():
 def test_a_prompt_with_half_a_character_is_refused(tiny):
     with pytest.raises(ValueError, match=r"^prompts\[1\]: holds '\\ud800', half a character"):
         tiny.generate(["a", "b\ud800"])
+    with pytest.raises(ValueError, match=r"^completions\[0\]: holds '\\ud800', half a character"):
+        tiny.logprobs(["a"], ["\ud800"])
     rows = [{"prompt": [{"role": "user", "content": text}]} for text in ("a", "\ud800")]
     with pytest.raises(ValueError, match=r"row 1, column 'prompt': holds '\\ud800', half a char"):
         qerl_jax.train("quickstart", rows, eval=None)

@@ -1,6 +1,7 @@
 """Tests text to ids and back with the tokenizer that ships with the package."""
 
 import json
+import logging
 import pathlib
 import shutil
 
@@ -87,6 +88,13 @@ def test_ends_of_sequence_in_both_configs_count(copy):
     assert tokenizer.load(folder).stop_tokens == (421, 7)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 9}))
     assert tokenizer.load(folder).stop_tokens == (421, 9, 7)
+
+
+def test_a_text_longer_than_the_tokenizers_files_say_is_encoded_quietly(copy, caplog, monkeypatch):
+    folder, change = copy
+    change(model_max_length=4)
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    assert len(tokenizer.load(folder).encode(["1+2=" * 9])[0]) > 4 and not caplog.records
 
 
 def test_an_end_of_sequence_that_is_no_token_ends_nothing_and_is_named(copy, capsys):
