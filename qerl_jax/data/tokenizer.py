@@ -210,6 +210,10 @@ def load(
         raise ValueError(
             f"tokenizer: transformers cannot read the one in {folder}: {reason}"
         ) from error
+    # Without the file of its vocabulary, transformers makes one of special tokens, which encodes nothing.
+    words = hf.get_vocab().keys() - {*hf.all_special_tokens, *hf.get_added_vocab()}
+    rule = "has no file with a vocabulary, such as tokenizer.json"
+    require(len(words) > 1, "tokenizer", str(folder), rule)
     template = hf.chat_template or ""
     if (
         not template and (folder / "chat_template.json").is_file()

@@ -90,6 +90,14 @@ def test_ends_of_sequence_in_both_configs_count(copy):
     assert tokenizer.load(folder).stop_tokens == (421, 9, 7)
 
 
+def test_a_tokenizer_without_its_vocabulary_is_refused(copy):
+    folder, _ = copy
+    (folder / "tokenizer.json").unlink()
+    (folder / "config.json").write_text((TINY / "config.json").read_text())
+    with pytest.raises(ValueError, match="tokenizer: got .*; has no file with a vocabulary"):
+        tokenizer.load(folder)
+
+
 def test_a_text_longer_than_the_tokenizers_files_say_is_encoded_quietly(copy, caplog, monkeypatch):
     folder, change = copy
     change(model_max_length=4)
@@ -158,6 +166,7 @@ def test_an_incomplete_tokenizer_is_refused(copy):
     with pytest.raises(ValueError, match="names no end-of-sequence token"):
         tokenizer.load(folder)
     (folder / "tokenizer.json").unlink()
+    (folder / "config.json").write_text((TINY / "config.json").read_text())
     with pytest.raises(ValueError, match=f"cannot read the one in .*{folder.name}"):
         tokenizer.load(folder)
     (folder / "tokenizer_config.json").unlink()
