@@ -75,8 +75,11 @@ def test_a_rollout_that_ends_with_a_share_of_its_rows_counts_the_others_as_trunc
 def test_a_run_that_is_killed_while_rows_go_on_loses_none_of_them(tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     options = {
-        "rollout": {"num_generations": 4, "max_completion_length": 100, "carry": 8},
+        # Some rows are then long.
+        "rollout": {"num_generations": 4, "max_completion_length": 100, "carry": 8}
+        | {"ignore_eos": True, "stop": ("7",)},
         "grpo": {"dynamic_sampling": {"max_rounds": 2}},
+        "rewards": {"functions": ("token_hash_reward",)},
         **{"eval": None, "max_steps": 5, "save_steps": 1},
     }
     final = train(tiny.small(whole, **options), quiet=True)

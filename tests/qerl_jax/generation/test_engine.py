@@ -158,6 +158,24 @@ def test_rows_that_wait_are_those_sampled_at_once(options):
     assert_same(run(prompts(), max_concurrent=4, stop_tokens=stops(), **options), whole())
 
 
+def test_rows_that_are_left_keep_the_lengths_that_were_recorded_for_them():
+    """A benchmark's lengths are of rows, and not of calls."""
+    lengths = [2, 9, 4, 8, 9, 3, 9, 5, 6, 7]
+    subject, limits = make(row_lengths=lengths, chunk=1, carries=True), {"rows": 10}
+    first = complete(subject, prompts(), leave=4, **limits)
+    left = [number for number in sorted(first) if first[number].ended is None]
+    rows = [(prompt, key[None]) for prompt in prompts() for key in prompt.keys]
+    queue = [
+        dataclasses.replace(rows[number][0], keys=rows[number][1], begun=first[number])
+        for number in left
+    ]
+    second = dict(zip(left, values(complete(subject, queue, **limits)), strict=True))
+    assert 0 < len(left) <= 4
+    every = [second.get(number, row) for number, row in enumerate(values(first))]
+    assert [len(tokens) for tokens, *_ in every] == lengths
+    assert [ended for *_, ended in every] == ["length" if n == C else "stop" for n in lengths]
+
+
 def test_an_error_whose_traceback_is_kept_keeps_no_cache_on_the_device():
     """As in a notebook after Ctrl-C: the next call has to find room."""
 

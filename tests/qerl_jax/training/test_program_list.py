@@ -60,8 +60,9 @@ def test_a_recipe_has_few_programs(name, decode):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("length", "carry"), [(8, 0), (100, 2)])
 def test_a_run_compiles_what_it_lists_in_threads_and_no_other_large_program(
-    tmp_path, monkeypatch, caplog
+    length, carry, tmp_path, monkeypatch, caplog
 ):
     """Another shape, dtype, or an array that is not committed to its device would be another program."""
     monkeypatch.setattr(early_programs, "workers", lambda: 1)
@@ -74,6 +75,7 @@ def test_a_run_compiles_what_it_lists_in_threads_and_no_other_large_program(
     monkeypatch.setattr(early_programs.EarlyPrograms, "begin", watched)
     rows = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
     sections = {"optim": rows, "eval": {"num_problems": 12, "top_p": 0.9, "temperature": 1.0}}
+    sections["rollout"] = {"num_generations": 2, "max_completion_length": length, "carry": carry}
     cfg = harness.tiny(tmp_path / "run", max_steps=2, **sections)
     jax.config.update("jax_log_compiles", True)  # in all threads
     try:
