@@ -336,9 +336,9 @@ class Updater:
         """
         objective, policy, listed = self.objective, (state.params, frozen, noise), []
         fixed = _fixed(self, state, frozen, noise, cfg.updates_per_rollout)
-        passes = [(of_name, adapter, "logps") for of_name, adapter in fixed.values()]
+        passes = {(adapter, "logps", one[2] is None): one for one, adapter in fixed.values()}
         if objective.grpo.top_entropy_quantile < 1:
-            passes.append((policy, True, "entropies"))
+            passes[True, "entropies", noise is None] = policy
             fixed["high_entropy"] = policy, True
         if cfg.rollout.carry:
             fixed["ages"] = policy, True
@@ -347,10 +347,10 @@ class Updater:
         experience = empty_experience(has_noise=isinstance(noise, RowNoise))
         for shape in self.shapes(cfg.rollout.num_generations if cfg.optim.share_prompts else 1):
             batch = microbatches.MicroBatch(shape, microbatches.empty_rows(shape.num_rows))
-            for scored, adapter, of in dict.fromkeys(passes):
+            for (adapter, of, *which), scored in passes.items():
                 part = experience.pack(batch, {})
                 lower = functools.partial(score.lower, objective, *scored, part, adapter, of)
-                listed.append(Listed("score", (objective, adapter, of, shape), lower))
+                listed.append(Listed("score", (objective, adapter, of, *which, shape), lower))
             part = experience.pack(batch, dict.fromkeys(fixed, np.zeros(0, np.float32)))
             arguments = sums, *policy, part, _totals(self, 1, 0, 0, 0.0), jax.random.key(0)
             lower = functools.partial(_accumulator(objective).lower, *arguments)
@@ -450,7 +450,9 @@ def _scores(
         packed = updater.replicas.apart([experience.pack(batch, {}) for batch in members], replica)
         return score(objective, *policies[replica], packed, adapter, of)
 
-    scores = _computed(updater, batches, scored, program=(objective, adapter, of))
+    scores = _computed(
+        updater, batches, scored, program=(objective, adapter, of, policy[2] is None)
+    )
     for batch, of_batch in zip(batches, scores, strict=True):
         index = experience.tokens_of(batch.rows.numbers)
         values[index] = np.asarray(of_batch)[: len(index)]

@@ -18,7 +18,7 @@ from qerl_jax.training.check import CheckedRun
 def programs(checked: CheckedRun, engine: Engine, updater: update.Updater) -> list[Listed]:
     """Returns the programs of a run on one device, in the order in which it needs them.
 
-    They are those of rollouts, updates, the check of the adapter, and evaluations, which come first if the run begins
+    They are those of rollouts and evaluations without tools, of updates, and of the check of the adapter. Evaluations come first if the run begins
     with one. The small ones that compile in a tenth of a second are not among them: of the noise, of page copies, of
     checks of numbers.
 
@@ -42,7 +42,8 @@ def programs(checked: CheckedRun, engine: Engine, updater: update.Updater) -> li
     )
     variables = {"params": sampled, "frozen": frozen}
     with_noise = variables if noise is None else variables | {"noise": noise}
-    sampling = engine.programs(with_noise, _batch(cfg), place)
+    has_turns = checked.task.tools is not None
+    sampling = [] if has_turns else engine.programs(with_noise, _batch(cfg), place)
     of_updates = noise if cfg.noise is not None and cfg.noise.scope == "both" else None
     learning = updater.programs(state, frozen, of_updates, cfg)
     check = []
@@ -50,7 +51,7 @@ def programs(checked: CheckedRun, engine: Engine, updater: update.Updater) -> li
         sharing = group if cfg.optim.share_prompts else 1
         check = adapter_check.programs(updater, state.params, frozen, noise, sharing)
     held_out: list[Listed] = []
-    if (evaluator := checked.evaluator) is not None:
+    if (evaluator := checked.evaluator) is not None and not has_turns:
         batch = dataclasses.replace(
             _batch(cfg),
             rows=evaluator.num_rows,

@@ -19,6 +19,13 @@ from qerl_jax.training import program_list
 from qerl_jax.training.trainer import train
 from tests.faults import harness
 
+# All passes that an update can have beside the gradient.
+SCORED = {
+    "reference": {"beta": 0.1, "policy": "synced", "sync_steps": 1, "mixup_alpha": 0.5},
+    "old_logprobs": "recompute",
+    "num_iterations": 2,
+    "top_entropy_quantile": 0.5,
+}
 LARGE = {"decode", "prefill", "score", "accumulate", "apply", "_score_twice"}
 
 
@@ -42,7 +49,10 @@ def listed(name):
         )
         updater = update.make_updater(plan.cfg, model, arch.vocab_size, total_steps=100)
         checked = types.SimpleNamespace(
-            cfg=cfg, task=types.SimpleNamespace(model=model), evaluator=None, resumed=None
+            cfg=cfg,
+            task=types.SimpleNamespace(model=model, tools=None),
+            evaluator=None,
+            resumed=None,
         )
         programs = program_list.programs(checked, sampler.engine, updater)
     return Counter(program.name for program in programs)
@@ -60,11 +70,16 @@ def test_a_recipe_has_few_programs(name, decode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("length", "carry"), [(8, 0), (100, 2)])
+@pytest.mark.parametrize(
+    ("length", "carry", "grpo"),
+    [(8, 0, {}), (100, 2, {}), (8, 0, SCORED)],
+    ids=["plain", "carry", "scored"],
+)
 def test_a_run_compiles_what_it_lists_in_threads_and_no_other_large_program(
-    length, carry, tmp_path, monkeypatch, caplog
+    length, carry, grpo, tmp_path, monkeypatch, caplog
 ):
     """Another shape, dtype, or an array that is not committed to its device would be another program."""
+    jax.clear_caches()  # of other runs in this process
     monkeypatch.setattr(early_programs, "workers", lambda: 1)
     seen, begin = {}, early_programs.EarlyPrograms.begin
 
@@ -74,9 +89,10 @@ def test_a_run_compiles_what_it_lists_in_threads_and_no_other_large_program(
 
     monkeypatch.setattr(early_programs.EarlyPrograms, "begin", watched)
     rows = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
-    sections = {"optim": rows, "eval": {"num_problems": 12, "top_p": 0.9, "temperature": 1.0}}
+    sections = {"optim": rows, "grpo": grpo, "max_steps": 2 if not grpo else 4}
+    sections["eval"] = {"num_problems": 12, "top_p": 0.9, "temperature": 1.0}
     sections["rollout"] = {"num_generations": 2, "max_completion_length": length, "carry": carry}
-    cfg = harness.tiny(tmp_path / "run", max_steps=2, **sections)
+    cfg = harness.tiny(tmp_path / "run", **sections)
     jax.config.update("jax_log_compiles", True)  # in all threads
     try:
         with caplog.at_level("WARNING", logger="jax"):
