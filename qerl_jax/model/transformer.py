@@ -463,15 +463,19 @@ def random_base(model: Transformer, key: jax.Array, places: Any = None) -> dict[
     `places` has the sharding of each array; None puts all on one device.
     """
 
-    def packed(key):
-        whole = model.clone(tensor=1).init(key, jnp.zeros((1, 1), jnp.int32))["frozen"]
-        layers_ = dict(whole["layers"])
-        for linear in model.arch.linears():
-            weight = model.division.split(linear, layers_[linear]["weight"], axis=1)
-            layers_[linear] = layers_[linear] | {"weight": weight}
-        return whole | {"layers": layers_}
+    if places is None:
+        return _packed(model, key)
+    return jax.jit(functools.partial(_packed, model), out_shardings=places)(key)
 
-    return jax.jit(packed, out_shardings=places)(key)
+
+@functools.partial(jax.jit, static_argnums=0)
+def _packed(model: Transformer, key: jax.Array) -> dict[str, Any]:
+    whole = model.clone(tensor=1).init(key, jnp.zeros((1, 1), jnp.int32))["frozen"]
+    layers_ = dict(whole["layers"])
+    for linear in model.arch.linears():
+        weight = model.division.split(linear, layers_[linear]["weight"], axis=1)
+        layers_[linear] = layers_[linear] | {"weight": weight}
+    return whole | {"layers": layers_}
 
 
 def abstract_base(model: Transformer) -> dict[str, Any]:
@@ -479,15 +483,11 @@ def abstract_base(model: Transformer) -> dict[str, Any]:
     return jax.eval_shape(functools.partial(random_base, model), jax.random.key(0))
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def init_params(model: Transformer, frozen: dict[str, Any], key: jax.Array) -> dict[str, Any]:
     """Makes the `params` of a new adapter: A random, B zero, trained norms equal to those of `frozen`."""
-
-    @jax.jit
-    def init(frozen, key):
-        tokens, how = jnp.zeros((1, 1), jnp.int32), {"rngs": {"params": key}, "mutable": ["params"]}
-        return model.apply({"frozen": frozen}, tokens, **how)[1].get("params", {})
-
-    return init(frozen, key)
+    tokens, how = jnp.zeros((1, 1), jnp.int32), {"rngs": {"params": key}, "mutable": ["params"]}
+    return model.apply({"frozen": frozen}, tokens, **how)[1].get("params", {})
 
 
 def trainable(
