@@ -13,7 +13,7 @@ from scripts import bench, bench_kernels, bench_training
 from tests.faults.harness import json_lines
 
 BENCHMARKS = bench.benchmarks()
-SLOW = ("drafts", "evaluation", "scaling", "step", "recipe", "quantize", "logps")
+SLOW = ("drafts", "evaluation", "scaling", "start", "step", "recipe", "quantize", "logps")
 ANY_SIGN = ("decode", "decode_layer", "logps", "product")
 
 

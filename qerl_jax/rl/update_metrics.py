@@ -97,8 +97,8 @@ def _by_age(drift: dict[str, np.ndarray]) -> dict[str, Any]:
     if "age_tokens" not in drift:
         return {}
     counts, sums = drift["age_tokens"].sum(axis=0), drift["age_ratio_sum"].sum(axis=0)
-    name = "sampling/importance_sampling_ratio/age_"
-    return {f"{name}{age}": sums[age] / counts[age] for age in np.flatnonzero(counts).tolist()}
+    ages = np.flatnonzero(counts).tolist()
+    return {f"sampling/importance_sampling_ratio/age_{n}": sums[n] / counts[n] for n in ages}
 
 
 _summarize = jax.jit(grpo.summarize)

@@ -10,12 +10,14 @@ from qerl_jax.distributed.hosts import Hosts
 from qerl_jax.system.checked import ConfigError
 
 
-def test_with_one_device_nothing_is_moved_or_copied():
+def test_with_one_device_arrays_are_committed_to_it_and_nothing_is_copied():
     alone = mesh.Replicas.of(MeshConfig(data=1), rows=8)
-    tree = {"a": jnp.ones(3), "b": 1}
+    tree = {"a": jnp.ones(3), "b": None}
     assert len(alone) == 1 and alone.devices == ()
-    assert alone.hold(tree) is tree and alone.total([tree]) is tree
-    assert alone.each(tree)[0] is tree
+    assert alone.total([tree]) is tree and alone.each(tree)[0] is tree
+    held = alone.hold(tree)["a"]
+    assert held.committed and not tree["a"].committed
+    assert held.unsafe_buffer_pointer() == tree["a"].unsafe_buffer_pointer()
 
 
 @pytest.mark.parametrize("field", ["data", "fsdp", "tensor"])
