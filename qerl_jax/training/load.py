@@ -12,6 +12,7 @@ from qerl_jax.distributed.hosts import Hosts
 from qerl_jax.generation.sampler import Sampler
 from qerl_jax.model import transformer
 from qerl_jax.rl import dynamic_sampling, rollouts, update
+from qerl_jax.system import early_programs
 from qerl_jax.tracking import terminal
 from qerl_jax.training import program_list, replay
 from qerl_jax.training.check import CheckedRun
@@ -83,7 +84,7 @@ def load(
         on_non_finite=write_batch if replicas.hosts.leads else None,
         **shared,
     )
-    if not replicas.devices:
+    if not replicas.devices and early_programs.workers():
         early.begin(program_list.programs(checked, sampler.engine, updater))
     try:
         state, frozen, lines = _policy(checked, quiet or not replicas.hosts.leads)
