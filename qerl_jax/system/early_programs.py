@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 
+from qerl_jax.system.checked import tell
+
 
 @dataclasses.dataclass(frozen=True)
 class Listed:
@@ -31,7 +33,7 @@ class EarlyPrograms:
     """Programs that threads compile before they are called.
 
     On a CPU there are no threads, because the run itself needs the processors: programs compile when they are called. An
-    error of a thread is not raised: the call of the function compiles it again, and raises what is wrong.
+    error of a thread is shown as a line: the call of the function compiles it again, and raises what is wrong.
     """
 
     def __init__(self):
@@ -63,20 +65,17 @@ class EarlyPrograms:
 
     def wait(self, *key: Hashable) -> None:
         """Waits until the program with this key is compiled; returns at once if none is listed."""
-        if (future := self._pending.get(key)) is not None and not future.done():
-            concurrent.futures.wait([future])
+        if (future := self._pending.get(key)) is None:
+            return
+        error = None if future.cancelled() else future.exception()
+        if error is not None:
+            why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            tell(f"a program could not be compiled early, and is compiled again: {why}")
 
     @property
     def counts(self) -> tuple[int, int]:
         """How many programs are compiled, and how many there are."""
         return sum(future.done() for future in self._pending.values()), len(self._pending)
-
-    @property
-    def errors(self) -> list[BaseException]:
-        """What the threads raised."""
-        done = [future for future in self._pending.values() if future.done()]
-        done = [future for future in done if not future.cancelled()]
-        return [error for future in done if (error := future.exception()) is not None]
 
     def end(self) -> None:
         """Begins no further programs, and waits for the threads: compiling while the interpreter exits would crash."""
