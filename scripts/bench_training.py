@@ -369,7 +369,7 @@ def start(case: SimpleNamespace) -> Callable[[Tell], None]:
                 output.with_suffix(".toml").write_text(config.dump(run))
                 first, *later = rollout_ends(output, f"{folder}/cache")
                 row |= {f"{cache}_s": first, f"{cache}_later_s": later}
-                tell(row)
+        tell(row)  # asks for the device, whose memory this process then holds
 
     return measure
 
@@ -553,7 +553,7 @@ BENCHMARKS = {
     "start": Benchmark(
         start,
         axes=_RECIPE_AXES,
-        settings=_RECIPE | {"base": "", "rollouts": 4},
+        settings={"smollm2": "", "completions": 0, "set": [], "base": "", "rollouts": 4},
         tiny=_TINY_RECIPE | {"rollouts": 2},
         shows=("cold_s", "warm_s", "cold_later_s", "warm_later_s"),
         metric="cold_s",

@@ -56,7 +56,9 @@ def assert_passed_over(run, states):
     assert note.endswith("it is skipped, and the run goes on from checkpoint 2")
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(n, marks=[pytest.mark.slow] * (n > 5)) for n in range(25)]
+)
 def test_a_flipped_bit_anywhere_is_found_and_the_checkpoint_before_is_taken(seed, run, states):
     paths = harness.files_of(run / "checkpoints" / "4")
     rng = random.Random(seed)
