@@ -350,7 +350,7 @@ class Engine:
     def programs(self, variables: dict[str, Any], batch: Batch, place: Any) -> list[Listed]:
         """Lists the programs that sample a batch without turns on one device, in the order in which they are needed.
 
-        Nothing is traced. The order: prefills, and a chunk of all slots; then smaller batches, each without drafts first.
+        Nothing is traced. The order: a chunk of all slots, which takes longest to compile; prefills; then smaller batches.
 
         Args:
             variables: See `stream`; shapes (`jax.ShapeDtypeStruct`) are enough.
