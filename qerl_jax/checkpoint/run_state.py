@@ -17,6 +17,8 @@ from qerl_jax.system import files
 
 # The contents of a checkpoint besides its checksums: arrays as orbax writes them, and plain numbers.
 _STATE, _SUPPLY = "state", "supply.json"
+# The file beside the checkpoints with the step after which the run has ended.
+_ENDED = "ended"
 _OPTIONAL = ("entropy",)
 
 
@@ -145,6 +147,15 @@ class StateFiles:
         """Returns the plain numbers beside the state of a step, or of the newest; None if there is no checkpoint."""
         step = self.newest() if step is None else step
         return None if step is None else files.read_json(self._path(step) / _SUPPLY)
+
+    def end(self, step: int) -> None:
+        """Records that the run has ended after a saved step, and that all that it has trained is written."""
+        files.write_whole(self._folder / _ENDED, f"{step}\n")
+
+    def has_ended(self, step: int) -> bool:
+        """Whether `end` was called last for this step."""
+        path = self._folder / _ENDED
+        return path.is_file() and path.read_bytes() == f"{step}\n".encode()
 
     def _path(self, step: int) -> pathlib.Path:
         return self._folder / str(step)

@@ -44,6 +44,7 @@ class CheckedRun:
         files: The checkpoints of the run folder.
         resumed: The step of the checkpoint from which the run continues; None for a new run.
         stored: What that checkpoint holds beside the state, see `Position.to_table`; empty for a new run.
+        has_ended: Whether nothing is left to do: all steps are done, and what the run has trained is written.
         sources: Hashes of the user's code of rewards and tools when the run began, see `sources.hashes`.
         stop: Tells whether a signal has asked the run to end.
         early: The programs that threads compile before they are called.
@@ -62,6 +63,7 @@ class CheckedRun:
     files: run_state.StateFiles
     resumed: int | None
     stored: dict[str, Any]
+    has_ended: bool
     sources: Mapping[str, str]
     stop: Stop
     early: EarlyPrograms
@@ -138,12 +140,17 @@ def check(
     hashes = hosts.told(lambda: sources.hashes(cfg, reward_functions))
     began_with = stored.get("progress", {}).get("sources", hashes)
     notes += sources.about_changes(cfg, began_with, hashes)
+    has_ended = False
     if resumed is not None and earlier is not None:
         scored = stored["drawn"] - len(stored.get("open_groups", ()))
-        notes += _about_resuming(cfg, task, resumed, scored, earlier)
+        now = schedule_step(cfg, resumed, scored)
+        notes += _about_resuming(cfg, task, resumed, now, earlier)
+        trained = run_folder.trained(cfg)
+        is_written = hosts.told(lambda: trained.is_dir() and files.has_ended(resumed))
+        has_ended = now >= task.total_steps and is_written
     return CheckedRun(
-        *(cfg, plan, replicas, task, adapter, aqn, evaluator, files, resumed, stored, began_with),
-        *(stop, early, notes, began, earlier_peak),
+        *(cfg, plan, replicas, task, adapter, aqn, evaluator, files, resumed, stored, has_ended),
+        *(began_with, stop, early, notes, began, earlier_peak),
     )
 
 
@@ -160,10 +167,13 @@ def _starting_adapter(cfg: config.RunConfig) -> pathlib.Path | None:
 
 
 def _about_resuming(
-    cfg: config.RunConfig, task: Task, step: int, scored: int, earlier: Mapping[str, Any]
+    cfg: config.RunConfig, task: Task, step: int, now: int, earlier: Mapping[str, Any]
 ) -> list[str]:
-    """Returns lines about the step after which a run continues, and about its schedules if it was made longer."""
-    now, total = schedule_step(cfg, step, scored), task.total_steps
+    """Returns lines about the step after which a run continues, and about its schedules if it was made longer.
+
+    `now` is the position on the schedules.
+    """
+    total = task.total_steps
     line = f"resumed: the run in {cfg.output_dir} goes on after step {step} of {total}"
     if now >= total:
         line = (

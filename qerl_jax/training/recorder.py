@@ -20,7 +20,7 @@ from qerl_jax.rl import rollouts
 from qerl_jax.system.files import write_whole, writing
 from qerl_jax.tracking import health, terminal
 from qerl_jax.tracking.logger import Logger, Unheard, plain, read_metrics
-from qerl_jax.training import guards, metrics
+from qerl_jax.training import guards, metrics, run_folder
 from qerl_jax.training.groups import Groups
 from qerl_jax.training.load import PreparedRun
 from qerl_jax.training.position import Position
@@ -137,12 +137,14 @@ class Recorder:
         run, params = self._run, self._position.state.params
         if not run.leads:
             return
-        folder = pathlib.Path(run.cfg.output_dir) / ("adapter" if run.task.model.lora else "model")
+        folder = run_folder.trained(run.cfg)
         export(run, folder, params)
         self._logger.note(f"{folder.name} in {folder}")
         if closing := self._health.closing():
             self._logger.note(closing)
         self._write_report()
+        if self._position.step:
+            run.files.end(self._position.step)
 
     def _write_report(self) -> None:
         """Writes report.md and the page into the run folder, and shows a line about each."""

@@ -67,6 +67,11 @@ class RunFolder(contextlib.ExitStack):
         return [] if self._warning is None else [self._warning]
 
 
+def trained(cfg: config.RunConfig) -> pathlib.Path:
+    """Returns the folder for what a run has trained: its adapter, or the whole model."""
+    return pathlib.Path(cfg.output_dir) / ("model" if cfg.model.trainable == "full" else "adapter")
+
+
 def earlier_run(cfg: config.RunConfig) -> config.RunConfig | None:
     """Returns the config of the run in the folder that can be resumed; None if there is none to resume.
 

@@ -36,11 +36,12 @@ def train(
     on_step: Callable[[int, dict[str, Any]], bool | None] | None = None,
     row_lengths: Sequence[int] | None = None,
     quiet: bool = False,
-) -> update.TrainState:
+) -> update.TrainState | None:
     """Trains a LoRA adapter on a frozen base (or a dense base itself) by GRPO, with noise during sampling.
 
     Errors in the input are reported before the run folder is made, and the folder is made before the base is read. A
-    run that is already in the folder is resumed, and continues as if it had never stopped.
+    run that is already in the folder is resumed, and continues as if it had never stopped. If it has ended, nothing is
+    loaded.
 
     Args:
         cfg: The run.
@@ -55,7 +56,7 @@ def train(
         quiet: Show nothing in the terminal; files are still written.
 
     Returns:
-        The final state. The adapter is in `<output_dir>/adapter`, or a whole model in
+        The final state; None if the run had ended before. The adapter is in `<output_dir>/adapter`, or a whole model in
         `<output_dir>/model`; with scheduled evaluations, the best one is in `<output_dir>/best`.
 
     Raises:
@@ -85,6 +86,8 @@ def train(
             opened.callback(checked.task.tools.close)
         checked.notes.extend(folder.begin())
         terminal.say(checked.notes, quiet=quiet or not hosts.leads)
+        if checked.has_ended:
+            return None
         run = load(checked, row_lengths=row_lengths, quiet=quiet)
         stop.saves = True
         return _loop(run, on_step, quiet)

@@ -104,7 +104,7 @@ def copy_of(run, folder):
 def back_to(folder, step):
     """Turns a finished run into one that was killed after it had saved a step."""
     shutil.rmtree(folder / "adapter", ignore_errors=True)
-    for path in (folder / "checkpoints").iterdir():
+    for path in (folder / "checkpoints").glob("[0-9]*"):
         if int(path.name) > step:
             shutil.rmtree(path)
 

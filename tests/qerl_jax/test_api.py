@@ -29,6 +29,8 @@ from qerl_jax.generation.sampling_params import EngineLimits
 from qerl_jax.rewards.scoring import RewardError
 from qerl_jax.system.checked import ConfigError
 from qerl_jax.tracking import logger
+from qerl_jax.training import trainer
+from tests.faults import harness
 
 ROOT = pathlib.Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
@@ -231,6 +233,31 @@ def test_a_problem_is_taken_as_it_is(tmp_path):
     held = trained.policy(max_concurrent=1)
     (output,) = held.generate("3+1=", max_tokens=1)
     assert output.prompt_token_ids.tolist() == held.tokenizer.encode(["3+1="])[0]
+
+
+def test_a_run_that_has_ended_loads_nothing_unless_its_adapter_is_missing(
+    run, tmp_path, monkeypatch, capsys
+):
+    def load(checked, **_):
+        raise InterruptedError("load")
+
+    monkeypatch.setattr(trainer, "load", load)
+    folder = harness.copy_of(run.folder, tmp_path / "run")
+    again = lambda: qerl_jax.train(small(folder, max_steps=2), ROWS, digits)
+    assert again() == qerl_jax.load_run(folder)
+    assert "nothing left to do: the run in" in capsys.readouterr().out
+    assert again().metrics.equals(run.metrics) and again().has_learned
+    for path in (folder / "checkpoints" / "ended", folder / "adapter"):
+        path.rename(tmp_path / "aside")
+        with pytest.raises(InterruptedError, match="load"):
+            again()
+        (tmp_path / "aside").rename(path)
+    # A longer run has an end of its own.
+    with pytest.raises(InterruptedError, match="load"):
+        qerl_jax.train(small(folder, max_steps=3), ROWS, digits)
+    (folder / "checkpoints" / "ended").write_text("1\n")
+    with pytest.raises(InterruptedError, match="load"):
+        again()
 
 
 @pytest.mark.slow
