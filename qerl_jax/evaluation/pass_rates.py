@@ -42,8 +42,9 @@ def select(
 
     Rates are written to `<out>.measured`, one line per problem, and until all are known, what was judged is written to
     `<out>.measured.partial`, one line per completion. A call that finds these files continues: an interrupted
-    measurement is not lost, and another band needs no new measurement. `out` is written at the end, with rows of {"prompt", the problem's columns, "pass_rate"}. The prompt is that of the row; the config's system
-    message and the chat template are added when the rows are read.
+    measurement is not lost, and another band needs no new measurement. `out` is written at the end, with rows of
+    {"prompt", the problem's columns, "pass_rate"}. The prompt is that of the row; the config's system message and the
+    chat template are added when the rows are read.
 
     Args:
         cfg: The run whose model, data, devices and sampling settings are used.

@@ -350,7 +350,8 @@ class Engine:
     def programs(self, variables: dict[str, Any], batch: Batch, place: Any) -> list[Listed]:
         """Lists the programs that sample a batch without turns on one device, in the order in which they are needed.
 
-        Nothing is traced. The order: a chunk of all slots, which takes longest to compile; prefills; then smaller batches.
+        Nothing is traced. The order: a chunk of all slots, which takes longest to compile; prefills; then smaller
+        batches.
 
         Args:
             variables: See `stream`; shapes (`jax.ShapeDtypeStruct`) are enough.
@@ -363,31 +364,25 @@ class Engine:
         pool = (jax.ShapeDtypeStruct(shape, model.dtype, sharding=place),) * 2
         own_noise, listed = noise.has_own(variables), []
         for arrays in shapes.prefills(own_noise):
-            lower = functools.partial(
-                prefill.of(model).lower, variables, pool, *arrays, model=model
-            )
+            of_shape = (variables, pool, *arrays)
+            lower = functools.partial(prefill.of(model).lower, *of_shape, model=model)
             listed.append(Listed("prefill", self._key(variables, arrays[0].shape), lower))
         always = jax.tree.map(on_device, (np.float32(1), self._stop_tokens))
         with_history = spec.params.repetition_penalty != 1
         for size in shapes.sizes:
             slots = shapes.empty_slots(size, with_history, own_noise)
             rows = Packed.of(dataclasses.replace(slots, texts=None))
-            arrays, steps = (
-                (dataclasses.replace(rows, words=on_device(rows.words)), *always),
-                [None],
-            )
+            arrays = (dataclasses.replace(rows, words=on_device(rows.words)), *always)
+            steps: list[int | None] = [None]
             if slots.texts is not None:
                 control = self._drafts.control()
                 texts = jax.tree.map(on_device, slots.texts)
-                arrays, steps = (
-                    (*arrays, texts, control.odds(), np.bool_(False)),
-                    [None, control.size(size)],
-                )
+                arrays = (*arrays, texts, control.odds(), np.bool_(False))
+                steps.append(control.size(size))
             for positions in steps:
                 static = {"model": model, "spec": spec, "positions": positions}
-                lower = functools.partial(
-                    decode.of(model).lower, variables, pool, *arrays, **static
-                )
+                of_shape = (variables, pool, *arrays)
+                lower = functools.partial(decode.of(model).lower, *of_shape, **static)
                 listed.append(Listed("decode", self._key(variables, size, positions), lower))
         first = next(at for at, program in enumerate(listed) if program.name == "decode")
         return listed[first : first + 1] + listed[:first] + listed[first + 1 :]
@@ -411,10 +406,8 @@ class Engine:
         arch = self._model.own_part.arch
         if decode_attention.supports_sharing(arch.num_heads, arch.num_kv_heads) is not None:
             return 0
-        full_pages, least = (
-            (batch.max_prompt_length - 1) // self._page_size,
-            decode_attention.LEAST_SHARED,
-        )
+        full_pages = (batch.max_prompt_length - 1) // self._page_size
+        least = decode_attention.LEAST_SHARED
         return least if batch.group > 1 and full_pages >= least else 0
 
     def completions(

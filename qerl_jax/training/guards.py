@@ -85,7 +85,10 @@ def is_due(step: int, updates_per_rollout: int) -> bool:
 def check_sampler(
     run: PreparedRun, position: Position, groups: Groups, noise: Any
 ) -> dict[str, float]:
-    """Runs `adapter_check.check_adapter` on groups that a step sampled with `noise`, if a check is due and there is an adapter."""
+    """Runs `adapter_check.check_adapter` on groups that a step sampled with `noise`.
+
+    Returns no metrics if no check is due, or if there is no adapter.
+    """
     cfg, sampled = run.cfg, groups.sampled
     if not run.task.model.lora or not is_due(position.step, cfg.updates_per_rollout):
         return {}

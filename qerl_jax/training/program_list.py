@@ -18,9 +18,9 @@ from qerl_jax.training.check import CheckedRun
 def programs(checked: CheckedRun, engine: Engine, updater: update.Updater) -> list[Listed]:
     """Returns the programs of a run on one device, in the order in which it needs them.
 
-    They are those of rollouts and evaluations without tools, of updates, and of the check of the adapter. Evaluations come first if the run begins
-    with one. The small ones that compile in a tenth of a second are not among them: of the noise, of page copies, of
-    checks of numbers.
+    They are those of rollouts and evaluations without tools, of updates, and of the check of the adapter. Evaluations
+    come first if the run begins with one. The small ones that compile in a tenth of a second are not among them: of the
+    noise, of page copies, of checks of numbers.
 
     Args:
         checked: The run; it has one device.
