@@ -513,8 +513,8 @@ _TINY = {"model": [TINY], "base": ["nvfp4"], "rank": [4]}
 _TINY_RUN = {"prompts": [2], "group": 2, "prompt": 40, "completion": 8}
 _TINY_RUN |= _TINY | {"microbatch": 0, "steps": 2}
 _RECIPE_AXES = {"config": ["gsm8k_qwen2.5_7b"], "model": [""]}
-_RECIPE = {"smollm2": "", "completions": 0, "set": [], "sigma": 0.5}
-_RECIPE |= {"truncated": 0.01, "rollouts": 1}
+_EVALUATION = {"smollm2": "", "completions": 0, "set": [], "sigma": 0.5, "truncated": 0.01}
+_RECIPE = _EVALUATION | {"rollouts": 1}
 _TINY_RECIPE = {"config": ["quickstart"], "model": [TINY], "completions": 16}
 _TINY_RECIPE |= {"set": ["rollout.max_completion_length=24", "data.max_prompt_length=232"]}
 _STEP_TIMES = ("step_s", "rollout_s", "reward_s", "update_s")
@@ -564,7 +564,7 @@ BENCHMARKS = {
     "evaluation": Benchmark(
         evaluation,
         axes={**_RECIPE_AXES, "batch": [0, 64]},
-        settings=_RECIPE,
+        settings=_EVALUATION,
         tiny=_TINY_RECIPE | {"batch": [0, 2], "set": [*_TINY_RECIPE["set"], "eval.num_problems=5"]},
         shows=("evaluation_s", "tokens_per_s", "mean_length", "rows", "peak_gb"),
         metric="evaluation_s",
