@@ -59,7 +59,8 @@ def check(bin: pathlib.Path, folder: pathlib.Path) -> None:
     imported = run([bin / "python", "-c", where], folder)
     assert imported.startswith(str(bin.parent)), f"the checkout was imported: {imported}"
     assert run([bin / "qerl", "--version"], folder).startswith("qerl-jax ")
-    names = [path.stem for path in (ROOT / "configs").glob("*.toml")]
+    configs = ROOT / "configs"
+    names = [str(path.relative_to(configs))[: -len(".toml")] for path in configs.rglob("*.toml")]
     run([bin / "python", "-c", f"import qerl_jax.config as c; list(map(c.load, {names}))"], folder)
     shown = run([bin / "qerl", "train", "quickstart", *STEPS], folder)
     missing = [name for name in LEFT if not (folder / "runs" / "quickstart" / name).is_file()]

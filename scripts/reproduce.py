@@ -3,12 +3,12 @@
     python -m scripts.reproduce 7b [--device H100] [--plan-only] [--folder FOLDER] [--data FILE] [--section.field VALUE
     ...]
 
-MODEL is 3b, 7b, 14b or 32b: configs/gsm8k_qwen2.5_MODEL.toml on Qwen2.5-MODEL-Instruct in NVFP4, with LoRA and AQN, for
-one epoch. The script prints the memory and the time that the run is expected to need, and stops if the card has too
-little memory. Then it downloads model and data, measures the policy on the 1319 problems of the test split, trains,
-measures again, and writes table.md into the run folder, with the paper's numbers beside ours. If it was interrupted,
-the same command continues. `--noise None` turns AQN off. `--model.weights bfloat16` is the paper's 16-bit arm. Give
-each variant its own `--output-dir`.
+MODEL is 3b, 7b, 14b or 32b: configs/paper/gsm8k_qwen2.5_MODEL.toml on Qwen2.5-MODEL-Instruct in NVFP4, with LoRA and
+AQN, for one epoch. The script prints the memory and the time that the run is expected to need, and stops if the card
+has too little memory. Then it downloads model and data, measures the policy on the 1319 problems of the test split,
+trains, measures again, and writes table.md into the run folder, with the paper's numbers beside ours. If it was
+interrupted, the same command continues. `--noise None` turns AQN off. `--model.weights bfloat16` is the paper's 16-bit
+arm. Give each variant its own `--output-dir`.
 
 `--folder` and `--data` read model and data from disk. `--quick` tries everything in minutes with any model given by
 `--folder`: two steps of short completions, and eight problems. With `--random-weights` its weights are random.
@@ -97,7 +97,7 @@ def configured(args: argparse.Namespace, options: Sequence[str]) -> RunConfig:
         words += ["--model.random-base", "True"]
     if args.data:
         words += ["--data.path", args.data]
-    file = str(ROOT / f"configs/gsm8k_qwen2.5_{args.model}.toml")
+    file = str(ROOT / f"configs/paper/gsm8k_qwen2.5_{args.model}.toml")
     cfg = run_config("reproduce", [file, *words, *options])
     if args.data:
         # The rows that are trained on. That is enough for a trial.

@@ -128,7 +128,7 @@ def test_fields_and_commands_that_a_guide_names_exist(page):
 def test_scripts_that_a_page_names_exist():
     """Those of a line that names commit 8aab746 are there, and so are those of docs/tried-and-rejected.md."""
     pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "Makefile")]
-    pages += [*(ROOT / "docs").rglob("*.md"), *(ROOT / "configs").glob("*.toml")]
+    pages += [*(ROOT / "docs").rglob("*.md"), *(ROOT / "configs").rglob("*.toml")]
     names = r"\b(scripts|examples|tests\.faults|tests/faults)[./]([a-z]\w+)(?:\.py)?\b(?!/)"
     for page in pages:
         for line in page.read_text().splitlines():

@@ -22,9 +22,46 @@ PLANNED = [
 ]
 
 
+# What a recipe may change of the paper's experiment of its name: none of it changes how a token is learned from.
+CHANGED = {
+    "output_dir": None,
+    "model": {"block_scales"},
+    "rollout": {"max_completion_length", "max_concurrent", "carry"},
+    "eval": {"num_problems", "eval_steps"},
+}
+SMALL = ("quickstart", "smollm2_arithmetic", "calculator_arithmetic", "guess_number_qwen2.5_7b")
+
+
 def test_the_page_of_recipes_lists_every_config_but_those_of_a_benchmark_and_a_study():
-    configs = {path.stem for path in (ROOT / "configs").glob("*.toml")}
-    assert {*LISTED} == configs - {"bench_7b", "study"}
+    assert {*LISTED} == {*config.packaged()} - {"bench_7b", "study"}
+
+
+@pytest.mark.parametrize("name", [name for name in LISTED if name.startswith("paper/")])
+def test_a_recipe_of_the_paper_has_its_numbers_and_its_twin_differs_only_in_what_it_waits_for(name):
+    cfg, twin = config.load(name), config.load(name.removeprefix("paper/"))
+    assert (cfg.rollout.carry, cfg.rollout.stop_share, cfg.rollout.max_concurrent) == (
+        0,
+        None,
+        None,
+    )
+    assert cfg.rollout.max_completion_length == (4096 if "gsm8k" in name else 8192)
+    assert cfg.model.weights in config.DENSE or cfg.model.block_scales == "maximum"
+    assert cfg.eval.num_problems == (1319 if "gsm8k" in name else 500)
+    tables = [config.to_table(each) for each in (cfg, twin)]
+    for section, fields in CHANGED.items():
+        for table in tables:
+            of_section = table.pop(section)
+            table[section] = fields and {k: v for k, v in of_section.items() if k not in fields}
+    assert tables[0] == tables[1]
+
+
+@pytest.mark.parametrize("name", [n for n in LISTED if "paper/" not in n and n not in SMALL])
+def test_a_recipe_leaves_last_rows_where_it_can_and_evaluates_at_its_ends(name):
+    cfg = config.load(name)
+    goes_with_none = cfg.tools or cfg.grpo.old_logprobs == "recompute"
+    assert cfg.rollout.carry == (0 if goes_with_none else cfg.prompts_per_rollout // 4)
+    assert cfg.rollout.max_concurrent == 128
+    assert cfg.eval is None or cfg.eval.eval_steps == 0
 
 
 @pytest.mark.parametrize(("name", "gigabytes"), PLANNED)

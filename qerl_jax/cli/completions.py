@@ -45,7 +45,7 @@ def script(shell: str, commands: Mapping[str, Callable]) -> str:
         commands: The commands by their names. Those that read their arguments themselves say so by a docstring
             that begins with "usage:".
     """
-    quickstart = config.load(config.PACKAGED / "quickstart.toml")
+    quickstart = config.load(config.packaged()["quickstart"])
     # Has every section, so that all options are known.
     full = dataclasses.replace(quickstart, tools=ToolsConfig(functions=("calculator",)))
     stand_ins = {"train": _train, "plan": _plan, "completion": _completion}
@@ -62,7 +62,7 @@ def script(shell: str, commands: Mapping[str, Callable]) -> str:
             args=["--tyro-print-completion", shell],
             config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff),
         )
-    names = [file.stem for file in sorted(config.PACKAGED.glob("*.toml"))]
+    names = [*config.packaged()]
     by_name = _BY_NAME.replace("{names}", str(names))
     # Descriptions of several lines would be taken for several words.
     extended = lambda spec: spec[0].replace(r"\n", " ") + by_name

@@ -17,13 +17,13 @@ from qerl_jax.config.grpo import (
     VespoConfig,
 )
 from qerl_jax.config.run_file import (
-    PACKAGED,
     RUN_FORMAT,
     can_load_run,
     dump,
     given_rows,
     load,
     load_run,
+    packaged,
     read_table,
     write_run,
 )

@@ -58,14 +58,20 @@ def _about_format(folder: pathlib.Path, written: Any) -> str:
     )
 
 
-# Configs that can be named without their folder; in a checkout the same files as configs/.
-PACKAGED = pathlib.Path(__file__).parents[1] / "assets" / "configs"
+# In a checkout the same files as configs/.
+_PACKAGED = pathlib.Path(__file__).parents[1] / "assets" / "configs"
 # Far above any config; the time of reading grows with the square of a hostile one.
 _LONGEST_FILE = 2**20
 # A key of that many parts; each makes a table, in time that grows with the square of their number.
 _DEEP_KEY = re.compile(
     rf"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{DEEPEST}}}"""
 )
+
+
+def packaged() -> dict[str, pathlib.Path]:
+    """Returns the configs of the package by their names; those of the paper's experiments begin with "paper/"."""
+    files = [*sorted(_PACKAGED.glob("*.toml")), *sorted(_PACKAGED.glob("paper/*.toml"))]
+    return {file.relative_to(_PACKAGED).with_suffix("").as_posix(): file for file in files}
 
 
 def read_table(path: str | os.PathLike) -> dict[str, Any]:
@@ -99,16 +105,17 @@ def _find(path: str | os.PathLike) -> pathlib.Path:
     path = pathlib.Path(path)
     if path.is_file():
         return path
-    known = {file.stem: file for file in sorted(PACKAGED.glob("*.toml"))}
-    if len(path.parts) == 1 and path.suffix != ".toml":
-        if path.name in known:
-            return known[path.name]
-        hint = meant(path.name, known) or f"; these are {', '.join(known)}"
+    known, name = packaged(), path.as_posix()
+    if path.suffix != ".toml" and path.parts[:-1] in ((), ("paper",)):
+        if name in known:
+            return known[name]
+        hint = meant(name, known) or f"; these are {', '.join(known)}"
         rule = f"no such file, nor a config of the package{hint}"
         require(path.is_dir(), "config file", str(path), rule)
     rule = "no such file: it is a folder; name a file in it" if path.is_dir() else "no such file"
-    if path.stem in known:
-        rule += f"; the package has it as {path.stem}"
+    name = f"paper/{path.stem}" if path.parent.name == "paper" else path.stem
+    if name in known:
+        rule += f"; the package has it as {name}"
     elif not path.is_dir():
         beside = [file.name for file in path.parent.glob("*.toml") if file.is_file()]
         rule += meant(path.name, beside)

@@ -197,7 +197,7 @@ def _written(files: dict[str, bytes]) -> pathlib.Path:
     return _folder() / next(iter(files))
 
 
-_CONFIGS = [path.read_bytes() for path in sorted((ROOT / "configs").glob("*.toml"))]
+_CONFIGS = [path.read_bytes() for path in sorted((ROOT / "configs").rglob("*.toml"))]
 
 
 def _make_config(rng: random.Random) -> dict[str, bytes]:

@@ -147,7 +147,7 @@ def test_out_of_memory_names_the_line_of_the_plan_and_the_setting(tmp_path, monk
 def test_a_plan_knows_which_of_its_lines_may_be_wrong(phase, line, setting, monkeypatch):
     monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
     arch = memory.architecture.KNOWN["qwen2.5-7b"]
-    plan = memory.plan(config.load("gsm8k_qwen2.5_7b"), arch, limit=80 * 10**9)
+    plan = memory.plan(config.load("paper/gsm8k_qwen2.5_7b"), arch, limit=80 * 10**9)
     text = str(plan.exhaustion(RuntimeError("RESOURCE_EXHAUSTED"), phase))
     assert line in text and f"change {setting}" in text and "\n" not in text
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

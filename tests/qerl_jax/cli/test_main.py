@@ -385,6 +385,7 @@ def test_a_shell_completes_commands_options_and_values(completed):
 @pytest.mark.parametrize("command", ["train", slow("plan"), slow("filter")])
 def test_a_shell_completes_a_config_by_its_name_and_then_its_options(command, completed):
     assert completed(command, "gsm8k_qwen3") == {"gsm8k_qwen3_4b", "gsm8k_qwen3_8b"}
+    assert completed(command, "paper/gsm8k_qwen2.5_1") == {"paper/gsm8k_qwen2.5_14b"}
     assert completed(command, "quickstart", "--noise.num") == {"--noise.num-stages"}
     assert completed(command, "quickstart", "q") == set()
     # Bash then completes files, and it puts a slash after a folder.

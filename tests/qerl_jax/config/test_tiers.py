@@ -31,7 +31,7 @@ def named_in(table, prefix=""):
 
 
 SET = [
-    pair for path in CONFIGS.glob("*.toml") for pair in named_in(tomllib.loads(path.read_text()))
+    pair for path in CONFIGS.rglob("*.toml") for pair in named_in(tomllib.loads(path.read_text()))
 ]
 
 

@@ -27,8 +27,8 @@ from qerl_jax.training import guards, trainer
 CONFIGS = pathlib.Path(__file__).parents[3] / "configs"
 BENCH_7B = CONFIGS / "bench_7b.toml"
 BENCH, QUICKSTART = config.load(BENCH_7B), config.load(CONFIGS / "quickstart.toml")
-GSM8K = config.load(CONFIGS / "gsm8k_qwen2.5_7b.toml")
-FULL = config.load(CONFIGS / "gsm8k_qwen2.5_3b_full.toml")
+GSM8K = config.load(CONFIGS / "paper/gsm8k_qwen2.5_7b.toml")
+FULL = config.load(CONFIGS / "paper/gsm8k_qwen2.5_3b_full.toml")
 WIDE = Architecture("qwen2", 512, 64, 512, 4, 4, 2, 16)
 GB = 10**9
 
