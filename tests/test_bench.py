@@ -133,6 +133,9 @@ def test_what_is_unknown_is_refused(capsys):
     with pytest.raises(SystemExit):
         bench.main(["decoding"])
     assert "must be all, or some of decode, " in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        bench.main(["evaluation", "--rollouts", "2"])
+    assert "unrecognized arguments: --rollouts 2" in capsys.readouterr().err
     assert bench.main(["decode", "--list"]) == 0
     assert "--rows 8 64 128" in capsys.readouterr().out
 
