@@ -79,8 +79,9 @@ def pool_of(case: Case) -> dict[str, str]:
 
 def filler(tokenizer: str, length: int) -> str:
     """A text that leaves 32 of so many tokens for a short sum and the chat template."""
-    sentence, encode = "Take your time. ", tokenizers.load(tokenizer).hf.encode
-    tokens = (len(encode(sentence * 9)) - len(encode(sentence))) / 8
+    sentence, ids = "Take your time. ", tokenizers.load(tokenizer).ids
+    longer, shorter = map(len, ids([sentence * 9, sentence]))
+    tokens = (longer - shorter) / 8
     return sentence * max(0, int((length - 32) / tokens))
 
 

@@ -1,12 +1,15 @@
 """The commands of training runs: `train`, `plan`, `replay`, `report`."""
 
+import contextlib
 import os
 import pathlib
 import sys
+import threading
 
 import qerl_jax
 from qerl_jax.cli.common import log, run_config, use_compilation_cache
 from qerl_jax.cli.options import Parser
+from qerl_jax.data import tokenizer
 from qerl_jax.distributed.hosts import Hosts, join
 from qerl_jax.training import stopping
 
@@ -33,7 +36,10 @@ def train(argv: list[str]) -> int:
     """
     with stopping.ending_at_once("qerl train"):
         cfg = run_config("train", argv, about=train)
+        tokenizer.begin()
         join()
+        if not cfg.deterministic:  # which is set before the device starts
+            threading.Thread(target=_start_device).start()
         run = qerl_jax.train(cfg)
         if not Hosts.all().leads:
             return 0
@@ -43,6 +49,14 @@ def train(argv: list[str]) -> int:
         return 0
     sys.stderr.write(f"qerl train: this run has learned nothing (exit status {NOTHING_LEARNED})\n")
     return NOTHING_LEARNED
+
+
+def _start_device() -> None:
+    """Starts the device, which takes seconds, while the main thread imports the library."""
+    import jax
+
+    with contextlib.suppress(Exception):  # the main thread gets the same error
+        jax.local_devices()
 
 
 def plan(argv: list[str]) -> None:

@@ -10,7 +10,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from qerl_jax.data import chat_template, turns
+from qerl_jax.data import chat_template, rust_tokenizer, turns
+from qerl_jax.data.rust_tokenizer import RustTokenizer
 from qerl_jax.system.checked import require, tell
 from qerl_jax.system.files import read_json
 
@@ -29,7 +30,7 @@ class Tokenizer:
     """A Hugging Face tokenizer, and the ids and the chat template that generation needs.
 
     Attributes:
-        hf: The transformers tokenizer.
+        hf: What encodes and decodes; a tokenizer of transformers if it has one that is not of its usual kind.
         stop_tokens: Ids that end a completion: the ends of sequence of the tokenizer, of generation_config.json and of
             config.json; and the token with which the chat template ends a turn, see `turns.end_of_turn`.
         pad_token: Id that pads rows at the end; never trained on.
@@ -40,7 +41,7 @@ class Tokenizer:
         notes: Lines to show where chats are rendered: about the ends of turns, and the start of the assistant's.
     """
 
-    hf: Any
+    hf: RustTokenizer | Any
     stop_tokens: tuple[int, ...]
     pad_token: int
     num_tokens: int
@@ -196,22 +197,13 @@ def load(
     files = [folder / name for name in ("tokenizer.json", "tokenizer_config.json")]
     is_there = any(file.is_file() for file in files)
     require(is_there, "tokenizer", str(folder), "has no tokenizer.json", FileNotFoundError)
-    # Without PyTorch, importing transformers prints a notice, which would be the first line of the output.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from transformers import AutoTokenizer
-
     config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     # If config.json states no version, transformers warns that any large tokenizer has a fault of Mistral's.
     quiet = {} if config.get("model_type") == "mistral" else {"fix_mistral_regex": False}
-    try:
-        hf = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, **quiet)
-    except Exception as error:  # transformers raises errors of many types for a broken file
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(
-            f"tokenizer: transformers cannot read the one in {folder}: {reason}"
-        ) from error
+    hf = RustTokenizer.read(folder, quiet) or _in_transformers(folder, quiet)
     # Without the file of its vocabulary, transformers makes one of special tokens, which encodes nothing.
-    words = hf.get_vocab().keys() - {*hf.all_special_tokens, *hf.get_added_vocab()}
+    vocabulary = hf.get_vocab()
+    words = vocabulary.keys() - {*hf.all_special_tokens, *hf.get_added_vocab()}
     rule = "has no file with a vocabulary, such as tokenizer.json"
     require(len(words) > 1, "tokenizer", str(folder), rule)
     template = hf.chat_template or ""
@@ -231,7 +223,7 @@ def load(
         is_used = name not in _OWN_OPTIONS and name in template
         require(is_used, "model.chat_template_kwargs", name, rule)
     ends = [] if hf.eos_token_id is None else [hf.eos_token_id]
-    largest, stated = max(hf.get_vocab().values(), default=-1), _stated_ends(folder)
+    largest, stated = max(vocabulary.values(), default=-1), _stated_ends(folder)
     if none := sorted({stop for stop in stated if not 0 <= stop <= largest}):
         tell(
             f"warning: {folder}: eos_token_id names {none}, which are no tokens of the tokenizer: they end nothing"
@@ -247,6 +239,27 @@ def load(
     require(tokens.stop_tokens, "tokenizer", str(folder), rule)
     pad = hf.pad_token_id if hf.pad_token_id is not None else tokens.stop_tokens[0]
     return dataclasses.replace(tokens, pad_token=pad)
+
+
+def begin() -> None:
+    """Starts the processes that read tokenizers and render chats, which need seconds until they are ready."""
+    rust_tokenizer.shared_pool().start()
+    chat_template.shared_pool().start()
+
+
+def _in_transformers(folder: pathlib.Path, options: Mapping[str, Any]) -> Any:
+    """Reads a tokenizer with transformers in this process."""
+    # Without PyTorch, importing transformers prints a notice, which would be the first line of the output.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, **options)
+    except Exception as error:  # transformers raises errors of many types for a broken file
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(
+            f"tokenizer: transformers cannot read the one in {folder}: {reason}"
+        ) from error
 
 
 def without_none(value: Any) -> Any:

@@ -45,17 +45,18 @@ def admit(
             `max_prompt_length` while `overlong` is "error", or no problem is left; also see `Tools.encode`.
     """
     require(bool(problems), "problems", len(problems), "there must be at least one")
-    lengths = [len(ids) for ids in encode(problems, tokenizer, tools)]
+    rows = list(problems)  # some are read or computed anew at each access
+    lengths = [len(ids) for ids in encode(rows, tokenizer, tools)]
     if 0 in lengths:
         raise ValueError(
             f"prompt of problem {lengths.index(0)}: must have at least one token; got none"
         )
-    pairs, field = zip(problems, lengths, strict=True), "data.max_prompt_length"
+    pairs, field = zip(rows, lengths, strict=True), "data.max_prompt_length"
     short = [problem for problem, length in pairs if length <= max_prompt_length]
-    if len(short) == len(problems):
+    if len(short) == len(rows):
         return problems
     longest = max(lengths)
-    too_long = f"{len(problems) - len(short)} of {len(problems)} {what} are"
+    too_long = f"{len(rows) - len(short)} of {len(rows)} {what} are"
     rule = (
         f"{too_long} longer (problem {lengths.index(longest)} has {longest} tokens): raise it, or set "
         'data.overlong_prompts = "drop"'

@@ -73,6 +73,10 @@ class Pool:
         self._calls = Ahead(functools.partial(_call, self._idle), workers)
         self.close = weakref.finalize(self, _stop_all, members)
 
+    def start(self) -> None:
+        """Starts a process before the first call, in a thread."""
+        self._calls.begin([_key("", ())])
+
     def map(self, function: str, calls: Sequence[Sequence[Any]]) -> list[Any]:
         """Calls the named function with each tuple of arguments, in parallel; equal calls are made once.
 

@@ -11,7 +11,7 @@ from qerl_jax import config
 from qerl_jax.aqn import exploration
 from qerl_jax.checkpoint import hf_folder, peft, run_state
 from qerl_jax.config import rules as config_rules
-from qerl_jax.data import datasets
+from qerl_jax.data import datasets, tokenizer
 from qerl_jax.distributed.hosts import Hosts
 from qerl_jax.distributed.mesh import Replicas
 from qerl_jax.evaluation.evaluator import Evaluator
@@ -102,6 +102,7 @@ def check(
     """
     began, stop, hosts = time.monotonic(), stop or Stop(), Hosts.all()
     trackers.require(cfg.report_to)
+    tokenizer.begin()
     earlier = hosts.told(
         lambda: (before := run_folder.earlier_run(cfg)) and config.to_table(before)
     )

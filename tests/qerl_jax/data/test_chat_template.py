@@ -7,7 +7,7 @@ import transformers
 
 from qerl_jax.data import chat_template, tokenizer
 from qerl_jax.system.process_pool import Pool
-from tests.qerl_jax.data.test_tokenizer import CHAT, copy, tiny  # noqa: F401 (fixtures)
+from tests.qerl_jax.data.test_tokenizer import CHAT, TINY, copy, tiny  # noqa: F401 (fixtures)
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 # Each uses what templates of well-known models use.
@@ -29,10 +29,11 @@ HONEST = {
 
 
 @pytest.mark.parametrize("name", HONEST)
-def test_the_text_is_that_of_transformers(name, tiny):  # noqa: F811
+def test_the_text_is_that_of_transformers(name):
+    hf = transformers.AutoTokenizer.from_pretrained(TINY)
     for is_open in (True, False):
         options = {"chat_template": HONEST[name], "add_generation_prompt": is_open}
-        expected = tiny.hf.apply_chat_template(CHAT, tokenize=False, **options, **TOKENS)
+        expected = hf.apply_chat_template(CHAT, tokenize=False, **options, **TOKENS)
         given = chat_template.render(HONEST[name], [CHAT], TOKENS, add_generation_prompt=is_open)
         assert given == [expected]
 

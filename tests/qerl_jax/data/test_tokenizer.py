@@ -1,13 +1,17 @@
 """Tests text to ids and back with the tokenizer that ships with the package."""
 
+import dataclasses
+import itertools
 import json
 import logging
 import pathlib
 import shutil
 
+import numpy as np
 import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from qerl_jax.data import tokenizer
+from qerl_jax.data import rust_tokenizer, tokenizer
 
 TINY = pathlib.Path(tokenizer.__file__).parents[1] / "assets" / "tiny"
 CHAT = [{"role": "system", "content": "Think."}, {"role": "user", "content": "What is 12 + 30?"}]
@@ -33,13 +37,13 @@ def copy(tmp_path):
 
 
 def ids_of(tiny, *marks):
-    return tuple(tiny.hf.convert_tokens_to_ids(list(marks)))
+    return tuple(tiny.hf.get_vocab()[mark] for mark in marks)
 
 
 def test_tiny_stops_at_the_end_of_a_turn_and_pads_with_another_token(tiny):
     assert tiny.stop_tokens == ids_of(tiny, "<|im_end|>")
     assert (tiny.pad_token,) == ids_of(tiny, "<|endoftext|>")
-    assert tiny.num_tokens == len(tiny.hf)
+    assert tiny.num_tokens == len(AutoTokenizer.from_pretrained(TINY))
 
 
 def test_a_chat_is_rendered_with_its_generation_prompt(tiny):
@@ -61,7 +65,44 @@ def test_prompts_are_encoded_apart_and_without_padding(tiny):
     together = tiny.encode(["1", CHAT, "1 + 2"])
     assert together == [tiny.encode([prompt])[0] for prompt in ("1", CHAT, "1 + 2")]
     assert tiny.encode([]) == []
-    assert together[1] == tiny.hf.apply_chat_template(CHAT, add_generation_prompt=True)["input_ids"]
+    hf = AutoTokenizer.from_pretrained(TINY)
+    assert together[1] == hf.apply_chat_template(CHAT, add_generation_prompt=True)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"add_bos_token": True, "bos_token": "<|im_start|>"},
+        {"tokenizer_class": "LlamaTokenizer"},
+    ],
+    ids=str,
+)
+def test_without_transformers_ids_and_texts_are_the_same(fields, copy):
+    folder, change = copy
+    change(**fields)
+    ours, hf = tokenizer.load(folder).hf, AutoTokenizer.from_pretrained(folder)
+    assert isinstance(ours, rust_tokenizer.RustTokenizer)
+    texts = ["12+30=<answer> 42 .</answer><|im_end|>", " \té京 ", "", "a" * 300]
+    for adds in (True, False):
+        theirs = hf(texts, add_special_tokens=adds)["input_ids"]
+        assert ours(texts, add_special_tokens=adds) == {"input_ids": theirs}
+        for skip, row in itertools.product((True, False), theirs):
+            options = {"skip_special_tokens": skip, "clean_up_tokenization_spaces": False}
+            assert ours.decode(np.array(row), **options) == hf.decode(row, **options)
+    for method in ("get_vocab", "get_added_vocab"):
+        assert getattr(ours, method)() == getattr(hf, method)()
+    assert ours.convert_ids_to_tokens([0, 421, 10**6]) == hf.convert_ids_to_tokens([0, 421, 10**6])
+    for field in dataclasses.fields(ours)[1:]:
+        assert getattr(ours, field.name) == getattr(hf, field.name), field.name
+
+
+def test_a_tokenizer_that_encodes_in_another_way_is_that_of_transformers(copy):
+    folder, change = copy
+    change(split_special_tokens=True)
+    tokens, text = tokenizer.load(folder), "1<|im_end|>"
+    assert isinstance(tokens.hf, PreTrainedTokenizerBase)
+    assert len(tokens.ids([text])[0]) > 2 and tokens.decode(tokens.ids([text])[0]) == text
 
 
 def test_decoding_drops_the_chat_marks_and_keeps_the_tags(tiny):

@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from qerl_jax.data import tokenizer
 from tests.qerl_jax.data.test_tokenizer import CHAT, copy, ids_of, tiny  # noqa: F401 (fixtures)
@@ -105,7 +106,8 @@ def test_texts_get_special_tokens_and_chats_those_of_the_template(copy, capsys):
     change(bos_token="<s>", chat_template="{{ bos_token }}" + chatml(END))
     tokens = tokenizer.load(folder)
     texts = ["2+3=", "a", "<s>b", ""]
-    theirs = tokens.hf(text=texts)["input_ids"]  # TRL: processing_class(text=prompts)
+    hf = AutoTokenizer.from_pretrained(folder)
+    theirs = hf(text=texts)["input_ids"]  # TRL: processing_class(text=prompts)
     assert tokens.encode(texts) == theirs and [ids[0] for ids in theirs] == [426] * 4
     (line,) = capsys.readouterr().err.splitlines()
     assert (
@@ -114,7 +116,7 @@ def test_texts_get_special_tokens_and_chats_those_of_the_template(copy, capsys):
     )
     tokens.encode(["a" + END])
     assert "warning: a text ends with a stop token" in capsys.readouterr().err
-    chat = tokens.hf.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+    chat = hf.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
     assert tokens.encode(["a", CHAT, ""]) == [theirs[1], chat, theirs[3]] and chat.count(426) == 1
     assert tokens.ids(["2+3="]) == [theirs[0][1:]]  # as a completion
 
@@ -132,7 +134,7 @@ def test_one_padding_token_beyond_the_embedding_is_not_used(copy):  # noqa: F811
     change(pad_token="<pad>")
     tokens = tokenizer.load(folder)
     rows = tokens.pad_token
-    assert tokens.num_tokens == len(tokens.hf) == rows + 1
+    assert tokens.num_tokens == len(tokens.hf.get_vocab()) == rows + 1
     fitted = tokens.fitted(rows, "tokenizer")
     assert (fitted.num_tokens, fitted.pad_token) == (rows, 421)
     assert fitted.encode([CHAT]) == tokens.encode([CHAT])

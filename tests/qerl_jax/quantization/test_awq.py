@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from pallas_kernels import FORMATS
 from qerl_jax.checkpoint import base_model
@@ -134,7 +135,8 @@ def rendered(rows):
 
 
 def test_rows_are_found_under_the_usual_names(tmp_path):
-    chat = lambda *messages: TOKENS.hf.apply_chat_template(list(messages), tokenize=False)
+    hf = AutoTokenizer.from_pretrained(TINY)
+    chat = lambda *messages: hf.apply_chat_template(list(messages), tokenize=False)
     user, assistant = {"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "5"}
     turns = [{"from": "human", "value": "2+3?"}, {"from": "gpt", "value": "5"}]
     system = {"role": "system", "content": "Sum."}

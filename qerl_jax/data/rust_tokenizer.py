@@ -1,0 +1,88 @@
+"""Tokenizers without transformers in this process.
+
+transformers takes seconds to import, and more where PyTorch is installed. So another process reads a tokenizer's files
+with it, while this one still imports JAX and starts the device, and returns what the package `tokenizers`, which is in
+Rust and all that transformers encodes and decodes with, needs to do the same here.
+"""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import tokenizers
+
+from qerl_jax.system.process_pool import Failure, Pool
+
+# CPU seconds to read one; the largest take about five.
+_SECONDS = 120.0
+# Address space, not memory: NumPy's libraries reserve some for each processor.
+_ADDRESS_BYTES = 1 << 36
+
+
+@dataclasses.dataclass(frozen=True)
+class RustTokenizer:
+    """What is used of a transformers tokenizer, with the names and results that it has there."""
+
+    rust: tokenizers.Tokenizer
+    name_or_path: str
+    chat_template: str | dict[str, str] | None
+    special_tokens_map: dict[str, str]
+    all_special_tokens: list[str]
+    all_special_ids: list[int]
+    bos_token: str | None
+    bos_token_id: int | None
+    eos_token_id: int | None
+    pad_token_id: int | None
+
+    @classmethod
+    def read(cls, folder: pathlib.Path, options: Mapping[str, Any]) -> Self | None:
+        """Reads a folder; None if only transformers itself can use or refuse its tokenizer.
+
+        `options` are those of `AutoTokenizer.from_pretrained`.
+        """
+        (fields,) = shared_pool().map("read", [(str(folder), dict(options))])
+        if fields is None or isinstance(fields, Failure):
+            return None
+        rust = tokenizers.Tokenizer.from_str(fields.pop("rust"))
+        rust.no_truncation()
+        rust.no_padding()
+        return cls(rust, **fields)
+
+    def __call__(
+        self, texts: Sequence[str], *, add_special_tokens: bool, verbose: bool = False
+    ) -> dict[str, list[list[int]]]:
+        """Returns the ids of texts, which are encoded in parallel."""
+        rows = self.rust.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return {"input_ids": [row.ids for row in rows]}
+
+    def decode(
+        self,
+        ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool = False,
+    ) -> str:
+        """Returns the text of ids; it never cleans up spaces."""
+        return self.rust.decode([*map(int, ids)], skip_special_tokens=skip_special_tokens)
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.rust.get_vocab(with_added_tokens=True)
+
+    def get_added_vocab(self) -> dict[str, int]:
+        return {token.content: number for number, token in self.added_tokens_decoder.items()}
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, tokenizers.AddedToken]:
+        return self.rust.get_added_tokens_decoder()
+
+    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str | None]:
+        return [self.rust.id_to_token(int(number)) for number in ids]
+
+
+@functools.cache
+def shared_pool() -> Pool:
+    """Returns the shared pool of one process, which starts when it is first needed."""
+    module = "qerl_jax.data.tokenizer_reader"
+    return Pool(module, workers=1, seconds=_SECONDS, memory_bytes=_ADDRESS_BYTES)
