@@ -296,7 +296,7 @@ class FolderTensors(Mapping[str, jax.Array]):
         scale = np.asarray(self.files[scale_name], np.float32)
         refuse_first(self.files, scale_name, ~((scale >= 0) & np.isfinite(scale)), rule)
         zero = self.files.get(f"{module}.{_ZERO}")
-        codes = jnp.asarray(self.files[name])
+        codes = jax.device_put(self.files[name])
         weight, is_usable, is_lost = _decoded(codes, scale, zero, self._steps(module))
         if not is_usable:
             bad = ~np.isfinite(self.files[name].astype(np.float32))

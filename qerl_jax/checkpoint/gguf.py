@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -257,7 +256,7 @@ class Tensors(Mapping[str, np.ndarray]):
     def on_device(self, name: str) -> jax.Array:
         """Returns the same tensor on the device, to which its bytes are copied as they are in the file."""
         data, *form = self._stored(name)
-        return _compiled(jnp.asarray(data), *form)
+        return _compiled(jax.device_put(data), *form)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)

@@ -305,12 +305,13 @@ def import_adapter(folder: str | pathlib.Path, model: transformer.Transformer) -
         for part, n in arch.linears()[linear]:
             names = [f"{prefix}{architecture.PARENT[linear]}.{part}" for prefix in prefixes]
             pairs = [branch(name, n, arch.input_width(linear), shape.rank) for name in names]
-            a, b = map(np.stack, zip(*pairs, strict=True))
-            layers[linear][part] = {"a": jnp.asarray(a), "b": jnp.asarray(b)}
+            # With a dtype: without one, JAX compiles a program for each shape.
+            a, b = (jnp.asarray(np.stack(x), jnp.float32) for x in zip(*pairs, strict=True))
+            layers[linear][part] = {"a": a, "b": b}
     if ours.train_norms:
         for norm in architecture.LAYER_NORMS:
             scales = [read(f"{prefix}{norm}", (arch.width,)) for prefix in prefixes]
-            layers[norm] = {"scale": jnp.asarray(np.stack(scales))}
+            layers[norm] = {"scale": jnp.asarray(np.stack(scales), jnp.float32)}
     if unread:
         more = f"({len(unread)} such tensors)"
         raise ValueError(f"{folder}: {min(unread)} has no place in the model {more}")

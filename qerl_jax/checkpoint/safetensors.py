@@ -14,7 +14,6 @@ import reprlib
 from collections.abc import Callable, Mapping
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -97,7 +96,8 @@ class Tensors(dict[str, np.ndarray]):
 
     def on_device(self, name: str) -> jax.Array:
         """Returns a tensor on the device; on a CPU it may be the mapped file itself."""
-        return jnp.asarray(self[name])
+        # `jnp.asarray` would compile a program for each shape, here and wherever a file's numbers are sent to the device.
+        return jax.device_put(self[name])
 
     def _open_shards(self, index: pathlib.Path) -> None:
         """Opens the files of an index, and checks that each holds the tensors that the index lists for it."""

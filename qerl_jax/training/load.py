@@ -1,9 +1,12 @@
 """Loads all that the training loop needs: the policy's weights onto the devices, sampler, updater and position."""
 
+import concurrent.futures
 import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
+
+import jax
 
 from qerl_jax.aqn import exploration
 from qerl_jax.checkpoint import peft, run_state
@@ -104,15 +107,23 @@ def load(
 def _policy(checked: CheckedRun, quiet: bool) -> tuple[update.TrainState, Any, list[str]]:
     """Returns the initial or resumed state, the part that is not trained, and lines about the noise."""
     cfg, model, replicas = checked.cfg, checked.task.model, checked.replicas
-    frozen = read_base(cfg.model, model, cfg.seed, replicas, quiet=quiet)
-    params, frozen = transformer.trainable(model, frozen, stream_key(cfg, PARAMS))
+    key, is_alone = stream_key(cfg, PARAMS), not replicas.devices
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        if is_alone and not model.full:
+            # The call below then finds the compiled program.
+            shapes = transformer.abstract_base(model)
+            pool.submit(lambda: transformer.init_params.lower(model, shapes, key).compile())
+        frozen = read_base(cfg.model, model, cfg.seed, replicas, quiet=quiet)
+    params, frozen = transformer.trainable(model, frozen, key)
     if checked.adapter is not None:
         params = peft.import_adapter(checked.adapter, model)
     lines = []
     if cfg.noise is not None:
         lines = exploration.describe(cfg.noise, model, params, frozen)
         terminal.say(lines, quiet=quiet)
-    state = update.first_state(cfg, params)
+    first_state = functools.partial(update.first_state, cfg)
+    # One program. Of weights that several devices share, it would not divide the moments.
+    state = (jax.jit(first_state) if is_alone else first_state)(params)
     del params
     state, frozen = replicas.hold(state), replicas.hold(frozen)
     if checked.resumed is not None:

@@ -13,6 +13,7 @@ from qerl_jax.checkpoint import safetensors as tensor_files
 from qerl_jax.checkpoint.safetensors import SafetensorsError, Tensors
 from tests import golden_files
 from tests.faults.harness import files_of
+from tests.programs import compiled
 
 
 def write(path, tensors, spaces=0):
@@ -29,6 +30,16 @@ def write(path, tensors, spaces=0):
 
 def floats(*values):
     return ("F32", np.array(values, np.float32))
+
+
+def test_a_tensor_is_sent_to_the_device_without_a_program_for_its_shape(tmp_path, caplog):
+    shapes = {str(n): ("F32", np.arange(n, dtype=np.float32)) for n in (1013, 1019)}
+    write(tmp_path / "model.safetensors", shapes)
+    tensors, arrays = Tensors(tmp_path), {}
+    read = lambda: arrays.update((name, tensors.on_device(name)) for name in shapes)
+    assert compiled(caplog, read) == []
+    for name, (_, expected) in shapes.items():
+        np.testing.assert_array_equal(arrays[name], expected)
 
 
 @pytest.mark.parametrize("spaces", range(4))

@@ -15,9 +15,11 @@ from qerl_jax.model import architecture
 from qerl_jax.planning import cards, memory
 from qerl_jax.rl import rollouts, update
 from qerl_jax.system import early_programs
-from qerl_jax.training import program_list
+from qerl_jax.training import load, program_list
+from qerl_jax.training.check import check
 from qerl_jax.training.trainer import train
 from tests.faults import harness
+from tests.programs import compiled
 
 # All passes that an update can have beside the gradient.
 SCORED = {
@@ -113,3 +115,12 @@ def test_a_run_compiles_what_it_lists_in_threads_and_no_other_large_program(
     names = seen["names"]
     assert names["decode"] == 2 + 1 and names["accumulate"] >= 2
     assert compiled["compile"] == names - Counter(check=1) + Counter(_score_twice=1)
+
+
+@pytest.mark.slow
+def test_what_trains_is_compiled_by_a_thread_and_its_state_is_one_program(tmp_path, caplog):
+    checked = check(harness.tiny(tmp_path / "run"))
+    names = compiled(caplog, lambda: load._policy(checked, quiet=True))
+    assert names.count("first_state") == 1
+    # A log of this thread's compilations: the adapter's is another's.
+    assert {"init_params", "broadcast_in_dim", "stage"}.isdisjoint(names)
