@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 
 from qerl_jax.system import files
 
@@ -67,7 +66,7 @@ class StateFiles:
                     # assume that each process has only a part.
                     fields = jax.device_get(fields)
                 with _quiet_threads(), contextlib.closing(_arrays()) as arrays:
-                    arrays.save(partial / _STATE, args=ocp.args.StandardSave(fields))
+                    arrays.save(partial / _STATE, args=_orbax().args.StandardSave(fields))
                 files.write_whole(partial / _SUPPLY, files.to_line(supply or {}))
                 files.seal(partial)
             steps = self.steps()
@@ -171,7 +170,7 @@ class StateFiles:
             with contextlib.closing(_arrays()) as arrays:
                 if like is None:
                     like = jax.tree.map(_on_one_device, arrays.metadata(folder).item_metadata.tree)
-                return arrays.restore(folder, args=ocp.args.StandardRestore(like))
+                return arrays.restore(folder, args=_orbax().args.StandardRestore(like))
         except Exception as error:
             (line, *_) = str(error).strip().splitlines() or [""]
             why = f"cannot be read as the state of this run: {type(error).__name__}: {line[:300]}"
@@ -209,8 +208,14 @@ def _fields(state: Any) -> dict[str, Any]:
     return {name: x for name, x in fields.items() if name not in _OPTIONAL or x is not None}
 
 
-def _arrays() -> ocp.Checkpointer:
-    options = {}
+def _orbax() -> Any:
+    import orbax.checkpoint  # slow to import, and the first steps of a run do not need it
+
+    return orbax.checkpoint
+
+
+def _arrays() -> Any:
+    ocp, options = _orbax(), {}
     if jax.process_count() > 1:
         index = jax.process_index()
         this_process = ocp.options.MultiprocessingOptions(

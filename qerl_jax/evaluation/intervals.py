@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from scipy.special import ndtri, stdtrit
 
 from qerl_jax.system.checked import require
 
@@ -161,6 +160,8 @@ def paired_difference(ours: np.ndarray, theirs: np.ndarray, samples: int = 1) ->
     Source: Agresti and Min 2005, Statistics in Medicine 24:729; pairing: Miller 2024
     (arXiv:2411.00640), section 4.2.
     """
+    from scipy.special import stdtrit  # slow to import, here and below: training does not need it
+
     ours, theirs = np.asarray(ours, float), np.asarray(theirs, float)
     if ours.shape != theirs.shape or len(ours) < 2:
         raise ValueError(
@@ -184,6 +185,8 @@ def _wilson(mean: float, variance: float, at_zero: int) -> Interval:
 
     If the mean is 0 or 1, it is the interval for `at_zero` verdicts.
     """
+    from scipy.special import ndtri
+
     spread = mean * (1 - mean)
     size = spread / variance if spread > 0 else at_zero
     z = float(ndtri(_QUANTILE))
