@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels import finished_linear, nvfp4
 from pallas_kernels.nvfp4_matmul import api, layout, prefill, reference
-from tests.pallas_kernels.common import f32, to_hopper
+from tests.pallas_kernels.common import f32, slow, to_hopper
 from tests.pallas_kernels.test_finished_linear_prefill import (
     assert_almost_all_are_equal,
     on_hopper,  # noqa: F401
@@ -54,8 +54,8 @@ def test_a_linear_of_many_rows_is_one_kernel_where_it_can_be(monkeypatch, epilog
 def test_linear_multiplies_by_the_transposed_weight(packed):
     x = np.random.default_rng(0).normal(size=(2, 3, 32)).astype(np.float32)
     weight = jax.random.normal(jax.random.key(1), (24, 32))
-    held = nvfp4.quantize(weight) if packed else weight
-    matrix = nvfp4.dequantize(held) if packed else weight
+    held = jax.jit(nvfp4.quantize)(weight) if packed else weight
+    matrix = jax.jit(nvfp4.dequantize)(held) if packed else weight
     expected = x.astype(np.float64) @ np.asarray(matrix, np.float64).T
     np.testing.assert_allclose(finished_linear.linear(jnp.asarray(x), held), expected, atol=2e-5)
 
@@ -78,7 +78,7 @@ def test_prepared_matrices_give_the_bits_of_those_they_were_made_of(dtype):
 
 
 # Parts in whole tiles, one part, and parts whose ranks share one tile.
-@pytest.mark.parametrize("sizes", [(256, 128), (384,), (40, 24, 36)])
+@pytest.mark.parametrize("sizes", [slow((256, 128)), slow((384,)), (40, 24, 36)])
 def test_matrices_prepared_for_the_kernel_are_those_that_it_makes_itself(epilogues, sizes):
     case = random(160, sizes, 512)
     launched, w, rank = epilogues(case), to_hopper(case.weight), 16

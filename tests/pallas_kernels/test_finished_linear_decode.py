@@ -101,7 +101,10 @@ def assert_meets_arithmetic(m, n, k, config, *, share=0.01, **options):
 
 @pytest.mark.parametrize(
     ("k", "rank", "height"),
-    [(64, 64, 64), (128, 24, 64), (192, 100, 64), (128, 16, 32), (256, 96, 32), (128, 40, 32)],
+    [
+        *[slow(64, 64, 64), slow(128, 24, 64), (192, 100, 64)],
+        *[slow(128, 16, 32), slow(256, 96, 32), (128, 40, 32)],
+    ],
 )
 def test_a_tile_of_a_comes_back_as_it_was_and_a_low_one_has_each_rank_twice(k, rank, height):
     a = normal(0, (k, rank))
@@ -175,7 +178,7 @@ def test_a_piece_is_in_the_order_of_a_warpgroups_registers():
 
 
 @pytest.mark.parametrize("sizes", [(128, 64, 64), (100, 40, 8)])
-@pytest.mark.parametrize("rank", [8, 24, 32, 64, 128])
+@pytest.mark.parametrize("rank", [8, *map(slow, (24, 32, 64)), 128])
 def test_a_row_of_b_meets_the_ranks_of_its_own_part_alone(rank, sizes):
     parts = [(jnp.ones((64, rank)), jnp.full((rank, n), i + 1.0)) for i, n in enumerate(sizes)]
     branch = pack_lora(parts, 1.0, is_packed=False)
@@ -243,6 +246,7 @@ def test_linears_of_any_size_meet_arithmetic(interpreter, m, n, k, rank, sizes, 
     assert_meets_arithmetic(m, n, k, config, t=t, rank=rank, sizes=sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("m", "n", "k", "rank", "sizes", "config"),
     [

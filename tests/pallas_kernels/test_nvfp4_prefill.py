@@ -62,7 +62,7 @@ def assert_equal_leaves(actual, expected):
         slow(192, 320, dequantize.Config(64, 2, 2), False),  # slots used again
         (100, 208, None, False),  # ragged N and K
         slow(64, 64, None, False),  # less work than blocks
-        (192, 208, None, True),
+        slow(192, 208, None, True),
         slow(192, 320, dequantize.Config(64, 2, 2), True),
         slow(192, 256, dequantize.Config(128, 2, 3), True),
         slow(192, 256, dequantize.Config(256, 2, 3), True),
@@ -138,6 +138,7 @@ def test_the_order_of_rows_in_memory_changes_no_bit(interpreter, assume, m, n, k
     np.testing.assert_array_equal(*map(product, w))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale_per_row", [slow(False), True])
 def test_its_sums_are_scaled_before_they_are_rounded(interpreter, scale_per_row):
     t = weight(11, 128, 64, scale_per_row=scale_per_row)
@@ -234,6 +235,7 @@ def assert_scans_are_rematerialized(m, n, name):
     assert np.abs(dx - expected_dx).max() <= 4 * 2**-7 * np.abs(expected_dx).max()
 
 
+@pytest.mark.slow
 def test_stacked_weights_are_scanned_rematerialized_and_x_is_donated(pretended_hopper):
     assert_scans_are_rematerialized(130, 64, None)
 

@@ -6,7 +6,7 @@ import pytest
 from pallas_kernels import nvfp4, rounded, runtime
 from pallas_kernels.linear import finish
 from pallas_kernels.portable import epilogue, layout
-from tests.pallas_kernels.common import f32, normal, slow, to_portable
+from tests.pallas_kernels.common import f32, normal, to_portable
 from tests.pallas_kernels.devices import like
 
 LAYERS, LAYER = 2, 1
@@ -69,7 +69,8 @@ def test_a_finished_product_is_what_its_definition_says(portable, sizes, rank, o
     assert_mostly_equal(actual, definition(w, matrices, bias, x))
 
 
-@pytest.mark.parametrize("is_normed", [True, slow(False)])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_normed", [True, False])
 def test_before_compute_capability_8_rows_may_be_larger_than_float16_is(portable, is_normed):
     if portable == "gpu":
         pytest.skip("pretends to be a T4")
