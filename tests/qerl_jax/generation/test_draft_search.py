@@ -62,7 +62,7 @@ def test_a_draft_ends_with_its_text():
     """Also where the text fills its line, and where a draft would run into the next text."""
     texts = Texts(jnp.array([[1, 2, 3, 4], [1, 2, -1, 3], [5, 6, 7, -1]]), jnp.arange(3))
     rows = jnp.array([[2], [1], [9]])
-    found = draft_search.search(rows, jnp.ones(3, jnp.int32), texts)
+    found = jax.jit(draft_search.search)(rows, jnp.ones(3, jnp.int32), texts)
     assert found.match.tolist() == [1, 1, 0]
     assert found.tokens.tolist() == [[3, 4, *[-1] * 5], [2, *[-1] * 6], [-1] * MOST]
 

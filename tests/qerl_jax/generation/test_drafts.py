@@ -158,7 +158,7 @@ def test_noise_of_the_rows_own_is_that_without_drafts(per):
     ("options", "compact"),
     [
         ({}, False),  # drafts would change the last bits of log-probabilities
-        ({"most_rows": 4}, True),
+        slow({"most_rows": 4}, True),
         ({"least_limit": 21}, True),
     ],
 )

@@ -121,7 +121,7 @@ def test_each_turn_is_what_the_policy_says_to_all_that_stands_before_it(rows):
 @pytest.mark.parametrize(
     "options",
     [
-        *[{}, {"kv_cache_tokens": 130}],
+        *[{}, slow({"kv_cache_tokens": 130})],
         *[slow({"max_concurrent": None}), slow({"chunk": 3, "page_size": 7})],
     ],
 )

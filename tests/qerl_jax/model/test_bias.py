@@ -82,7 +82,7 @@ def estimate(tokens, *, behaviour=NOISY, old="behaviour", mode=None, clip_max=np
         arrays = logps(theta), old_logps, advantages, mask(tokens)
         return grpo.policy_loss(cfg, grpo.LossInputs(*arrays, sampling_weights=weights), totals)[0]
 
-    return -flat(jax.grad(loss)(POLICY))
+    return -flat(jax.jit(jax.grad(loss))(POLICY))
 
 
 def error(found, tokens):
@@ -91,7 +91,7 @@ def error(found, tokens):
 
 
 def slope_of(function):
-    return flat(jax.grad(function)(POLICY))
+    return flat(jax.jit(jax.grad(function))(POLICY))
 
 
 assert_equal = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-14)

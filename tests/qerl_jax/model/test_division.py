@@ -73,7 +73,7 @@ def weight_of(form, shape):
     return to_portable(found) if form.startswith("portable") else found
 
 
-QUICK = [("nvfp4", "qkv"), ("nvfp4", "down"), ("nf4", "gate_up"), ("float32", "o")]
+QUICK = [("nvfp4", "qkv"), ("nvfp4", "down"), ("float32", "o")]
 QUICK += [("hopper pairs nvfp4", "gate_up")]
 FORMATS = ["nvfp4", "mxfp4", "nf4", "float32", "hopper nvfp4"]
 FORMATS += [f"portable {form}" for form in ("nvfp4", "mxfp4", "nf4")]

@@ -99,9 +99,9 @@ def assert_meets_the_plain_model(arch, weights, rows, kernels):
 @pytest.mark.parametrize(
     ("arch", "weights"),
     [
-        *[(ARCH, "bfloat16"), slow(ARCH, "nvfp4")],
+        *[slow(ARCH, "bfloat16"), slow(ARCH, "nvfp4")],
         slow(ARCH, "nvfp4-paired"),  # gate_up is finished inside its product
-        *[slow(ODD, "bfloat16"), slow(ODD, "nvfp4")],
+        *[(ODD, "bfloat16"), slow(ODD, "nvfp4")],
         *[slow(SMALL, "bfloat16"), slow(SMALL, "nvfp4")],
     ],
 )
@@ -244,8 +244,8 @@ def test_each_product_asks_for_the_next_ones_words(monkeypatch, unroll, asked):
     ("change", "rows"),
     [
         ({"weights": "nf4"}, 3),
-        ({"weights": "mxfp4"}, 3),
-        ({"weights": "bfloat16", "full": True, "lora": None}, 3),
+        slow({"weights": "mxfp4"}, 3),
+        slow({"weights": "bfloat16", "full": True, "lora": None}, 3),
         ({"weights": "float32", "dtype": jnp.float32}, 3),
         ({"weights": "bfloat16"}, 192),
     ],

@@ -1,5 +1,6 @@
 """Tests adapters with different branches: by linear, by layer, in rank and in scaling."""
 
+import functools
 import json
 
 import jax
@@ -57,9 +58,13 @@ def real(path, leaf):
     return within[:, None, :] if path[-1] == "a" else within[:, :, None]
 
 
-def hidden(params, model=MODEL, frozen=None):
-    variables = {"params": params, "frozen": frozen or base(DENSE, "float32")}
+@functools.partial(jax.jit, static_argnums=0)
+def states(model, variables):
     return model.apply(variables, TOKENS)[0]
+
+
+def hidden(params, model=MODEL):
+    return states(model, {"params": params, "frozen": base(DENSE, "float32")})
 
 
 def test_branches_are_filled_up_to_the_largest_rank_of_their_linear(params):
@@ -88,7 +93,7 @@ def test_each_branch_adds_its_own_factor_times_its_own_matrices(params):
                     weight[layer, first : first + size] += delta.T
             first += size
     bare = MODEL.clone(lora=None)
-    expected = bare.apply({"frozen": frozen}, TOKENS)[0]
+    expected = states(bare, {"frozen": frozen})
     found = hidden(params)
     assert np.abs(found - hidden({}, bare)).max() > 0.1
     np.testing.assert_allclose(found, expected, atol=2e-4)

@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -41,8 +42,8 @@ def test_frequencies_and_logits_equal_transformers(name, tmp_path):
     np.testing.assert_allclose(cosine, recorded[f"{name}.attention_factor"][0], rtol=1e-6)
     model = Transformer(arch, "float32", None, jnp.float32)
     frozen = base_model.read_base(folder, model)
-    hidden, _ = model.apply({"frozen": frozen}, recorded["ids"])
-    logits = layers.logits(hidden, head(frozen))[0, np.array([11, 23])]
+    run = lambda frozen, ids: layers.logits(model.apply({"frozen": frozen}, ids)[0], head(frozen))
+    logits = jax.jit(run)(frozen, recorded["ids"])[0, np.array([11, 23])]
     np.testing.assert_allclose(logits, recorded[f"{name}.logits"], atol=1e-4)
 
 

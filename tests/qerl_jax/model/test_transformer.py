@@ -93,7 +93,7 @@ def test_both_spellings_of_the_config_give_one_architecture(name, tmp_path):
     assert architecture.load(tmp_path) == architecture.load(folder)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [MODELS[0], slow(MODELS[1]), MODELS[2], *map(slow, MODELS[3:])])
 def test_prefill_and_single_steps_through_the_cache_equal_transformers(name):
     reference = reference_of(GOLDEN / "models" / name)
     model, frozen = load(GOLDEN / "models" / name)
@@ -116,8 +116,13 @@ def test_prefill_and_single_steps_through_the_cache_equal_transformers(name):
     assert_live_rows_close(actual, reference["right.logits"], mask, ATOL)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "temperature"),
+    [
+        case if case in (("qwen2_tied", 1.0), ("qwen3", 0.7)) else slow(*case)
+        for case in itertools.product(MODELS, (1.0, 0.7))
+    ],
+)
 def test_log_probabilities_and_entropies_equal_the_reference(name, temperature):
     reference = reference_of(GOLDEN / "models" / name)
     model, frozen = load(GOLDEN / "models" / name)
@@ -305,6 +310,7 @@ def test_noise_acts_as_a_changed_norm_scale():
     assert np.abs(actual - scores(model, {"frozen": frozen}, TOKENS)[0]).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_dropout_acts_only_where_a_key_is_given():
     model, frozen, params = tiny(dropout=0.5)
     variables = {"params": jax.tree.map(lambda x: x + 0.1, params), "frozen": frozen}
@@ -368,7 +374,8 @@ def test_known_shapes_have_their_published_sizes():
         assert round(architecture.KNOWN[name].num_parameters() / 1e9, 2) == size
 
 
-@pytest.mark.parametrize("name", ["qwen2_tied", slow("qwen3")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2_tied", "qwen3"])
 def test_a_full_model_trains_its_layers_with_the_gradient_of_the_bare_base(name):
     bare, frozen = load(GOLDEN / "models" / name)
     tokens = reference_of(GOLDEN / "models" / name)["right.input_ids"][:, :6]
