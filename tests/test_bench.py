@@ -13,7 +13,18 @@ from scripts import bench, bench_kernels, bench_training
 from tests.faults.harness import json_lines
 
 BENCHMARKS = bench.benchmarks()
-SLOW = ("drafts", "evaluation", "scaling", "start", "step", "recipe", "quantize", "logps")
+SLOW = (
+    "decode",
+    "drafts",
+    "evaluation",
+    "scaling",
+    "start",
+    "step",
+    "recipe",
+    "quantize",
+    "logps",
+    "update",
+)
 ANY_SIGN = ("decode", "decode_layer", "logps", "product")
 
 

@@ -439,7 +439,7 @@ def test_cases_are_chosen_by_parts_of_their_names_longest_first():
     assert costs == sorted(costs, reverse=True) and len(costs) == len(CASES)
 
 
-@pytest.mark.parametrize("kernels", ["hopper", "portable"])
+@pytest.mark.parametrize("kernels", ["hopper", pytest.param("portable", marks=pytest.mark.slow)])
 def test_a_case_fails_where_other_kernels_would_run_than_those_that_were_chosen(
     monkeypatch, tmp_path, kernels
 ):

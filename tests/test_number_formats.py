@@ -135,7 +135,7 @@ def test_a_16_bit_base_is_packed_on_load_as_random_ones_are():
     shapes = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
     made = random_base(model, jax.random.key(0))
     assert shapes(made["layers"]["down"]) == shapes(base["layers"]["down"])
-    hidden, _ = model.apply({"frozen": base}, jnp.arange(8)[None])
+    hidden, _ = jax.jit(model.apply)({"frozen": base}, jnp.arange(8)[None])
     assert np.isfinite(hidden).all()
     reason = fused_decode.supports(model.clone(dtype=jnp.bfloat16), 1, "portable")
     assert reason is not None

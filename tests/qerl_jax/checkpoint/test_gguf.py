@@ -96,7 +96,10 @@ def base(folder):
     return read(folder, "bfloat16")[1]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n in ("qwen3", "mistral"))) for n in MODELS],
+)
 def test_a_model_of_each_family_comes_out_as_it_went_in(name, tmp_path):
     """This includes biases, norms of heads, llama.cpp's order of rows of q and k, and Llama 3's rotation."""
     folder, fields, tensors = contents(name)
@@ -112,7 +115,11 @@ def test_a_model_of_each_family_comes_out_as_it_went_in(name, tmp_path):
 
 
 @needs_package
-@pytest.mark.parametrize(("kind", "most"), [(F16, 3e-3), (BF16, 4e-3), (Q8_0, 8e-3), (Q4_1, 0.1)])
+@pytest.mark.parametrize(
+    ("kind", "most"),
+    [*(pytest.param(*row, marks=pytest.mark.slow) for row in ((F16, 3e-3), (Q8_0, 8e-3)))]
+    + [(BF16, 4e-3), (Q4_1, 0.1)],
+)
 def test_quantized_tensors_come_out_near_what_went_in(kind, most, tmp_path):
     import gguf as package
 
@@ -288,14 +295,14 @@ for line in sys.stdin:
 
 
 def test_four_processes_open_one_file_at_once(tmp_path):
-    """20 times, each with an empty cache."""
+    """Eight times, each with an empty cache."""
     _, fields, tensors = contents("qwen2_untied")
     fields |= tokenizer_fields(["a", "b", "ab", "<|end|>"], [1, 1, 1, 3], ["a b"], eos_token_id=3)
     file = write(tmp_path / "model.gguf", fields, tensors)
     names = "config.json generation_config.json model.gguf tokenizer.json tokenizer_config.json"
     with contextlib.ExitStack() as stack:
         processes = [stack.enter_context(program(OPEN, file)) for _ in range(4)]
-        for cache in (tmp_path / f"{number}" for number in range(20)):
+        for cache in (tmp_path / f"{number}" for number in range(8)):
             for process in processes:
                 print(cache, file=process.stdin, flush=True)
             answers = [process.stdout.readline() for process in processes]
@@ -312,6 +319,7 @@ for folder in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_a_large_tokenizer_is_loaded_without_a_warning(tmp_path):
     """transformers warns of a fault in tokenizers of more than 100,000 tokens if it takes them for Mistral's."""
     _, fields, tensors = contents("qwen2_untied")

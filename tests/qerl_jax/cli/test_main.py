@@ -421,6 +421,7 @@ def test_filter_takes_a_config_by_its_name_and_fields_of_it_as_plan_does(monkeyp
     assert out.name == "kept.jsonl" and (how["samples"], how["low"], how["high"]) == (4, 0, 0.6)
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_broken_data_set_is_one_line_in_a_pipe(tmp_path):
     """Without the bars of `datasets` and what its reader logs."""
