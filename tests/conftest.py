@@ -36,10 +36,9 @@ def pytest_configure(config):
         # Most of the time goes into compilation: a third of it is left with the emitter that makes all
         # kernels of a program at once, and without optimization, which long runs cannot do without.
         # Where XLA_FLAGS is set, be it to nothing, programs are compiled as it says.
-        is_long = config.getoption("--runslow") or _asked_for("slow", config)
         quick = (
             "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
-            f"--xla_backend_optimization_level={int(is_long)}",
+            f"--xla_backend_optimization_level={int(_with_slow(config))}",
             # Workers take all cores already: a program that is compiled or run in pieces, by several threads, is more work.
             "--xla_cpu_parallel_codegen_split_count=1",
             "--xla_cpu_multi_thread_eigen=false",
@@ -62,14 +61,40 @@ def pytest_configure(config):
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 
+# They train the same small run, so one worker takes them all, and compiles its programs once.
+_RUNS = (
+    "test_tiny_run.py",
+    "test_resume.py",
+    "test_signals.py",
+    "test_not_finite.py",
+    "test_guards.py",
+)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            path = super()._split_scope(nodeid)
+            return "runs" if path.rpartition("/")[2] in _RUNS else path
+
+    # With the slow tests these files take too long for one worker.
+    return (
+        None
+        if _with_slow(config) or config.getvalue("dist") != "loadfile"
+        else Scheduling(config, log)
+    )
+
+
 def pytest_collection_modifyitems(config, items):
-    if not (config.getoption("--runslow") or _asked_for("slow", config)):
+    if not _with_slow(config):
         _leave_out("slow", config, items)
 
     # The longest files first: at the end one worker would be left alone with them.
-    longest = ("test_tiny_run.py", "test_update.py", "test_transformer.py", "test_engine.py")
-    longest += ("test_bench.py", "test_main.py", "test_memory.py", "test_signals.py")
-    items.sort(key=lambda item: item.path.name not in longest)
+    longest = ("test_update.py", "test_transformer.py", "test_engine.py", "test_benchmark.py")
+    items.sort(key=lambda item: item.path.name not in _RUNS + longest)
 
     if _num_devices() < 2:
         _leave_out("devices", config, items)
@@ -108,6 +133,10 @@ def pytest_runtest_teardown(item, nextitem):
             return
     sys.modules["jax"].clear_caches()
     gc.collect()
+
+
+def _with_slow(config):
+    return config.getoption("--runslow") or _asked_for("slow", config)
 
 
 def _asked_for(marker, config):

@@ -7,8 +7,16 @@ import pytest
 from qerl_jax.tracking import logger
 from qerl_jax.training.trainer import train
 from tests.faults import harness
-from tests.test_tiny_run import SHORT, quickstart, small
+from tests.faults.harness import quickstart
+from tests.test_tiny_run import small
 
+# Enough to learn something within a few steps.
+SHORT = {
+    "rollout": {"num_generations": 8, "max_completion_length": 33},
+    "optim": {"per_device_train_batch_size": 64, "gradient_accumulation_steps": 1},
+    "data": {"num_problems": 2000},
+    "log_completions": False,
+}
 RECOMPUTE = {"old_logprobs": "recompute", "epsilon_high": None}
 LOUD = {"sigma_start": 5e-2, "sigma_end": 2e-2, "num_stages": 4}
 TWO = {"functions": ("correct_and_well_formed_reward", "accuracy_reward")}

@@ -183,22 +183,16 @@ def test_quickstart_learns_and_shuffled_rewards_do_not(tmp_path):
     assert after_control - before_control < 0.08
 
 
-# Enough to learn something within a few steps.
-SHORT = {
-    "rollout": {"num_generations": 8, "max_completion_length": 33},
-    "optim": {"per_device_train_batch_size": 64, "gradient_accumulation_steps": 1},
-    "data": {"num_problems": 2000},
-    "log_completions": False,
-}
-
-
 def test_a_short_run_learns(tmp_path):
-    optim = SHORT["optim"] | {"per_device_train_batch_size": 32}
-    cfg = quickstart(tmp_path / "run", **SHORT | {"optim": optim}, max_steps=5, eval=None)
-    train(cfg, quiet=True)
+    """Each step has four completions; two tokens of three are even at first, and almost all at the end."""
+    optim = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    optim |= {"learning_rate": 0.03}
+    cfg = harness.tiny(tmp_path / "run", max_steps=12, save_steps=50, optim=optim)
+    share = lambda ids: np.mean([token % 2 == 0 for token in ids])
+    even = lambda completion_ids, **_: [float(share(ids)) for ids in completion_ids]
+    train(cfg, quiet=True, reward_functions=[even])
     rewards = [row["reward"] for row in logger.read_metrics(tmp_path / "run")]
-    # Shuffled rewards teach nothing: see the slow test above.
-    assert np.mean(rewards[-2:]) - rewards[0] >= 0.2
+    assert np.mean(rewards[:4]) < 0.8 < 0.9 < np.mean(rewards[-3:])
 
 
 FILE = {"dataset": "/nowhere/data.jsonl"}

@@ -6,6 +6,7 @@ import pytest
 from qerl_jax.rl import adapter_check, rollouts
 from qerl_jax.tracking.logger import read_metrics
 from qerl_jax.training import trainer
+from tests.faults import harness
 from tests.test_tiny_run import small
 
 
@@ -76,5 +77,7 @@ def test_a_run_that_samples_without_its_adapter_ends(tmp_path, monkeypatch):
         return collect(sampler, variables, *args, **options)
 
     monkeypatch.setattr(rollouts, "collect", without)
+    cfg = harness.tiny(tmp_path, max_steps=3)
+    unlike = lambda completion_ids, **_: [sum(ids) % 7 / 7 for ids in completion_ids]
     with pytest.raises(RuntimeError, match="sampled without the adapter that is trained"):
-        trainer.train(small(tmp_path, max_steps=3), quiet=True)
+        trainer.train(cfg, reward_functions=[unlike], quiet=True)
