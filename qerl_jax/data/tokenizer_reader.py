@@ -1,10 +1,14 @@
 """Reads tokenizers with transformers, in a process of its own, see `rust_tokenizer`."""
 
+import importlib.metadata
 import sys
 from typing import Any
 
 # transformers imports PyTorch where it is installed, which takes seconds, and which no tokenizer needs. This hides it.
 sys.modules["torch"] = None  # type: ignore[assignment]
+# transformers asks for it at its import, which then reads the lists of files of all installed packages. It needs it for
+# packages that are not imported by their names, of which no tokenizer uses one.
+importlib.metadata.packages_distributions = dict  # type: ignore[assignment]
 
 from transformers import AutoTokenizer  # noqa: E402
 from transformers.tokenization_utils_tokenizers import TokenizersBackend  # noqa: E402

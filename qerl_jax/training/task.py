@@ -18,6 +18,7 @@ from qerl_jax.planning import memory
 from qerl_jax.rewards import imports, scoring, stock
 from qerl_jax.rl import dynamic_sampling, rollouts
 from qerl_jax.system.checked import require
+from qerl_jax.system.early_calls import Ahead
 from qerl_jax.tools import environments
 from qerl_jax.tools.conversations import Tools
 from qerl_jax.tools.shared_tools import SharedToolboxes
@@ -70,13 +71,15 @@ def make_task(
         RewardError: If a reward function fails on the first problems.
         ValueError: For data, a reward or an environment that cannot be used.
     """
+    # In a thread, while data are read. What is wrong with these is told first.
+    files = Ahead(lambda _: base_model.describe_files(cfg.model), workers=1)
+    files.begin(["files"])
     functions, weights = _rewards(cfg, reward_functions)
     has_rows = problems is not None
     if not has_rows:
         _require_held_out(cfg)
         problems = datasets.from_config(cfg.data, split=cfg.data.split, seed=cfg.seed)
-    # What is wrong with the data is known before the weights are downloaded.
-    arch, tokenizer = base_model.describe_files(cfg.model)
+    ((arch, tokenizer),) = files.map(["files"])
     memory.require_context(cfg, arch)
     with_stop_tokens(from_section(cfg.rollout), tokenizer, "rollout.")
     has_chats = bool(problems) and not isinstance(problems[0].prompt, str)
