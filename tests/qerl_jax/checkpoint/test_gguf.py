@@ -349,11 +349,20 @@ def test_a_large_tokenizer_is_loaded_without_a_warning(tmp_path):
         (lambda data: data.replace(b"blk.0.attn_q.weight", b"blk.0.attn_x.weight"), "has no place"),
         (lambda data: data.replace(b"blk.0.attn_q.weight", b"blk.0.attn_k.weight"), "comes twice"),
         (lambda data: data.replace(b"blk.0.attn_q.w", b"blk.0.attn_\xff.w"), "not UTF-8"),
+        # In a list of texts: its second one, the length of this, and in the middle of both.
+        (lambda data: data.replace(b"word", b"w\xffrd"), "not UTF-8"),
+        (
+            lambda data: data.replace(b"\4" + bytes(7) + b"word", b"\4" + bytes(6) + b"\1word"),
+            "says",
+        ),
+        (lambda data: data[: data.index(b"word") + 2], "says 4 of something"),
+        (lambda data: data[: data.index(b"word") - 2], "in the middle of the header"),
     ],
 )
 def test_a_broken_file_is_an_error_that_says_what_is_wrong(tmp_path, change, said):
     """Lengths in a header may not exceed the file, so they cause no large allocation."""
     _, fields, tensors = contents("llama3")
+    fields["general.tags"] = ["a", "word"]
     file = write(tmp_path / "model.gguf", fields, tensors)
     file.write_bytes(change(file.read_bytes()))
     with pytest.raises(GGUFError, match=said) as error:
