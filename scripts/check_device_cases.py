@@ -239,9 +239,13 @@ def kernels() -> list[Case]:
     return decoding + attention
 
 
-def is_fused(case: Case) -> bool:
-    """Whether Hopper's fused layers decode a case: what they support, said once more and from the case alone."""
-    has_weights = case["weights"] in ("nvfp4", "bfloat16") and case["dtype"] == "bfloat16"
+def is_fused(case: Case, *, has_portable: bool = False) -> bool:
+    """Whether fused layers decode a case on a Hopper GPU: what they support, said once more and from the case alone.
+
+    With the portable kernels installed these decode the other formats.
+    """
+    has_weights = has_portable or case["weights"] in ("nvfp4", "bfloat16")
+    has_weights = has_weights and case["dtype"] == "bfloat16"
     has_one_noise = case["noise"] == "off" or case["per"] == "rollout"
     # Devices of mesh.tensor decode with their own parts; those of mesh.fsdp have no layer whole.
     is_held = case["trains"] != "full" and case.get("mesh", {}).get("fsdp", 1) == 1
@@ -437,7 +441,8 @@ def run_config(case: Case, base: str, output_dir: str, *, reports_memory: bool) 
         },
         "optim": {
             # Large enough that norms in bfloat16 change.
-            "learning_rate": 2e-3,
+            # At the adapter's rate a whole model would be certain of each token before noise is compared.
+            "learning_rate": 5e-4 if case["trains"] == "full" else 2e-3,
             "lr_scheduler_type": "constant",
             "warmup_ratio": 0.0,
             "weight_decay": 0.0,
