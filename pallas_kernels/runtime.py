@@ -302,11 +302,12 @@ def use_compilation_cache() -> None:
     too, unless JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS is set: a run has dozens of them, which compile for a tenth
     of a second each, and by default JAX only caches programs that take a second. CPU programs are not cached: they
     depend on the processor that they were compiled on, and machines with different processors may share a home
-    folder.
+    folder. Beyond 10 GiB the programs used longest ago go.
     """
     if platform() == "gpu" and jax.config.jax_compilation_cache_dir is None:
         folder = pathlib.Path.home() / ".cache" / "qerl_jax" / "xla"
         jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_compilation_cache_max_size", 10 << 30)
         if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 

@@ -408,8 +408,8 @@ def temporaries(remat, **how):
         params, frozen = (jax.tree.map(placed, x, share.places_of(x)) for x in (params, frozen))
     sums, rows, keys = own
     totals = grpo.BatchTotals(np.int32(8), np.int32(20), 6, 1)
-    program = update._accumulator(objective)
-    lowered = program.lower(sums, params, frozen, None, rows, totals, keys)
+    program = update.accumulator(objective).func
+    lowered = program.lower(objective, sums, params, frozen, None, rows, totals, keys)
     return lowered.compile().memory_analysis().temp_size_in_bytes, size
 
 

@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import decode_attention, runtime
 from qerl_jax.aqn import draw as noise
+from qerl_jax.compilation.early_programs import EarlyPrograms, Listed
 from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.generation import device_pool, draft_control, kv_capacity
 from qerl_jax.generation.decoding import EngineSpec, decode, prefill
@@ -42,7 +43,6 @@ from qerl_jax.generation.stop_strings import StopStrings
 from qerl_jax.model import fused_decode, kv_cache
 from qerl_jax.model.transformer import Transformer
 from qerl_jax.system.checked import require
-from qerl_jax.system.early_programs import EarlyPrograms, Listed
 
 # Seconds between two calls of `poll` while all rows wait for replies.
 _REPLY_SECONDS = 0.5
@@ -102,7 +102,7 @@ class Engine:
             the first. None lets rows end as they do.
         free: Bytes that a device has for the cache and for what sampling needs beside it; None means what is free at the
             first call. Shapes depend on it, so a run has it from its plan.
-        early: The programs that threads compile before they are called.
+        early: The programs that are compiled before they are called.
     """
 
     def __init__(
@@ -364,9 +364,9 @@ class Engine:
         pool = (jax.ShapeDtypeStruct(shape, model.dtype, sharding=place),) * 2
         own_noise, listed = noise.has_own(variables), []
         for arrays in shapes.prefills(own_noise):
-            of_shape = (variables, pool, *arrays)
-            lower = functools.partial(prefill.of(model).lower, *of_shape, model=model)
-            listed.append(Listed("prefill", self._key(variables, arrays[0].shape), lower))
+            function = functools.partial(prefill.of(model), model=model)
+            key = self._key(variables, arrays[0].shape)
+            listed.append(Listed("prefill", key, function, (variables, pool, *arrays)))
         always = jax.tree.map(on_device, (np.float32(1), self._stop_tokens))
         with_history = spec.params.repetition_penalty != 1
         for size in shapes.sizes:
@@ -381,9 +381,9 @@ class Engine:
                 steps.append(control.size(size))
             for positions in steps:
                 static = {"model": model, "spec": spec, "positions": positions}
-                of_shape = (variables, pool, *arrays)
-                lower = functools.partial(decode.of(model).lower, *of_shape, **static)
-                listed.append(Listed("decode", self._key(variables, size, positions), lower))
+                function = functools.partial(decode.of(model), **static)
+                key = self._key(variables, size, positions)
+                listed.append(Listed("decode", key, function, (variables, pool, *arrays)))
         first = next(at for at, program in enumerate(listed) if program.name == "decode")
         return listed[first : first + 1] + listed[:first] + listed[first + 1 :]
 
@@ -571,9 +571,11 @@ class _Device:
         for move in schedule.leaving():
             move.contents = device_pool.taken(self.pool, move.pages, model)
         while (fresh := schedule.next_prefill()) is not None:
-            self._engine._early.wait(*self._engine._key(self._variables, fresh[0].shape))
+            key = self._engine._key(self._variables, fresh[0].shape)
+            function = functools.partial(prefill.of(model), model=model)
             with self._compiles(_form(self.pool, fresh)):
-                self.pool = prefill(self._variables, self.pool, *fresh, model=model)
+                arrays = self._variables, self.pool, *fresh
+                self.pool = self._engine._early.call(key, function, *arrays)
         for move in schedule.returning():
             self.pool = device_pool.returned(self.pool, move, model)
         if (copies := schedule.copies()) is not None:
@@ -597,11 +599,11 @@ class _Device:
             drafting = self._device_texts, self._control.odds(), np.bool_(positions == 0)
         form = _form(self.pool, self._rows, drafting)
         key = self._engine._key(self._variables, len(self._slots.live), positions or None)
-        self._engine._early.wait(*key)
         with self._compiles(self._spec, positions or None, form):
             arrays = self._variables, self.pool, self._rows, *self._always, *drafting
             static = {"model": self._model, "spec": self._spec, "positions": positions or None}
-            self.pool, results, self._rows = decode(*arrays, **static)
+            function = functools.partial(decode.of(self._model), **static)
+            self.pool, results, self._rows = self._engine._early.call(key, function, *arrays)
         self.chunks.append((positions, results))
 
 

@@ -4,8 +4,7 @@ import dataclasses
 import functools
 from typing import Any
 
-import jax
-
+from qerl_jax.compilation.jitted import Jitted
 from qerl_jax.config import DENSE
 from qerl_jax.distributed import sharding
 from qerl_jax.generation.device_pool import BY_HEADS
@@ -19,13 +18,13 @@ IN_PLACE = {"xla_gpu_enable_triton_gemm": False}
 class Program:
     """A jitted function of a policy: one version for packed weights, and one for 16-bit weights (`IN_PLACE`)."""
 
-    packed: Any
-    dense: Any
+    packed: Jitted
+    dense: Jitted
 
     def __call__(self, *arguments, model: Transformer, **static):
         return self.of(model)(*arguments, model=model, **static)
 
-    def of(self, model: Transformer):
+    def of(self, model: Transformer) -> Jitted:
         """Returns the version for a model's weights."""
         return self.dense if model.weights in DENSE else self.packed
 
@@ -49,9 +48,10 @@ def program(*static_argnames: str, gives: Any = BY_HEADS):
             return sharding.in_group(model.group, of_device, **how)(*arrays)
 
         options = {"static_argnames": static_argnames, "donate_argnames": "pool"}
+        name = function.__qualname__
         return Program(
-            packed=jax.jit(grouped, **options),
-            dense=jax.jit(grouped, **options, compiler_options=IN_PLACE),
+            packed=Jitted(grouped, f"{name}.packed", **options),
+            dense=Jitted(grouped, f"{name}.dense", **options, compiler_options=IN_PLACE),
         )
 
     return jitted

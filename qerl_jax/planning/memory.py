@@ -30,7 +30,7 @@ from qerl_jax.model import architecture, fused_decode, kv_cache, layers
 from qerl_jax.model.division import Division
 from qerl_jax.model.transformer import DenseLinears, Transformer, abstract_base, trainable
 from qerl_jax.rl import experience, grpo, microbatches, optimizer, update
-from qerl_jax.rl.objective import compiler_options, gradient
+from qerl_jax.rl.objective import gradient
 from qerl_jax.system.checked import require
 
 Phase = Literal["always", "rollout", "update", "evaluation"]
@@ -399,8 +399,11 @@ def compiled_update(plan: Plan) -> Any:
         totals = dataclasses.replace(totals, entropy_tokens=number, entropy_coef=coef)
     objective = update.make_updater(cfg, model, model.arch.vocab_size, total_steps=1).objective
     key = jax.eval_shape(lambda: jax.random.key(0))
-    compute = functools.partial(gradient, objective)
-    program = jax.jit(compute, compiler_options=compiler_options(objective))
+    compute, options = (
+        functools.partial(gradient, objective),
+        update.accumulator(objective).func.compiler_options,
+    )
+    program = jax.jit(compute, compiler_options=options)
     return program.lower(params, frozen, None, batch, totals, key).compile().memory_analysis()
 
 

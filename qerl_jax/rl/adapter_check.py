@@ -12,10 +12,11 @@ import jax
 import numpy as np
 
 from qerl_jax.aqn.draw import RowNoise
+from qerl_jax.compilation.early_programs import Listed
+from qerl_jax.compilation.jitted import jitted
 from qerl_jax.rl import microbatches, update
 from qerl_jax.rl.experience import Experience, empty_experience
 from qerl_jax.rl.objective import score
-from qerl_jax.system.early_programs import Listed
 
 # Number of rows that are scored again.
 _ROWS = 8
@@ -118,8 +119,8 @@ def _share_of(
     part, replicas = group.pack(batch, {}), updater.replicas
     policy = replicas.each((params, frozen, noise))[0]
     parts = replicas.apart([part] * replicas.group, 0)
-    updater.early.wait("check")
-    scored = jax.device_get(_score_twice(updater.objective, *policy, parts))
+    function = functools.partial(_score_twice, updater.objective)
+    scored = jax.device_get(updater.early.call(("check",), function, *policy, parts))
     with_adapter, without = [logps[0] for logps in scored] if replicas.group > 1 else scored
     sampled, mask = np.asarray(part.behaviour_logps), np.asarray(part.mask)
     return adapter_share(with_adapter, without, sampled, mask)
@@ -135,11 +136,11 @@ def programs(
     shape = updater.shapes(group)[0]
     batch = microbatches.MicroBatch(shape, microbatches.empty_rows(shape.num_rows))
     part = empty_experience(has_noise=isinstance(noise, RowNoise)).pack(batch, {})
-    lower = functools.partial(_score_twice.lower, updater.objective, params, frozen, noise, part)
-    return [Listed("check", ("check",), lower)]
+    function = functools.partial(_score_twice, updater.objective)
+    return [Listed("check", ("check",), function, (params, frozen, noise, part))]
 
 
-@functools.partial(jax.jit, static_argnames="objective")
+@jitted(static_argnames="objective")
 def _score_twice(objective, params, frozen, noise, part):
     scored = functools.partial(score, objective, params, frozen, noise, part)
     return scored(True), scored(False)

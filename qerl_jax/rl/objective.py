@@ -1,18 +1,22 @@
 """The policy's loss on one micro-batch, and the log-probabilities and entropies from which it is computed."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from qerl_jax.aqn.draw import of_rows
+from qerl_jax.compilation.jitted import jitted
 from qerl_jax.config import GrpoConfig, Remat
 from qerl_jax.distributed import sharding
 from qerl_jax.model import logprobs, transformer
 from qerl_jax.rl import grpo, masked, update_metrics
 from qerl_jax.rl.experience import PackedRows
+
+# XLA's options for a gradient that keeps results of matrix products for the backward pass: its dynamic-slice fusion would
+# compute them twice, once for the next operation, and once to write them into the stack of all layers.
+KEPT_PRODUCTS = {"xla_gpu_enable_dynamic_slice_fusion": False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +149,7 @@ def loss(
 gradient = jax.value_and_grad(loss, argnums=1, has_aux=True)
 
 
-@functools.partial(jax.jit, static_argnames=("objective", "adapter", "of"))
+@jitted(static_argnames=("objective", "adapter", "of"))
 def score(objective, params, frozen, noise, batch, adapter, of="logps"):
     """Computes log-probabilities of the tokens of a micro-batch, or entropies of their distributions.
 
@@ -169,15 +173,6 @@ def score(objective, params, frozen, noise, batch, adapter, of="logps"):
 
     in_group = sharding.in_group(objective.model.group, scored, own=(3,), gives_own=True)
     return in_group(params, frozen, noise, batch)
-
-
-def compiler_options(objective: Objective) -> dict[str, bool]:
-    """Returns XLA's options for the gradient.
-
-    If results of matrix products are kept for the backward pass, XLA's dynamic-slice fusion would compute them twice:
-    once for the next operation, and once to write them into the stack of all layers.
-    """
-    return {} if objective.remat == "layer" else {"xla_gpu_enable_dynamic_slice_fusion": False}
 
 
 def _of_policy(objective, params, frozen, noise, batch, **options):

@@ -12,6 +12,8 @@ import numpy as np
 import optax
 
 from qerl_jax.aqn.draw import RowNoise
+from qerl_jax.compilation.early_programs import EarlyPrograms, Listed
+from qerl_jax.compilation.jitted import Jitted, jitted
 from qerl_jax.config import GrpoConfig, OptimConfig, RunConfig
 from qerl_jax.distributed import messages, sharding
 from qerl_jax.distributed.mesh import Replicas
@@ -19,8 +21,7 @@ from qerl_jax.model import transformer
 from qerl_jax.rl import grpo, microbatches, optimizer, update_metrics
 from qerl_jax.rl.entropy import EntropyControl, high_entropy
 from qerl_jax.rl.experience import Experience, empty_experience
-from qerl_jax.rl.objective import Objective, compiler_options, gradient, score
-from qerl_jax.system.early_programs import EarlyPrograms, Listed
+from qerl_jax.rl.objective import KEPT_PRODUCTS, Objective, gradient, score
 
 messages.sent(grpo.RowMetrics)
 
@@ -116,39 +117,39 @@ def zeros(params):
     return jnp.float32(0), jax.tree.map(jnp.zeros_like, params)
 
 
-@functools.cache
-def _accumulator(objective: Objective):
-    @functools.partial(
-        jax.jit, donate_argnames="sums", compiler_options=compiler_options(objective)
-    )
-    def accumulate(sums, *micro_batch):
-        # Sums, rows and dropout key (arguments 0, 4 and 6) differ between the devices of a replica.
-        sharded = {"own": (0, 4, 6), "gives_own": (True, True)}
-        return sharding.in_group(objective.model.group, added, **sharded)(sums, *micro_batch)
+def accumulate(objective, sums, *micro_batch):
+    """Adds the loss and gradient of a micro-batch to the sums, and returns the sums and the auxiliary values.
+
+    If devices share a base, each adds its own micro-batch. See `accumulator`.
+
+    Args:
+        objective: The policy and its loss; static.
+        sums: The loss and its gradient so far; donated.
+        *micro_batch: The further arguments of `objective.loss`.
+    """
 
     def added(sums, *micro_batch):
         (value, counts), grads = gradient(objective, *micro_batch)
         return jax.tree.map(jnp.add, sums, (value, grads)), counts
 
-    return accumulate
+    # Sums, rows and dropout key (arguments 0, 4 and 6) differ between the devices of a replica.
+    sharded = {"own": (0, 4, 6), "gives_own": (True, True)}
+    return sharding.in_group(objective.model.group, added, **sharded)(sums, *micro_batch)
 
 
-def accumulate(objective, sums, *micro_batch):
-    """Adds the loss and gradient of a micro-batch to the sums, and returns the sums and the auxiliary values.
-
-    If devices share a base, each adds its own micro-batch.
-
-    Args:
-        objective: The policy and its loss.
-        sums: The loss and its gradient so far; donated.
-        *micro_batch: The further arguments of `objective.loss`.
-    """
-    return _accumulator(objective)(sums, *micro_batch)
+_static = {"static_argnums": 0, "donate_argnums": 1}
+_of_whole_layers = Jitted(accumulate, "_of_whole_layers", **_static)
+_of_products = Jitted(accumulate, "_of_products", **_static, compiler_options=KEPT_PRODUCTS)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("grpo_cfg", "optim_cfg", "total_steps"), donate_argnames="state"
-)
+def accumulator(objective: Objective) -> functools.partial:
+    """Returns `accumulate`, jitted, for an objective."""
+    return functools.partial(
+        _of_whole_layers if objective.remat == "layer" else _of_products, objective
+    )
+
+
+@jitted(static_argnames=("grpo_cfg", "optim_cfg", "total_steps"), donate_argnames="state")
 def apply(state: TrainState, sums, learns, schedule_step, *, grpo_cfg, optim_cfg, total_steps):
     """Does the optimizer's step; it is skipped if no row has a signal, or if loss or gradient is not finite.
 
@@ -226,7 +227,7 @@ class Updater:
         replicas: The devices; all of them hold the state, the frozen weights and the noise. On several hosts all
             must make each call with the same arguments.
         poll: Called before each micro-batch until the first optimizer step; it may raise to abandon the rollout.
-        early: The programs that threads compile before they are called.
+        early: The programs that are compiled before they are called.
     """
 
     objective: Objective
@@ -283,8 +284,8 @@ class Updater:
                 learner, policy, experience, per_token, rows, parts, dropout_key, coef
             )
             has_signal, now = np.any(learns[rows]), np.int32(schedule_step + index)
-            self.early.wait("apply")
-            state, metrics = apply(state, sums, has_signal, now, **self.static)
+            function = functools.partial(apply, **self.static)
+            state, metrics = self.early.call(("apply",), function, state, sums, has_signal, now)
             # The earlier state was donated and is lost, so from here on the rollout must be finished.
             learner = dataclasses.replace(self, poll=lambda: None)
             metrics, counts = jax.device_get((metrics, counts))
@@ -349,16 +350,15 @@ class Updater:
             batch = microbatches.MicroBatch(shape, microbatches.empty_rows(shape.num_rows))
             for (adapter, of, *which), scored in passes.items():
                 part = experience.pack(batch, {})
-                lower = functools.partial(score.lower, objective, *scored, part, adapter, of)
-                listed.append(Listed("score", (objective, adapter, of, *which, shape), lower))
+                function = functools.partial(score, objective, adapter=adapter, of=of)
+                key = (objective, adapter, of, *which, shape)
+                listed.append(Listed("score", key, function, (*scored, part)))
             part = experience.pack(batch, dict.fromkeys(fixed, np.zeros(0, np.float32)))
-            arguments = sums, *policy, part, _totals(self, 1, 0, 0, 0.0), jax.random.key(0)
-            lower = functools.partial(_accumulator(objective).lower, *arguments)
-            listed.append(Listed("accumulate", (objective, shape), lower))
-        lower = functools.partial(
-            apply.lower, state, sums, np.bool_(True), np.int32(0), **self.static
-        )
-        return [*listed, Listed("apply", ("apply",), lower)]
+            arrays = sums, *policy, part, _totals(self, 1, 0, 0, 0.0), jax.random.key(0)
+            listed.append(Listed("accumulate", (objective, shape), accumulator(objective), arrays))
+        function = functools.partial(apply, **self.static)
+        step = state, sums, np.bool_(True), np.int32(0)
+        return [*listed, Listed("apply", ("apply",), function, step)]
 
 
 def make_updater(
@@ -446,9 +446,11 @@ def _scores(
     policies = updater.replicas.each(policy)
     batches = divide_rows(updater, experience, rows)
 
-    def scored(numbers, members, replica):
+    function = functools.partial(score, objective, adapter=adapter, of=of)
+
+    def scored(call, numbers, members, replica):
         packed = updater.replicas.apart([experience.pack(batch, {}) for batch in members], replica)
-        return score(objective, *policies[replica], packed, adapter, of)
+        return call(function, *policies[replica], packed)
 
     scores = _computed(
         updater, batches, scored, program=(objective, adapter, of, policy[2] is None)
@@ -462,13 +464,13 @@ def _scores(
 def _computed[Result](
     updater: Updater,
     batches: Sequence[microbatches.MicroBatch],
-    compute: Callable[[Sequence[int], Sequence[microbatches.MicroBatch], int], Result],
+    compute: Callable[[Callable, Sequence[int], Sequence[microbatches.MicroBatch], int], Result],
     program: tuple[Hashable, ...],
 ) -> list[Result]:
     """Computes a result for each micro-batch, in their order; replicas compute in parallel.
 
-    `compute` is called with one micro-batch per device of a replica of this host, all of one shape, with their indices
-    in `batches`, and with the replica's number. If a replica has several devices, arrays of the result have a leading
+    `compute` is called with a function that calls the program, with one micro-batch per device of a replica of this host,
+    all of one shape, with their indices in `batches`, and with the replica's number. If a replica has several devices, arrays of the result have a leading
     axis for them. `program` identifies the program. With several hosts or devices per replica, results are on the host.
     """
     replicas = updater.replicas
@@ -480,9 +482,10 @@ def _computed[Result](
         for (numbers, members), owner in zip(sets, owners, strict=True):
             if owner == replicas.own[replica]:
                 updater.poll()
-                updater.early.wait(*program, members[0].shape)
-                with replicas.compiling(group[0], *program, members[0].shape):
-                    results[numbers] = compute(numbers, members, replica)
+                key = (*program, members[0].shape)
+                call = functools.partial(updater.early.call, key)
+                with replicas.compiling(group[0], *key):
+                    results[numbers] = compute(call, numbers, members, replica)
         return results
 
     def computed():
@@ -598,11 +601,11 @@ def summed_gradient(
     starts = enumerate(updater.replicas.each(updater.replicas.hold(zeros(policy[0]))))
     sums = [apart([start] * count, replica) for replica, start in starts]
 
-    def accumulated(numbers, members, replica):
+    def accumulated(call, numbers, members, replica):
         # Micro-batches that only fill a set have no key of their own and get the first one's.
         set_keys = [keys[number] for number in (*numbers, *numbers[:1] * count)[:count]]
-        sums[replica], counts = accumulate(
-            updater.objective,
+        sums[replica], counts = call(
+            accumulator(updater.objective),
             sums[replica],
             *policies[replica],
             apart([experience.pack(batch, fixed) for batch in members], replica),
@@ -622,7 +625,7 @@ def _totals(
     totals = grpo.BatchTotals(
         rows=np.int32(rows),
         tokens=np.int32(tokens),
-        max_completion_length=updater.max_completion_length,
+        max_completion_length=np.int32(updater.max_completion_length),
         num_micro_batches=updater.optim.gradient_accumulation_steps,
     )
     if updater.objective.grpo.entropy is None:

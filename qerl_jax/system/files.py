@@ -82,10 +82,10 @@ def _is_part(name: pathlib.Path, path: str | os.PathLike) -> bool:
     return path.is_relative_to(name) or first == path.name or first.startswith(f".{path.name}.")
 
 
-def write_whole(path: pathlib.Path, text: str) -> None:
-    """Writes a text file atomically: readers find either the old file or the complete new one.
+def write_whole(path: pathlib.Path, content: str | bytes) -> None:
+    """Writes a file atomically: readers find either the old file or the complete new one.
 
-    If several processes write it at once, one of their texts is there in the end.
+    If several processes write it at once, the content of one of them is there in the end.
 
     Raises:
         DiskError: If it cannot be written.
@@ -93,7 +93,7 @@ def write_whole(path: pathlib.Path, text: str) -> None:
     partial = _partial(path)
     with writing(path):
         try:
-            partial.write_bytes(text.encode())
+            partial.write_bytes(content.encode() if isinstance(content, str) else content)
             os.replace(partial, path)
         except BaseException:
             with contextlib.suppress(OSError):

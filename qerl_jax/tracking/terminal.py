@@ -174,7 +174,7 @@ class Display:
         Without a live view, or if all programs compile when they are first called, it shows a line.
         """
         self._counts, (_, total) = counts, counts()
-        what = f" {total} programs in threads" if total else ""
+        what = f" {total} programs" if total else ""
         if self._live is None or not total:
             slow = "the first evaluation and the first step take longer than others"
             self.note(f"compiling{what}: {slow}")

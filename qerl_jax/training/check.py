@@ -10,6 +10,7 @@ from typing import Any
 from qerl_jax import config
 from qerl_jax.aqn import exploration
 from qerl_jax.checkpoint import hf_folder, peft, run_state
+from qerl_jax.compilation.early_programs import EarlyPrograms
 from qerl_jax.config import rules as config_rules
 from qerl_jax.data import datasets, tokenizer
 from qerl_jax.distributed.hosts import Hosts
@@ -17,9 +18,8 @@ from qerl_jax.distributed.mesh import Replicas
 from qerl_jax.evaluation.evaluator import Evaluator
 from qerl_jax.planning import memory
 from qerl_jax.rewards import stock
-from qerl_jax.rl import optimizer
+from qerl_jax.rl import adapter_check, optimizer
 from qerl_jax.system.checked import require
-from qerl_jax.system.early_programs import EarlyPrograms
 from qerl_jax.tools import environments
 from qerl_jax.tracking import trackers
 from qerl_jax.training import devices, run_folder, sources
@@ -47,7 +47,7 @@ class CheckedRun:
         has_ended: Whether nothing is left to do: all steps are done, and what the run has trained is written.
         sources: Hashes of the user's code of rewards and tools when the run began, see `sources.hashes`.
         stop: Tells whether a signal has asked the run to end.
-        early: The programs that threads compile before they are called.
+        early: The programs that are compiled before they are called.
         notes: Lines to show at the start of the run.
         began: Start of the check, in seconds of the monotonic clock.
         earlier_peak: Peak device memory of this process before the run, in bytes.
@@ -112,6 +112,9 @@ def check(
     can_divide = plan.limit is not None or fraction is None
     require(can_divide, "rollout.kv_cache_fraction", fraction, rule)
     plan.require()
+    early = EarlyPrograms()
+    if not replicas.devices:
+        early.prepare(adapter_check.__name__)  # which imports the sampler and the updater, too
     earlier_peak = memory.peak_memory()
     adapter = _starting_adapter(cfg)
     # Hosts may be in several time zones, and a run may be resumed on another day.
@@ -124,7 +127,7 @@ def check(
         notes += peft.about_template(adapter, task.tokenizer.chat_template)
     if "strftime_now" in task.tokenizer.chat_template:
         cfg = dated
-    model, key, early = task.model, stream_key(cfg, EVAL), EarlyPrograms()
+    model, key = task.model, stream_key(cfg, EVAL)
     evaluator = Evaluator.of_run(
         *(cfg, model, task.tokenizer, key, notes.append, stop.poll, task.tools, replicas),
         free=plan.free,

@@ -11,11 +11,11 @@ import jax
 from qerl_jax.aqn import exploration
 from qerl_jax.checkpoint import peft, run_state
 from qerl_jax.checkpoint.policy import read_base
+from qerl_jax.compilation import early_programs
 from qerl_jax.distributed.hosts import Hosts
 from qerl_jax.generation.sampler import Sampler
 from qerl_jax.model import transformer
 from qerl_jax.rl import dynamic_sampling, rollouts, update
-from qerl_jax.system import early_programs
 from qerl_jax.tracking import terminal
 from qerl_jax.training import program_list, replay
 from qerl_jax.training.check import CheckedRun

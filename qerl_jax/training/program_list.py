@@ -7,11 +7,11 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from qerl_jax.aqn import exploration
+from qerl_jax.compilation.early_programs import Listed
 from qerl_jax.config import RunConfig
 from qerl_jax.generation.engine import Batch, Engine
 from qerl_jax.model import transformer
 from qerl_jax.rl import adapter_check, update
-from qerl_jax.system.early_programs import Listed
 from qerl_jax.training.check import CheckedRun
 
 

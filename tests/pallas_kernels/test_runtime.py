@@ -33,7 +33,11 @@ from tests.pallas_kernels.devices import like
 @pytest.fixture
 def folder_of_programs(monkeypatch):
     """Sets where JAX keeps compiled programs, and resets that and which it keeps afterwards."""
-    names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+    names = (
+        "jax_compilation_cache_dir",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_compilation_cache_max_size",
+    )
     before = {name: getattr(jax.config, name) for name in names}
     yield lambda folder: jax.config.update(names[0], folder)
     for name, value in before.items():

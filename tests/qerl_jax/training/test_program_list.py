@@ -3,7 +3,7 @@
 import dataclasses
 import re
 import types
-from collections import Counter, defaultdict
+from collections import Counter
 from unittest import mock
 
 import jax
@@ -11,10 +11,11 @@ import pytest
 
 from pallas_kernels import runtime
 from qerl_jax import config
+from qerl_jax.compilation import early_programs
+from qerl_jax.compilation.program_process import ProgramProcess
 from qerl_jax.model import architecture
 from qerl_jax.planning import cards, memory
 from qerl_jax.rl import rollouts, update
-from qerl_jax.system import early_programs
 from qerl_jax.training import load, program_list
 from qerl_jax.training.check import check
 from qerl_jax.training.trainer import train
@@ -82,39 +83,60 @@ def test_a_recipe_has_few_programs(name, decode, prefill):
     [(8, 0, {}), (100, 2, {}), (8, 0, SCORED)],
     ids=["plain", "carry", "scored"],
 )
-def test_a_run_compiles_what_it_lists_in_threads_and_no_other_large_program(
+def test_a_run_calls_only_large_programs_that_it_lists_and_a_second_one_traces_none(
     length, carry, grpo, tmp_path, monkeypatch, caplog, capsys
 ):
-    """Another shape, dtype, or an array that is not committed to its device would be another program."""
-    jax.clear_caches()  # of other runs in this process
-    monkeypatch.setattr(early_programs, "workers", lambda: 1)
-    seen, begin = {}, early_programs.EarlyPrograms.begin
+    """A call with another shape or dtype would compile another program. Both runs learn the same as one without a list."""
+    monkeypatch.setattr(early_programs, "workers", lambda: 2)
+    seen, begin, make = {}, early_programs.EarlyPrograms.begin, ProgramProcess.make
 
     def watched(self, programs):
         seen["names"] = Counter(p.name for p in programs)
         begin(self, programs)
 
+    def counted(self, request):
+        seen["made"] += 1
+        return make(self, request)
+
     monkeypatch.setattr(early_programs.EarlyPrograms, "begin", watched)
+    monkeypatch.setattr(ProgramProcess, "make", counted)
     rows = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
     sections = {"optim": rows, "grpo": grpo, "max_steps": 2 if not grpo else 4}
     sections["eval"] = {"num_problems": 12, "top_p": 0.9, "temperature": 1.0}
     sections["rollout"] = {"num_generations": 2, "max_completion_length": length, "carry": carry}
-    cfg = harness.tiny(tmp_path / "run", **sections)
+    adapters = []
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "cache"))
     jax.config.update("jax_log_compiles", True)  # in all threads
     try:
-        with caplog.at_level("WARNING", logger="jax"):
-            train(cfg, quiet=True)
+        for name in ("first", "second", "plain"):
+            jax.clear_caches()  # of other runs in this process
+            caplog.clear()
+            seen["made"], seen["names"] = 0, Counter()
+            if name == "plain":
+                monkeypatch.setattr(early_programs, "workers", lambda: 0)
+            with caplog.at_level("WARNING", logger="jax"):
+                train(harness.tiny(tmp_path / name, **sections), quiet=True)
+            in_process = {
+                match[1]
+                for record in caplog.records
+                if (match := re.match(r"Compiling (?:jit\()?(\w+)", record.message))
+            }
+            adapters.append(
+                (tmp_path / name / "adapter" / "adapter_model.safetensors").read_bytes()
+            )
+            assert "compiled early" not in capsys.readouterr().err
+            if name == "plain":
+                assert LARGE <= in_process | {"score"} and not seen["names"]
+            else:
+                assert not LARGE & in_process
+                names = seen["names"]
+                assert names["decode"] == 2 + 1 and names["accumulate"] >= 2
+                assert seen["made"] == (names.total() if name == "first" else 0)
     finally:
         jax.config.update("jax_log_compiles", False)
-    compiled = defaultdict(Counter)
-    for record in caplog.records:
-        if match := re.match(r"Compiling (?:jit\()?(\w+)", record.message):
-            compiled[record.threadName][match[1]] += 1
-    assert "compiled early" not in capsys.readouterr().err
-    assert not LARGE & set(compiled["MainThread"])
-    names = seen["names"]
-    assert names["decode"] == 2 + 1 and names["accumulate"] >= 2
-    assert compiled["compile"] == names - Counter(check=1) + Counter(_score_twice=1)
+        jax.config.update("jax_compilation_cache_dir", before)
+    assert adapters[0] == adapters[1] == adapters[2]
 
 
 @pytest.mark.slow
