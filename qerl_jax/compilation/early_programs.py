@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from qerl_jax.compilation.program_process import ProgramProcess, Request
@@ -53,7 +54,7 @@ class Compiled:
 
     def takes(self, leaves: Sequence[Any]) -> bool:
         """Whether the leaves of arguments have the shapes and dtypes that were listed."""
-        return [(x.shape, x.dtype) for x in leaves] == self.shapes
+        return [(np.shape(x), getattr(x, "dtype", None)) for x in leaves] == self.shapes
 
 
 class EarlyPrograms:

@@ -365,7 +365,7 @@ class Engine:
         own_noise, listed = noise.has_own(variables), []
         for arrays in shapes.prefills(own_noise):
             function = functools.partial(prefill.of(model), model=model)
-            key = self._key(variables, arrays[0].shape)
+            key = self._key(variables, shape, arrays[0].shape)
             listed.append(Listed("prefill", key, function, (variables, pool, *arrays)))
         always = jax.tree.map(on_device, (np.float32(1), self._stop_tokens))
         with_history = spec.params.repetition_penalty != 1
@@ -382,14 +382,14 @@ class Engine:
             for positions in steps:
                 static = {"model": model, "spec": spec, "positions": positions}
                 function = functools.partial(decode.of(model), **static)
-                key = self._key(variables, size, positions)
+                key = self._key(variables, shape, size, positions)
                 listed.append(Listed("decode", key, function, (variables, pool, *arrays)))
         first = next(at for at, program in enumerate(listed) if program.name == "decode")
         return listed[first : first + 1] + listed[:first] + listed[first + 1 :]
 
-    def _key(self, variables: dict[str, Any], *of: Hashable) -> tuple[Hashable, ...]:
+    def _key(self, variables: dict[str, Any], *shapes: Hashable) -> tuple[Hashable, ...]:
         """Returns the key of a program: the policy may have noise in some calls, and the engine's options differ."""
-        return (self._spec, "noise" in variables, *of)
+        return (self._spec, "noise" in variables, *shapes)
 
     def _lengths(self, prompts: Sequence[QueuedPrompt]) -> Sequence[int] | None:
         """Returns the lengths of all rows; None if rows end as they do."""
@@ -571,8 +571,8 @@ class _Device:
         for move in schedule.leaving():
             move.contents = device_pool.taken(self.pool, move.pages, model)
         while (fresh := schedule.next_prefill()) is not None:
-            key = self._engine._key(self._variables, fresh[0].shape)
-            function = functools.partial(prefill.of(model), model=model)
+            key = self._engine._key(self._variables, self.pool[0].shape, fresh[0].shape)
+            function = functools.partial(prefill, model=model)
             with self._compiles(_form(self.pool, fresh)):
                 arrays = self._variables, self.pool, *fresh
                 self.pool = self._engine._early.call(key, function, *arrays)
@@ -598,11 +598,12 @@ class _Device:
             positions = self._control.positions(len(self._slots.live), self._schedule.live)
             drafting = self._device_texts, self._control.odds(), np.bool_(positions == 0)
         form = _form(self.pool, self._rows, drafting)
-        key = self._engine._key(self._variables, len(self._slots.live), positions or None)
+        of = self._variables, self.pool[0].shape, len(self._slots.live), positions or None
+        key = self._engine._key(*of)
         with self._compiles(self._spec, positions or None, form):
             arrays = self._variables, self.pool, self._rows, *self._always, *drafting
             static = {"model": self._model, "spec": self._spec, "positions": positions or None}
-            function = functools.partial(decode.of(self._model), **static)
+            function = functools.partial(decode, **static)
             self.pool, results, self._rows = self._engine._early.call(key, function, *arrays)
         self.chunks.append((positions, results))
 

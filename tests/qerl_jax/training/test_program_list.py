@@ -133,6 +133,8 @@ def test_a_run_calls_only_large_programs_that_it_lists_and_a_second_one_traces_n
                 names = seen["names"]
                 assert names["decode"] == 2 + 1 and names["accumulate"] >= 2
                 assert seen["made"] == (names.total() if name == "first" else 0)
+                # What the process has compiled is what this one looks for in JAX's cache.
+                assert len([*(tmp_path / "cache").glob("jit_call-*-cache")]) == names.total()
     finally:
         jax.config.update("jax_log_compiles", False)
         jax.config.update("jax_compilation_cache_dir", before)
