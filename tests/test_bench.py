@@ -13,18 +13,7 @@ from scripts import bench, bench_kernels, bench_training
 from tests.faults.harness import json_lines
 
 BENCHMARKS = bench.benchmarks()
-SLOW = (
-    "decode",
-    "drafts",
-    "evaluation",
-    "scaling",
-    "start",
-    "step",
-    "recipe",
-    "quantize",
-    "logps",
-    "update",
-)
+SLOW = "decode drafts evaluation scaling start step recipe quantize logps training_layer update".split()
 ANY_SIGN = ("decode", "decode_layer", "logps", "product")
 
 

@@ -23,6 +23,7 @@ from qerl_jax.model.division import Division
 from qerl_jax.model.transformer import Transformer, random_base
 from qerl_jax.quantization import quantizer
 from tests.model_folders import assert_trees_equal
+from tests.pallas_kernels.common import slow
 
 ROOT = pathlib.Path(__file__).parents[1]
 # CONTRIBUTING, "A number format", lists these and the tests and pages; the portable kernels need not read a format.
@@ -150,7 +151,7 @@ def test_a_new_format_multiplies_and_has_a_gradient():
         packed_matmul(x, NUMBERS.random(jax.random.key(0), (2, 8, 16)))
 
 
-@pytest.mark.parametrize("linear", ["qkv", "gate_up", "down"])
+@pytest.mark.parametrize("linear", ["qkv", *map(slow, ("gate_up", "down"))])
 def test_blocks_that_span_rows_are_divided_whole(linear):
     arch = architecture.load(base_model.hf_folder.TINY)
     division = Division(arch, 2, "toy8")

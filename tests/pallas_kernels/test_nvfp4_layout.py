@@ -31,8 +31,8 @@ def any_tensor(seed, shape, *, per_row=False):
 @pytest.mark.parametrize(
     ("shape", "per_row"),
     [
-        ((64, 64), False),
-        ((1, 16), True),
+        slow((64, 64), False),
+        slow((1, 16), True),
         ((130, 80), True),
         ((2, 3, 96, 208), False),
         *(

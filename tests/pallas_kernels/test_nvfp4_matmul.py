@@ -8,7 +8,7 @@ import pytest
 
 from pallas_kernels import nvfp4, nvfp4_matmul
 from pallas_kernels.nvfp4_matmul import api, shapes
-from tests.pallas_kernels.common import normal, random
+from tests.pallas_kernels.common import normal, random, slow
 from tests.pallas_kernels.common import weight as of_deviation
 
 DTYPES = [jnp.float32, jnp.bfloat16]
@@ -47,7 +47,7 @@ def dense(w):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize("per_row", [slow(False), True])
 def test_one_hot_inputs_return_scaled_codes_times_the_multiplier(dtype, per_row):
     w = weight_of_three_scales(0, 96)[0] if per_row else weight(0, 64, 96)
     actual = matmul(jnp.eye(96, dtype=dtype), w)
@@ -61,9 +61,9 @@ def test_one_hot_inputs_return_scaled_codes_times_the_multiplier(dtype, per_row)
     ("m", "n", "k"),
     [
         (1, 256, 128),  # decoding one sequence
-        (8, 96, 704),  # K a multiple of 16, not of 128
+        slow(8, 96, 704),  # K a multiple of 16, not of 128
         (37, 40, 256),  # ragged M and N
-        (128, 160, 64),  # wide M
+        slow(128, 160, 64),  # wide M
     ],
 )
 def test_products_meet_a_float64_oracle(m, n, k, dtype):
@@ -72,7 +72,7 @@ def test_products_meet_a_float64_oracle(m, n, k, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize("per_row", [slow(False), True])
 def test_the_derivative_is_that_of_the_dense_product(dtype, per_row):
     w = weight_of_three_scales(1, 96)[0] if per_row else weight(1, 64, 96)
     x, dy = normal(2, (5, 7, 96), dtype), normal(3, (5, 7, 64), dtype)
@@ -126,7 +126,7 @@ def test_leading_axes_are_rows_and_jit_and_vmap_change_nothing(dtype):
     assert nvfp4_matmul(x[:, :0], w).shape == (2, 0, 48)
 
 
-@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize("per_row", [slow(False), True])
 def test_stacked_weights_are_scanned_and_rematerialized(per_row):
     layers = [weight_of_three_scales(s, 64)[0] if per_row else weight(s, 64, 64) for s in (7, 17)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)

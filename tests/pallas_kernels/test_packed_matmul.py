@@ -8,6 +8,7 @@ import pytest
 from pallas_kernels import nvfp4_matmul, packed_matmul
 from pallas_kernels.formats import mxfp4, nf4, nvfp4
 from tests.pallas_kernels import common
+from tests.pallas_kernels.common import slow
 
 # Compiled whole: operation by operation these tests take several times as long.
 quantize_doubly = functools.partial(nf4.quantize, double=True)
@@ -28,7 +29,7 @@ def test_random_weights_spread_as_asked(name):
     assert (dense[0] != dense[1]).mean() > 0.8
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [slow(jnp.float32), jnp.bfloat16])
 @pytest.mark.parametrize("name", QUANTIZE)
 def test_one_hot_inputs_return_the_unpacked_weight(name, dtype):
     w = QUANTIZE[name](normal(0, (24, 96)))

@@ -294,15 +294,16 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.slow
 def test_four_processes_open_one_file_at_once(tmp_path):
-    """Eight times, each with an empty cache."""
+    """20 times, each with an empty cache."""
     _, fields, tensors = contents("qwen2_untied")
     fields |= tokenizer_fields(["a", "b", "ab", "<|end|>"], [1, 1, 1, 3], ["a b"], eos_token_id=3)
     file = write(tmp_path / "model.gguf", fields, tensors)
     names = "config.json generation_config.json model.gguf tokenizer.json tokenizer_config.json"
     with contextlib.ExitStack() as stack:
         processes = [stack.enter_context(program(OPEN, file)) for _ in range(4)]
-        for cache in (tmp_path / f"{number}" for number in range(8)):
+        for cache in (tmp_path / f"{number}" for number in range(20)):
             for process in processes:
                 print(cache, file=process.stdin, flush=True)
             answers = [process.stdout.readline() for process in processes]

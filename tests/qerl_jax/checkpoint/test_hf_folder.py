@@ -13,9 +13,10 @@ from qerl_jax.model.transformer import Transformer
 from tests import golden_files
 from tests.golden_files import GOLDEN
 from tests.model_folders import ARCH, DENSE, PACKED, assert_trees_equal, base, copy
+from tests.pallas_kernels.common import slow
 
 
-@pytest.mark.parametrize("name", ["qwen2_untied", "qwen2_tied", "qwen3", "llama3"])
+@pytest.mark.parametrize("name", ["qwen2_untied", "qwen2_tied", *map(slow, ("qwen3", "llama3"))])
 def test_an_exported_model_has_the_tensors_it_was_read_from(name, tmp_path):
     source = GOLDEN / "models" / name
     model = Transformer(architecture.load(source), "float32", None, jnp.float32, full=True)

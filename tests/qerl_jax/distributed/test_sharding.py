@@ -9,6 +9,7 @@ from qerl_jax.config import LoraConfig
 from qerl_jax.distributed import sharding
 from qerl_jax.model.architecture import Architecture
 from qerl_jax.model.transformer import Transformer, abstract_base, trainable
+from tests.pallas_kernels.common import slow
 
 ARCH = Architecture("qwen2", 64, 32, 64, 2, 4, 2, 8)
 
@@ -19,7 +20,7 @@ def policy(weights):
     return jax.eval_shape(lambda f: trainable(model, f, jax.random.key(0)), base)
 
 
-@pytest.mark.parametrize("weights", ["nvfp4", "mxfp4", "nf4", "bfloat16"])
+@pytest.mark.parametrize("weights", ["nvfp4", *map(slow, ("mxfp4", "nf4", "bfloat16"))])
 def test_of_a_policy_only_the_weights_of_layers_are_parted(weights):
     params, frozen = policy(weights)
     assert set(jax.tree.leaves(sharding.specs(params, 2))) == {P()}

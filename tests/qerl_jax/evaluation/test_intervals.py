@@ -126,8 +126,14 @@ def coverage(hits):
     return 0.935 <= np.mean(hits) <= 0.975
 
 
-@pytest.mark.parametrize("samples", [1, 8])
-@pytest.mark.parametrize("problems", [30, 500])
+@pytest.mark.parametrize(
+    ("problems", "samples"),
+    [
+        (30, 8),
+        (500, 1),
+        *(pytest.param(n, s, marks=pytest.mark.slow) for n, s in ((30, 1), (500, 8))),
+    ],
+)
 def test_intervals_hold_the_truth_as_often_as_they_say(problems, samples):
     """Problems have Beta(0.4, 1.2) difficulty: many are hopeless, as AIME is for a small model."""
     rng = np.random.default_rng(problems + samples)

@@ -100,6 +100,7 @@ def test_a_chunk_ends_when_rows_wait_for_the_slots_of_ended_ones():
     assert last[1] > 20 and len(watched(prompts(limit=40), **how)) == 1
 
 
+@pytest.mark.slow
 def test_a_chunk_is_short_where_a_string_may_end_rows():
     how = {"chunk": 4, "temperature": 0.0}
     long = watched(prompts(limit=40), **how)

@@ -478,6 +478,7 @@ def test_a_batch_size_is_compiled_once(caplog, is_committed):
     assert sum(message.startswith("Compiling") for message in found) == 1
 
 
+@pytest.mark.slow
 def test_a_penalty_remembers_what_chunks_made_that_the_host_has_not_read():
     penalized = functools.partial(run, prompts(), 0.0, repetition_penalty=1.5)
     assert_same(penalized(), penalized(chunk=16))
@@ -553,7 +554,7 @@ def test_absent_slots_are_no_number_with_which_fused_layers_would_be_faster(
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"compact": False}, pytest.param({"repetition_penalty": 1.2}, marks=pytest.mark.slow)],
+    [slow({}), {"compact": False}, slow({"repetition_penalty": 1.2})],
 )
 def test_rows_that_are_parked_are_those_that_never_were(options, monkeypatch):
     """Their pages go to the host and come back as they are, so results are equal bit for bit."""

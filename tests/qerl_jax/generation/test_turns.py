@@ -82,6 +82,7 @@ def test_replies_are_run_several_tokens_at_a_time_where_there_are_drafts(rows, p
     assert_same(sample(Turns(long), drafts=drafts, chunk=12), sample(Turns(long)))
 
 
+@pytest.mark.slow
 def test_a_row_whose_turn_has_ended_is_answered_before_others_have_run_long():
     """A chunk that the device began before the host has looked would run without the row to its end."""
     control = Control(10)

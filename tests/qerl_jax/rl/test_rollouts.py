@@ -247,6 +247,7 @@ def test_rows_go_on_from_those_sampled_with_the_same_key():
     assert rollouts.collect(*arguments).texts != last.texts
 
 
+@pytest.mark.slow
 def test_a_rollout_holds_the_samplers_entropies_where_they_are_asked_for():
     cfg = RolloutConfig(num_generations=GROUP, max_completion_length=LONGEST, ignore_eos=True)
     options = {"max_prompt_length": PROMPT_WIDTH, "entropies": True}
