@@ -63,14 +63,26 @@ def pytest_configure(config):
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 
-# They train the same small run, so one worker takes them all, and compiles its programs once.
-_RUNS = (
-    "test_tiny_run.py",
-    "test_resume.py",
-    "test_signals.py",
-    "test_not_finite.py",
-    "test_guards.py",
+# A worker takes a folder of these at a time, the longest first, so that its files share compiled programs: they have models,
+# shapes and small runs in common. Of the others it takes files, which are short: both workers end at about one time.
+_FOLDERS = (
+    "pallas_kernels",
+    "generation",
+    "rl",
+    "model",
+    "faults",
+    "checkpoint",
+    "evaluation",
+    "quantization",
 )
+# They train the run of tests/faults.
+_WITH_FAULTS = ("test_tiny_run.py", "test_guards.py")
+
+
+def _folder(path):
+    """Returns the folder of _FOLDERS to which a test's file belongs; None if there is none."""
+    *_, folder, name = path.split("/")
+    return "faults" if name in _WITH_FAULTS else folder if folder in _FOLDERS else None
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -80,9 +92,9 @@ def pytest_xdist_make_scheduler(config, log):
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid):
             path = super()._split_scope(nodeid)
-            return "runs" if path.rpartition("/")[2] in _RUNS else path
+            return _folder(path) or path
 
-    # With the slow tests these files take too long for one worker.
+    # With the slow tests a folder takes too long for one worker.
     return (
         None
         if _with_slow(config) or config.getvalue("dist") != "loadfile"
@@ -94,9 +106,8 @@ def pytest_collection_modifyitems(config, items):
     if not _with_slow(config):
         _leave_out("slow", config, items)
 
-    # The longest files first: at the end one worker would be left alone with them.
-    longest = ("test_update.py", "test_transformer.py", "test_engine.py", "test_benchmark.py")
-    items.sort(key=lambda item: item.path.name not in _RUNS + longest)
+    ranks = {name: rank for rank, name in enumerate(_FOLDERS)}
+    items.sort(key=lambda item: ranks.get(_folder(item.path.as_posix()), len(ranks)))
 
     if _num_devices() < 2:
         _leave_out("devices", config, items)
@@ -120,7 +131,7 @@ def _leave_out(marker, config, items):
 
 # Of the 65,530 areas of memory that Linux grants a process, those above which compiled programs are let go. Each
 # program takes some ten; at the limit XLA ends the process with a segmentation fault.
-_MOST_AREAS, _LOOK_EVERY = 30_000, 20
+_MOST_AREAS, _LOOK_EVERY = 40_000, 20
 _tests_run = 0
 
 
