@@ -81,7 +81,8 @@ def test_b_in_pairs_has_no_zeros_and_comes_back_with_them(rank):
         assert not rows[:, 1, :, 2 * rank :].any()
 
 
-@pytest.mark.parametrize("scale_per_row", [False, slow(True)])
+@pytest.mark.slow
+@pytest.mark.parametrize("scale_per_row", [False, True])
 def test_products_of_many_rows_do_not_see_the_order_of_rows(scale_per_row):
     m, n, k = 24, 192, 128
     t = weight(7, n, k, std=k**-0.5, scale_per_row=scale_per_row)

@@ -83,6 +83,7 @@ def test_ties_go_to_the_even_code_and_large_values_saturate():
     assert np.abs(dequantize(clipped)).max() == 3
 
 
+@pytest.mark.slow
 def test_jit_changes_no_byte():
     w = jnp.asarray(normal(0, (96, 272), jnp.bfloat16))
     eager = nvfp4.quantize(w)
