@@ -171,7 +171,7 @@ def environment(folder: pathlib.Path, jobs: int, *, autotune: bool) -> dict[str,
         "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{_SHARED / jobs:.3f}",
         "XLA_FLAGS": " ".join(filter(None, flags)),
         "TF_CPP_MIN_LOG_LEVEL": "2",
-        "QERL_COMPILE_PROCESSES": "2",
+        "QERL_TRACE_PROCESSES": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     }

@@ -48,7 +48,7 @@ def pytest_configure(config):
         # Each worker would take three quarters of the card's memory otherwise.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         # Tests take the processors and the card's memory already.
-        os.environ.setdefault("QERL_COMPILE_PROCESSES", "0")
+        os.environ.setdefault("QERL_TRACE_PROCESSES", "0")
         # Almost all of the time is compilation.
         os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_XLA))
         worker = os.environ.get("PYTEST_XDIST_WORKER")

@@ -1,4 +1,4 @@
-"""Compiles the programs of a run in other processes, in the order in which the run needs them, while its base is read."""
+"""Traces and compiles the programs of a run, in the order in which the run needs them, while its base is read."""
 
 import collections
 import concurrent.futures
@@ -14,11 +14,11 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from qerl_jax.compilation.program_process import ProgramProcess, Request
-from qerl_jax.compilation.program_store import ProgramStore, key_of
+from qerl_jax.compilation.program_store import ProgramStore, Traced, key_of
 from qerl_jax.system.checked import require, tell
 
-# Device memory that a process takes beside its parent's, mostly for CUDA's libraries, in bytes; and the most processes.
-_PROCESS_BYTES, _MOST_PROCESSES = 1.5e9, 12
+# Device memory that a process takes beside its parent's, for CUDA's libraries, in bytes; and the most processes.
+_PROCESS_BYTES, _MOST_PROCESSES = 1e9, 12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +36,11 @@ class Listed:
     key: tuple[Hashable, ...]
     function: functools.partial = dataclasses.field(compare=False)
     arrays: tuple[Any, ...] = dataclasses.field(compare=False)
+
+    @property
+    def shapes(self) -> tuple[Any, ...]:
+        """The arrays without values and devices, which another process can be sent."""
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.arrays)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,16 +65,18 @@ class Compiled:
 class EarlyPrograms:
     """Programs that are compiled before they are called.
 
-    What was traced by an earlier run is read from the `ProgramStore`; other programs are traced and compiled by processes
-    (`ProgramProcess`). On a CPU there are none, because the run itself needs the processors: programs compile when they
-    are called. So does a program whose process failed, which is shown as a line.
+    What an earlier run traced is read from the `ProgramStore`; other programs are traced by processes (`ProgramProcess`).
+    Threads then compile them. On a CPU there are none, because the run itself needs the processors: programs compile when
+    they are called. So does a program whose process failed, which is shown as a line.
     """
 
     def __init__(self):
         self._pending: dict[tuple[Hashable, ...], concurrent.futures.Future[Any]] = {}
-        self._threads: list[threading.Thread] = []
+        self._tracers: list[threading.Thread] = []
+        self._compilers: list[threading.Thread] = []
         self._processes: list[ProgramProcess] = []
-        self._tracing = threading.Lock()
+        # One thread at a time uses Python's lock, so that the programs that are needed first are ready first.
+        self._lock = threading.Lock()
 
     def prepare(self, imports: str) -> None:
         """Starts the processes, which import a module, if this run is the first one: there it will take all of them."""
@@ -83,9 +90,10 @@ class EarlyPrograms:
         store = ProgramStore.beside_xla()
         waiting = collections.deque((program, concurrent.futures.Future()) for program in programs)
         count = min(workers(), len(waiting)) if store else 0
+        if not count:
+            return
+        self._pending |= {program.key: future for program, future in waiting}
         self._processes += [ProgramProcess() for _ in range(count - len(self._processes))]
-        if count:
-            self._pending |= {program.key: future for program, future in waiting}
 
         def work(process: ProgramProcess) -> None:
             while waiting:
@@ -94,17 +102,12 @@ class EarlyPrograms:
                 except IndexError:  # another thread took the last one
                     break
                 if future.set_running_or_notify_cancel():
-                    try:
-                        future.set_result(self._compiled(program, store, process))
-                    except BaseException as error:
-                        future.set_exception(error)
+                    self._trace(program, future, store, process)
             process.end()
 
-        for process in self._processes[:count]:
-            self._threads.append(
-                threading.Thread(target=work, args=(process,), daemon=True, name="compile")
-            )
-            self._threads[-1].start()
+        for process in self._processes:
+            self._tracers.append(threading.Thread(target=work, args=(process,), daemon=True))
+            self._tracers[-1].start()
 
     def call(self, key: tuple[Hashable, ...], function: functools.partial, *arrays: Any) -> Any:
         """Calls a function of arrays; if it is listed with this key, waits until it is compiled."""
@@ -126,7 +129,9 @@ class EarlyPrograms:
             future.cancel()
         for process in self._processes:
             process.end()
-        for thread in self._threads:
+        for thread in self._tracers:
+            thread.join()
+        for thread in self._compilers:  # compiling while the interpreter exits would crash
             thread.join()
 
     def _program(self, key: tuple[Hashable, ...]) -> Compiled | None:
@@ -141,39 +146,57 @@ class EarlyPrograms:
         del self._pending[key]
         return None
 
-    def _compiled(self, program: Listed, store: ProgramStore, process: ProgramProcess) -> Compiled:
-        key, options = (
-            key_of(program.function, program.arrays),
-            program.function.func.compiler_options,
-        )
-        with self._tracing:  # so that the programs that are needed first are ready first
-            traced = store.read(key)
-        if traced is None:
-            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), program.arrays)
-            if error := process.make(Request(key, program.function, shapes)):
-                raise RuntimeError(error)
-            with self._tracing:
+    def _trace(
+        self,
+        program: Listed,
+        future: concurrent.futures.Future,
+        store: ProgramStore,
+        process: ProgramProcess,
+    ) -> None:
+        """Reads a program from the store, after the process wrote it if it was not there; then a thread compiles it."""
+        try:
+            with self._lock:
+                key = key_of(program.function, program.arrays)
                 traced = store.read(key)
             if traced is None:
+                if error := process.make(Request(key, program.function, program.shapes)):
+                    raise RuntimeError(error)
+                with self._lock:
+                    traced = store.read(key)
+            if traced is None:
                 raise RuntimeError("what a process wrote is gone")
-        with self._tracing:
-            lowered = traced.lowered(SingleDeviceSharding(jax.local_devices()[0]), options)
-        shapes = [(x.shape, x.dtype) for x in jax.tree.leaves(program.arrays)]
-        return Compiled(shapes, lowered.compile(), traced.results)
+        except BaseException as error:
+            future.set_exception(error)
+            return
+        compiler = threading.Thread(
+            target=self._compile, args=(program, traced, future), daemon=True
+        )
+        self._compilers.append(compiler)
+        compiler.start()
+
+    def _compile(self, program: Listed, traced: Traced, future: concurrent.futures.Future) -> None:
+        try:
+            place = SingleDeviceSharding(jax.local_devices()[0])
+            with self._lock:
+                lowered = traced.lowered(place, program.function.func.compiler_options)
+            shapes = [(x.shape, x.dtype) for x in jax.tree.leaves(program.arrays)]
+            future.set_result(Compiled(shapes, lowered.compile(), traced.results))
+        except BaseException as error:
+            future.set_exception(error)
 
 
 def workers() -> int:
-    """Returns the number of processes that compile: as processors and device memory allow; none on a CPU.
+    """Returns the number of processes that trace: as processors and device memory allow; none on a CPU.
 
-    The environment variable QERL_COMPILE_PROCESSES, if set, replaces it on a GPU.
+    The environment variable QERL_TRACE_PROCESSES, if set, replaces it on a GPU.
 
     Raises:
         ConfigError: If the variable is no number.
     """
     if jax.default_backend() != "gpu":
         return 0
-    if named := os.environ.get("QERL_COMPILE_PROCESSES"):
-        require(named.isdecimal(), "QERL_COMPILE_PROCESSES", named, "must be a number: 0, 1, ...")
+    if named := os.environ.get("QERL_TRACE_PROCESSES"):
+        require(named.isdecimal(), "QERL_TRACE_PROCESSES", named, "must be a number: 0, 1, ...")
         return int(named)
     processors = len(os.sched_getaffinity(0)) - 1
     return max(1, min(processors, _MOST_PROCESSES, int(_unreserved_bytes() / _PROCESS_BYTES)))

@@ -1,8 +1,10 @@
-"""A process that traces and compiles programs for another one: `python -m qerl_jax.compilation.program_process FD`.
+"""A process that traces programs for another one: `python -m qerl_jax.compilation.program_process FD`.
 
-In one process programs compile one after the other, however many threads there are: tracing holds Python's lock, and
-Pallas' kernels are compiled under a lock of the library. The process gets requests from its parent over a pipe, and
-writes what it made to the `ProgramStore` and to JAX's cache.
+In one process programs are traced and lowered one after the other, however many threads there are, because that holds
+Python's lock. The process gets requests from its parent over a pipe, and writes what it traced to the `ProgramStore`.
+
+It does not compile: XLA times the products of a program on the device, and several processes would need more memory for
+that than their parent leaves.
 """
 
 import contextlib
@@ -17,7 +19,6 @@ from multiprocessing import connection
 from typing import Any
 
 import jax
-from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels import runtime
 from qerl_jax.compilation import program_store
@@ -34,7 +35,7 @@ _OPTIONS = (
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A program to make.
+    """A program to trace.
 
     Attributes:
         key: Its key in the store.
@@ -50,7 +51,7 @@ class Request:
 
 
 class ProgramProcess:
-    """The parent's side: starts the process, has it make programs, and can end it from another thread."""
+    """The parent's side: starts the process, has it trace programs, and can end it from another thread."""
 
     def __init__(self):
         """Nothing is started before `start`, or before the first program."""
@@ -60,7 +61,7 @@ class ProgramProcess:
         self._lock = threading.Lock()
 
     def make(self, request: Request) -> str | None:
-        """Has a program made and stored, and waits for it; returns what went wrong, in a line."""
+        """Has a program traced and stored, and waits for it; returns what went wrong, in a line."""
         try:
             self.start()
             if self._pipe is None:
@@ -100,12 +101,12 @@ class ProgramProcess:
 
 
 def _serve(pipe: connection.Connection) -> None:
-    """Makes what the parent asks for, until it closes the pipe."""
+    """Traces what the parent asks for, until it closes the pipe."""
     options, imports = pipe.recv()
     for name, value in options.items():
         jax.config.update(name, value)
     store = program_store.ProgramStore.beside_xla()
-    place = SingleDeviceSharding(jax.local_devices()[0])
+    jax.local_devices()  # takes seconds
     if imports is not None:
         importlib.import_module(imports)
     while True:
@@ -114,9 +115,6 @@ def _serve(pipe: connection.Connection) -> None:
             runtime.use_kernels(request.kernels)
             traced = program_store.Traced.of(request.function, request.arrays)
             store.write(request.key, traced)
-            # From the file, as the parent does it: what is compiled then has the same hash in JAX's cache.
-            traced = store.read(request.key)
-            traced.lowered(place, request.function.func.compiler_options).compile()
             pipe.send(None)
         except Exception as error:
             pipe.send(f"{type(error).__name__}: {error}")
