@@ -175,7 +175,8 @@ CHECKED = DOCS / "checked.md"
 CHECKED_TEMPLATE = pathlib.Path(__file__).with_name("checked_page.md")
 CHECKED_SOURCE = DOCS / "measured" / "check_device.jsonl"
 # What is kept of a run of a case, and what is kept with two digits.
-SHOWN = ("device", "kernels", "jax", "driver", "date", "ok", "error", "fused", "seconds")
+SHARED = ("device", "kernels", "jax", "driver", "date")
+SHOWN = ("ok", "error", "fused", "seconds")
 ROUNDED = ("difference", "effect")
 
 
@@ -208,11 +209,13 @@ def checked_page(files: list[list[dict]]) -> str:
 
 
 def read_checked(path: pathlib.Path = CHECKED_SOURCE) -> list[list[dict]]:
-    """Reads the rows of each card and its kernels, by case."""
+    """Reads the rows of each card and its kernels, by case. The first line has what many rows share."""
     tables: dict[tuple[str, str], list[dict]] = {}
-    for line in map(json.loads, path.read_text().splitlines()):
+    head, *lines = map(json.loads, path.read_text().splitlines())
+    for line in lines:
         for run in line.pop("runs"):
-            tables.setdefault((run["device"], run["kernels"]), []).append(line | run)
+            row = line | head[run.pop("on")] | run
+            tables.setdefault((row["device"], row["kernels"]), []).append(row)
     return [rows for _, rows in sorted(tables.items())]
 
 
@@ -222,13 +225,18 @@ def add_checked(output: pathlib.Path, path: pathlib.Path = CHECKED_SOURCE) -> No
     replaced = {(row["device"], row["kernels"]) for row in new}
     is_replaced = lambda row: (row["device"], row["kernels"]) in replaced
     old = [rows for rows in read_checked(path) if not is_replaced(rows[0])]
+    head: list[dict] = []
     cases: dict[tuple[int, str], list[dict]] = {}
     for row in itertools.chain(*old, new):
-        cells = {name: row[name] for name in SHOWN if name in row}
+        if (shared := {name: row[name] for name in SHARED}) not in head:
+            head.append(shared)
+        cells = {"on": head.index(shared)} | {name: row[name] for name in SHOWN if name in row}
         cells |= {name: float(f"{row[name]:.2g}") for name in ROUNDED if name in row}
         cases.setdefault((row["number"], row["name"]), []).append(cells)
     line = lambda case: {"number": case[0], "name": case[1], "runs": cases[case]}
-    lines = (json.dumps(line(case), separators=(",", ":")) for case in sorted(cases))
+    lines = (
+        json.dumps(value, separators=(",", ":")) for value in (head, *map(line, sorted(cases)))
+    )
     path.write_text("".join(f"{line}\n" for line in lines))
 
 

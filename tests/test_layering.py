@@ -13,7 +13,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 ORDER = (
     ("system",),
     ("config",),
-    ("compilation", "distributed", "data", "tracking"),
+    ("compilation",),
+    ("distributed", "data", "tracking"),
     ("model",),
     ("aqn", "checkpoint", "rewards"),
     ("tools", "quantization"),
