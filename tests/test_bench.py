@@ -41,6 +41,7 @@ def test_a_benchmark_runs_on_a_cpu(name):
     assert measured(name)
 
 
+@pytest.mark.slow
 def test_attention_is_timed_in_its_kernel_and_in_cudnns():
     theirs, apart, together = measured("decode_attention")
     assert "error" not in theirs and apart["error"] <= 1 and together["error"] <= 1
@@ -198,6 +199,7 @@ def test_scaling_fails_where_several_devices_sample_or_score_otherwise(
     assert ("disagree" in shown) == bool(error) and error in shown
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_process_measures_a_case_and_one_that_takes_too_long_is_killed(tmp_path):
     out = tmp_path / "rows.jsonl"

@@ -298,6 +298,7 @@ def test_a_process_that_dies_is_a_red_case_and_the_next_one_gets_another(tmp_pat
     assert rows[1]["pid"] != rows[5]["pid"]
 
 
+@pytest.mark.slow
 def test_a_case_that_hangs_is_killed_and_says_its_stage_where_it_hung_and_what_was_before(tmp_path):
     _, rows = run_fake(tmp_path, (3, 5), case_seconds=1)
     assert not rows[3]["ok"] and rows[5]["ok"]
@@ -412,6 +413,7 @@ def test_stages_count_programs_that_were_compiled_and_those_that_were_read(tmp_p
     assert [row["name"] for row in named.rows()] == ["first", "second"]
 
 
+@pytest.mark.slow
 def test_xla_takes_the_flags_of_the_processes(tmp_path):
     env = check_device.environment(tmp_path, 4, autotune=False) | {"JAX_PLATFORMS": "cpu"}
     assert all(flag in env["XLA_FLAGS"] for flag in check_device.QUICK_XLA)
@@ -420,6 +422,7 @@ def test_xla_takes_the_flags_of_the_processes(tmp_path):
     assert flags == os.environ.get("XLA_FLAGS", "")
 
 
+@pytest.mark.slow
 def test_whatever_a_case_raises_is_red(tmp_path):
     def fails(case, folder, stages):
         with stages("base"):
@@ -439,6 +442,7 @@ def test_cases_are_chosen_by_parts_of_their_names_longest_first():
     assert costs == sorted(costs, reverse=True) and len(costs) == len(CASES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["hopper", pytest.param("portable", marks=pytest.mark.slow)])
 def test_a_case_fails_where_other_kernels_would_run_than_those_that_were_chosen(
     monkeypatch, tmp_path, kernels

@@ -131,6 +131,7 @@ def test_a_new_format_is_quantized_written_and_read(tmp_path):
     np.testing.assert_allclose(unpacked, dense["layers"]["qkv"]["weight"], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_16_bit_base_is_packed_on_load_as_random_ones_are():
     model, base = read(base_model.hf_folder.TINY)
     shapes = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)

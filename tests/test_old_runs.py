@@ -79,6 +79,7 @@ def test_its_config_starts_a_new_run(old, tmp_path):
         assert config.load(folder / "config.toml") == harness.tiny(folder)
 
 
+@pytest.mark.slow
 def test_its_adapter_can_be_started_from_asked_and_exported(old, newer, tmp_path):
     for number, folder in enumerate((old, newer)):
         adapter = folder / "adapter"

@@ -183,6 +183,7 @@ def test_quickstart_learns_and_shuffled_rewards_do_not(tmp_path):
     assert after_control - before_control < 0.08
 
 
+@pytest.mark.slow
 def test_a_short_run_learns(tmp_path):
     """Each step has four completions; two tokens of three are even at first, and almost all at the end."""
     optim = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
@@ -420,6 +421,7 @@ def test_completions_are_logged_with_their_rewards_and_what_rewards_log(tmp_path
     assert "accuracy_reward" in (tmp_path / "run" / "report" / "index.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_reward_that_raises_costs_no_whole_step(tmp_path):
     cfg, broken = harness.tiny(tmp_path / "run", max_steps=3, save_steps=50), [True]
 
@@ -563,6 +565,7 @@ def test_nothing_in_memory_is_an_error_before_a_run_folder_exists(given, message
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_run_reads_nothing_of_a_state_whose_buffers_an_update_took(tmp_path, monkeypatch):
     update_of = Updater.__call__
 

@@ -84,6 +84,7 @@ def test_on_a_full_disk_a_row_is_there_as_a_whole_or_not_at_all(tmp_path):
     assert shown.startswith(f"{tmp_path}/metrics.jsonl: could not be written: No space left")
 
 
+@pytest.mark.slow
 @needs_mounts
 def test_a_checkpoint_that_finds_no_room_is_one_line_and_leaves_those_before_it(tmp_path):
     shown = in_small_disk(

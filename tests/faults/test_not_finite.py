@@ -97,6 +97,7 @@ def test_each_costs_one_update_and_is_counted(disturbed):
     assert (int(state.step), int(state.skipped)) == (6, 4)
 
 
+@pytest.mark.slow
 def test_weights_and_moments_are_as_they_were_before(disturbed):
     _, _, kept = disturbed
     for before, after in itertools.pairwise(kept[:5]):
@@ -107,6 +108,7 @@ def test_weights_and_moments_are_as_they_were_before(disturbed):
     assert any(jax.tree.leaves(changed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "said"),
     [
@@ -154,6 +156,7 @@ def too_large(tmp_path_factory):
     return copy(TINY, folder, tensors=tensors)
 
 
+@pytest.mark.slow
 def test_a_base_that_gives_nan_is_named_when_it_samples_and_scores(too_large):
     policy = qerl_jax.load(too_large, weights="bfloat16", quiet=True)
     with pytest.raises(ValueError, match="sampling: token 0 of row 0 has the log-probability nan"):
@@ -169,6 +172,7 @@ def test_a_run_stops_where_its_base_first_gives_nan(too_large, tmp_path, capsys)
     assert "cut off" not in line
 
 
+@pytest.mark.slow
 def test_a_run_whose_first_update_is_not_finite_stops(tmp_path, monkeypatch):
     gradient = in_step(1, of_gradients, update.summed_gradient)
     monkeypatch.setattr(update, "summed_gradient", gradient)

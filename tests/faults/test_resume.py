@@ -106,6 +106,7 @@ def judged_by_a_file(folder, code, steps):
     )
 
 
+@pytest.mark.slow
 def test_a_resumed_run_remembers_uses_its_programs_and_says_that_the_code_of_its_reward_has_changed(
     tmp_path, capsys, caplog
 ):

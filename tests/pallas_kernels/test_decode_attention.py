@@ -179,6 +179,7 @@ def test_a_plan_gives_every_live_page_to_one_block(pages, parts, blocks):
     assert max(loads) - min(loads) <= max(pages, -(-width // parts))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "ends", "width", "config"),
     [
@@ -346,6 +347,7 @@ def test_tokens_of_a_row_at_once_are_those_one_after_another():
         np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     # `shape` is (heads, key heads, head size), and `rows` are (end, tokens).
     ("shape", "rows", "width", "config"),

@@ -30,6 +30,7 @@ def epilogues(monkeypatch, on_hopper):  # noqa: F811
     return stand_in
 
 
+@pytest.mark.slow
 def test_a_linear_of_many_rows_is_one_kernel_where_it_can_be(monkeypatch, epilogues):
     case = random(160, (256, 128), 512)
     launched = epilogues(case)
@@ -78,6 +79,7 @@ def test_prepared_matrices_give_the_bits_of_those_they_were_made_of(dtype):
 
 
 # Parts in whole tiles, one part, and parts whose ranks share one tile.
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [slow((256, 128)), slow((384,)), (40, 24, 36)])
 def test_matrices_prepared_for_the_kernel_are_those_that_it_makes_itself(epilogues, sizes):
     case = random(160, sizes, 512)

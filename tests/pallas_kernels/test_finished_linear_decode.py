@@ -223,6 +223,7 @@ def test_an_epilogue_says_how_much_shared_memory_a_rank_takes():
     assert epilogue.supports(96, 37888, rank=640, is_swiglu=True) == reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("m", "n", "k", "rank", "sizes", "config"),
     [
@@ -296,6 +297,7 @@ def test_what_fills_up_n_and_k_changes_no_bit(interpreter, rank):
     assert not wanted[:, n:].any()
 
 
+@pytest.mark.slow
 def test_a_norm_and_a_gate_of_any_width_meet_plain_arithmetic(interpreter):
     m, width, inner, config = 8, 80, 112, Config(1, 64, 2, 4)
     values, scale, stream = residual(m, width)

@@ -107,6 +107,7 @@ def on_hopper(monkeypatch, h200):
     monkeypatch.setattr(api._Prefill, "backward", staticmethod(multiply_back))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "is_paired"), [slow((256, 128), False), ((192, 192), True)])
 def test_its_derivatives_are_those_of_the_definition(monkeypatch, on_hopper, sizes, is_paired):
     case = random(136, sizes, 512)

@@ -150,6 +150,7 @@ def test_what_it_cannot_do_is_refused_with_its_reason(h200):
     assert "whole 24s for a shared tile" in gated_config.supports(64, 512, 128, shared)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("m", "inner", "k", "rank", "config"),
     [

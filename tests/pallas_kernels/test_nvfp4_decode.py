@@ -41,6 +41,7 @@ def exact(x, t):
     return reference.forward(x.astype(jnp.float32), t)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("m", "n", "k", "config"),
     [

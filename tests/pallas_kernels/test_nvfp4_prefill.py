@@ -54,6 +54,7 @@ def assert_equal_leaves(actual, expected):
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "k", "config", "is_paired"),
     [
@@ -100,6 +101,7 @@ def test_products_meet_the_reference_without_a_race(interpreter, assume, m, n, k
     assert_within_an_ulp(actual, reference.forward(x.astype(jnp.float32), t))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("m", "n", "k", "config", "scale_per_row", "is_paired"),
     [

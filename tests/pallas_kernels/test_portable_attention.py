@@ -33,6 +33,7 @@ def test_attention_meets_the_reference(monkeypatch, portable, shape, ends, width
     siblings.assert_meets_reference(run(arguments), arguments, ulps=1)
 
 
+@pytest.mark.slow
 def test_tokens_of_a_row_at_once_meet_the_reference(monkeypatch, portable):
     monkeypatch.setattr(attention, "pages_of_a_piece", lambda *_: 2)
     arguments, sequence = siblings.tokens_of(1, 4, 2, 64, [(126, 4), (5, 1)], 3)

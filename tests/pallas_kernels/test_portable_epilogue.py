@@ -90,6 +90,7 @@ def test_before_compute_capability_8_rows_may_be_larger_than_float16_is(portable
         np.testing.assert_allclose(f32(row), f32(expected), atol=largest * 2**-7)
 
 
+@pytest.mark.slow
 def test_a_residual_stream_is_normalized_by_its_two_kernels(portable):
     sizes, width = (80,), 80
     w, matrices, _, x = problem(sizes, 128, rank=24)
@@ -111,6 +112,7 @@ def test_a_residual_stream_is_normalized_by_its_two_kernels(portable):
     assert_mostly_equal(actual, expected)
 
 
+@pytest.mark.slow
 def test_a_gate_and_what_it_lets_through_become_one(portable):
     sizes = (112, 112)
     w, matrices, _, x = problem(sizes, 64, rank=16)

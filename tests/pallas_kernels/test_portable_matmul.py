@@ -184,6 +184,7 @@ def test_packed_products_of_other_formats_go_the_same_way(portable, kind):
     assert_close(packed_matmul(x, w), np.asarray(packed_matmul(x, t), np.float64), ulps=3)
 
 
+@pytest.mark.slow
 def test_float32_and_what_does_not_fit_stay_with_the_reference(portable):
     t = nvfp4.random(jax.random.key(0), (64, 64))
     assert prepare(t, jnp.float32) is t

@@ -412,6 +412,7 @@ def test_log_probabilities_of_many_rows_are_those_of_each(policy, monkeypatch):
     assert policy.logprobs("1+1", [[]])[0].shape == (0,)
 
 
+@pytest.mark.slow
 def test_without_the_adapter_log_probabilities_are_those_of_the_base(run, policy):
     (base,), (trained,) = policy.logprobs(*GIVEN), run.policy().logprobs(*GIVEN)
     (switched_off,) = run.policy().logprobs(*GIVEN, adapter=False)
@@ -456,6 +457,7 @@ def test_what_is_wrong_with_a_call_is_said_by_its_name(call, message, policy):
         call(policy)
 
 
+@pytest.mark.slow
 def test_a_device_that_reports_no_memory_samples_64_completions_or_as_a_limit_says(policy):
     assert policy._sampler(qerl_jax.SamplingParams()).max_concurrent == 64
     for limits in (EngineLimits(96), EngineLimits(kv_cache_tokens=4096)):
@@ -478,6 +480,7 @@ def test_what_is_saved_is_the_policy_when_it_is_loaded_again(run, tmp_path):
     np.testing.assert_array_equal(dense.logprobs(*GIVEN)[0], again.logprobs(*GIVEN)[0])
 
 
+@pytest.mark.slow
 def test_loading_and_evaluating_tell_what_is_read_unless_they_are_to_be_quiet(
     policy, tmp_path, capsys
 ):
@@ -495,6 +498,7 @@ def test_loading_and_evaluating_tell_what_is_read_unless_they_are_to_be_quiet(
         assert capsys.readouterr().err == line
 
 
+@pytest.mark.slow
 def test_an_evaluation_makes_drafts_as_it_is_told_and_takes_numbers_of_numpy(
     policy, tmp_path, monkeypatch
 ):

@@ -58,6 +58,7 @@ def test_a_base_ends_where_its_template_ends_a_turn(base, tiny, capsys, tmp_path
     assert [output.outputs[0].token_ids[-1] for output in ended] == [END, END]
 
 
+@pytest.mark.slow
 def test_stop_tokens_end_a_completion_and_are_not_in_its_text(tiny):
     free = tiny.generate(PROMPTS[0], **GREEDY)[0].outputs[0]
     ids, decode = free.token_ids.tolist(), tiny.tokenizer.decode

@@ -54,6 +54,7 @@ def texts():
     return ask(PROMPTS, seed=range(4), **SHORT)
 
 
+@pytest.mark.slow
 def test_completions_come_in_the_order_of_the_prompts():
     rows = list(policy().completions(PROMPTS[:2], n=2, **SHORT))
     assert [row.text for row in rows] == ask(PROMPTS[:2], n=2, **SHORT)
@@ -65,6 +66,7 @@ def test_completions_come_in_the_order_of_the_prompts():
         assert row.finish_reason == ("stop" if stopped else "length")
 
 
+@pytest.mark.slow
 def test_slow_sampling_is_told_once_with_its_reason(monkeypatch, capsys):
     assert policy().slow_because is None  # no fast card
     with runtime.on(runtime.H200):
@@ -77,6 +79,7 @@ def test_slow_sampling_is_told_once_with_its_reason(monkeypatch, capsys):
     assert capsys.readouterr().err == f"{LOADED}slow: 128 rows\n"
 
 
+@pytest.mark.slow
 def test_a_prompt_with_its_own_seed_gets_the_same_text_in_any_company():
     moved = ask(PROMPTS[::-1], seed=range(3, -1, -1), **SHORT)
     assert moved == texts()[::-1] and len(set(moved)) == 4
@@ -167,6 +170,7 @@ def test_generate_writes_a_row_per_completion_beside_the_columns_of_its_prompt(t
     assert all(row["num_tokens"] <= 12 and row["cumulative_logprob"] < 0 for row in written)
 
 
+@pytest.mark.slow
 def test_a_file_of_completions_goes_on_where_it_was_stopped(tmp_path, capsys, monkeypatch):
     command = ["generate", *PROMPTS, *OPTIONS, "--n", "2", "--output"]
     asked = lambda name, *more: main.main([*command, str(tmp_path / name), *more])
@@ -221,6 +225,7 @@ def test_other_columns_beside_the_same_prompts_and_something_else_are_another_fi
     assert str(partial) in capsys.readouterr().err and "only copy" in partial.read_text()
 
 
+@pytest.mark.slow
 def test_generate_streams_one_prompt_and_prints_the_completions_of_several(capsys):
     assert main.main(["generate", PROMPTS[1], *OPTIONS, "--seed", "1"]) == 0
     assert capsys.readouterr().out == "".join(policy().stream(PROMPTS[1], seed=1, **SHORT)) + "\n"

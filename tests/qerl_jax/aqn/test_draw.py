@@ -44,6 +44,7 @@ def of_row(tree, row):
     return jax.tree.map(lambda leaf: leaf[..., row, :], tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("per", ["group", "sequence"])
 def test_a_number_has_one_noise_wherever_and_with_whomever_it_is_drawn(per):
     first, again = leaves(drawn([3, 8, 3], per=per)), leaves(drawn([5, 3], per=per))

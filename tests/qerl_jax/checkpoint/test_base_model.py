@@ -56,6 +56,7 @@ def test_a_packed_checkpoint_read_as_float32_is_its_dequantized_self():
     assert dense["layers"]["qkv"]["bias"].dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_global_scales_may_be_shared_in_some_layers_only(tmp_path):
     """Layers are stacked, so one layer with its own scales for gate and up decides the form of all."""
     name = "model.layers.1.mlp.up_proj.weight_global_scale"
@@ -103,6 +104,7 @@ def test_a_random_base_is_packed_repeatable_and_as_wide_as_asked(tmp_path):
         assert (dense[0] != dense[1]).mean() > 0.8
 
 
+@pytest.mark.slow
 def test_a_policy_has_the_adapter_and_the_dtypes_that_were_asked_for():
     cfg = ModelConfig(str(DENSE), "qerl-tiny", "nvfp4", "bfloat16")
     model, frozen, tokens = load_base(cfg, LoraConfig(4, 8.0, 0.1, True))

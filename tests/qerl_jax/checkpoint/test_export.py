@@ -95,6 +95,7 @@ def test_an_exported_adapter_is_the_runs_and_changes_nothing(run, tmp_path):
     assert table["modules_to_save"] == ["input_layernorm", "post_attention_layernorm"]
 
 
+@pytest.mark.slow
 def test_an_adapter_merged_into_the_packed_base_is_the_trained_policy(run, tmp_path):
     folder, model, variables = run
     report = export.export(folder, "merged", tmp_path / "out")
@@ -194,6 +195,7 @@ def test_an_export_that_is_off_is_an_error_and_leaves_nothing(run, tmp_path, mon
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.slow
 def test_an_earlier_export_is_replaced_only_if_asked_to_and_nothing_else_ever(run, tmp_path):
     out, other = tmp_path / "out", tmp_path / "other"
     for folder in (out, other):

@@ -439,6 +439,7 @@ def test_a_broken_data_set_is_one_line_in_a_pipe(tmp_path):
     assert "line 2, column 13: not JSON" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize(
     "command", [slow("--help"), "train --help", slow("train quickstart --help")]

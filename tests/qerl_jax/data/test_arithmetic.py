@@ -202,6 +202,7 @@ def test_problems_and_answers_fit_the_quickstart_buffers(tokenizer):
     assert max(len(tokenizer.encode(arithmetic.worked_answer(p))) + 1 for p in problems) <= 44
 
 
+@pytest.mark.slow
 def test_tiny_tokenizer_is_small_and_is_its_script_s_output():
     from scripts import make_tiny_base
 

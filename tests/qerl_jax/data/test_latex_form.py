@@ -37,6 +37,7 @@ def test_each_spelling_is_rewritten_to_what_it_means(answer, form):
     assert latex_form(form) == form
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("piece", ["~", "cm ", "9", "/", r"\,", r"\text{cm}", "i", "1 ", "{", "_"])
 def test_no_answer_keeps_the_rewriting_busy(piece):
     began = time.thread_time()

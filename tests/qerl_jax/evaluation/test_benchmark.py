@@ -205,6 +205,7 @@ def queues(monkeypatch):
     return counts
 
 
+@pytest.mark.slow
 def test_all_sets_and_samples_are_one_queue_whose_rows_do_not_depend_on_each_other(
     finished, tmp_path, queues
 ):
@@ -248,6 +249,7 @@ def test_results_that_are_continued_later_keep_the_date_of_rows_and_of_problems(
         assert third.identity == second.identity and third.of_problems.values == [{}]
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_was_killed_goes_on_with_the_rows_that_had_not_ended(
     finished, tmp_path, queues, monkeypatch
 ):
@@ -275,6 +277,7 @@ def test_an_evaluation_that_was_killed_goes_on_with_the_rows_that_had_not_ended(
     assert files(tmp_path) == files(folder)
 
 
+@pytest.mark.slow
 def test_problems_that_have_a_result_are_not_asked_again(finished, tmp_path, queues):
     folder, whole, _ = finished
     shutil.copytree(folder, tmp_path / "stopped")
@@ -391,6 +394,7 @@ def test_a_comparison_needs_the_same_problems(finished, tmp_path, monkeypatch):
         compare(six, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problems", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_an_accuracy_has_an_interval_where_there_are_several_problems(problems):
     policy, (reward,) = base(), scoring.resolve(["accuracy_reward"])

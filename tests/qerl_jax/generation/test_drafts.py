@@ -155,6 +155,7 @@ def test_noise_of_the_rows_own_is_that_without_drafts(per):
     assert_same(*(values(complete(subject, queue, 0.3, noisy)) for subject in subjects))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "compact"),
     [
@@ -238,6 +239,7 @@ def test_a_recall_keeps_the_last_round_of_each_prompt_and_forgets_the_oldest(mon
     assert said(0) == said(2) == []
 
 
+@pytest.mark.slow
 def test_drafts_that_are_only_compared_know_nothing_of_what_follows():
     """Counted again in Python, row by row and place by place."""
     control, chunk = Control(0), 32

@@ -109,6 +109,7 @@ def assert_same(actual, expected):
         np.testing.assert_allclose(logps, wanted, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_completions_are_the_rows_of_a_stream_put_together():
     options = {"max_prompt_length": WIDTH, "max_concurrent": 4}
     subject = make(stop_tokens=stops())
@@ -145,6 +146,7 @@ def test_rows_end_with_a_stop_token_or_at_their_limit():
         assert len(logps) == len(tokens) and max(logps) < 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -158,6 +160,7 @@ def test_rows_that_wait_are_those_sampled_at_once(options):
     assert_same(run(prompts(), max_concurrent=4, stop_tokens=stops(), **options), whole())
 
 
+@pytest.mark.slow
 def test_rows_that_are_left_keep_the_lengths_that_were_recorded_for_them():
     """A benchmark's lengths are of rows, and not of calls."""
     lengths = [2, 9, 4, 8, 9, 3, 9, 5, 6, 7]
@@ -176,6 +179,7 @@ def test_rows_that_are_left_keep_the_lengths_that_were_recorded_for_them():
     assert [ended for *_, ended in every] == ["length" if n == C else "stop" for n in lengths]
 
 
+@pytest.mark.slow
 def test_an_error_whose_traceback_is_kept_keeps_no_cache_on_the_device():
     """As in a notebook after Ctrl-C: the next call has to find room."""
 
@@ -214,6 +218,7 @@ def test_what_was_sampled_before_a_run_is_told_to_end_is_given():
     assert max(tokens.values()) == 6
 
 
+@pytest.mark.slow
 def test_calls_that_may_compile_are_told_apart_wherever_programs_differ():
     """Devices enter a call by its key: one by one where the program is new to them, else at once."""
     model, variables = policy()
@@ -349,6 +354,7 @@ def test_attention_learns_which_pages_rows_share_where_prompts_are_long(monkeypa
     jax.clear_caches()
 
 
+@pytest.mark.slow
 def test_other_rows_adapters_and_noise_reach_the_rows_without_recompiling():
     plain, variables = policy()
     model = plain.clone(lora=LoraConfig(2, 2.0))
@@ -552,6 +558,7 @@ def test_absent_slots_are_no_number_with_which_fused_layers_would_be_faster(
     assert schedules[0]._shapes.sizes[0] == slots
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [slow({}), {"compact": False}, slow({"repetition_penalty": 1.2})],
@@ -594,6 +601,7 @@ def likeliest(prompt, tokens, penalty):
     return scores.argmax(axis=1).tolist()
 
 
+@pytest.mark.slow
 def test_the_repetition_penalty_acts_on_tokens_of_prompt_and_completion():
     """It acts as in transformers; log-probabilities are the model's own."""
     queue = prompts(0, LENGTHS[:2], (1, 1))

@@ -111,6 +111,7 @@ def recomputed(name, completions, temperature, num_tokens):
     return [np.reshape(x[: completions.size], completions.shape) for x in values]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 def test_returned_log_probabilities_and_entropies_are_the_trainers(temperature):
     """They are taken before truncation, and entropies change no token. There may be fewer ids than rows of the embedding."""
@@ -207,6 +208,7 @@ def test_noise_is_gumbels_at_both_ends():
     assert (np.diff(actual) <= 0).all() and actual[0] > 22.8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("vocab", "num_tokens", "rows"),
     # The last ones are two blocks.

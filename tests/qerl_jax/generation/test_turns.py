@@ -73,6 +73,7 @@ def assert_same(actual, expected):
         np.testing.assert_allclose(a.behaviour_logps, e.behaviour_logps, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("positions", [slow(6), 40])
 def test_replies_are_run_several_tokens_at_a_time_where_there_are_drafts(rows, positions):
     """A reply may be longer than a draft, and than the room of a step; what follows it is sampled."""
@@ -160,6 +161,7 @@ def test_an_error_of_a_turn_taker_ends_the_sampling():
         sample(lambda row, tokens: future)
 
 
+@pytest.mark.slow
 def test_stop_strings_end_turns_and_those_of_replies_end_nothing():
     """Tokens are letters; a turn ends after its first own "a" or "b"."""
     letters = {5: "a", 6: "b", 9: "a"}

@@ -128,6 +128,7 @@ def test_over_several_tokens_only_the_weight_of_the_whole_sequence_is_unbiased(m
     assert error(estimate(2, importance_sampling_level="sequence"), 2) > 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokens", "action"), [(1, "truncate"), (2, "mask"), slow(1, "mask"), slow(2, "truncate")]
 )

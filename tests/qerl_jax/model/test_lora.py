@@ -67,6 +67,7 @@ def hidden(params, model=MODEL):
     return states(model, {"params": params, "frozen": base(DENSE, "float32")})
 
 
+@pytest.mark.slow
 def test_branches_are_filled_up_to_the_largest_rank_of_their_linear(params):
     shapes = {path[1:]: leaf.shape for path, leaf in flatten_dict(params).items()}
     assert {linear for linear, *_ in shapes} == {"qkv", "down"}
@@ -99,6 +100,7 @@ def test_each_branch_adds_its_own_factor_times_its_own_matrices(params):
     np.testing.assert_allclose(found, expected, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_what_fills_up_a_branch_has_no_gradient(params):
     grads = jax.grad(lambda p: jnp.sum(hidden(p) ** 2))(params)
     for path, leaf in flatten_dict(grads).items():

@@ -117,6 +117,7 @@ def plain_logps(variables, prompt_lengths, tokens):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", slow("layer")])
 @pytest.mark.parametrize("share", [True, slow(False)])
 @pytest.mark.parametrize(

@@ -177,6 +177,7 @@ def test_adapter_logits_equal_peft_on_both_bases_and_with_the_adapter_off(base, 
     assert_logits(model, variables, LORA_GOLDEN, side, 2e-4, name, adapter=adapter)
 
 
+@pytest.mark.slow
 def test_the_more_is_kept_the_fewer_products_are_computed_again():
     arch = dataclasses.replace(architecture.load(GOLDEN / "models/qwen2_untied"), num_layers=1)
     model = Transformer(arch, "float32", LoraConfig(2, 2.0), jnp.float32)
@@ -279,6 +280,7 @@ def test_an_adapter_prepared_for_decoding_gives_the_same_bits(weights, dtype):
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow
 def test_fresh_adapter_changes_nothing_and_trained_norms_start_at_the_base():
     model, frozen, _ = tiny(train_norms=True)
     frozen["layers"]["input_layernorm"]["scale"] *= 1.5
@@ -400,6 +402,7 @@ def test_a_full_model_trains_its_layers_with_the_gradient_of_the_bare_base(name)
         np.testing.assert_allclose(slope, theirs, rtol=0, atol=1e-4 * scale, err_msg=str(path))
 
 
+@pytest.mark.slow
 def test_rounding_the_weights_once_changes_no_score():
     """What the sampler reads is what the trainer's products round to."""
     model, frozen = load(GOLDEN / "models" / "qwen2_tied", weights="bfloat16", dtype=jnp.bfloat16)

@@ -537,6 +537,7 @@ def test_of_a_base_that_devices_share_each_holds_its_part():
     assert last.startswith(f"device 7    data 1, fsdp 3, {shared.rows[1]} rows of a rollout")
 
 
+@pytest.mark.slow
 def test_of_devices_that_decode_rows_together_each_holds_its_heads_and_their_cache():
     alone, made = (plan_of(mesh={"data": 2, "tensor": count}) for count in (1, 2))
     linears = "base: linears"

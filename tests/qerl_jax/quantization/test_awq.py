@@ -109,6 +109,7 @@ def test_padding_is_not_observed():
     np.testing.assert_allclose(seen.magnitude, np.abs(rows).sum(0), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_hidden_states_pass_layers_as_the_model_does():
     model, frozen, _ = load(TINY, "float32")
     ids, lengths = calibration.token_rows(ROWS, TOKENS)

@@ -74,6 +74,7 @@ def test_gptq_gives_what_plain_elimination_gives_and_loses_less_than_the_search(
     assert of[2] < 0.6 * of[0] and of[2] < 0.8 * of[1]
 
 
+@pytest.mark.slow
 def test_parts_of_a_linear_go_together_and_keep_their_scales():
     form = FORMATS["nvfp4"]
     weight, gram = problem(2, 64)
@@ -86,6 +87,7 @@ def test_parts_of_a_linear_go_together_and_keep_their_scales():
         assert (np.asarray(new.codes) != np.asarray(old.codes)).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["never seen", "one row", "not finite"])
 def test_inputs_that_say_little_do_no_harm(kind):
     """There are dead channels, fewer rows than channels, and a Gram matrix that cannot be factored."""
@@ -119,6 +121,7 @@ def test_a_job_by_gptq_reports_smaller_errors_of_outputs_in_every_linear(tmp_pat
     assert len(found["gptq"]) == 12
 
 
+@pytest.mark.slow
 def test_of_gptq_and_what_was_there_before_the_better_is_kept():
     form = FORMATS["nvfp4"]
     weight, gram = problem(4, 64)
@@ -130,6 +133,7 @@ def test_of_gptq_and_what_was_there_before_the_better_is_kept():
         assert now[1] <= errors[1] * (1 + 1e-6) or not is_kept
 
 
+@pytest.mark.slow
 def test_scales_are_searched_by_what_an_error_costs_once_later_columns_make_up_for_it(monkeypatch):
     """This cost is the inverse of the diagonal of an inverse, over the column itself and the later ones."""
     form, seen = FORMATS["nvfp4"], []

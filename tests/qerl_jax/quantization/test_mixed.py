@@ -163,6 +163,7 @@ def test_exports_keep_what_the_base_keeps(to, folder, tmp_path):
         np.testing.assert_allclose(actual, logits(model, variables), atol=0.2)
 
 
+@pytest.mark.slow
 def test_a_folder_that_keeps_one_part_of_a_linear_is_read(folder, tmp_path):
     """Other tools may leave only v in 16 bits: q and k are then unpacked beside it."""
     arch, tensors = architecture.load(folder), dict(Tensors(folder))

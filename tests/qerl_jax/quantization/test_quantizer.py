@@ -65,6 +65,7 @@ def test_nvfp4_folders_hold_the_bytes_of_llm_compressor(bfloat16, tmp_path):
         np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8), err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nvfp4", *map(slow, [*RECIPES][1:])])
 def test_a_quantized_folder_is_what_its_report_says(name, bfloat16, tmp_path):
     recipe, arch = RECIPES[name], architecture.load(bfloat16)
@@ -189,6 +190,7 @@ def test_weights_that_are_not_finite_are_named_and_no_folder_is_left(value, bflo
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_the_command_quantizes_and_says_why_it_cannot(tmp_path, capsys):
     target = str(tmp_path / "tiny")
     assert main.main(["quantize", "qerl-tiny", target, "--format", "nf4", "--no-double-quant"]) == 0

@@ -63,6 +63,7 @@ def trajectory(scale_by, steps=100):
     return start, jax.jit(lambda: jax.lax.scan(step, (start, tx.init(start)), noise)[1])()
 
 
+@pytest.mark.slow
 def test_the_trajectory_stays_within_a_twentieth_of_the_way():
     """At every tenth step, weights differ from those of 32-bit AdamW by less than 5 % of the way gone."""
     start, exact = trajectory(optax.scale_by_adam)
@@ -111,6 +112,7 @@ def test_moments_of_large_leaves_take_a_quarter_of_the_memory_and_can_be_donated
     assert one_more(state).nu["norm"].tolist() == [1, 1, 1]
 
 
+@pytest.mark.slow
 def test_a_run_resumed_from_a_checkpoint_goes_on_to_the_bit(tmp_path):
     cfg = OptimConfig(optimizer="adamw_8bit")
     tx = optimizer.transformation(cfg)

@@ -70,6 +70,7 @@ def rows_of(groups):
     return [row for group in groups for row in group.rows]
 
 
+@pytest.mark.slow
 def test_a_rollout_ends_when_few_enough_rows_are_left_and_the_next_one_ends_them():
     first, second = over_two_policies()
     left = [row for group in first for row in group.unfinished]
@@ -85,6 +86,7 @@ def test_a_rollout_ends_when_few_enough_rows_are_left_and_the_next_one_ends_them
             assert versions.tolist() == [0] * len(row.tokens) + [6] * new
 
 
+@pytest.mark.slow
 def test_each_token_has_the_log_probability_of_the_policy_that_sampled_it():
     """That is computed by the trainer's forward pass over whole rows, for both policies."""
     rollout = open_groups.to_rollout(over_two_policies()[1], rolled.tokens())

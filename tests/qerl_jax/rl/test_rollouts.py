@@ -315,6 +315,7 @@ def test_rows_of_a_group_share_their_noise_and_sequences_do_not():
     assert rows == {"group": [True] * 6, "sequence": [True, False] * 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "per", [*(pytest.param(per, marks=pytest.mark.slow) for per in ("group", "sequence")), "token"]
 )
@@ -357,6 +358,7 @@ def test_rows_without_numbers_are_an_error_where_noise_is_theirs():
         sampler.engine.stream(variables, queue, 1.0, max_prompt_length=8)
 
 
+@pytest.mark.slow
 def test_a_config_says_how_completions_are_sampled():
     """End tokens are ignored, and the rewarded text still has the stop string."""
     model, variables = policy_model(), policy()[1]

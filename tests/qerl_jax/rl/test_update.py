@@ -316,6 +316,7 @@ def test_loss_and_gradient_equal_a_direct_implementation(grpo, optim):
     np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(expected[1]), rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grpo", [GRPO, slow(DR_GRPO)], ids=lambda cfg: cfg.loss_type)
 def test_a_row_that_nobody_judged_is_not_among_the_rows_that_a_loss_is_divided_by(grpo):
     judged = np.arange(ROWS) != CUT_ROW
@@ -355,6 +356,7 @@ def test_a_prompt_computed_once_gives_the_update_of_a_prompt_in_every_row(grpo, 
     assert_same_update(shared, run(experience=grouped(False), grpo=grpo))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [slow("products"), slow("mlp"), "layer"])
 def test_rematerialized_layers_give_the_same_update(remat):
     assert_same_update(run(remat=remat), run())
@@ -401,6 +403,7 @@ def test_two_estimates_of_the_divergence_from_the_sampler_find_the_exact_one():
     np.testing.assert_allclose(estimates, [exact] * 2, rtol=0.05)
 
 
+@pytest.mark.slow
 def test_the_order_of_rows_changes_nothing():
     """The shortest and the longest rows, and an empty one, change places."""
     moved = sample_experience().take(np.array([4, 7, 1, 0, 6, 3, 2, 5])[:, None])
@@ -412,6 +415,7 @@ RECOMPUTE = GrpoConfig(
 )
 
 
+@pytest.mark.slow
 def test_a_single_recomputed_step_has_ratio_1_and_the_weights_of_the_correction():
     experience = sample_experience()
     weights = np.exp(own_logps() - behaviour_logps(experience))
@@ -446,6 +450,7 @@ def test_masks_of_the_sampling_ratio_are_those_of_the_policy_that_learns():
     assert_close(metrics["sampling/masked_mean"], np.mean(weights[learned_tokens(experience)] == 0))
 
 
+@pytest.mark.slow
 def test_a_step_of_which_masks_leave_nothing_changes_no_weight():
     far = changed(behaviour_logps=sample_experience().behaviour_logps - 5)
     state, metrics = run(grpo=MASKED, experience=far)
@@ -555,6 +560,7 @@ def test_behaviour_is_recompute_where_the_sampler_was_the_policy():
     assert differs(run(grpo=behaviour, optim=TWO_BATCHES)[0].params, expected.params)
 
 
+@pytest.mark.slow
 def test_the_key_shuffles_the_rows_and_later_steps_leave_the_recomputed_policy_behind():
     options = {"grpo": SEVERAL_STEPS, "optim": TWO_BATCHES}
     (first, metrics), (again, _), (other, _) = (run(seed=seed, **options) for seed in (0, 0, 1))
@@ -595,6 +601,7 @@ def test_a_kept_reference_is_what_the_divergence_is_taken_to():
     assert_close(kept.params, off.params, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grpo", [SYNCED, slow(STILL)])
 def test_a_reference_moves_towards_the_policy_every_so_many_steps_if_it_follows(grpo):
     state = update.init_state(jax.tree.map(jnp.array, trained_params()), PLAIN, keep_reference=True)
@@ -660,6 +667,7 @@ def test_kl_teaches_where_advantages_are_silent():
     assert differs(state.params, trained_params())
 
 
+@pytest.mark.slow
 def test_zero_noise_is_no_noise_and_other_noise_changes_the_update():
     key, shapes = jax.random.key(5), noise_shapes(ARCH)
     silent, noisy = (run(noise=noise.norm_noise(key, sigma, shapes)) for sigma in (0.0, 0.1))
@@ -667,6 +675,7 @@ def test_zero_noise_is_no_noise_and_other_noise_changes_the_update():
     assert differs(gradient(noisy[0]), gradient(run()[0]))
 
 
+@pytest.mark.slow
 def test_an_update_acts_under_the_noise_of_each_rows_number():
     """One number for all rows is one vector for all; their own numbers give another update."""
     shapes, key = noise_shapes(ARCH), jax.random.key(5)
@@ -707,6 +716,7 @@ def test_a_step_that_cannot_teach_changes_nothing_but_the_counts(changes, empty,
         assert np.isfinite(list(metrics.values())).all(), metrics
 
 
+@pytest.mark.slow
 def test_every_empty_step_of_a_rollout_is_counted():
     state, metrics = run(grpo=SEVERAL_STEPS, experience=changed(**ALL_MASKED), optim=TWO_BATCHES)
     assert_equal(state.params, trained_params())
@@ -815,6 +825,7 @@ def test_the_state_is_donated():
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(base()))
 
 
+@pytest.mark.slow
 def test_dropout_follows_the_key():
     seeded = lambda dropout, *seeds: (gradient(run(dropout=dropout, seed=s)[0]) for s in seeds)
     first, again, other = seeded(0.5, 0, 0, 1)

@@ -115,12 +115,14 @@ def test_a_call_over_its_limit_is_killed_and_the_others_are_answered(pool):
     assert calls.map("hang", [(0,), (60,), (0,)]) == [None, Failure("timeout"), None]
 
 
+@pytest.mark.slow
 def test_a_loop_that_never_returns_to_python_is_killed_too(pool):
     # An exponentiation in C holds the interpreter: no signal handler of Python's would run.
     calls = pool(seconds=2.0)
     assert calls.map("power", [(7, 2), (7, 10**9)]) == [9, Failure("timeout")]
 
 
+@pytest.mark.slow
 def test_what_a_busy_machine_takes_away_does_not_count(pool):
     """The worker gets no processor time for longer than its limit, as on a busy machine."""
     call = pool(seconds=1.0)
@@ -140,6 +142,7 @@ def test_a_worker_that_ends_or_is_killed_within_a_call_is_replaced(pool):
         assert call("pid") != before and not is_alive(before)
 
 
+@pytest.mark.slow
 def test_a_call_whose_process_someone_else_kills_is_made_again(pool):
     call = pool()
     before = call("pid")

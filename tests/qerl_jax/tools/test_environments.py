@@ -95,6 +95,7 @@ def test_an_environment_says_how_a_row_begins_or_why_it_cannot(toolbox):
         assert row.finish().get_reward() is None
 
 
+@pytest.mark.slow
 def test_plain_functions_go_on_after_a_call_that_hung():
     toolbox = Toolbox(ToolsConfig(seconds=0.2, functions=(f"{HERE}:double", f"{HERE}:hang")))
     with contextlib.closing(toolbox), session(toolbox) as row, session(toolbox) as other:

@@ -95,6 +95,7 @@ def test_the_table_has_a_row_per_metric_with_its_ends_and_extremes(tmp_path):
     assert "step" not in rows and len(rows) == 15
 
 
+@pytest.mark.slow
 def test_the_figure_has_the_charts_of_the_page(tmp_path):
     folders = [make_run(tmp_path / name, seed) for seed, name in enumerate("ab")]
     figure = report.curves(folders)
@@ -156,6 +157,7 @@ def test_the_page_says_what_the_runs_came_to(compared):
     assert {"reward.png", "time-per-phase-rollout.png", "a.png", "aqn-sigma.png"} <= pictures
 
 
+@pytest.mark.slow
 def test_a_run_on_rows_from_python_names_no_data_set(tmp_path):
     run = make_run(tmp_path / "run")
     config.write_run(run, config.load_run(run), given_rows=1400)

@@ -58,6 +58,7 @@ def test_each_step_takes_the_oldest_whole_groups_and_each_group_is_taken_once():
     assert sorted(taken + left) == [*range(3 + P * 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("share", "most"), [(0.5, 2), (0.99, 0)])
 def test_a_share_of_the_rows_must_end(share, most):
     (sampled, positions, supply, _), *_ = steps(run_with(stop_share=share), 1, gather._from_start)

@@ -69,6 +69,7 @@ def test_a_run_says_that_its_sampler_has_the_whole_adapter(tmp_path):
     assert shares[1] == pytest.approx(1, abs=0.05) and shares[2] == pytest.approx(1, abs=0.05)
 
 
+@pytest.mark.slow
 def test_a_run_that_samples_without_its_adapter_ends(tmp_path, monkeypatch):
     collect = rollouts.collect
 
