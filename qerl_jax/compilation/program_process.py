@@ -3,6 +3,8 @@
 In one process programs are traced and lowered one after the other, however many threads there are, because that holds
 Python's lock. The process gets requests from its parent over a pipe, and writes what it traced to the `ProgramStore`.
 
+Both ends of the pipe are this program, so requests are pickled. No file is, and nothing else can write to the pipe.
+
 It does not compile: XLA times the products of a program on the device, and several processes would need more memory for
 that than their parent leaves.
 """
