@@ -547,7 +547,7 @@ def test_a_device_that_reports_its_memory_has_the_plan_beside_the_peak(
     train(cfg)
     shown = capsys.readouterr().out
     assert "80.00" in shown and f"{planned.peak / 1e9:.2f}" in shown
-    assert f"update: {planned.update}" in " ".join(shown.split())
+    assert f"update: {planned.about_update}" in " ".join(shown.split())
     (row,) = logger.read_metrics(tmp_path / "run")
     assert row["perf/peak_memory_gb"] == planned.peak / 1e9
 

@@ -531,7 +531,7 @@ def test_a_policy_is_evaluated_as_its_run_is_and_an_unsaved_one_leaves_no_file(
     by_policy = qerl_jax.evaluate(run.policy(), "arithmetic", **options, output_dir="a", quiet=True)
     assert capsys.readouterr().out == ""
     assert by_policy == qerl_jax.evaluate(run, "arithmetic", **options, output_dir="b")
-    assert "8/8 problems" in capsys.readouterr().out
+    assert "8/8 completions" in capsys.readouterr().out
     params = run.policy().variables["params"]
     unsaved = run.policy().with_params(params)
     assert by_policy == qerl_jax.evaluate(unsaved, "arithmetic", **options, quiet=True)

@@ -179,7 +179,7 @@ def test_a_batch_that_grows_again_has_no_drafts():
     texts = []
     for drafts in (None, Drafting(lambda: control, most_rows=8, least_limit=1)):
         subject = plain.make(chunk=4, drafts=drafts, kv_cache_tokens=400)
-        rows = values(complete(subject, queue, 0.3, max_concurrent=10))
+        rows = values(complete(subject, queue, 0.3, max_concurrent=16))
         texts.append([tokens for tokens, *_ in rows])
         assert subject.times_parked > 0
     assert texts[0] == texts[1] and set(control.slots) == {8}

@@ -343,12 +343,12 @@ def test_attention_learns_which_pages_rows_share_where_prompts_are_long(monkeypa
         return attend(*arguments, shared=shared, **options)
 
     monkeypatch.setattr(decode_attention, "decode_attention", watched)
-    jax.clear_caches()
     shared, alone = prompts(0, (20, 9), (3, 1)), prompts(0, (20, 9), (1, 1))
-    # 19 tokens are two whole pages.
-    for queue, least, is_told in ((shared, 2, True), (shared, 3, False), (alone, 1, False)):
+    # 19 tokens are two whole pages of eight; no prompt has a hundred.
+    for queue, least, is_told in ((shared, 2, True), (shared, 100, False), (alone, 1, False)):
         monkeypatch.setattr(decode_attention, "LEAST_SHARED", least)
         told.clear()
+        jax.clear_caches()  # of layers that were traced before
         assert len(run(queue)) == sum(len(prompt.keys) for prompt in queue)
         assert told and set(told) == {is_told}
     jax.clear_caches()

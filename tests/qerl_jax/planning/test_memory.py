@@ -168,7 +168,7 @@ def test_the_cache_is_planned_as_the_engine_makes_it(monkeypatch, fields):
         monkeypatch.setattr(runtime, "memory_stats", lambda stats=stats: stats)
         sampler = rollouts.make_sampler(model, tokenizer, cfg.rollout, max_prompt_length=longest)
         keys = np.zeros((cfg.rollout.num_generations, 2), np.uint32)
-        prompt = QueuedPrompt(np.ones(longest, np.int32), keys, sampler.max_completion_length)
+        prompt = QueuedPrompt(np.ones(longest, np.int32), keys, sampler.params.max_tokens)
         variables = {"params": params, "frozen": frozen}
         limits = {"max_prompt_length": longest, "max_concurrent": cfg.rollout.max_concurrent}
         completions = sampler.engine.completions(variables, [prompt] * prompts, 1.0, **limits)
