@@ -1,4 +1,4 @@
-"""Programs of a run before they are called: traced once, stored, and compiled in other processes.
+"""Programs of a run before they are called: traced by other processes, stored, and compiled by threads.
 
 May import `config` and `system`.
 """

@@ -110,12 +110,18 @@ class EarlyPrograms:
             self._tracers[-1].start()
 
     def call(self, key: tuple[Hashable, ...], function: functools.partial, *arrays: Any) -> Any:
-        """Calls a function of arrays; if it is listed with this key, waits until it is compiled."""
+        """Calls a function of arrays; if it is listed with this key, waits until it is compiled.
+
+        If it is listed with other shapes, it is compiled for these ones, with a line: the list is at fault then.
+        """
         program = self._program(key)
-        if program is not None:
-            leaves = jax.tree.leaves(arrays)
-            if program.takes(leaves):
-                return jax.tree.unflatten(program.results, program.function(*leaves))
+        if program is None:
+            return function(*arrays)
+        leaves = jax.tree.leaves(arrays)
+        if program.takes(leaves):
+            return jax.tree.unflatten(program.results, program.function(*leaves))
+        tell("a program has other shapes than it was listed with, and is compiled now")
+        del self._pending[key]
         return function(*arrays)
 
     @property

@@ -28,9 +28,8 @@ class Jitted:
         return self._jitted(*arguments, **keywords)
 
     def __getattr__(self, name: str):
-        if (
-            name.startswith("__") or name == "_jitted"
-        ):  # asked before the attribute is set, by copies
+        # A copy is asked for names before it has any attribute.
+        if name.startswith("__") or name == "_jitted":
             raise AttributeError(name)
         return getattr(self._jitted, name)
 

@@ -399,11 +399,8 @@ def compiled_update(plan: Plan) -> Any:
         totals = dataclasses.replace(totals, entropy_tokens=number, entropy_coef=coef)
     objective = update.make_updater(cfg, model, model.arch.vocab_size, total_steps=1).objective
     key = jax.eval_shape(lambda: jax.random.key(0))
-    compute, options = (
-        functools.partial(gradient, objective),
-        update.accumulator(objective).func.compiler_options,
-    )
-    program = jax.jit(compute, compiler_options=options)
+    options = update.accumulator(objective).func.compiler_options
+    program = jax.jit(functools.partial(gradient, objective), compiler_options=options)
     return program.lower(params, frozen, None, batch, totals, key).compile().memory_analysis()
 
 

@@ -85,6 +85,7 @@ def check(
     tools: Sequence[environments.Tool] | None = None,
     environment: environments.Tool | Mapping[str, environments.Tool] | None = None,
     stop: Stop | None = None,
+    early: EarlyPrograms | None = None,
 ) -> CheckedRun:
     """Checks config, data, rewards, tools, memory and run folder; reads no weights, and writes nothing.
 
@@ -95,6 +96,7 @@ def check(
         tools: As for `trainer.train`.
         environment: The `environment_factory` of `trainer.train`.
         stop: Tells whether a signal has asked the run to end; sampling checks it between chunks of tokens.
+        early: What the run's programs will be compiled by. On a GPU it may start processes here, which the caller ends.
 
     Raises:
         ConfigError: If a field, the data or the folder's earlier run does not fit. It is a ValueError.
@@ -112,7 +114,7 @@ def check(
     can_divide = plan.limit is not None or fraction is None
     require(can_divide, "rollout.kv_cache_fraction", fraction, rule)
     plan.require()
-    early = EarlyPrograms()
+    early = early or EarlyPrograms()
     if not replicas.devices:
         early.prepare(adapter_check.__name__)  # which imports the sampler and the updater, too
     earlier_peak = memory.peak_memory()

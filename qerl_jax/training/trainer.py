@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from qerl_jax import config
+from qerl_jax.compilation.early_programs import EarlyPrograms
 from qerl_jax.data import datasets
 from qerl_jax.distributed.hosts import Hosts
 from qerl_jax.rewards import stock
@@ -73,6 +74,8 @@ def train(
         folder = opened.enter_context(RunFolder(cfg.output_dir, leads=hosts.leads))
         stop = stopping.Stop(hosts)
         opened.enter_context(stop.listening())
+        early = EarlyPrograms()
+        opened.callback(early.end)
         checked = check(
             cfg,
             problems=problems,
@@ -80,8 +83,8 @@ def train(
             tools=tools,
             environment=environment_factory,
             stop=stop,
+            early=early,
         )
-        opened.callback(checked.early.end)
         if checked.task.tools is not None:
             opened.callback(checked.task.tools.close)
         checked.notes.extend(folder.begin())
