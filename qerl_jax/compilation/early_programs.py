@@ -2,9 +2,11 @@
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import os
+import queue
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -19,6 +21,9 @@ from qerl_jax.system.checked import require, tell
 
 # Device memory that a process takes beside its parent's, for CUDA's libraries, in bytes; and the most processes.
 _PROCESS_BYTES, _MOST_PROCESSES = 1e9, 12
+# Programs that compile at the same time. More would wait for each other's kernels, which jaxlib and LLVM compile under
+# locks, so that the program which is needed first would be ready last.
+_COMPILERS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,12 +73,15 @@ class EarlyPrograms:
     What an earlier run traced is read from the `ProgramStore`; other programs are traced by processes (`ProgramProcess`).
     Threads then compile them. On a CPU there are none, because the run itself needs the processors: programs compile when
     they are called. So does a program whose process failed, which is shown as a line.
+
+    Args:
+        patient: `is_ready` is true of all programs. What a run computes then depends on no time.
     """
 
-    def __init__(self):
+    def __init__(self, *, patient: bool = False):
+        self._patient = patient
         self._pending: dict[tuple[Hashable, ...], concurrent.futures.Future[Any]] = {}
-        self._tracers: list[threading.Thread] = []
-        self._compilers: list[threading.Thread] = []
+        self._threads: list[threading.Thread] = []
         self._processes: list[ProgramProcess] = []
         # One thread at a time uses Python's lock, so that the programs that are needed first are ready first.
         self._lock = threading.Lock()
@@ -87,27 +95,44 @@ class EarlyPrograms:
 
     def begin(self, programs: Sequence[Listed]) -> None:
         """Starts to compile programs, the first ones first."""
-        store = ProgramStore.beside_xla()
-        waiting = collections.deque((program, concurrent.futures.Future()) for program in programs)
-        count = min(workers(), len(waiting)) if store else 0
+        store, futures = ProgramStore.beside_xla(), [concurrent.futures.Future() for _ in programs]
+        count = min(workers(), len(programs)) if store else 0
         if not count:
             return
-        self._pending |= {program.key: future for program, future in waiting}
+        keys = [program.key for program in programs]
+        self._pending |= dict(zip(keys, futures, strict=True))
         self._processes += [ProgramProcess() for _ in range(count - len(self._processes))]
+        # Numbers of programs: not traced yet, and not taken by a thread that compiles; and what is to be compiled.
+        untraced, uncompiled = (collections.deque(range(len(programs))) for _ in range(2))
+        traced: queue.PriorityQueue = queue.PriorityQueue()
 
-        def work(process: ProgramProcess) -> None:
-            while waiting:
-                try:
-                    program, future = waiting.popleft()
-                except IndexError:  # another thread took the last one
-                    break
-                if future.set_running_or_notify_cancel():
-                    self._trace(program, future, store, process)
+        def trace(process: ProgramProcess) -> None:
+            with contextlib.suppress(IndexError):  # another thread took the last one
+                while untraced:
+                    number, result = untraced.popleft(), None
+                    if not futures[number].cancelled():
+                        result = self._traced(programs[number], store, process)
+                    traced.put((number, result))
             process.end()
 
-        for process in self._processes:
-            self._tracers.append(threading.Thread(target=work, args=(process,), daemon=True))
-            self._tracers[-1].start()
+        def compile_all() -> None:
+            with contextlib.suppress(IndexError):
+                while uncompiled.popleft() is not None:
+                    number, result = traced.get()
+                    if futures[number].set_running_or_notify_cancel():
+                        self._compile(programs[number], result, futures[number])
+
+        self._threads += [
+            *(threading.Thread(target=trace, args=(of,), daemon=True) for of in self._processes),
+            *(threading.Thread(target=compile_all, daemon=True) for _ in range(_COMPILERS)),
+        ]
+        for thread in self._threads[-len(self._processes) - _COMPILERS :]:
+            thread.start()
+
+    def is_ready(self, key: tuple[Hashable, ...]) -> bool:
+        """Whether a call need not wait for the program with this key, because it is compiled or is not listed."""
+        future = self._pending.get(key)
+        return self._patient or future is None or future.done()
 
     def call(self, key: tuple[Hashable, ...], function: functools.partial, *arrays: Any) -> Any:
         """Calls a function of arrays; if it is listed with this key, waits until it is compiled.
@@ -135,9 +160,7 @@ class EarlyPrograms:
             future.cancel()
         for process in self._processes:
             process.end()
-        for thread in self._tracers:
-            thread.join()
-        for thread in self._compilers:  # compiling while the interpreter exits would crash
+        for thread in self._threads:  # compiling while the interpreter exits would crash
             thread.join()
 
     def _program(self, key: tuple[Hashable, ...]) -> Compiled | None:
@@ -152,14 +175,10 @@ class EarlyPrograms:
         del self._pending[key]
         return None
 
-    def _trace(
-        self,
-        program: Listed,
-        future: concurrent.futures.Future,
-        store: ProgramStore,
-        process: ProgramProcess,
-    ) -> None:
-        """Reads a program from the store, after the process wrote it if it was not there; then a thread compiles it."""
+    def _traced(
+        self, program: Listed, store: ProgramStore, process: ProgramProcess
+    ) -> Traced | BaseException:
+        """Returns a program of the store, after the process wrote it if it was not there; or what went wrong."""
         try:
             with self._lock:
                 key = key_of(program.function, program.arrays)
@@ -171,17 +190,19 @@ class EarlyPrograms:
                     traced = store.read(key)
             if traced is None:
                 raise RuntimeError("what a process wrote is gone")
+            return traced
         except BaseException as error:
-            future.set_exception(error)
-            return
-        compiler = threading.Thread(
-            target=self._compile, args=(program, traced, future), daemon=True
-        )
-        self._compilers.append(compiler)
-        compiler.start()
+            return error
 
-    def _compile(self, program: Listed, traced: Traced, future: concurrent.futures.Future) -> None:
+    def _compile(
+        self,
+        program: Listed,
+        traced: Traced | BaseException,
+        future: concurrent.futures.Future,
+    ) -> None:
         try:
+            if isinstance(traced, BaseException):
+                raise traced
             place = SingleDeviceSharding(jax.local_devices()[0])
             with self._lock:
                 lowered = traced.lowered(place, program.function.func.compiler_options)

@@ -285,7 +285,8 @@ class Engine:
         shapes, num_pages, capacity = self._shapes(batch)
         if capacity is not None:
             self._require_space(capacity, prompts)
-        options: dict[str, Any] = {"row_lengths": self._lengths(prompts)}
+        is_ready = functools.partial(self._is_ready, variables, num_pages)
+        options: dict[str, Any] = {"row_lengths": self._lengths(prompts), "is_ready": is_ready}
         if shapes.drafted:
             recalled = self._recall.completions
             prompts = [dataclasses.replace(p, earlier=recalled(p.tokens)) for p in prompts]
@@ -350,8 +351,7 @@ class Engine:
     def programs(self, variables: dict[str, Any], batch: Batch, place: Any) -> list[Listed]:
         """Lists the programs that sample a batch without turns on one device, in the order in which they are needed.
 
-        Nothing is traced. The order: a chunk of all slots, which takes longest to compile; prefills; then smaller
-        batches.
+        Nothing is traced. The order: a chunk of all slots; prefills, of the longest prompts first; then smaller batches.
 
         Args:
             variables: See `stream`; shapes (`jax.ShapeDtypeStruct`) are enough.
@@ -390,6 +390,17 @@ class Engine:
     def _key(self, variables: dict[str, Any], *shapes: Hashable) -> tuple[Hashable, ...]:
         """Returns the key of a program: the policy may have noise in some calls, and the engine's options differ."""
         return (self._spec, "noise" in variables, *shapes)
+
+    def _is_ready(
+        self, variables: dict[str, Any], num_pages: int, shape: int | tuple[int, int]
+    ) -> bool:
+        """Whether the programs of a batch size, or of a prefill's rows and length, are compiled or not listed."""
+        pool = kv_cache.pool_shape(self._model.arch, num_pages, self._page_size)
+        programs: list[tuple[Hashable, ...]] = [(shape,)]
+        if isinstance(shape, int):
+            steps = (None,) if self._drafts is None else (None, self._drafts.control().size(shape))
+            programs = [(shape, positions) for positions in steps]
+        return all(self._early.is_ready(self._key(variables, pool, *of)) for of in programs)
 
     def _lengths(self, prompts: Sequence[QueuedPrompt]) -> Sequence[int] | None:
         """Returns the lengths of all rows; None if rows end as they do."""

@@ -191,13 +191,18 @@ class Shapes:
         is_long = length > self.longest_prefill
         return _bucket(self.history - 2 if is_long else self.longest_prefill, length)
 
+    def buckets(self) -> list[list[int]]:
+        """Returns all results of `bucket`, longest first: those of prompts, and then those of longer ones that have begun."""
+        buckets = [_buckets(self.longest_prefill)]
+        if self.carries:
+            long = _buckets(self.history - 2)
+            buckets.append([bucket for bucket in long if bucket > self.longest_prefill])
+        return buckets
+
     def prefills(self, own_noise: bool) -> list[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
         """Returns what `Schedule.next_prefill` can return, without prompts: one for each length that it pads to."""
-        prefills, buckets = [], _buckets(self.longest_prefill)
-        if self.carries:
-            long = (n for n in _buckets(self.history - 2) if n > self.longest_prefill)
-            buckets = list(dict.fromkeys((*buckets, *long)))
-        for bucket in buckets:
+        prefills = []
+        for bucket in dict.fromkeys(itertools.chain.from_iterable(self.buckets())):
             rows = prefilled_together(self.most_prompts, bucket)
             tables = np.zeros((rows, -(-bucket // self.page_size)), np.int32)
             numbers = np.zeros(rows, np.int32) if own_noise else None
@@ -411,6 +416,8 @@ class Schedule:
         row_lengths: The number of tokens after which each row ends, as if by a stop token; None lets rows end as they
             do.
         ended: Called as ended(prompt, completion) with the tokens of each row that ends, if there are drafts.
+        is_ready: Whether the programs of a batch size, or of the rows and the length of a prefill, are compiled. While
+            one is not, a larger one takes its place, unless that is not compiled either.
     """
 
     def __init__(
@@ -424,9 +431,14 @@ class Schedule:
         leave: int = 0,
         row_lengths: Sequence[int] | None = None,
         ended: Callable[[np.ndarray, np.ndarray], None] = lambda prompt, completion: None,
+        is_ready: Callable[[int | tuple[int, int]], bool] = lambda shape: True,
     ):
         self.num_pages = num_pages
         self._turns, self._ended, self._row_lengths = turns, ended, row_lengths
+        # The batch sizes that are used.
+        self._is_ready, self._sizes = is_ready, shapes.sizes
+        # To which length prompts are padded, by that to which they would be if all programs were compiled.
+        self._padded: dict[int, int] = {}
         self._shapes, self._pages = shapes, Pages(num_pages)
         self._queues, self.replica, self._leave = queues, replica, leave
         self._ready: collections.deque[_Row] = collections.deque()
@@ -454,6 +466,7 @@ class Schedule:
             A `Move` for each parked row. Read its contents before anything else writes to the pool, because its pages
             are already free for other rows.
         """
+        self._use_ready_sizes()
         left: list[Move] = []
         rows = sorted((row for _, row in self._running()), key=lambda row: row.turn)
         # If nothing waits and there are enough pages, rows get all that they can need, so that chunks can run ahead.
@@ -486,6 +499,7 @@ class Schedule:
         self._admit()
         if self._ready or self._parked or not self._queues.any() or all(self._slots):
             return None
+        self._pad()
         chosen = self._queues.take(self.replica, self._choose)
         if not chosen:
             return None
@@ -634,6 +648,7 @@ class Schedule:
         rows that have ended. If the current chunk makes `drafts` and may end early because rows end, the next chunk
         waits for the host: otherwise the ended rows would be idle for all of it.
         """
+        self._use_ready_sizes()
         stride = self._shapes.stride(len(self._slots))
         return (
             not (drafts and self._is_impatient)
@@ -761,15 +776,33 @@ class Schedule:
         if not self._waits() and self._left() <= self._shapes.chunk:
             return len(self._slots)
         # Only rows count, not slots: if rows wait for pages, empty slots would cost as much as rows.
-        return min(size for size in self._shapes.sizes if size >= len(self._running()))
+        return min(size for size in self._sizes if size >= len(self._running()))
+
+    def _use_ready_sizes(self) -> None:
+        """Uses the batch sizes whose programs are compiled, and in any case the largest one."""
+        largest, *smaller = self._shapes.sizes
+        self._sizes = (largest, *filter(self._is_ready, smaller))
 
     def _ceil(self, tokens: int) -> int:
         """Returns the number of pages that hold `tokens` tokens."""
         return -(-tokens // self._shapes.page_size)
 
+    def _pad(self) -> None:
+        """Sets to which length prompts are padded in the next prefill."""
+        for longest, *shorter in filter(None, self._shapes.buckets()):
+            used = longest
+            for bucket in (longest, *shorter):
+                if self._is_ready((prefilled_together(self._shapes.most_prompts, bucket), bucket)):
+                    used = bucket
+                self._padded[bucket] = used
+
+    def _bucket(self, cached: _Cached) -> int:
+        """Returns the length to which a prompt is padded."""
+        return self._padded[self._shapes.bucket(cached.prefilled)]
+
     def _prefill_shape(self, cached: _Cached) -> tuple[int, int]:
         """Returns the length to which a prompt is padded, and the number of such prompts in one prefill."""
-        bucket = self._shapes.bucket(cached.prefilled)
+        bucket = self._bucket(cached)
         return bucket, prefilled_together(self._shapes.most_prompts, bucket)
 
     def _choose(self, waiting: Sequence[_Cached]) -> list[_Cached]:
@@ -778,7 +811,7 @@ class Schedule:
         chosen, reserved = [], 0
         # No cached prompt has rows left to begin, so all pages of a running row count as its own.
         begins = max((self._most(row) for _, row in self._running()), default=0)
-        for cached in (c for c in waiting if self._shapes.bucket(c.prefilled) == bucket):
+        for cached in (c for c in waiting if self._bucket(c) == bucket):
             filled, size = cached.filled, self._shapes.page_size
             pages = self._ceil(cached.prefilled)
             # The next row needs pages besides the prompt's; if it is the last one, it takes these over.

@@ -18,9 +18,10 @@ from qerl_jax.training.check import CheckedRun
 def programs(checked: CheckedRun, engine: Engine, updater: update.Updater) -> list[Listed]:
     """Returns the programs of a run on one device, in the order in which it needs them.
 
-    They are those of rollouts and evaluations without tools, of updates, and of the check of the adapter. Evaluations
-    come first if the run begins with one. The small ones that compile in a tenth of a second are not among them: of the
-    noise, of page copies, of checks of numbers.
+    They are those of rollouts and evaluations without tools, of updates, and of the check of the adapter. First come
+    those that nothing can take the place of: the largest batch and the longest prefill, of an evaluation if the run
+    begins with one, and the updates. The small ones that compile in a tenth of a second are not among them: of the noise,
+    of page copies, of checks of numbers.
 
     Args:
         checked: The run; it has one device.
@@ -60,10 +61,10 @@ def programs(checked: CheckedRun, engine: Engine, updater: update.Updater) -> li
             own_noise=False,
         )
         held_out = evaluator.sampler.engine.programs(variables, batch, place)
-    # The first rollout begins with these.
-    first = 1 + sum(program.name == "prefill" for program in sampling)
-    of_run = [*sampling[:first], *learning, *sampling[first:], *check]
-    return [*held_out, *of_run] if checked.resumed is None else [*of_run, *held_out]
+    begins, goes_on = [*sampling[:2], *learning], [*sampling[2:], *check]
+    if checked.resumed is None:
+        return [*held_out[:2], *begins, *held_out[2:], *goes_on]
+    return [*begins, *goes_on, *held_out]
 
 
 def _batch(cfg: RunConfig) -> Batch:

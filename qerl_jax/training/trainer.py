@@ -74,7 +74,7 @@ def train(
         folder = opened.enter_context(RunFolder(cfg.output_dir, leads=hosts.leads))
         stop = stopping.Stop(hosts)
         opened.enter_context(stop.listening())
-        early = EarlyPrograms()
+        early = EarlyPrograms(patient=cfg.deterministic)
         opened.callback(early.end)
         checked = check(
             cfg,

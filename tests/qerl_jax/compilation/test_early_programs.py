@@ -72,6 +72,44 @@ def test_a_listed_program_is_called_and_a_later_run_finds_it(requests):
     again.end()
 
 
+def test_the_first_programs_of_the_list_are_compiled_first(requests, monkeypatch):
+    """Also if they are traced last. Until one is compiled others can take its place, unless the run is patient."""
+    is_busy, are_others_traced, over, order = (
+        *(threading.Event() for _ in range(2)),
+        threading.Semaphore(0),
+        [],
+    )
+    compiling, tracing = EarlyPrograms._compile, EarlyPrograms._traced
+
+    def compile_one(self, program, *rest):
+        order.append(program.key[-1])
+        if order == [9]:
+            is_busy.set()
+            assert over.acquire(timeout=60) and over.acquire(timeout=60)
+            assert not self.is_ready((*KEY, 5)) and self.is_ready(("not", "listed"))
+            patient = EarlyPrograms(patient=True)
+            patient._pending = self._pending
+            assert patient.is_ready((*KEY, 5))
+        compiling(self, program, *rest)
+
+    def trace(self, program, *rest):
+        size = program.key[-1]
+        assert size == 9 or {3: are_others_traced}.get(size, is_busy).wait(60)
+        result = tracing(self, program, *rest)
+        if size == 4:
+            are_others_traced.set()
+        return result
+
+    monkeypatch.setattr(early_programs, "_COMPILERS", 1)
+    monkeypatch.setattr(EarlyPrograms, "_compile", compile_one)
+    monkeypatch.setattr(EarlyPrograms, "_traced", trace)
+    monkeypatch.setattr(ProgramProcess, "end", lambda self: over.release())
+    early = begun(9, 3, 5, 4)
+    assert is_right(early, 4, compiled=True) and early.is_ready((*KEY, 5))
+    early.end()
+    assert order == [9, 3, 5, 4]
+
+
 def test_what_is_not_listed_or_has_another_shape_is_compiled_when_it_is_called(requests, capsys):
     early = begun(3)
     assert is_right(early, 7, compiled=False)

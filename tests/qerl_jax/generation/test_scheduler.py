@@ -95,6 +95,32 @@ def test_rows_that_have_room_take_all_their_pages_once_nothing_waits():
     assert (schedule.slots(False).tables > 0).sum(axis=1).tolist() == [26, 26]
 
 
+def test_what_is_not_compiled_yet_is_done_by_what_is():
+    """A larger batch and a longer prefill take the place of others, and only until these are compiled."""
+    ready = {8, (1, 64), 2}
+    shapes = Shapes(4, 5, 50, 200, 100, 1, (8, 4, 2))
+    queues = distribute([queued(3, np.ones(20)), queued(1, np.ones(70))])
+    schedule = Schedule(shapes, 200, queues, is_ready=ready.__contains__)
+    lengths = [schedule.next_prefill()[0].shape[1]]  # nothing else could hold it
+    ready.add((1, 112))
+    lengths.append(schedule.next_prefill()[0].shape[1])
+    assert lengths == [64, 112]
+    begun(schedule)
+
+    def harvest(live):
+        made, blank = np.ones(len(live), np.int32), np.ones((len(live), 5), np.int32)
+        schedule.harvest(blank, blank, made, np.array(live), np.array([0]), None)
+
+    assert len(schedule.slots(False).live) == 8 and schedule.can_run_ahead()
+    ready.add(4)
+    assert not schedule.can_run_ahead()
+    begun(schedule)
+    assert len(schedule.slots(False).live) == 4
+    harvest([True, False, False, False])
+    begun(schedule)
+    assert len(schedule.slots(False).live) == 2
+
+
 def drafted(slots, **options):
     return Shapes(4, 5, 26, 103, 2, 1, (slots,), drafted=slots, ended=64, **options)
 

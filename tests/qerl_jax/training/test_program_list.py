@@ -8,6 +8,7 @@ from unittest import mock
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from pallas_kernels import runtime
 from qerl_jax import config
@@ -107,6 +108,7 @@ def test_a_run_calls_only_large_programs_that_it_lists_and_a_second_one_traces_n
     adapters = []
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "cache"))
+    compilation_cache.reset_cache()  # JAX goes on with the folder that a process used first
     jax.config.update("jax_log_compiles", True)  # in all threads
     try:
         for name in ("first", "second", "plain"):
@@ -138,6 +140,7 @@ def test_a_run_calls_only_large_programs_that_it_lists_and_a_second_one_traces_n
     finally:
         jax.config.update("jax_log_compiles", False)
         jax.config.update("jax_compilation_cache_dir", before)
+        compilation_cache.reset_cache()
     assert adapters[0] == adapters[1] == adapters[2]
 
 
