@@ -20,10 +20,12 @@ from qerl_jax.compilation.program_store import ProgramStore, Traced, key_of
 from qerl_jax.system.checked import require, tell
 
 # Device memory that a process takes beside its parent's, for CUDA's libraries, in bytes; and the most processes.
-_PROCESS_BYTES, _MOST_PROCESSES = 1e9, 12
-# Programs that compile at the same time. More would wait for each other's kernels, which jaxlib and LLVM compile under
-# locks, so that the program which is needed first would be ready last.
-_COMPILERS = 2
+_PROCESS_BYTES, _MOST_PROCESSES = 1e9, 8
+# The same of processes that compile, which time products on the device; and the processors that each one can use.
+_COMPILER_BYTES, _COMPILER_PROCESSORS, _MOST_COMPILERS = 3e9, 3, 4
+# Programs that compile at the same time if this process compiles. More would wait for each other, see
+# `program_process`, so that the program which is needed first would be ready last.
+_AT_ONCE = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,9 +72,9 @@ class Compiled:
 class EarlyPrograms:
     """Programs that are compiled before they are called.
 
-    What an earlier run traced is read from the `ProgramStore`; other programs are traced by processes (`ProgramProcess`).
-    Threads then compile them. On a CPU there are none, because the run itself needs the processors: programs compile when
-    they are called. So does a program whose process failed, which is shown as a line.
+    What an earlier run traced is read from the `ProgramStore`; other programs are traced, and then compiled, by processes
+    (`ProgramProcess`), and read from JAX's cache. On a CPU there are none, because the run itself needs the processors:
+    programs compile when they are called. So does a program whose process failed, which is shown as a line.
 
     Args:
         patient: `is_ready` is true of all programs. What a run computes then depends on no time.
@@ -83,6 +85,7 @@ class EarlyPrograms:
         self._pending: dict[tuple[Hashable, ...], concurrent.futures.Future[Any]] = {}
         self._threads: list[threading.Thread] = []
         self._processes: list[ProgramProcess] = []
+        self._compilers: list[ProgramProcess] = []
         # One thread at a time uses Python's lock, so that the programs that are needed first are ready first.
         self._lock = threading.Lock()
 
@@ -90,7 +93,8 @@ class EarlyPrograms:
         """Starts the processes, which import a module, if this run is the first one: there it will take all of them."""
         if (store := ProgramStore.beside_xla()) and store.is_new:
             self._processes = [ProgramProcess() for _ in range(workers())]
-            for process in self._processes:
+            self._compilers = [ProgramProcess() for _ in range(compilers())]
+            for process in (*self._processes, *self._compilers):
                 process.start(imports)
 
     def begin(self, programs: Sequence[Listed]) -> None:
@@ -102,6 +106,7 @@ class EarlyPrograms:
         keys = [program.key for program in programs]
         self._pending |= dict(zip(keys, futures, strict=True))
         self._processes += [ProgramProcess() for _ in range(count - len(self._processes))]
+        self._compilers = self._compilers or [ProgramProcess() for _ in range(compilers())]
         # Numbers of programs: not traced yet, and not taken by a thread that compiles; and what is to be compiled.
         untraced, uncompiled = (collections.deque(range(len(programs))) for _ in range(2))
         traced: queue.PriorityQueue = queue.PriorityQueue()
@@ -115,19 +120,21 @@ class EarlyPrograms:
                     traced.put((number, result))
             process.end()
 
-        def compile_all() -> None:
+        def compile_all(process: ProgramProcess | None) -> None:
             with contextlib.suppress(IndexError):
                 while uncompiled.popleft() is not None:
                     number, result = traced.get()
                     if futures[number].set_running_or_notify_cancel():
-                        self._compile(programs[number], result, futures[number])
+                        self._compile(programs[number], result, futures[number], process)
+            if process is not None:
+                process.end()
 
-        self._threads += [
-            *(threading.Thread(target=trace, args=(of,), daemon=True) for of in self._processes),
-            *(threading.Thread(target=compile_all, daemon=True) for _ in range(_COMPILERS)),
-        ]
-        for thread in self._threads[-len(self._processes) - _COMPILERS :]:
+        work = [*((trace, process) for process in self._processes)]
+        work += [(compile_all, process) for process in self._compilers or [None] * _AT_ONCE]
+        threads = [threading.Thread(target=do, args=(of,), daemon=True) for do, of in work]
+        for thread in threads:
             thread.start()
+        self._threads += threads
 
     def is_ready(self, key: tuple[Hashable, ...]) -> bool:
         """Whether a call need not wait for the program with this key, because it is compiled or is not listed."""
@@ -158,7 +165,7 @@ class EarlyPrograms:
         """Begins no further programs, and ends the processes."""
         for future in self._pending.values():
             future.cancel()
-        for process in self._processes:
+        for process in (*self._processes, *self._compilers):
             process.end()
         for thread in self._threads:  # compiling while the interpreter exits would crash
             thread.join()
@@ -177,32 +184,39 @@ class EarlyPrograms:
 
     def _traced(
         self, program: Listed, store: ProgramStore, process: ProgramProcess
-    ) -> Traced | BaseException:
-        """Returns a program of the store, after the process wrote it if it was not there; or what went wrong."""
+    ) -> tuple[Traced, Request | None] | BaseException:
+        """Returns a program of the store, and what the process was asked if it was not there; or what went wrong."""
         try:
             with self._lock:
                 key = key_of(program.function, program.arrays)
                 traced = store.read(key)
-            if traced is None:
-                if error := process.make(Request(key, program.function, program.shapes)):
-                    raise RuntimeError(error)
-                with self._lock:
-                    traced = store.read(key)
+            if traced is not None:
+                return traced, None
+            request = Request(key, program.function, program.shapes)
+            if error := process.make(request):
+                raise RuntimeError(error)
+            with self._lock:
+                traced = store.read(key)
             if traced is None:
                 raise RuntimeError("what a process wrote is gone")
-            return traced
+            return traced, request
         except BaseException as error:
             return error
 
     def _compile(
         self,
         program: Listed,
-        traced: Traced | BaseException,
+        result: tuple[Traced, Request | None] | BaseException,
         future: concurrent.futures.Future,
+        process: ProgramProcess | None,
     ) -> None:
         try:
-            if isinstance(traced, BaseException):
-                raise traced
+            if isinstance(result, BaseException):
+                raise result
+            traced, request = result
+            if process is not None and request is not None:
+                # If it fails, this process compiles.
+                process.make(dataclasses.replace(request, compiles=True))
             place = SingleDeviceSharding(jax.local_devices()[0])
             with self._lock:
                 lowered = traced.lowered(place, program.function.func.compiler_options)
@@ -227,6 +241,14 @@ def workers() -> int:
         return int(named)
     processors = len(os.sched_getaffinity(0)) - 1
     return max(1, min(processors, _MOST_PROCESSES, int(_unreserved_bytes() / _PROCESS_BYTES)))
+
+
+def compilers() -> int:
+    """Returns the number of processes that compile; 0 if there would not be several, and threads of this one compile."""
+    processors = len(os.sched_getaffinity(0)) // _COMPILER_PROCESSORS
+    memory = int((_unreserved_bytes() - workers() * _PROCESS_BYTES) / _COMPILER_BYTES)
+    count = min(processors, memory, _MOST_COMPILERS) if workers() > 1 else 0
+    return count if count > 1 else 0
 
 
 def _unreserved_bytes() -> float:

@@ -1,12 +1,11 @@
-"""A process that traces programs for another one: `python -m qerl_jax.compilation.program_process FD`.
+"""A process that traces or compiles programs for another one: `python -m qerl_jax.compilation.program_process FD`.
 
 In one process programs are traced and lowered one after the other, however many threads there are, because that holds
-Python's lock. The process gets requests from its parent over a pipe, and writes what it traced to the `ProgramStore`.
+Python's lock. Nor do they compile beside each other: LLVM has one set of options for all threads, Pallas' kernels have
+others than XLA's, and who needs the one waits until nobody needs the other. The process gets requests from its parent
+over a pipe, and writes what it traced to the `ProgramStore`, and what it compiled to JAX's cache.
 
 Both ends of the pipe are this program, so requests are pickled. No file is, and nothing else can write to the pipe.
-
-It does not compile: XLA times the products of a program on the device, and several processes would need more memory for
-that than their parent leaves.
 """
 
 import contextlib
@@ -21,6 +20,7 @@ from multiprocessing import connection
 from typing import Any
 
 import jax
+from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels import runtime
 from qerl_jax.compilation import program_store
@@ -37,23 +37,25 @@ _OPTIONS = (
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A program to trace.
+    """A program to trace, or to compile when it is stored.
 
     Attributes:
         key: Its key in the store.
         function: See `Traced.of`.
         arrays: Likewise, with shapes only.
         kernels: The chosen kernels.
+        compiles: Compile what is stored, instead of tracing.
     """
 
     key: str
     function: functools.partial
     arrays: tuple[Any, ...]
     kernels: runtime.Kernels = dataclasses.field(default_factory=runtime.chosen_kernels)
+    compiles: bool = False
 
 
 class ProgramProcess:
-    """The parent's side: starts the process, has it trace programs, and can end it from another thread."""
+    """The parent's side: starts the process, has it make programs, and can end it from another thread."""
 
     def __init__(self):
         """Nothing is started before `start`, or before the first program."""
@@ -63,7 +65,7 @@ class ProgramProcess:
         self._lock = threading.Lock()
 
     def make(self, request: Request) -> str | None:
-        """Has a program traced and stored, and waits for it; returns what went wrong, in a line."""
+        """Has a program traced or compiled, and waits for it; returns what went wrong, in a line."""
         try:
             self.start()
             if self._pipe is None:
@@ -87,12 +89,13 @@ class ProgramProcess:
             if self._process is not None or self._has_ended:
                 return
             self._pipe, theirs = connection.Pipe()
-            # It takes only the memory of the device that it needs: its parent takes most of it at once.
-            environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+            # It keeps no memory of the device that it does not need: its parent takes most of it at once.
+            memory = {"PREALLOCATE": "false", "ALLOCATOR": "platform"}
+            options = {f"XLA_PYTHON_CLIENT_{name}": value for name, value in memory.items()}
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
-                env=environment,
+                env=os.environ | options,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -103,20 +106,24 @@ class ProgramProcess:
 
 
 def _serve(pipe: connection.Connection) -> None:
-    """Traces what the parent asks for, until it closes the pipe."""
+    """Makes what the parent asks for, until it closes the pipe."""
     options, imports = pipe.recv()
     for name, value in options.items():
         jax.config.update(name, value)
     store = program_store.ProgramStore.beside_xla()
-    jax.local_devices()  # takes seconds
+    place = SingleDeviceSharding(jax.local_devices()[0])  # takes seconds
     if imports is not None:
         importlib.import_module(imports)
     while True:
         request = pipe.recv()
         try:
             runtime.use_kernels(request.kernels)
-            traced = program_store.Traced.of(request.function, request.arrays)
-            store.write(request.key, traced)
+            if request.compiles:
+                traced = store.read(request.key)
+                traced.lowered(place, request.function.func.compiler_options).compile()
+            else:
+                traced = program_store.Traced.of(request.function, request.arrays)
+                store.write(request.key, traced)
             pipe.send(None)
         except Exception as error:
             pipe.send(f"{type(error).__name__}: {error}")

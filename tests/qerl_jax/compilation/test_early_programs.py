@@ -100,7 +100,7 @@ def test_the_first_programs_of_the_list_are_compiled_first(requests, monkeypatch
             are_others_traced.set()
         return result
 
-    monkeypatch.setattr(early_programs, "_COMPILERS", 1)
+    monkeypatch.setattr(early_programs, "_AT_ONCE", 1)
     monkeypatch.setattr(EarlyPrograms, "_compile", compile_one)
     monkeypatch.setattr(EarlyPrograms, "_traced", trace)
     monkeypatch.setattr(ProgramProcess, "end", lambda self: over.release())
@@ -129,6 +129,39 @@ def test_a_program_whose_process_fails_is_compiled_when_it_is_called(requests, m
     line = "a program could not be compiled early, and is compiled now: RuntimeError: XlaRuntimeError: out of memory"
     assert capsys.readouterr().err == f"{line}\n"
     early.end()
+
+
+@pytest.mark.parametrize("answer", [None, "XlaRuntimeError: out of memory"])
+def test_processes_compile_what_was_traced_now_and_this_one_what_they_could_not(
+    requests, monkeypatch, capsys, answer
+):
+    compiled, make = [], ProgramProcess.make
+
+    def answered(self, request):
+        if not request.compiles:
+            return make(self, request)
+        compiled.append(request.key)
+        return answer
+
+    monkeypatch.setattr(ProgramProcess, "make", answered)
+    monkeypatch.setattr(early_programs, "compilers", lambda: 2)
+    for _ in range(2):
+        early = begun(3, 4, 5)
+        assert all(is_right(early, size, compiled=True) for size in (3, 4, 5))
+        early.end()
+        assert sorted(compiled) == sorted(request.key for request in requests)
+    assert len(compiled) == 3 and not capsys.readouterr().err
+
+
+def test_there_are_several_processes_that_compile_or_none(monkeypatch):
+    for traced, processors, memory, expected in (
+        *((8, 16, 20e9, 4), (8, 64, 14e9, 2), (8, 64, 13e9, 0)),
+        *((5, 6, 20e9, 2), (1, 2, 20e9, 0), (0, 64, 20e9, 0)),
+    ):
+        monkeypatch.setattr(early_programs, "workers", lambda count=traced: count)
+        monkeypatch.setattr(early_programs, "_unreserved_bytes", lambda count=memory: count)
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, n=processors: range(n))
+        assert early_programs.compilers() == expected
 
 
 def test_processes_start_first_only_where_nothing_is_stored(requests, monkeypatch):
