@@ -2,19 +2,30 @@
 
 transformers takes seconds to import, and more where PyTorch is installed. So another process reads a tokenizer's files
 with it, while this one still imports JAX and starts the device, and returns what the package `tokenizers`, which is in
-Rust and all that transformers encodes and decodes with, needs to do the same here.
+Rust and all that transformers encodes and decodes with, needs to do the same here. That is kept in ~/.cache/qerl_jax (or
+XDG_CACHE_HOME) for the next run.
 """
 
+import contextlib
 import dataclasses
 import functools
+import hashlib
+import importlib.metadata
+import json
+import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import tokenizers
 
+from qerl_jax.system import files
 from qerl_jax.system.process_pool import Failure, Pool
 
+# Version of what is kept. Of Qwen2.5 that is 11 MB.
+_FORMAT, _MOST_KEPT = 1, 16
+# A tokenizer's files are texts, and models of SentencePiece; a folder's other files do not change it.
+_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken"}
 # CPU seconds to read one; the largest take about five.
 _SECONDS = 120.0
 # Address space, not memory: NumPy's libraries reserve some for each processor.
@@ -42,13 +53,24 @@ class RustTokenizer:
 
         `options` are those of `AutoTokenizer.from_pretrained`.
         """
+        kept = _kept(folder, options)
+        with contextlib.suppress(OSError, KeyError, TypeError, ValueError):
+            made = cls._of(files.parse_json(kept.read_bytes()))
+            os.utime(kept)  # used now
+            return made
         (fields,) = shared_pool().map("read", [(str(folder), dict(options))])
         if fields is None or isinstance(fields, Failure):
             return None
-        rust = tokenizers.Tokenizer.from_str(fields.pop("rust"))
+        with contextlib.suppress(OSError):  # a disk that is full or read-only
+            _keep(kept, json.dumps(fields))
+        return cls._of(fields)
+
+    @classmethod
+    def _of(cls, fields: dict[str, Any]) -> Self:
+        rust = tokenizers.Tokenizer.from_str(fields["rust"])
         rust.no_truncation()
         rust.no_padding()
-        return cls(rust, **fields)
+        return cls(**fields | {"rust": rust})
 
     def __call__(
         self, texts: Sequence[str], *, add_special_tokens: bool, verbose: bool = False
@@ -79,6 +101,29 @@ class RustTokenizer:
 
     def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str | None]:
         return [self.rust.id_to_token(int(number)) for number in ids]
+
+
+def _kept(folder: pathlib.Path, options: Mapping[str, Any]) -> pathlib.Path:
+    """Returns the file for a folder's tokenizer: its name has a hash of all that the tokenizer depends on."""
+    versions = [importlib.metadata.version(name) for name in ("transformers", "tokenizers")]
+    digest = hashlib.sha256(
+        repr((_FORMAT, str(folder), sorted(options.items()), versions)).encode()
+    )
+    for path in sorted((*folder.glob("*"), *folder.glob("additional_chat_templates/*"))):
+        if path.suffix in _SUFFIXES and path.is_file():
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(folder)} {len(content)}\0".encode() + content)
+    cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+    return cache / "qerl_jax" / "tokenizers" / f"{digest.hexdigest()}.json"
+
+
+def _keep(path: pathlib.Path, text: str) -> None:
+    """Writes a file, and removes those of its folder that were used longest ago if there are many."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write_whole(path, text)
+    used = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
+    for old in used[:-_MOST_KEPT]:
+        old.unlink(missing_ok=True)
 
 
 @functools.cache

@@ -97,6 +97,31 @@ def test_without_transformers_ids_and_texts_are_the_same(fields, copy):
         assert getattr(ours, field.name) == getattr(hf, field.name), field.name
 
 
+def test_a_tokenizer_that_was_read_before_is_read_without_transformers(copy, tmp_path, monkeypatch):
+    """Until a file of it changes, or what was kept is damaged."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(rust_tokenizer, "_MOST_KEPT", 2)
+    folder, change = copy
+    shared, asked = rust_tokenizer.shared_pool, []
+    monkeypatch.setattr(rust_tokenizer, "shared_pool", lambda: asked.append(1) or shared())
+
+    def read():
+        asked.clear()
+        return tokenizer.load(folder).hf, len(asked)
+
+    (first, begun), (again, then) = read(), read()
+    assert (begun, then) == (1, 0) and again.get_vocab() == first.get_vocab()
+    assert dataclasses.replace(again, rust=None) == dataclasses.replace(first, rust=None)
+    (kept,) = (tmp_path / "cache" / "qerl_jax" / "tokenizers").iterdir()
+    for damaged in (kept.read_bytes()[:-9], b"{}", b"[1]"):
+        kept.write_bytes(damaged)
+        assert read()[1] == 1 and read()[1] == 0
+    for number in range(3):
+        change(model_max_length=100 + number)
+        assert read()[1] == 1
+    assert len([*kept.parent.iterdir()]) == 2
+
+
 def test_a_tokenizer_that_encodes_in_another_way_is_that_of_transformers(copy):
     folder, change = copy
     change(split_special_tokens=True)
