@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import queue
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -22,7 +21,7 @@ from qerl_jax.system.checked import require, tell
 # Device memory that a process takes beside its parent's, for CUDA's libraries, in bytes; and the most processes.
 _PROCESS_BYTES, _MOST_PROCESSES = 1e9, 8
 # The same of processes that compile, which time products on the device; and the processors that each one can use.
-_COMPILER_BYTES, _COMPILER_PROCESSORS, _MOST_COMPILERS = 3e9, 3, 4
+_COMPILER_BYTES, _COMPILER_PROCESSORS = 2.4e9, 3
 # Programs that compile at the same time if this process compiles. More would wait for each other, see
 # `program_process`, so that the program which is needed first would be ready last.
 _AT_ONCE = 2
@@ -72,9 +71,9 @@ class Compiled:
 class EarlyPrograms:
     """Programs that are compiled before they are called.
 
-    What an earlier run traced is read from the `ProgramStore`; other programs are traced, and then compiled, by processes
-    (`ProgramProcess`), and read from JAX's cache. On a CPU there are none, because the run itself needs the processors:
-    programs compile when they are called. So does a program whose process failed, which is shown as a line.
+    What an earlier run traced is read from the `ProgramStore`; other programs are traced by processes (`ProgramProcess`).
+    Threads then compile them, or processes (`compilers`). On a CPU there are none, because the run itself needs the
+    processors: programs compile when they are called. So does a program whose process failed, which is shown as a line.
 
     Args:
         patient: `is_ready` is true of all programs. What a run computes then depends on no time.
@@ -107,23 +106,25 @@ class EarlyPrograms:
         self._pending |= dict(zip(keys, futures, strict=True))
         self._processes += [ProgramProcess() for _ in range(count - len(self._processes))]
         self._compilers = self._compilers or [ProgramProcess() for _ in range(compilers())]
-        # Numbers of programs: not traced yet, and not taken by a thread that compiles; and what is to be compiled.
+        # The numbers of programs that no thread has begun to trace, and to compile.
         untraced, uncompiled = (collections.deque(range(len(programs))) for _ in range(2))
-        traced: queue.PriorityQueue = queue.PriorityQueue()
+        traced = [concurrent.futures.Future() for _ in programs]
 
         def trace(process: ProgramProcess) -> None:
             with contextlib.suppress(IndexError):  # another thread took the last one
-                while untraced:
+                while True:
                     number, result = untraced.popleft(), None
                     if not futures[number].cancelled():
                         result = self._traced(programs[number], store, process)
-                    traced.put((number, result))
+                    traced[number].set_result(result)
             process.end()
 
         def compile_all(process: ProgramProcess | None) -> None:
             with contextlib.suppress(IndexError):
-                while uncompiled.popleft() is not None:
-                    number, result = traced.get()
+                while True:
+                    # In the order of the list, even if another one is traced: it would take the processors first.
+                    number = uncompiled.popleft()
+                    result = traced[number].result()
                     if futures[number].set_running_or_notify_cancel():
                         self._compile(programs[number], result, futures[number], process)
             if process is not None:
@@ -244,11 +245,19 @@ def workers() -> int:
 
 
 def compilers() -> int:
-    """Returns the number of processes that compile; 0 if there would not be several, and threads of this one compile."""
+    """Returns the number of processes that compile; 0 if threads of this one do.
+
+    The environment variable QERL_COMPILE_PROCESSES states the most: processors and device memory may allow fewer. It is 0
+    by default (docs/tried-and-rejected.md, row 79).
+
+    Raises:
+        ConfigError: If the variable is no number.
+    """
+    named = os.environ.get("QERL_COMPILE_PROCESSES") or "0"
+    require(named.isdecimal(), "QERL_COMPILE_PROCESSES", named, "must be a number: 0, 1, ...")
     processors = len(os.sched_getaffinity(0)) // _COMPILER_PROCESSORS
     memory = int((_unreserved_bytes() - workers() * _PROCESS_BYTES) / _COMPILER_BYTES)
-    count = min(processors, memory, _MOST_COMPILERS) if workers() > 1 else 0
-    return count if count > 1 else 0
+    return max(0, min(int(named), processors, memory)) if workers() else 0
 
 
 def _unreserved_bytes() -> float:

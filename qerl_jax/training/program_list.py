@@ -61,7 +61,7 @@ def programs(checked: CheckedRun, engine: Engine, updater: update.Updater) -> li
             own_noise=False,
         )
         held_out = evaluator.sampler.engine.programs(variables, batch, place)
-    begins, goes_on = [*sampling[:2], *learning], [*sampling[2:], *check]
+    begins, goes_on = [*sampling[:2], *learning], [*check, *sampling[2:]]
     if checked.resumed is None:
         return [*held_out[:2], *begins, *held_out[2:], *goes_on]
     return [*begins, *goes_on, *held_out]

@@ -153,15 +153,19 @@ def test_processes_compile_what_was_traced_now_and_this_one_what_they_could_not(
     assert len(compiled) == 3 and not capsys.readouterr().err
 
 
-def test_there_are_several_processes_that_compile_or_none(monkeypatch):
-    for traced, processors, memory, expected in (
-        *((8, 16, 20e9, 4), (8, 64, 14e9, 2), (8, 64, 13e9, 0)),
-        *((5, 6, 20e9, 2), (1, 2, 20e9, 0), (0, 64, 20e9, 0)),
+def test_processes_compile_if_the_environment_says_so_as_far_as_there_is_room(monkeypatch):
+    for named, traced, processors, memory, expected in (
+        *((None, 8, 64, 40e9, 0), ("5", 8, 16, 20e9, 5), ("5", 8, 64, 14e9, 2)),
+        *(("5", 8, 64, 7e9, 0), ("5", 5, 6, 20e9, 2), ("5", 1, 2, 20e9, 0), ("5", 0, 64, 20e9, 0)),
     ):
+        monkeypatch.setenv("QERL_COMPILE_PROCESSES", named or "")
         monkeypatch.setattr(early_programs, "workers", lambda count=traced: count)
         monkeypatch.setattr(early_programs, "_unreserved_bytes", lambda count=memory: count)
         monkeypatch.setattr("os.sched_getaffinity", lambda _, n=processors: range(n))
         assert early_programs.compilers() == expected
+    monkeypatch.setenv("QERL_COMPILE_PROCESSES", "-1")
+    with pytest.raises(ValueError, match="must be a number"):
+        early_programs.compilers()
 
 
 def test_processes_start_first_only_where_nothing_is_stored(requests, monkeypatch):
