@@ -100,6 +100,7 @@ class FolderTensors(Mapping[str, jax.Array]):
 
         Raises:
             ValueError: For the first number that is not finite, or a scale that is impossible.
+            RuntimeError: If the numbers are finite in the file, but not on the device.
         """
         module, _, last = name.rpartition(".")
         if last == "weight" and (form := self.form(module)) is not None:
@@ -113,6 +114,10 @@ class FolderTensors(Mapping[str, jax.Array]):
                 values = np.abs(self.files[name].astype(np.float32))
             rule = f"must be a finite number of at most {_LARGEST:g}"
             refuse_first(self.files, name, ~(values <= _LARGEST), rule)
+            raise RuntimeError(
+                f"{name}: all numbers are finite in {self.files.path(name)}, but not on the device: it computes wrongly, "
+                "or its memory was overwritten. Start the same command again"
+            )
         return array
 
     def weights(self, modules: Iterable[str], dtype: Any = jnp.float32) -> list[jax.Array]:

@@ -131,6 +131,21 @@ def require_finite(state: update.TrainState) -> None:
             )
 
 
+def require_finite_base(frozen: Any) -> None:
+    """Checks that the base, which was finite when it was read, still is.
+
+    Raises:
+        NotFinite: For the first array with a number that is not finite.
+    """
+    for path, is_finite in jax.tree_util.tree_leaves_with_path(jax.device_get(_finite(frozen))):
+        if not is_finite:
+            raise NotFinite(
+                f"base: {jax.tree_util.keystr(path)} is not finite, though all numbers were when they were read: the device "
+                "computes wrongly, or its memory was overwritten. Start the same command again, and it goes on from the "
+                "last checkpoint"
+            )
+
+
 def require_same(hosts: Hosts, params: Any, step: int) -> None:
     """Checks that all processes of a run have the same parameters: each computes the optimizer's step itself.
 

@@ -93,7 +93,11 @@ def train(
             return None
         run = load(checked, row_lengths=row_lengths, quiet=quiet)
         stop.saves = True
-        return _loop(run, on_step, quiet)
+        try:
+            return _loop(run, on_step, quiet)
+        except NotFinite:
+            guards.require_finite_base(run.frozen)  # if the base is broken, that says more
+            raise
 
 
 def _loop(run: PreparedRun, on_step: recorder.Callback | None, quiet: bool) -> update.TrainState:

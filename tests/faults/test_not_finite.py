@@ -16,7 +16,7 @@ from qerl_jax.checkpoint.safetensors import Tensors
 from qerl_jax.cli import main
 from qerl_jax.rl import grpo, update
 from qerl_jax.tracking import logger
-from qerl_jax.training import groups, replay, trainer
+from qerl_jax.training import groups, load, replay, trainer
 from tests.faults import harness
 from tests.model_folders import copy
 
@@ -170,6 +170,20 @@ def test_a_run_stops_where_its_base_first_gives_nan(too_large, tmp_path, capsys)
     line = harness.refused(capsys, "train", harness.write_config(tmp_path / "run", model=base))
     assert "the logits are not finite" in line and "in the rollout of step 1" in line
     assert "cut off" not in line
+
+
+def test_a_run_whose_base_is_overwritten_after_it_was_read_names_the_array(
+    tmp_path, monkeypatch, capsys
+):
+    read = load.read_base
+
+    def overwritten(*arguments, **options):
+        base = read(*arguments, **options)
+        return base | {"norm": {"scale": base["norm"]["scale"].at[3].set(jnp.nan)}}
+
+    monkeypatch.setattr(load, "read_base", overwritten)
+    line = harness.refused(capsys, "train", harness.write_config(tmp_path / "run"))
+    assert "base: ['norm']['scale'] is not finite, though all numbers were" in line
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from qerl_jax.checkpoint import export, packed_formats
+from qerl_jax.checkpoint import export, folder_tensors, packed_formats
 from qerl_jax.checkpoint.folder_tensors import FolderTensors
 from qerl_jax.checkpoint.hf_folder import TINY
 from qerl_jax.checkpoint.policy import load_base
@@ -365,3 +365,11 @@ def test_a_head_that_equals_the_embedding_stays_tied_silently(tmp_path, capfd):
     copy(DENSE, tmp_path, config={"tie_word_embeddings": True}, tensors=tensors)
     model, _ = logits(tmp_path)
     assert model.arch.tie_word_embeddings and capfd.readouterr().err == ""
+
+
+def test_numbers_that_only_the_device_finds_not_finite_are_an_error(monkeypatch):
+    monkeypatch.setattr(folder_tensors, "_is_usable", lambda x: False)
+    with pytest.raises(
+        RuntimeError, match="model.norm.weight: all numbers are finite in .*but not"
+    ):
+        FolderTensors(DENSE).read(NORM)
