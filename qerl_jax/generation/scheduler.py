@@ -184,20 +184,21 @@ class Shapes:
         return self.chunk * (CHUNKS if rows <= self.drafted else 1)
 
     def bucket(self, length: int) -> int:
-        """Returns the length to which a prompt is padded: a power of two, or that of the longest prompt.
+        """Returns the length to which a prompt is padded: that of the longest prompt, or a power of two.
 
         A prompt with a completion that has begun may be longer: then the longest row takes the longest prompt's place.
         """
-        is_long = length > self.longest_prefill
-        return _bucket(self.history - 2 if is_long else self.longest_prefill, length)
+        prompts, *rows = self.buckets()
+        return min(n for n in (rows[0] if length > prompts[0] else prompts) if n >= length)
 
     def buckets(self) -> list[list[int]]:
-        """Returns all results of `bucket`, longest first: those of prompts, and then those of longer ones that have begun."""
-        buckets = [_buckets(self.longest_prefill)]
-        if self.carries:
-            long = _buckets(self.history - 2)
-            buckets.append([bucket for bucket in long if bucket > self.longest_prefill])
-        return buckets
+        """Returns all results of `bucket`, longest first, at most four: those of prompts, and those of longer rows."""
+        prompts = _buckets(self.longest_prefill)
+        if not self.carries:
+            return [prompts]
+        # Few rows go on, so they may be padded more.
+        rows = [n for n in _buckets(self.history - 2) if n > prompts[0]]
+        return [prompts[:2], rows[:3:2]]
 
     def prefills(self, own_noise: bool) -> list[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
         """Returns what `Schedule.next_prefill` can return, without prompts: one for each length that it pads to."""
@@ -240,15 +241,8 @@ def most_prefilled(prompts: int, length: int) -> int:
     return max(prefilled_together(prompts, bucket) * bucket for bucket in _buckets(length - 1))
 
 
-def _bucket(longest: int, length: int) -> int:
-    """Returns the length to which a prompt is padded, given that of the longest: there are at most four, see `_buckets`."""
-    widest = _widest(longest)
-    least = max(_SMALLEST_BUCKET, power_of_two(widest) >> _HALVINGS)
-    return min(widest, max(least, power_of_two(length)))
-
-
 def _buckets(longest: int) -> list[int]:
-    """Returns the lengths to which prompts are padded, given the length of the longest; longest first."""
+    """Returns the lengths to which prompts are padded, at most four, given that of the longest; longest first."""
     widest = _widest(longest)
     halves = (power_of_two(widest) >> n for n in range(1, _HALVINGS + 1))
     return [widest, *(n for n in halves if _SMALLEST_BUCKET <= n < widest)]

@@ -184,6 +184,15 @@ def test_no_prompts_make_a_larger_prefill_than_is_planned(prompts, length):
     assert most_prefilled(prompts, length) == most
 
 
+@pytest.mark.parametrize(("longest", "history"), [(255, 1280), (47, 60), (1023, 9000), (0, 2)])
+def test_a_row_that_goes_on_is_padded_to_one_of_four_lengths(longest, history):
+    shapes = Shapes(64, 32, 0, history, longest, 8, (8,), carries=True)
+    lengths = {tokens.shape[1] for tokens, *_ in shapes.prefills(False)}
+    assert len(lengths) <= 4
+    for length in range(history - 1):
+        assert length <= shapes.bucket(length) and shapes.bucket(length) in lengths
+
+
 def test_a_device_that_runs_dry_takes_rows_that_wait_for_another():
     """One of two devices takes ten times as long for a chunk, so it samples few of the rows."""
     queue = [
