@@ -111,7 +111,7 @@ def _serve(pipe: connection.Connection) -> None:
     for name, value in options.items():
         jax.config.update(name, value)
     store = program_store.ProgramStore.beside_xla()
-    place = SingleDeviceSharding(jax.local_devices()[0])  # takes seconds
+    device = SingleDeviceSharding(jax.local_devices()[0])  # takes seconds
     if imports is not None:
         importlib.import_module(imports)
     while True:
@@ -120,7 +120,7 @@ def _serve(pipe: connection.Connection) -> None:
             runtime.use_kernels(request.kernels)
             if request.compiles:
                 traced = store.read(request.key)
-                traced.lowered(place, request.function.func.compiler_options).compile()
+                traced.lowered(device, request.function.func.compiler_options).compile()
             else:
                 traced = program_store.Traced.of(request.function, request.arrays)
                 store.write(request.key, traced)

@@ -53,16 +53,16 @@ class RustTokenizer:
 
         `options` are those of `AutoTokenizer.from_pretrained`.
         """
-        kept = _kept(folder, options)
+        cached = _cache_file(folder, options)
         with contextlib.suppress(OSError, KeyError, TypeError, ValueError):
-            made = cls._of(files.parse_json(kept.read_bytes()))
-            os.utime(kept)  # used now
+            made = cls._of(files.parse_json(cached.read_bytes()))
+            os.utime(cached)  # used now
             return made
         (fields,) = shared_pool().map("read", [(str(folder), dict(options))])
         if fields is None or isinstance(fields, Failure):
             return None
         with contextlib.suppress(OSError):  # a disk that is full or read-only
-            _keep(kept, json.dumps(fields))
+            _write(cached, json.dumps(fields))
         return cls._of(fields)
 
     @classmethod
@@ -103,7 +103,7 @@ class RustTokenizer:
         return [self.rust.id_to_token(int(number)) for number in ids]
 
 
-def _kept(folder: pathlib.Path, options: Mapping[str, Any]) -> pathlib.Path:
+def _cache_file(folder: pathlib.Path, options: Mapping[str, Any]) -> pathlib.Path:
     """Returns the file for a folder's tokenizer: its name has a hash of all that the tokenizer depends on."""
     versions = [importlib.metadata.version(name) for name in ("transformers", "tokenizers")]
     digest = hashlib.sha256(
@@ -117,7 +117,7 @@ def _kept(folder: pathlib.Path, options: Mapping[str, Any]) -> pathlib.Path:
     return cache / "qerl_jax" / "tokenizers" / f"{digest.hexdigest()}.json"
 
 
-def _keep(path: pathlib.Path, text: str) -> None:
+def _write(path: pathlib.Path, text: str) -> None:
     """Writes a file, and removes those of its folder that were used longest ago if there are many."""
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_whole(path, text)
