@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -326,8 +327,18 @@ class Updater:
             overhead=microbatches.overhead(self.objective.model.arch),
         )
 
+    def compiled_shapes(self, group: int) -> tuple[microbatches.Shape, ...]:
+        """Returns the largest of `shapes`, and those of the others whose programs are compiled or not listed."""
+        largest, *others = self.shapes(group)
+        passes = [*itertools.product((True, False), ("logps", "entropies"), (True, False)), ()]
+        keys = [(self.objective, *of_pass) for of_pass in passes]
+        is_ready = lambda shape: all(self.early.is_ready((*key, shape)) for key in keys)
+        return (largest, *filter(is_ready, others))
+
     def programs(self, state: TrainState, frozen: Any, noise: Any, cfg: RunConfig) -> list[Listed]:
-        """Lists the programs of an update on one device, in the order in which they are needed; nothing is traced.
+        """Lists the programs of an update on one device; nothing is traced.
+
+        Those of smaller micro-batches, which the largest can take the place of, come last, after the optimizer's.
 
         Args:
             state: See `__call__`, as for `frozen` and `noise`; shapes (`jax.ShapeDtypeStruct`) are enough.
@@ -346,6 +357,9 @@ class Updater:
         place = jax.tree.leaves(state.params)[0].sharding
         sums = jax.ShapeDtypeStruct((), jnp.float32, sharding=place), state.params
         experience = empty_experience(has_noise=isinstance(noise, RowNoise))
+        function = functools.partial(apply, **self.static)
+        step = state, sums, np.bool_(True), np.int32(0)
+        optimizer = Listed("apply", ("apply",), function, step)
         for shape in self.shapes(cfg.rollout.num_generations if cfg.optim.share_prompts else 1):
             batch = microbatches.MicroBatch(shape, microbatches.empty_rows(shape.num_rows))
             for (adapter, of, *which), scored in passes.items():
@@ -356,9 +370,9 @@ class Updater:
             part = experience.pack(batch, dict.fromkeys(fixed, np.zeros(0, np.float32)))
             arrays = sums, *policy, part, _totals(self, 1, 0, 0, 0.0), jax.random.key(0)
             listed.append(Listed("accumulate", (objective, shape), accumulator(objective), arrays))
-        function = functools.partial(apply, **self.static)
-        step = state, sums, np.bool_(True), np.int32(0)
-        return [*listed, Listed("apply", ("apply",), function, step)]
+            if optimizer not in listed:
+                listed.append(optimizer)
+        return listed
 
 
 def make_updater(
@@ -664,7 +678,7 @@ def divide_rows(
 ) -> list[microbatches.MicroBatch]:
     """Divides rows int [k] of a rollout into micro-batches; with `largest`, all have the shape that fits any row."""
     rows, cfg = experience.rows_to_divide(numbers), updater.objective.grpo
-    shapes = updater.shapes(experience.rows.shape[1])
+    shapes = updater.compiled_shapes(experience.rows.shape[1])
     shapes = shapes[:1] if largest else shapes
     if cfg.loss_type == "bnpo":
         return microbatches.by_rows(rows, updater.optim.per_device_train_batch_size, shapes)

@@ -20,7 +20,7 @@ def programs(checked: CheckedRun, engine: Engine, updater: update.Updater) -> li
 
     They are those of rollouts and evaluations without tools, of updates, and of the check of the adapter. First come
     those that nothing can take the place of: the largest batch and the longest prefill, of an evaluation if the run
-    begins with one, and the updates. The small ones that compile in a tenth of a second are not among them: of the noise,
+    begins with one, and the largest micro-batches. The small ones that compile in a tenth of a second are not among them: of the noise,
     of page copies, of checks of numbers.
 
     Args:
@@ -61,7 +61,10 @@ def programs(checked: CheckedRun, engine: Engine, updater: update.Updater) -> li
             own_noise=False,
         )
         held_out = evaluator.sampler.engine.programs(variables, batch, place)
-    begins, goes_on = [*sampling[:2], *learning], [*check, *sampling[2:]]
+    names = [program.name for program in learning]
+    first = 1 + names.index("apply")
+    begins = [*sampling[:2], *learning[:first]]
+    goes_on = [*check, *learning[first:], *sampling[2:]]
     if checked.resumed is None:
         return [*held_out[:2], *begins, *held_out[2:], *goes_on]
     return [*begins, *goes_on, *held_out]

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import types
+from concurrent.futures import Future
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import pytest
 
 from qerl_jax.aqn import schedule as noise
 from qerl_jax.aqn.draw import row_noise
+from qerl_jax.compilation.early_programs import EarlyPrograms
 from qerl_jax.config import (
     CorrectionConfig,
     EntropyConfig,
@@ -332,6 +334,25 @@ def test_micro_batches_of_2_and_of_all_rows_give_the_same_parameters(grpo):
     whole, cut = run(grpo=grpo), run(grpo=grpo, optim=geometry(2, 4))
     assert_same_update(cut, whole)
     assert_close(cut[0].params, whole[0].params, atol=1e-5)
+
+
+def test_micro_batches_have_shapes_that_are_compiled_or_the_largest():
+    early, cfg = EarlyPrograms(), dataclasses.replace(PLAIN, per_device_train_batch_size=16)
+    lengths = {"max_prompt_length": 128, "max_completion_length": 384}
+    updater = dataclasses.replace(make(optim=cfg), early=early, **lengths)
+    largest, *others = updater.shapes(1)
+    accumulates = [(updater.objective, shape) for shape in others]
+    score = (updater.objective, False, "logps", True, others[0])
+    divide = lambda: update.divide_rows(updater, sample_experience(), np.arange(2))
+    assert updater.compiled_shapes(1) == updater.shapes(1) and divide()[0].shape != largest
+    early._pending = {key: Future() for key in (*accumulates, score)}
+    assert updater.compiled_shapes(1) == (largest,)
+    assert {batch.shape for batch in divide()} == {largest}
+    for key in accumulates:
+        early._pending[key].set_result(None)
+    assert updater.compiled_shapes(1) == (largest, *others[1:])
+    early._pending[score].set_result(None)
+    assert updater.compiled_shapes(1) == updater.shapes(1)
 
 
 def test_the_step_is_adamw():
