@@ -8,11 +8,13 @@ import copy
 import dataclasses
 import functools
 import glob
+import importlib
 import json
 import os
 import pathlib
 import re
 import reprlib
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -328,6 +330,12 @@ def _arithmetic(cfg: DataConfig, split: str, seed: int, count: int) -> Problems:
 
     read(0)  # finds an unknown split now
     return Problems(count, read)
+
+
+def begin(cfg: DataConfig) -> None:
+    """Starts to import what `load_rows` reads with, which takes seconds, while for example a device starts."""
+    if cfg.dataset != "arithmetic":
+        threading.Thread(target=importlib.import_module, args=("datasets",)).start()
 
 
 def load_rows(name: str, path: str | None, config: str | None, split: str):

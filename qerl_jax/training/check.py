@@ -105,6 +105,8 @@ def check(
     began, stop, hosts = time.monotonic(), stop or Stop(), Hosts.all()
     trackers.require(cfg.report_to)
     tokenizer.begin()
+    if problems is None:
+        datasets.begin(cfg.data)
     earlier = hosts.told(
         lambda: (before := run_folder.earlier_run(cfg)) and config.to_table(before)
     )
