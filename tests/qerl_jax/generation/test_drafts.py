@@ -45,6 +45,9 @@ class Control:
         count = next(self._positions)
         return count and max(slots, count)
 
+    def size(self, slots):
+        return draft_control.Auto().size(slots)
+
     def odds(self):
         return np.linspace(0.2, 0.9, KINDS).astype(np.float32)
 
