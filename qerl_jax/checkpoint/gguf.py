@@ -16,7 +16,6 @@ import importlib.metadata
 import json
 import math
 import mmap
-import os
 import pathlib
 import reprlib
 import struct
@@ -29,7 +28,7 @@ import numpy as np
 
 from qerl_jax.checkpoint import gguf_blocks
 from qerl_jax.system.checked import require
-from qerl_jax.system.files import whole_folder
+from qerl_jax.system.files import cache_folder, whole_folder
 
 # Name of the weights in a folder that stands for a GGUF file.
 FILE = "model.gguf"
@@ -463,8 +462,7 @@ def as_folder(path: str | pathlib.Path) -> pathlib.Path:
     stat = path.stat()
     seen = f"{_FOLDER_FORM} {path} {stat.st_size} {stat.st_mtime_ns}"
     key = hashlib.sha256(seen.encode()).hexdigest()[:16]
-    cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-    folder = cache / "qerl_jax" / "gguf" / f"{path.stem}-{key}"
+    folder = cache_folder("gguf") / f"{path.stem}-{key}"
     if (folder / "config.json").is_file():
         return folder
     try:

@@ -54,15 +54,18 @@ class RustTokenizer:
         `options` are those of `AutoTokenizer.from_pretrained`.
         """
         cached = _cache_file(folder, options)
-        with contextlib.suppress(OSError, KeyError, TypeError, ValueError):
-            made = cls._of(files.parse_json(cached.read_bytes()))
-            os.utime(cached)  # used now
-            return made
+        with contextlib.suppress(
+            Exception
+        ):  # there is none, or it is damaged: `tokenizers` raises plain exceptions
+            digest, _, text = cached.read_bytes().partition(b"\n")
+            if hashlib.sha256(text).hexdigest().encode() == digest:
+                os.utime(cached)  # used now
+                return cls._of(files.parse_json(text))
         (fields,) = shared_pool().map("read", [(str(folder), dict(options))])
         if fields is None or isinstance(fields, Failure):
             return None
         with contextlib.suppress(OSError):  # a disk that is full or read-only
-            _write(cached, json.dumps(fields))
+            _write(cached, json.dumps(fields).encode())
         return cls._of(fields)
 
     @classmethod
@@ -113,14 +116,13 @@ def _cache_file(folder: pathlib.Path, options: Mapping[str, Any]) -> pathlib.Pat
         if path.suffix in _SUFFIXES and path.is_file():
             content = path.read_bytes()
             digest.update(f"{path.relative_to(folder)} {len(content)}\0".encode() + content)
-    cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-    return cache / "qerl_jax" / "tokenizers" / f"{digest.hexdigest()}.json"
+    return files.cache_folder("tokenizers") / f"{digest.hexdigest()}.json"
 
 
-def _write(path: pathlib.Path, text: str) -> None:
-    """Writes a file, and removes those of its folder that were used longest ago if there are many."""
+def _write(path: pathlib.Path, text: bytes) -> None:
+    """Writes a text under its hash, and removes the files of the folder that were used longest ago if there are many."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_whole(path, text)
+    files.write_whole(path, hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
     used = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
     for old in used[:-_MOST_KEPT]:
         old.unlink(missing_ok=True)

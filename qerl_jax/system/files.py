@@ -82,6 +82,12 @@ def _is_part(name: pathlib.Path, path: str | os.PathLike) -> bool:
     return path.is_relative_to(name) or first == path.name or first.startswith(f".{path.name}.")
 
 
+def cache_folder(name: str) -> pathlib.Path:
+    """Returns the folder of a kind of files that can be made again, in ~/.cache/qerl_jax (or XDG_CACHE_HOME)."""
+    cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+    return cache / "qerl_jax" / name
+
+
 def write_whole(path: pathlib.Path, content: str | bytes) -> None:
     """Writes a file atomically: readers find either the old file or the complete new one.
 
