@@ -121,14 +121,12 @@ def require_finite(state: update.TrainState) -> None:
         ValueError: For the first array with a number that is not finite.
     """
     learned = {"params": state.params, "opt_state": state.opt_state}
-    for path, is_finite in jax.tree_util.tree_leaves_with_path(jax.device_get(_finite(learned))):
-        if not is_finite:
-            raise ValueError(
-                f"weights: {jax.tree_util.keystr(path)} is not finite after step {state.step}, which no update with a "
-                "finite gradient explains: memory may be broken. Nothing of it was saved; start the same command "
-                "again, and it goes on from the last checkpoint. If that happens again, lower "
-                "optim.learning_rate, and test the memory of this machine"
-            )
+    if (name := _not_finite(learned)) is not None:
+        raise ValueError(
+            f"weights: {name} is not finite after step {state.step}, which no update with a finite gradient explains: "
+            "memory may be broken. Nothing of it was saved; start the same command again, and it goes on from the last "
+            "checkpoint. If that happens again, lower optim.learning_rate, and test the memory of this machine"
+        )
 
 
 def require_finite_base(frozen: Any) -> None:
@@ -137,13 +135,11 @@ def require_finite_base(frozen: Any) -> None:
     Raises:
         NotFinite: For the first array with a number that is not finite.
     """
-    for path, is_finite in jax.tree_util.tree_leaves_with_path(jax.device_get(_finite(frozen))):
-        if not is_finite:
-            raise NotFinite(
-                f"base: {jax.tree_util.keystr(path)} is not finite, though all numbers were when they were read: the device "
-                "computes wrongly, or its memory was overwritten. Start the same command again, and it goes on from the "
-                "last checkpoint"
-            )
+    if (name := _not_finite(frozen)) is not None:
+        raise NotFinite(
+            f"base: {name} is not finite, though all numbers were when they were read: the device computes wrongly, or "
+            "its memory was overwritten. Start the same command again, and it goes on from the last checkpoint"
+        )
 
 
 def require_same(hosts: Hosts, params: Any, step: int) -> None:
@@ -165,6 +161,12 @@ def _fingerprint(tree: Any) -> jax.Array:
     """Returns the sum of the bits of all numbers, uint32."""
     of_bits = lambda x: jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     return sum(jnp.sum(of_bits(leaf), dtype=jnp.uint32) for leaf in jax.tree.leaves(tree))
+
+
+def _not_finite(tree: Any) -> str | None:
+    """Returns the name of the first array with a number that is not finite; None if there is none."""
+    leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(_finite(tree)))
+    return next((jax.tree_util.keystr(path) for path, is_finite in leaves if not is_finite), None)
 
 
 @jax.jit
