@@ -76,7 +76,7 @@ class EarlyPrograms:
     processors: programs compile when they are called. So does a program whose process failed, which is shown as a line.
 
     Args:
-        patient: `is_ready` is true of all programs. What a run computes then depends on no time.
+        patient: `unready` is empty. What a run computes then depends on no time.
     """
 
     def __init__(self, *, patient: bool = False):
@@ -137,10 +137,12 @@ class EarlyPrograms:
             thread.start()
         self._threads += threads
 
-    def is_ready(self, key: tuple[Hashable, ...]) -> bool:
-        """Whether a call need not wait for the program with this key, because it is compiled or is not listed."""
-        future = self._pending.get(key)
-        return self._patient or future is None or future.done()
+    @property
+    def unready(self) -> set[tuple[Hashable, ...]]:
+        """The keys of the programs that a call would wait for, so that another program should do their work."""
+        if self._patient:
+            return set()
+        return {key for key, future in self._pending.items() if not future.done()}
 
     def call(self, key: tuple[Hashable, ...], function: functools.partial, *arrays: Any) -> Any:
         """Calls a function of arrays; if it is listed with this key, waits until it is compiled.

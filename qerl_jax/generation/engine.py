@@ -395,12 +395,14 @@ class Engine:
         self, variables: dict[str, Any], num_pages: int, shape: int | tuple[int, int]
     ) -> bool:
         """Whether the programs of a batch size, or of a prefill's rows and length, are compiled or not listed."""
+        if not (unready := self._early.unready):
+            return True
         pool = kv_cache.pool_shape(self._model.arch, num_pages, self._page_size)
         programs: list[tuple[Hashable, ...]] = [(shape,)]
         if isinstance(shape, int):
             steps = (None,) if self._drafts is None else (None, self._drafts.control().size(shape))
             programs = [(shape, positions) for positions in steps]
-        return all(self._early.is_ready(self._key(variables, pool, *of)) for of in programs)
+        return unready.isdisjoint(self._key(variables, pool, *of) for of in programs)
 
     def _lengths(self, prompts: Sequence[QueuedPrompt]) -> Sequence[int] | None:
         """Returns the lengths of all rows; None if rows end as they do."""

@@ -188,8 +188,12 @@ class Shapes:
 
         A prompt with a completion that has begun may be longer: then the longest row takes the longest prompt's place.
         """
+        return self.buckets_for(length)[-1]
+
+    def buckets_for(self, length: int) -> list[int]:
+        """Returns the lengths to which such a prompt can be padded, longest first; `bucket` is the last one."""
         prompts, *rows = self.buckets()
-        return min(n for n in (rows[0] if length > prompts[0] else prompts) if n >= length)
+        return [n for n in (rows[0] if length > prompts[0] else prompts) if n >= length]
 
     def buckets(self) -> list[list[int]]:
         """Returns all results of `bucket`, longest first, at most four: those of prompts, and those of longer rows."""
@@ -429,11 +433,12 @@ class Schedule:
     ):
         self.num_pages = num_pages
         self._turns, self._ended, self._row_lengths = turns, ended, row_lengths
-        # The batch sizes that are used.
-        self._is_ready, self._sizes = is_ready, shapes.sizes
-        # To which length prompts are padded, by that to which they would be if all programs were compiled.
-        self._padded: dict[int, int] = {}
         self._shapes, self._pages = shapes, Pages(num_pages)
+        # Batch sizes, and shapes of prefills, whose programs are not compiled; of the sizes never the largest.
+        self._is_ready = is_ready
+        prefills = (self._prefill_shape(n) for of in shapes.buckets() for n in of)
+        self._unready: set[int | tuple[int, int]] = {*shapes.sizes[1:], *prefills}
+        self._look()
         self._queues, self.replica, self._leave = queues, replica, leave
         self._ready: collections.deque[_Row] = collections.deque()
         self._slots: list[_Row | None] = [None] * shapes.sizes[0]
@@ -460,7 +465,7 @@ class Schedule:
             A `Move` for each parked row. Read its contents before anything else writes to the pool, because its pages
             are already free for other rows.
         """
-        self._use_ready_sizes()
+        self._look()
         left: list[Move] = []
         rows = sorted((row for _, row in self._running()), key=lambda row: row.turn)
         # If nothing waits and there are enough pages, rows get all that they can need, so that chunks can run ahead.
@@ -493,11 +498,10 @@ class Schedule:
         self._admit()
         if self._ready or self._parked or not self._queues.any() or all(self._slots):
             return None
-        self._pad()
         chosen = self._queues.take(self.replica, self._choose)
         if not chosen:
             return None
-        bucket, together = self._prefill_shape(chosen[0])
+        together, bucket = self._prefill_shape(self._bucket(chosen[0]))
         tokens = np.zeros((together, bucket), np.int32)
         tables = np.zeros((together, self._ceil(bucket)), np.int32)
         noise = None if chosen[0].prompt.noise is None else np.zeros(together, np.int32)
@@ -642,7 +646,7 @@ class Schedule:
         rows that have ended. If the current chunk makes `drafts` and may end early because rows end, the next chunk
         waits for the host: otherwise the ended rows would be idle for all of it.
         """
-        self._use_ready_sizes()
+        self._look()
         stride = self._shapes.stride(len(self._slots))
         return (
             not (drafts and self._is_impatient)
@@ -770,38 +774,30 @@ class Schedule:
         if not self._waits() and self._left() <= self._shapes.chunk:
             return len(self._slots)
         # Only rows count, not slots: if rows wait for pages, empty slots would cost as much as rows.
-        return min(size for size in self._sizes if size >= len(self._running()))
+        sizes = (size for size in self._shapes.sizes if size not in self._unready)
+        return min(size for size in sizes if size >= len(self._running()))
 
-    def _use_ready_sizes(self) -> None:
-        """Uses the batch sizes whose programs are compiled, and in any case the largest one."""
-        largest, *smaller = self._shapes.sizes
-        self._sizes = (largest, *filter(self._is_ready, smaller))
+    def _look(self) -> None:
+        """Looks which programs are compiled now. Between two looks the sizes of batches and prefills stay the same."""
+        self._unready = {shape for shape in self._unready if not self._is_ready(shape)}
 
     def _ceil(self, tokens: int) -> int:
         """Returns the number of pages that hold `tokens` tokens."""
         return -(-tokens // self._shapes.page_size)
 
-    def _pad(self) -> None:
-        """Sets to which length prompts are padded in the next prefill."""
-        for longest, *shorter in filter(None, self._shapes.buckets()):
-            used = longest
-            for bucket in (longest, *shorter):
-                if self._is_ready((prefilled_together(self._shapes.most_prompts, bucket), bucket)):
-                    used = bucket
-                self._padded[bucket] = used
-
     def _bucket(self, cached: _Cached) -> int:
-        """Returns the length to which a prompt is padded."""
-        return self._padded[self._shapes.bucket(cached.prefilled)]
+        """Returns the length to which a prompt is padded: the least one whose program is compiled, else the longest."""
+        buckets = self._shapes.buckets_for(cached.prefilled)
+        ready = (n for n in buckets if self._prefill_shape(n) not in self._unready)
+        return min(ready, default=buckets[0])
 
-    def _prefill_shape(self, cached: _Cached) -> tuple[int, int]:
-        """Returns the length to which a prompt is padded, and the number of such prompts in one prefill."""
-        bucket = self._bucket(cached)
-        return bucket, prefilled_together(self._shapes.most_prompts, bucket)
+    def _prefill_shape(self, bucket: int) -> tuple[int, int]:
+        """Returns the number of prompts in a prefill, and the length to which they are padded."""
+        return prefilled_together(self._shapes.most_prompts, bucket), bucket
 
     def _choose(self, waiting: Sequence[_Cached]) -> list[_Cached]:
         """Returns prompts to prefill together: the next one, and later ones that are padded to the same length."""
-        bucket, count = self._prefill_shape(waiting[0])
+        count, bucket = self._prefill_shape(self._bucket(waiting[0]))
         chosen, reserved = [], 0
         # No cached prompt has rows left to begin, so all pages of a running row count as its own.
         begins = max((self._most(row) for _, row in self._running()), default=0)

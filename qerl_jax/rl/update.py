@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -330,10 +329,10 @@ class Updater:
     def compiled_shapes(self, group: int) -> tuple[microbatches.Shape, ...]:
         """Returns the largest of `shapes`, and those of the others whose programs are compiled or not listed."""
         largest, *others = self.shapes(group)
-        passes = [*itertools.product((True, False), ("logps", "entropies"), (True, False)), ()]
-        keys = [(self.objective, *of_pass) for of_pass in passes]
-        is_ready = lambda shape: all(self.early.is_ready((*key, shape)) for key in keys)
-        return (largest, *filter(is_ready, others))
+        unready = {
+            key[-1] for key in self.early.unready
+        }  # the shape ends the key of each of its programs
+        return (largest, *(shape for shape in others if shape not in unready))
 
     def programs(self, state: TrainState, frozen: Any, noise: Any, cfg: RunConfig) -> list[Listed]:
         """Lists the programs of an update on one device; nothing is traced.
@@ -357,9 +356,6 @@ class Updater:
         place = jax.tree.leaves(state.params)[0].sharding
         sums = jax.ShapeDtypeStruct((), jnp.float32, sharding=place), state.params
         experience = empty_experience(has_noise=isinstance(noise, RowNoise))
-        function = functools.partial(apply, **self.static)
-        step = state, sums, np.bool_(True), np.int32(0)
-        optimizer = Listed("apply", ("apply",), function, step)
         for shape in self.shapes(cfg.rollout.num_generations if cfg.optim.share_prompts else 1):
             batch = microbatches.MicroBatch(shape, microbatches.empty_rows(shape.num_rows))
             for (adapter, of, *which), scored in passes.items():
@@ -370,8 +366,10 @@ class Updater:
             part = experience.pack(batch, dict.fromkeys(fixed, np.zeros(0, np.float32)))
             arrays = sums, *policy, part, _totals(self, 1, 0, 0, 0.0), jax.random.key(0)
             listed.append(Listed("accumulate", (objective, shape), accumulator(objective), arrays))
-            if optimizer not in listed:
-                listed.append(optimizer)
+        function = functools.partial(apply, **self.static)
+        step = state, sums, np.bool_(True), np.int32(0)
+        of_largest = len(passes) + 1
+        listed.insert(of_largest, Listed("apply", ("apply",), function, step))
         return listed
 
 

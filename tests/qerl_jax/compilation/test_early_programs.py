@@ -86,10 +86,10 @@ def test_the_first_programs_of_the_list_are_compiled_first(requests, monkeypatch
         if order == [9]:
             is_busy.set()
             assert over.acquire(timeout=60) and over.acquire(timeout=60)
-            assert not self.is_ready((*KEY, 5)) and self.is_ready(("not", "listed"))
+            assert (*KEY, 5) in self.unready
             patient = EarlyPrograms(patient=True)
             patient._pending = self._pending
-            assert patient.is_ready((*KEY, 5))
+            assert not patient.unready
         compiling(self, program, *rest)
 
     def trace(self, program, *rest):
@@ -105,7 +105,7 @@ def test_the_first_programs_of_the_list_are_compiled_first(requests, monkeypatch
     monkeypatch.setattr(EarlyPrograms, "_traced", trace)
     monkeypatch.setattr(ProgramProcess, "end", lambda self: over.release())
     early = begun(9, 3, 5, 4)
-    assert is_right(early, 4, compiled=True) and early.is_ready((*KEY, 5))
+    assert is_right(early, 4, compiled=True) and (*KEY, 5) not in early.unready
     early.end()
     assert order == [9, 3, 5, 4]
 

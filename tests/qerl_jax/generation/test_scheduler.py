@@ -103,6 +103,7 @@ def test_what_is_not_compiled_yet_is_done_by_what_is():
     schedule = Schedule(shapes, 200, queues, is_ready=ready.__contains__)
     lengths = [schedule.next_prefill()[0].shape[1]]  # nothing else could hold it
     ready.add((1, 112))
+    schedule.leaving()
     lengths.append(schedule.next_prefill()[0].shape[1])
     assert lengths == [64, 112]
     begun(schedule)

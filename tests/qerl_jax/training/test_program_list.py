@@ -103,7 +103,7 @@ def test_a_run_calls_only_large_programs_that_it_lists_and_a_second_one_traces_n
     monkeypatch.setattr(early_programs.EarlyPrograms, "begin", watched)
     monkeypatch.setattr(ProgramProcess, "make", counted)
     # Else a larger program may do the work of one that is not compiled yet, and rounds in another way.
-    monkeypatch.setattr(early_programs.EarlyPrograms, "is_ready", lambda *_: True)
+    monkeypatch.setattr(early_programs.EarlyPrograms, "unready", frozenset())
     rows = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
     sections = {"optim": rows, "grpo": grpo, "max_steps": 2 if not grpo else 4}
     sections["eval"] = {"num_problems": 12, "top_p": 0.9, "temperature": 1.0}
