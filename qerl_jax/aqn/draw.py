@@ -18,7 +18,7 @@ from qerl_jax.system.checked import require
 type Per = Literal["group", "sequence", "token"]
 
 
-def norm_noise(key: Array, sigma: Array | float, shapes: Any) -> Any:
+def norm_noise(key: Array, sigma: Any, shapes: Any) -> Any:
     """Samples the vectors that are added to the scales of the RMSNorms: a tree like `shapes` of float32 arrays.
 
     Each leaf has its own key, derived from its index in the tree (in JAX's order, which sorts the keys of a dict), so
@@ -26,7 +26,8 @@ def norm_noise(key: Array, sigma: Array | float, shapes: Any) -> Any:
 
     Args:
         key: The key of the step; see `aqn.schedule.step_key`.
-        sigma: Standard deviation; see `aqn.schedule.sigma_schedule`. 0 gives zeros.
+        sigma: Standard deviation; see `aqn.schedule.sigma_schedule`. 0 gives zeros. A scalar for all norms, or a tree
+            like `shapes` of arrays that broadcast to them.
         shapes: A tree whose leaves have a `.shape`, such as `jax.ShapeDtypeStruct`: [L, D] for the
             norms of L stacked layers, [D] for a single norm.
     """
@@ -36,7 +37,9 @@ def norm_noise(key: Array, sigma: Array | float, shapes: Any) -> Any:
     draws = [jax.random.normal(key, leaf.shape, jnp.float32) for key, leaf in pairs]
     # The barrier keeps XLA from folding sigma into a factor inside `normal`. That would change the last bit under
     # jit, and a replayed step would differ from the original.
-    draws = [sigma * draw for draw in jax.lax.optimization_barrier(draws)]
+    sigmas = jax.tree.leaves(jax.tree.broadcast(sigma, shapes))
+    barred = jax.lax.optimization_barrier(draws)
+    draws = [sigma * draw for sigma, draw in zip(sigmas, barred, strict=True)]
     return jax.tree.unflatten(treedef, draws)
 
 
@@ -52,13 +55,13 @@ class RowNoise:
 
     Attributes:
         key: uint32 array, the data of the step's key (`jax.random.key_data`).
-        sigma: float32 scalar, the standard deviation.
+        sigma: The standard deviation: a float32 scalar, or a list with one array for each norm, which broadcasts to it.
         shapes: (path in the `noise` collection, shape) of each norm, in JAX's order.
         per: "group", "sequence" or "token".
     """
 
     key: Array
-    sigma: Array
+    sigma: Any
     shapes: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...] = dataclasses.field(
         metadata={"static": True}
     )
@@ -98,12 +101,12 @@ class RowNoise:
         return tree
 
 
-def row_noise(key: Array, sigma: Array | float, shapes: Any, per: Per) -> RowNoise:
+def row_noise(key: Array, sigma: Any, shapes: Any, per: Per) -> RowNoise:
     """Makes noise that differs between groups, sequences or tokens.
 
     Args:
         key: As for `norm_noise`.
-        sigma: Standard deviation.
+        sigma: As for `norm_noise`.
         shapes: A tree of shapes, from `transformer.noise_shapes`.
         per: "group", "sequence" or "token".
 
@@ -114,7 +117,9 @@ def row_noise(key: Array, sigma: Array | float, shapes: Any, per: Per) -> RowNoi
     require(per in ("group", "sequence", "token"), "per", per, rule)
     leaves = jax.tree_util.tree_leaves_with_path(shapes)
     named = tuple((tuple(step.key for step in path), tuple(x.shape)) for path, x in leaves)
-    return RowNoise(jax.random.key_data(key), jnp.asarray(sigma, jnp.float32), named, per)
+    sigmas = [jnp.asarray(x, jnp.float32) for x in jax.tree.leaves(sigma)]
+    sigma = sigmas if len(sigmas) > 1 else sigmas[0]
+    return RowNoise(jax.random.key_data(key), sigma, named, per)
 
 
 def of_rows(

@@ -6,7 +6,8 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import flatten_dict
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from qerl_jax.aqn import schedule as aqn
 from qerl_jax.aqn.draw import row_noise
@@ -55,13 +56,15 @@ class Exploration:
         cfg: The noise; None for no noise.
         stage: Maps a position on the schedule to the stage; stage 0 has no noise.
         scheduled: Maps a position on the schedule to sigma; None if sigma is adaptive.
-        draw: Maps step and sigma to the `noise` collection, or to `RowNoise`.
+        draw: Maps step, sigma and `sizes` to the `noise` collection, or to `RowNoise`.
+        sizes: What sigma is multiplied by for each norm, from `sizes_of`; None if sigma is absolute.
     """
 
     cfg: NoiseConfig | None
     stage: Callable[[int], Any] = lambda schedule_step: 0
     scheduled: Callable[[int], jax.Array] | None = None
-    draw: Callable[[int, Any], Any] = lambda step, sigma: None
+    draw: Callable[[int, Any, Any], Any] = lambda step, sigma, sizes: None
+    sizes: Any = None
 
     @property
     def first(self) -> float | None:
@@ -81,7 +84,7 @@ class Exploration:
         stage = int(self.stage(schedule_step))
         now = self.scheduled(schedule_step) if self.scheduled else jnp.float32(stage and sigma)
         metrics = {"aqn/sigma": float(now), "aqn/stage": stage}
-        return StepNoise(self.draw(step, now), metrics, self.cfg.scope == "both")
+        return StepNoise(self.draw(step, now, self.sizes), metrics, self.cfg.scope == "both")
 
     def adapted(
         self, sigma: float | None, schedule_step: int, metrics: Mapping[str, float]
@@ -106,7 +109,10 @@ class Exploration:
 def make_exploration(
     cfg: NoiseConfig | None, model: transformer.Transformer, key: jax.Array, total_steps: int
 ) -> Exploration:
-    """Makes the noise of a run of `total_steps` optimizer steps; `key` is used only for the noise."""
+    """Makes the noise of a run of `total_steps` optimizer steps; `key` is used only for the noise.
+
+    A relative sigma needs the norms: `dataclasses.replace(result, sizes=sizes_of(...))`.
+    """
     if cfg is None:
         return Exploration(None)
     stages, sigma = {"num_stages": cfg.num_stages, "total_steps": total_steps}, None
@@ -115,56 +121,80 @@ def make_exploration(
         sigma = aqn.sigma_schedule(
             cfg.schedule, sigma_start=start, sigma_end=end, exponent=exponent, **stages
         )
-    draw = jax.jit(lambda step, sigma: _drawn(cfg, model, aqn.step_key(key, step), sigma))
+    draw = jax.jit(
+        lambda step, sigma, sizes: _drawn(cfg, model, aqn.step_key(key, step), sigma, sizes)
+    )
     return Exploration(cfg, lambda step: aqn.stage(step, **stages), sigma, draw)
 
 
 def abstract_noise(cfg: NoiseConfig, model: transformer.Transformer) -> Any:
     """Returns shapes and dtypes of a run's noise."""
-    return jax.eval_shape(lambda: _drawn(cfg, model, jax.random.key(0), 0.0))
-
-
-def _drawn(cfg, model, key, sigma):
     shapes = transformer.noise_shapes(model.arch, cfg.final_norm)
+    sizes = sizes_of(cfg, jax.tree.map(lambda leaf: np.ones(leaf.shape, np.float32), shapes))
+    return jax.eval_shape(lambda: _drawn(cfg, model, jax.random.key(0), 0.0, sizes))
+
+
+def _drawn(cfg, model, key, sigma, sizes):
+    shapes = transformer.noise_shapes(model.arch, cfg.final_norm)
+    if sizes is not None:
+        sigma = jax.tree.map(lambda size: sigma * size, sizes)
     if cfg.per == "rollout":
         return aqn.norm_noise(key, sigma, shapes)
     return row_noise(key, sigma, shapes, cfg.per)
 
 
-def mean_scales(
-    model: transformer.Transformer, params: Any, frozen: Any, *, final_norm: bool = False
-) -> dict[str, float]:
-    """Returns the mean |scale| over all channels and layers, by the name of each norm that has noise.
+def norm_scales(cfg: NoiseConfig, model: transformer.Transformer, params: Any, frozen: Any) -> Any:
+    """Returns the scales of the norms that have noise, on the host: a tree like that of the noise, float32.
 
-    A norm in `params` replaces the frozen one; `final_norm` says whether the norm before the head has noise.
+    A norm in `params` replaces the frozen one.
     """
     variables = flatten_dict(frozen) | flatten_dict(params)
-    paths = flatten_dict(transformer.noise_shapes(model.arch, final_norm))
-    mean_size = lambda x: jnp.mean(jnp.abs(x.astype(jnp.float32)))
-    means = jax.jit(lambda arrays: [*map(mean_size, arrays)])([variables[path] for path in paths])
-    return {path[-2]: float(mean) for path, mean in zip(paths, means, strict=True)}
+    paths = flatten_dict(transformer.noise_shapes(model.arch, cfg.final_norm))
+    scales = jax.device_get({path: variables[path] for path in paths})
+    return unflatten_dict({path: np.asarray(x, np.float32) for path, x in scales.items()})
 
 
-def describe(
-    cfg: NoiseConfig, model: transformer.Transformer, params: Any, frozen: Any
-) -> list[str]:
-    """Returns lines for the start of a run: sigma relative to the norms' scales, and whether rounding exceeds it."""
-    means = mean_scales(model, params, frozen, final_norm=cfg.final_norm)
-    middle = sum(means.values()) / len(means)
-    named = ", ".join(f"{name} {mean:.3g}" for name, mean in means.items())
-    first, last = cfg.sigma_start / middle, cfg.sigma_end / middle
+def sizes_of(cfg: NoiseConfig, scales: Any) -> Any:
+    """Returns what a relative sigma is multiplied by; None for an absolute one.
+
+    It is the root mean square of each norm's scale: [L, 1] for the norms of L stacked layers, [1] for a single norm.
+    """
+    if cfg.unit == "absolute":
+        return None
+    return jax.tree.map(lambda x: np.sqrt(np.mean(np.square(x), -1, keepdims=True)), scales)
+
+
+def median_fraction(cfg: NoiseConfig, scales: Any) -> float:
+    """Returns how large noise of sigma = 1 is: the median of its standard deviation over |scale|, of all channels."""
+    sizes = sizes_of(cfg, scales) or jax.tree.map(np.ones_like, scales)
+    with np.errstate(divide="ignore"):  # a scale of 0
+        fractions = jax.tree.map(lambda size, x: (size / np.abs(x)).ravel(), sizes, scales)
+    return float(np.median(np.concatenate(jax.tree.leaves(fractions))))
+
+
+def describe(cfg: NoiseConfig, dtype: Any, scales: Any) -> list[str]:
+    """Returns lines for the start of a run: sigma relative to the norms' scales, and whether rounding exceeds it.
+
+    Args:
+        cfg: The noise.
+        dtype: That of the model.
+        scales: The result of `norm_scales`.
+    """
+    unit = median_fraction(cfg, scales)
+    first, last = cfg.sigma_start * unit, cfg.sigma_end * unit
+    times = "" if cfg.unit == "absolute" else " times the root mean square of each norm's scale"
     lines = [
-        f"noise: the mean |scale| of the norms is {middle:.3g} ({named}), so sigma from "
-        f"{cfg.sigma_start:.3g} to {cfg.sigma_end:.3g} is {first:.2%} to {last:.3%} of a scale"
+        f"noise: sigma from {cfg.sigma_start:.3g} to {cfg.sigma_end:.3g}{times} is {first:.2%} to {last:.3%} of a "
+        "scale of the norms (median)"
     ]
     if (adaptive := cfg.adaptive) is not None:
         lines.append(
             f"noise: sigma begins at {cfg.sigma_start:.3g} and follows {_SIGNALS[adaptive.metric]}: up by a factor "
             f"of {adaptive.rate:g} after a rollout below {adaptive.target:g}, else down, within those bounds"
         )
-    if model.dtype == jnp.bfloat16 and last < aqn.FLOOR:
+    if dtype == jnp.bfloat16 and last < aqn.FLOOR:
         lines.append(
-            f"noise: below sigma = {aqn.FLOOR * middle:.2g} ({aqn.FLOOR:.2%} of a scale) rounding to bfloat16 "
+            f"noise: below sigma = {aqn.FLOOR / unit:.2g} ({aqn.FLOOR:.2%} of a scale) rounding to bfloat16 "
             f"adds more noise than AQN; at sigma_end rounding adds {aqn.flips_to_signal(last):.0f} times as much noise "
             "as AQN"
         )

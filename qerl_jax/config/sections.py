@@ -457,6 +457,9 @@ class NoiseConfig(Checked, section="noise.", renamed=RENAMED):
             prompt with its completions; for each "sequence", whose prompt is then computed once for each
             completion; or for each "token", in every forward pass, as in the paper. With all but "rollout",
             decoding cannot use the fused layers and is slower.
+        unit: What sigma means: a number that is added to the scales ("absolute", as in the paper), or a multiple of
+            the root mean square of each norm's scale at the start of the run ("relative"). Models differ in their
+            scales, so only a relative sigma has about the same effect in all of them.
     """
 
     sigma_start: Positive = core(1e-2)
@@ -471,6 +474,7 @@ class NoiseConfig(Checked, section="noise.", renamed=RENAMED):
     scope: Literal["rollout", "both"] = core("rollout", experimental=("both",))
     final_norm: bool = experimental(False)
     per: Literal["rollout", "group", "sequence", "token"] = experimental("rollout")
+    unit: Literal["absolute", "relative"] = experimental("absolute")
     adaptive: AdaptiveNoiseConfig | None = None
 
     def _across(self):

@@ -109,7 +109,10 @@ def _outcome(run: report.Run, health: Health) -> str:
 def _settings(cfg: RunConfig, given_rows: int | None) -> dict[str, str]:
     shape = "all layers" if cfg.model.trainable == "full" else f"LoRA of rank {cfg.lora.rank}"
     config = os.fspath(pathlib.Path(cfg.output_dir) / "config.toml")
-    noise = cfg.noise and f"sigma from {cfg.noise.sigma_start:g} to {cfg.noise.sigma_end:g}"
+    noise = (
+        cfg.noise
+        and f"{cfg.noise.unit} sigma from {cfg.noise.sigma_start:g} to {cfg.noise.sigma_end:g}"
+    )
     return {
         "base": f"{cfg.model.model_name_or_path}, held in {cfg.model.weights}",
         "what trains": f"{shape}, learning rate {cfg.optim.learning_rate:g}",

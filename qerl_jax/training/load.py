@@ -90,13 +90,13 @@ def load(
     if not replicas.devices and early_programs.workers():
         early.begin(program_list.programs(checked, sampler.engine, updater))
     try:
-        state, frozen, lines = _policy(checked, quiet or not replicas.hosts.leads)
+        state, frozen, aqn, lines = _policy(checked, quiet or not replicas.hosts.leads)
     except Exception as error:
         if exhausted := checked.plan.exhaustion(error, "always"):
             raise exhausted from error
         raise
     return PreparedRun(
-        **vars(checked) | {"notes": [*checked.notes, *lines]},
+        **vars(checked) | {"notes": [*checked.notes, *lines], "aqn": aqn},
         frozen=frozen,
         start=_start(checked, state),
         sampler=sampler,
@@ -104,8 +104,10 @@ def load(
     )
 
 
-def _policy(checked: CheckedRun, quiet: bool) -> tuple[update.TrainState, Any, list[str]]:
-    """Returns the initial or resumed state, the part that is not trained, and lines about the noise."""
+def _policy(
+    checked: CheckedRun, quiet: bool
+) -> tuple[update.TrainState, Any, exploration.Exploration, list[str]]:
+    """Returns the initial or resumed state, the part that is not trained, the noise, and lines about it."""
     cfg, model, replicas = checked.cfg, checked.task.model, checked.replicas
     key, is_alone = stream_key(cfg, PARAMS), not replicas.devices
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -117,9 +119,11 @@ def _policy(checked: CheckedRun, quiet: bool) -> tuple[update.TrainState, Any, l
     params, frozen = transformer.trainable(model, frozen, key)
     if checked.adapter is not None:
         params = peft.import_adapter(checked.adapter, model)
-    lines = []
+    aqn, lines = checked.aqn, []
     if cfg.noise is not None:
-        lines = exploration.describe(cfg.noise, model, params, frozen)
+        scales = exploration.norm_scales(cfg.noise, model, params, frozen)
+        aqn = dataclasses.replace(aqn, sizes=exploration.sizes_of(cfg.noise, scales))
+        lines = exploration.describe(cfg.noise, model.dtype, scales)
         terminal.say(lines, quiet=quiet)
     first_state = functools.partial(update.first_state, cfg)
     # One program. Of weights that several devices share, it would not divide the moments.
@@ -132,7 +136,7 @@ def _policy(checked: CheckedRun, quiet: bool) -> tuple[update.TrainState, Any, l
             del state  # with full training the device cannot hold two states
             state = checked.files.restore(like, checked.resumed)
         state = replicas.of_first(state)
-    return state, frozen, lines
+    return state, frozen, aqn, lines
 
 
 def _start(checked: CheckedRun, state: update.TrainState) -> Position:

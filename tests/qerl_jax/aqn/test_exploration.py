@@ -39,28 +39,69 @@ def policy(full=False, dtype=jnp.bfloat16):
 
 @pytest.mark.parametrize("full", [False, True])
 def test_scales_are_those_of_the_norms_that_noise_acts_on(full):
-    means = exploration.mean_scales(*policy(full))
-    assert means == {"input_layernorm": 2.0, "post_attention_layernorm": 0.5}
-    assert exploration.mean_scales(*policy(full), final_norm=True) == means | {"norm": 4.0}
+    cfg = NoiseConfig(unit="relative", final_norm=True)
+    scales = exploration.norm_scales(cfg, *policy(full))
+    means = jax.tree.map(lambda x: float(np.abs(x).mean()), scales)
+    layers = {"input_layernorm": {"scale": 2.0}, "post_attention_layernorm": {"scale": 0.5}}
+    assert means == {"layers": layers, "norm": {"scale": 4.0}}
+    assert exploration.norm_scales(NoiseConfig(), *policy(full)).keys() == {"layers"}
+    # Each layer has its root mean square: of 3 and 4 it is 5 / sqrt(2).
+    sizes = exploration.sizes_of(cfg, {"scale": np.array([[2.0, 2.0], [3.0, -4.0]])})
+    np.testing.assert_allclose(sizes["scale"], [[2.0], [5 / 2**0.5]], rtol=1e-6)
+    assert exploration.sizes_of(NoiseConfig(), scales) is None
+
+
+def told(cfg, dtype=jnp.bfloat16):
+    return exploration.describe(cfg, dtype, exploration.norm_scales(cfg, *policy()))
 
 
 def test_a_run_says_once_what_sigma_means_and_where_rounding_drowns_it():
-    lines = exploration.describe(NoiseConfig(), *policy())
+    lines = told(NoiseConfig())
     assert len(lines) == 2
-    assert "mean |scale| of the norms is 1.25" in lines[0]
-    assert "sigma from 0.01 to 0.0001 is 0.80% to 0.008% of a scale" in lines[0]
-    assert "below sigma = 0.0028 (0.22% of a scale)" in lines[1]
-    assert lines[1].endswith("at sigma_end rounding adds 7 times as much noise as AQN")
+    # Half of the channels have the scale 2, half 1/2: the median of 1/2 and 2 is 1.25.
+    assert "sigma from 0.01 to 0.0001 is 1.25% to 0.013% of a scale of the norms" in lines[0]
+    assert "below sigma = 0.0018 (0.22% of a scale)" in lines[1]
+    assert lines[1].endswith("at sigma_end rounding adds 6 times as much noise as AQN")
+    # All scales of a norm are equal here, so a relative sigma is the fraction itself.
+    relative = NoiseConfig(unit="relative")
+    assert "0.0001 times the root mean square of each norm's scale is 1.00% to" in told(relative)[0]
     # Rounding is named only where it drowns noise.
-    loud = NoiseConfig(sigma_start=1e-2, sigma_end=5e-3)
-    assert len(exploration.describe(loud, *policy())) == 1
-    assert len(exploration.describe(NoiseConfig(), *policy(dtype=jnp.float32))) == 1
+    assert len(told(NoiseConfig(sigma_start=1e-2, sigma_end=5e-3))) == 1
+    assert len(told(NoiseConfig(), jnp.float32)) == 1
     follows = "follows sampling/entropy: up by a factor of 2 after a rollout below 0.5"
-    assert follows in exploration.describe(ADAPTIVE, *policy())[1]
+    assert follows in told(ADAPTIVE)[1]
 
 
 def make(cfg, total_steps=10):
-    return exploration.make_exploration(cfg, policy()[0], KEY, total_steps)
+    noise = exploration.make_exploration(cfg, policy()[0], KEY, total_steps)
+    if cfg is None:
+        return noise
+    sizes = exploration.sizes_of(cfg, exploration.norm_scales(cfg, *policy()))
+    return dataclasses.replace(noise, sizes=sizes)
+
+
+@pytest.mark.parametrize("per", ["rollout", "group"])
+def test_a_relative_sigma_is_multiplied_by_the_size_of_each_norm(per):
+    cfg = NoiseConfig(num_stages=5, per=per)
+    absolute, relative = (
+        make(dataclasses.replace(cfg, unit=unit))(7, 7, None) for unit in ("absolute", "relative")
+    )
+    assert relative.metrics == absolute.metrics
+    pair = [noise.vectors for noise in (absolute, relative)]
+    if per == "group":
+        pair = [rows.draw(jnp.array([2, 5])) for rows in pair]
+    absolute, relative = (noise["layers"] for noise in pair)
+    for name, size in (("input_layernorm", 2.0), ("post_attention_layernorm", 0.5)):
+        expected = size * np.asarray(absolute[name]["scale"])
+        np.testing.assert_allclose(relative[name]["scale"], expected, rtol=1e-6)
+    # Programs are compiled for these shapes before the base is loaded.
+    abstract = exploration.abstract_noise(dataclasses.replace(cfg, unit="relative"), policy()[0])
+    drawn = make(dataclasses.replace(cfg, unit="relative"))(7, 7, None).vectors
+    jax.tree.map(
+        lambda x, y: np.testing.assert_equal((x.shape, x.dtype), (y.shape, y.dtype)),
+        drawn,
+        abstract,
+    )
 
 
 def test_noise_of_a_rollout_is_what_step_and_schedule_say():

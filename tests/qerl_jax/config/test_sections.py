@@ -63,7 +63,7 @@ FULL = RunConfig(
     optim=config.OptimConfig(
         3e-5, "linear", 0.05, 0.1, 0.8, 0.999, 1e-6, 0.01, 1.0, 2, 4, 1000, False, "adamw_8bit"),
     noise=config.NoiseConfig(
-        5e-2, 5e-4, 5, "linear", "paper", "both", True, per="group",
+        5e-2, 5e-4, 5, "linear", "paper", "both", True, per="group", unit="relative",
         adaptive=config.AdaptiveNoiseConfig(0.7, "reward", 1.05)),
     eval=config.EvalConfig("validation", 16, "format_reward", 0.6, 0.95, 25, 4, "math500", "here"))
 # What excludes a field of FULL.
