@@ -14,16 +14,15 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from qerl_jax.compilation.kernel_modules import KernelModules
 from qerl_jax.compilation.program_process import ProgramProcess, Request
 from qerl_jax.compilation.program_store import ProgramStore, Traced, key_of
 from qerl_jax.system.checked import require, tell
 
 # Device memory that a process takes beside its parent's, for CUDA's libraries, in bytes; and the most processes.
 _PROCESS_BYTES, _MOST_PROCESSES = 1e9, 8
-# The same of processes that compile, which time products on the device; and the processors that each one can use.
-_COMPILER_BYTES, _COMPILER_PROCESSORS = 2.4e9, 3
-# Programs that compile at the same time if this process compiles. More would wait for each other, see
-# `program_process`, so that the program which is needed first would be ready last.
+# Programs that compile at the same time. More would wait for each other, so that the program which is needed first would
+# be ready last.
 _AT_ONCE = 2
 
 
@@ -72,8 +71,9 @@ class EarlyPrograms:
     """Programs that are compiled before they are called.
 
     What an earlier run traced is read from the `ProgramStore`; other programs are traced by processes (`ProgramProcess`).
-    Threads then compile them, or processes (`compilers`). On a CPU there are none, because the run itself needs the
-    processors: programs compile when they are called. So does a program whose process failed, which is shown as a line.
+    Threads then compile their Pallas kernels (`KernelModules`) and the programs. On a CPU there are none, because the run
+    itself needs the processors: programs compile when they are called. So does a program whose process failed, which is
+    shown as a line.
 
     Args:
         patient: `unready` is empty. What a run computes then depends on no time.
@@ -84,7 +84,7 @@ class EarlyPrograms:
         self._pending: dict[tuple[Hashable, ...], concurrent.futures.Future[Any]] = {}
         self._threads: list[threading.Thread] = []
         self._processes: list[ProgramProcess] = []
-        self._compilers: list[ProgramProcess] = []
+        self._kernels = KernelModules()
         # One thread at a time uses Python's lock, so that the programs that are needed first are ready first.
         self._lock = threading.Lock()
 
@@ -92,8 +92,7 @@ class EarlyPrograms:
         """Starts the processes, which import a module, if this run is the first one: there it will take all of them."""
         if (store := ProgramStore.beside_xla()) and store.is_new:
             self._processes = [ProgramProcess() for _ in range(workers())]
-            self._compilers = [ProgramProcess() for _ in range(compilers())]
-            for process in (*self._processes, *self._compilers):
+            for process in self._processes:
                 process.start(imports)
 
     def begin(self, programs: Sequence[Listed]) -> None:
@@ -105,7 +104,6 @@ class EarlyPrograms:
         keys = [program.key for program in programs]
         self._pending |= dict(zip(keys, futures, strict=True))
         self._processes += [ProgramProcess() for _ in range(count - len(self._processes))]
-        self._compilers = self._compilers or [ProgramProcess() for _ in range(compilers())]
         # The numbers of programs that no thread has begun to trace, and to compile.
         untraced, uncompiled = (collections.deque(range(len(programs))) for _ in range(2))
         traced = [concurrent.futures.Future() for _ in programs]
@@ -119,20 +117,17 @@ class EarlyPrograms:
                     traced[number].set_result(result)
             process.end()
 
-        def compile_all(process: ProgramProcess | None) -> None:
+        def compile_all() -> None:
             with contextlib.suppress(IndexError):
                 while True:
                     # In the order of the list, even if another one is traced: it would take the processors first.
                     number = uncompiled.popleft()
                     result = traced[number].result()
                     if futures[number].set_running_or_notify_cancel():
-                        self._compile(programs[number], result, futures[number], process)
-            if process is not None:
-                process.end()
+                        self._compile(programs[number], result, futures[number])
 
-        work = [*((trace, process) for process in self._processes)]
-        work += [(compile_all, process) for process in self._compilers or [None] * _AT_ONCE]
-        threads = [threading.Thread(target=do, args=(of,), daemon=True) for do, of in work]
+        work = [*((trace, process) for process in self._processes), *[(compile_all,)] * _AT_ONCE]
+        threads = [threading.Thread(target=do, args=of, daemon=True) for do, *of in work]
         for thread in threads:
             thread.start()
         self._threads += threads
@@ -168,8 +163,9 @@ class EarlyPrograms:
         """Begins no further programs, and ends the processes."""
         for future in self._pending.values():
             future.cancel()
-        for process in (*self._processes, *self._compilers):
+        for process in self._processes:
             process.end()
+        self._kernels.end()
         for thread in self._threads:  # compiling while the interpreter exits would crash
             thread.join()
 
@@ -187,42 +183,39 @@ class EarlyPrograms:
 
     def _traced(
         self, program: Listed, store: ProgramStore, process: ProgramProcess
-    ) -> tuple[Traced, Request | None] | BaseException:
-        """Returns a program of the store, and what the process was asked if it was not there; or what went wrong."""
+    ) -> tuple[Traced, bool] | BaseException:
+        """Returns a program, and whether it was traced now, since the store did not have it; or what went wrong."""
         try:
             with self._lock:
                 key = key_of(program.function, program.arrays)
                 traced = store.read(key)
             if traced is not None:
-                return traced, None
-            request = Request(key, program.function, program.shapes)
-            if error := process.make(request):
+                return traced, False
+            if error := process.make(Request(key, program.function, program.shapes)):
                 raise RuntimeError(error)
             with self._lock:
                 traced = store.read(key)
             if traced is None:
                 raise RuntimeError("what a process wrote is gone")
-            return traced, request
+            return traced, True
         except BaseException as error:
             return error
 
     def _compile(
         self,
         program: Listed,
-        result: tuple[Traced, Request | None] | BaseException,
+        result: tuple[Traced, bool] | BaseException,
         future: concurrent.futures.Future,
-        process: ProgramProcess | None,
     ) -> None:
         try:
             if isinstance(result, BaseException):
                 raise result
-            traced, request = result
-            if process is not None and request is not None:
-                # If it fails, this process compiles.
-                process.make(dataclasses.replace(request, compiles=True))
+            traced, is_new = result
             place = SingleDeviceSharding(jax.local_devices()[0])
             with self._lock:
                 lowered = traced.lowered(place, program.function.func.compiler_options)
+            if is_new:
+                self._kernels.compile(lowered)
             shapes = [(x.shape, x.dtype) for x in jax.tree.leaves(program.arrays)]
             future.set_result(Compiled(shapes, lowered.compile(), traced.results))
         except BaseException as error:
@@ -244,22 +237,6 @@ def workers() -> int:
         return int(named)
     processors = len(os.sched_getaffinity(0)) - 1
     return max(1, min(processors, _MOST_PROCESSES, int(_unreserved_bytes() / _PROCESS_BYTES)))
-
-
-def compilers() -> int:
-    """Returns the number of processes that compile; 0 if threads of this one do.
-
-    The environment variable QERL_COMPILE_PROCESSES states the most: processors and device memory may allow fewer. It is 0
-    by default (docs/tried-and-rejected.md, row 79).
-
-    Raises:
-        ConfigError: If the variable is no number.
-    """
-    named = os.environ.get("QERL_COMPILE_PROCESSES") or "0"
-    require(named.isdecimal(), "QERL_COMPILE_PROCESSES", named, "must be a number: 0, 1, ...")
-    processors = len(os.sched_getaffinity(0)) // _COMPILER_PROCESSORS
-    memory = int((_unreserved_bytes() - workers() * _PROCESS_BYTES) / _COMPILER_BYTES)
-    return max(0, min(int(named), processors, memory)) if workers() else 0
 
 
 def _unreserved_bytes() -> float:

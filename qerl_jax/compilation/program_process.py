@@ -1,9 +1,7 @@
-"""A process that traces or compiles programs for another one: `python -m qerl_jax.compilation.program_process FD`.
+"""A process that traces programs for another one: `python -m qerl_jax.compilation.program_process FD`.
 
 In one process programs are traced and lowered one after the other, however many threads there are, because that holds
-Python's lock. Nor do they compile beside each other: LLVM has one set of options for all threads, Pallas' kernels have
-others than XLA's, and who needs the one waits until nobody needs the other. The process gets requests from its parent
-over a pipe, and writes what it traced to the `ProgramStore`, and what it compiled to JAX's cache.
+Python's lock. The process gets requests from its parent over a pipe, and writes what it traced to the `ProgramStore`.
 
 Both ends of the pipe are this program, so requests are pickled. No file is, and nothing else can write to the pipe.
 """
@@ -20,7 +18,6 @@ from multiprocessing import connection
 from typing import Any
 
 import jax
-from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels import runtime
 from qerl_jax.compilation import program_store
@@ -37,25 +34,23 @@ _OPTIONS = (
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A program to trace, or to compile when it is stored.
+    """A program to trace.
 
     Attributes:
         key: Its key in the store.
         function: See `Traced.of`.
         arrays: Likewise, with shapes only.
         kernels: The chosen kernels.
-        compiles: Compile what is stored, instead of tracing.
     """
 
     key: str
     function: functools.partial
     arrays: tuple[Any, ...]
     kernels: runtime.Kernels = dataclasses.field(default_factory=runtime.chosen_kernels)
-    compiles: bool = False
 
 
 class ProgramProcess:
-    """The parent's side: starts the process, has it make programs, and can end it from another thread."""
+    """The parent's side: starts the process, has it trace programs, and can end it from another thread."""
 
     def __init__(self):
         """Nothing is started before `start`, or before the first program."""
@@ -65,7 +60,7 @@ class ProgramProcess:
         self._lock = threading.Lock()
 
     def make(self, request: Request) -> str | None:
-        """Has a program traced or compiled, and waits for it; returns what went wrong, in a line."""
+        """Has a program traced, and waits for it; returns what went wrong, in a line."""
         try:
             self.start()
             if self._pipe is None:
@@ -111,19 +106,14 @@ def _serve(pipe: connection.Connection) -> None:
     for name, value in options.items():
         jax.config.update(name, value)
     store = program_store.ProgramStore.beside_xla()
-    device = SingleDeviceSharding(jax.local_devices()[0])  # takes seconds
+    jax.local_devices()  # takes seconds
     if imports is not None:
         importlib.import_module(imports)
     while True:
         request = pipe.recv()
         try:
             runtime.use_kernels(request.kernels)
-            if request.compiles:
-                traced = store.read(request.key)
-                traced.lowered(device, request.function.func.compiler_options).compile()
-            else:
-                traced = program_store.Traced.of(request.function, request.arrays)
-                store.write(request.key, traced)
+            store.write(request.key, program_store.Traced.of(request.function, request.arrays))
             pipe.send(None)
         except Exception as error:
             pipe.send(f"{type(error).__name__}: {error}")

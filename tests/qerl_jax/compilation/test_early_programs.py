@@ -10,6 +10,7 @@ import pytest
 from qerl_jax.compilation import early_programs
 from qerl_jax.compilation.early_programs import EarlyPrograms, Listed
 from qerl_jax.compilation.jitted import Jitted
+from qerl_jax.compilation.kernel_modules import KernelModules
 from qerl_jax.compilation.program_process import ProgramProcess
 from qerl_jax.compilation.program_store import ProgramStore, Traced
 from qerl_jax.rl import update
@@ -131,41 +132,18 @@ def test_a_program_whose_process_fails_is_compiled_when_it_is_called(requests, m
     early.end()
 
 
-@pytest.mark.parametrize("answer", [None, "XlaRuntimeError: out of memory"])
-def test_processes_compile_what_was_traced_now_and_this_one_what_they_could_not(
-    requests, monkeypatch, capsys, answer
-):
-    compiled, make = [], ProgramProcess.make
-
-    def answered(self, request):
-        if not request.compiles:
-            return make(self, request)
-        compiled.append(request.key)
-        return answer
-
-    monkeypatch.setattr(ProgramProcess, "make", answered)
-    monkeypatch.setattr(early_programs, "compilers", lambda: 2)
-    for _ in range(2):
-        early = begun(3, 4, 5)
-        assert all(is_right(early, size, compiled=True) for size in (3, 4, 5))
+def test_kernels_are_compiled_before_a_program_that_was_traced_now(requests, monkeypatch):
+    order, compiling = [], jax.stages.Lowered.compile
+    monkeypatch.setattr(KernelModules, "compile", lambda self, lowered: order.append(lowered))
+    monkeypatch.setattr(
+        jax.stages.Lowered, "compile", lambda self: (order.append(self), compiling(self))[1]
+    )
+    for expected in (2, 1):
+        order.clear()
+        early = begun(3)
+        assert is_right(early, 3, compiled=True)
         early.end()
-        assert sorted(compiled) == sorted(request.key for request in requests)
-    assert len(compiled) == 3 and not capsys.readouterr().err
-
-
-def test_processes_compile_if_the_environment_says_so_as_far_as_there_is_room(monkeypatch):
-    for named, traced, processors, memory, expected in (
-        *((None, 8, 64, 40e9, 0), ("5", 8, 16, 20e9, 5), ("5", 8, 64, 14e9, 2)),
-        *(("5", 8, 64, 7e9, 0), ("5", 5, 6, 20e9, 2), ("5", 1, 2, 20e9, 0), ("5", 0, 64, 20e9, 0)),
-    ):
-        monkeypatch.setenv("QERL_COMPILE_PROCESSES", named or "")
-        monkeypatch.setattr(early_programs, "workers", lambda count=traced: count)
-        monkeypatch.setattr(early_programs, "_unreserved_bytes", lambda count=memory: count)
-        monkeypatch.setattr("os.sched_getaffinity", lambda _, n=processors: range(n))
-        assert early_programs.compilers() == expected
-    monkeypatch.setenv("QERL_COMPILE_PROCESSES", "-1")
-    with pytest.raises(ValueError, match="must be a number"):
-        early_programs.compilers()
+        assert len(order) == expected and order[0] is order[-1]
 
 
 def test_processes_start_first_only_where_nothing_is_stored(requests, monkeypatch):
