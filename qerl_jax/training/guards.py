@@ -10,6 +10,7 @@ import numpy as np
 
 from pallas_kernels import runtime
 from qerl_jax.aqn.draw import RowNoise
+from qerl_jax.compilation.early_programs import EarlyPrograms
 from qerl_jax.distributed.hosts import Hosts
 from qerl_jax.planning import memory
 from qerl_jax.rl import adapter_check, dynamic_sampling, open_groups, update
@@ -52,25 +53,43 @@ def check(
     require_same(run.hosts, state.params, int(state.step))
 
 
-def compare_memory(plan: memory.Plan, earlier_peak: int, note: Callable[[str], None]) -> None:
-    """Shows the memory plan beside the measured peak, and checks that there is only one copy of the base.
+class MemoryCheck:
+    """Compares the memory plan with what a run uses; it does nothing if the device does not report its memory.
 
     Args:
-        plan: The plan; there is nothing to compare if the device does not report its memory.
+        plan: The plan.
+        early: What compiles the programs of the run. XLA times products in memory of its own, which no plan has.
         earlier_peak: Peak memory from before the run, in bytes. A peak that is not higher was not caused by the run.
-        note: Called with each line of the comparison.
-
-    Raises:
-        RuntimeError: If more memory is or was in use than one copy of the base explains.
     """
-    if plan.limit is None:
-        return
-    peak = memory.peak_memory()
-    for line in plan.lines(peak):
-        note(line)
-    plan.require_one_base(
-        runtime.memory_stats()["bytes_in_use"], peak if peak > earlier_peak else 0
-    )
+
+    def __init__(self, plan: memory.Plan, early: EarlyPrograms, earlier_peak: int):
+        self._plan, self._early, self._earlier_peak = plan, early, earlier_peak
+        self._was_shown, self._was_checked = False, plan.limit is None
+
+    def __call__(self, note: Callable[[str], None]) -> None:
+        """Called after each step: shows the plan once, and checks once that there is only one copy of the base.
+
+        It checks after the first step that ends without a program that compiles. The peak tells nothing if others did.
+
+        Args:
+            note: Called with each line of the comparison.
+
+        Raises:
+            RuntimeError: If more memory is or was in use than one copy of the base explains.
+        """
+        if self._was_checked:
+            return
+        peak, is_first = memory.peak_memory(), not self._was_shown
+        self._was_shown = True
+        for line in self._plan.lines(peak) if is_first else ():
+            note(line)
+        compiled, listed = self._early.counts
+        if compiled == listed:
+            self._was_checked = True
+            counts = is_first and peak > self._earlier_peak
+            self._plan.require_one_base(
+                runtime.memory_stats()["bytes_in_use"], peak if counts else 0
+            )
 
 
 def is_due(step: int, updates_per_rollout: int) -> bool:

@@ -108,7 +108,7 @@ def _loop(run: PreparedRun, on_step: recorder.Callback | None, quiet: bool) -> u
         recorder.Recorder(run, logger, on_step) as record,
     ):
         position = record.begin()
-        first = position.step
+        check_memory = guards.MemoryCheck(run.plan, run.early, run.earlier_peak)
         while record.goes_on and position.schedule_step < run.task.total_steps:
             run.stop.poll_together()
             trace = record.begin_step()
@@ -130,8 +130,7 @@ def _loop(run: PreparedRun, on_step: recorder.Callback | None, quiet: bool) -> u
             )
             guards.check(run, state, experience, learned)
             trace.lap("update")
-            if step == first:
-                guards.compare_memory(run.plan, run.earlier_peak, logger.note)
+            check_memory(logger.note)
 
             learned |= checked | noise.metrics
             row = metrics.row(run, trace, position, groups, state, learned)

@@ -449,22 +449,37 @@ def test_a_second_base_is_found_out():
     full.require_one_base(full.size("always") * 2, full.peak * 2)
 
 
-def test_the_trainer_compares_after_its_first_step(monkeypatch):
+def test_the_trainer_compares_after_its_first_step_and_checks_when_all_is_compiled(monkeypatch):
     made = planned(BENCH, limit=80 * GB)
     stats = {"peak_bytes_in_use": made.peak, "bytes_in_use": made.size("always")}
     device = types.SimpleNamespace(memory_stats=lambda: stats)
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
-    noted = []
-    compare = lambda peak: guards.compare_memory(made, note=noted.append, earlier_peak=peak)
-    compare(0)
-    assert "measured" in noted[-2] and "(+0%)" in noted[-2]
+    noted, early = [], types.SimpleNamespace(counts=(3, 3))
+
+    def compare(earlier_peak, *, steps=1):
+        check = guards.MemoryCheck(made, early, earlier_peak)
+        for _ in range(steps):
+            check(noted.append)
+
+    compare(0, steps=2)
+    assert sum("(+0%)" in line for line in noted) == 1 and "measured" in noted[-2]
     stats["peak_bytes_in_use"] *= 2
     compare(stats["peak_bytes_in_use"])
     with pytest.raises(RuntimeError, match="at the peak"):
         compare(0)
+    early.counts = (2, 3)  # XLA times products, in memory of its own
     stats["bytes_in_use"] += named(made, "base: linears")
+    compare(0, steps=2)
+    check = guards.MemoryCheck(made, early, earlier_peak=0)
+    check(noted.append)
+    early.counts = (3, 3)
     with pytest.raises(RuntimeError, match="after a step"):
-        compare(0)
+        check(noted.append)
+    stats["bytes_in_use"] = made.size("always")
+    check = guards.MemoryCheck(made, early := types.SimpleNamespace(counts=(2, 3)), earlier_peak=0)
+    check(noted.append)
+    early.counts = (3, 3)
+    check(noted.append)  # the peak tells nothing
     # The table ends with the comparison.
     items = memory.Item("base", 8 * GB, "always"), memory.Item("x", GB, "update")
     *_, peak, measured, device = of_items(*items).lines(measured=9_900_000_000)
