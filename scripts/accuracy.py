@@ -42,10 +42,10 @@ HELD_OUT, SPLIT_SEED, MARGIN = 400, 20261127, 2.0
 def split(train: pathlib.Path, folder: pathlib.Path) -> None:
     """Writes the rows of GSM8K's train split that are asked, `asked.jsonl`, and the others, `rows.jsonl`."""
     lines = train.read_text().splitlines(keepends=True)
-    asked = {*np.random.default_rng(SPLIT_SEED).permutation(len(lines))[:HELD_OUT].tolist()}
+    out = {*np.random.default_rng(SPLIT_SEED).permutation(len(lines))[:HELD_OUT].tolist()}
     folder.mkdir(parents=True, exist_ok=True)
     for name, wanted in (("asked", True), ("rows", False)):
-        chosen = (line for at, line in enumerate(lines) if (at in asked) == wanted)
+        chosen = (line for at, line in enumerate(lines) if (at in out) == wanted)
         (folder / f"{name}.jsonl").write_text("".join(chosen))
 
 
@@ -59,18 +59,18 @@ def evaluations(ends: Sequence[tuple[float, Mapping[str, Any]]]) -> list[dict[st
         For each evaluation its step, its accuracy, and the seconds of the run until then without later evaluations than
         the first.
     """
-    found, beside = [], 0.0
+    evaluated, beside = [], 0.0
     for seconds, row in ends:
         if "eval/accuracy" in row:
-            beside += row["perf/eval_time"] if found else 0.0
+            beside += row["perf/eval_time"] if evaluated else 0.0
             at = {"step": row["step"], "seconds": round(seconds - beside, 1)}
-            found.append(at | {"accuracy": row["eval/accuracy"]})
-    return found
+            evaluated.append(at | {"accuracy": row["eval/accuracy"]})
+    return evaluated
 
 
-def seconds_to(level: float, found: Sequence[Mapping[str, float]]) -> float | None:
+def seconds_to(level: float, evaluated: Sequence[Mapping[str, float]]) -> float | None:
     """Returns the seconds until the first of two successive evaluations at or above a level; None if there are none."""
-    for first, second in zip(found, found[1:], strict=False):
+    for first, second in zip(evaluated, evaluated[1:], strict=False):
         if min(first["accuracy"], second["accuracy"]) >= level:
             return first["seconds"]
     return None
@@ -98,10 +98,10 @@ def train(args: argparse.Namespace, seed: int) -> dict[str, Any]:
                 if args.level and seconds_to(args.level, evaluations(ends)):
                     process.terminate()
                     process.wait()
-        found = evaluations(ends)
-        if process.returncode and not (args.level and seconds_to(args.level, found)):
+        evaluated = evaluations(ends)
+        if process.returncode and not (args.level and seconds_to(args.level, evaluated)):
             raise SystemExit(f"seed {seed}: qerl train ended with {process.returncode}")
-    return {"name": args.name, "seed": seed, "set": args.set, "evaluations": found}
+    return {"name": args.name, "seed": seed, "set": args.set, "evaluations": evaluated}
 
 
 def difference(rows: Iterable[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
@@ -155,9 +155,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     command.add_argument("--level", type=float, help="stop after two evaluations at this accuracy")
     command = commands.add_parser("report", help="print times to a level, or a paired difference")
     command.add_argument("rows", type=pathlib.Path)
-    asked = command.add_mutually_exclusive_group(required=True)
-    asked.add_argument("--level", type=float)
-    asked.add_argument("--pair", nargs=2, metavar="NAME")
+    what = command.add_mutually_exclusive_group(required=True)
+    what.add_argument("--level", type=float)
+    what.add_argument("--pair", nargs=2, metavar="NAME")
     args = parser.parse_args(argv)
     if args.command == "split":
         split(args.train, args.folder)

@@ -20,21 +20,21 @@ def test_the_split_has_each_row_once(tmp_path):
     lines = [json.dumps({"prompt": str(number)}) + "\n" for number in range(500)]
     (tmp_path / "train.jsonl").write_text("".join(lines))
     accuracy.main(["split", str(tmp_path / "train.jsonl"), str(tmp_path / "parts")])
-    asked, rows = (
+    out, rows = (
         (tmp_path / f"parts/{name}.jsonl").read_text().splitlines(keepends=True)
         for name in ("asked", "rows")
     )
-    assert len(asked) == 400 and sorted(asked + rows) == sorted(lines)
-    assert asked != lines[:400]
+    assert len(out) == 400 and sorted(out + rows) == sorted(lines)
+    assert out != lines[:400]
 
 
 def test_only_the_first_evaluation_counts_and_a_level_is_met_twice():
-    found = accuracy.evaluations(ROWS)
-    assert [at["seconds"] for at in found] == [20.0, 40.0, 50.0, 60.0, 70.0]
-    assert accuracy.seconds_to(0.68, found) == 60.0
-    assert accuracy.seconds_to(0.65, found) == 40.0
-    assert accuracy.seconds_to(0.69, found) is None
-    assert accuracy.seconds_to(0.68, found[:4]) is None
+    evaluated = accuracy.evaluations(ROWS)
+    assert [at["seconds"] for at in evaluated] == [20.0, 40.0, 50.0, 60.0, 70.0]
+    assert accuracy.seconds_to(0.68, evaluated) == 60.0
+    assert accuracy.seconds_to(0.65, evaluated) == 40.0
+    assert accuracy.seconds_to(0.69, evaluated) is None
+    assert accuracy.seconds_to(0.68, evaluated[:4]) is None
 
 
 def test_a_difference_is_paired_by_seed(tmp_path, capsys):
@@ -59,8 +59,8 @@ def test_a_difference_is_paired_by_seed(tmp_path, capsys):
 
 
 def test_a_median_counts_a_run_that_never_gets_there_as_the_slowest(tmp_path, capsys):
-    found = accuracy.evaluations(ROWS)
-    rows = [{"name": "x", "seed": seed, "evaluations": found[: 5 - seed]} for seed in (0, 1)]
+    evaluated = accuracy.evaluations(ROWS)
+    rows = [{"name": "x", "seed": seed, "evaluations": evaluated[: 5 - seed]} for seed in (0, 1)]
     rows.append({"name": "x", "seed": 2, "evaluations": accuracy.evaluations(ROWS[3:])})
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     accuracy.main(["report", str(tmp_path / "rows.jsonl"), "--level", "0.68"])
