@@ -147,6 +147,7 @@ def gather(
     supply: Supply,
     *,
     max_rounds: int | None,
+    carries_over: bool = True,
     informative: Callable[[rollouts.Scored], np.ndarray] = by_reward,
 ) -> tuple[rollouts.Scored, rollouts.Scored, Supply, dict[str, float]]:
     """Samples in rounds until there are enough informative groups for a rollout (DAPO, arXiv:2503.14476).
@@ -159,6 +160,7 @@ def gather(
         sample: sample(supply) samples and scores P groups, and returns the supply with its new position and open groups.
         supply: The position in the data, and left-over groups.
         max_rounds: The most rounds, at least 1; None makes one round and keeps all of its groups.
+        carries_over: Whether a surplus is kept for the next rollout; else it is discarded.
         informative: Marks the groups of a rollout, bool [P], whose completions differ in quality; see `by_functions`.
 
     Returns:
@@ -179,11 +181,12 @@ def gather(
             break
     # Informative groups first, otherwise in the order of sampling.
     order = np.argsort(~good, kind="stable")
-    left = order[wanted : good.sum()]
+    surplus = order[wanted : good.sum()]
+    left = surplus if carries_over else surplus[:0]
     filled = max(0, wanted - int(good.sum()))
     metrics: dict[str, float] = {
         "dynamic_sampling/rounds": len(fresh),
-        "dynamic_sampling/groups_discarded": int((~good).sum()) - filled,
+        "dynamic_sampling/groups_discarded": int((~good).sum()) - filled + len(surplus) - len(left),
         "dynamic_sampling/groups_filled": filled,
         "dynamic_sampling/groups_carried_over": len(left),
     }

@@ -38,6 +38,8 @@ def gather(
         functools.partial(_sample, run, position, variables, trace, row_ended),
         position.supply,
         max_rounds=_max_rounds(run, position.schedule_step),
+        # An update with noise has that of one rollout.
+        carries_over=not noise.in_updates,
         informative=run.task.informative,
     )
     advantages = _advantages(run.cfg.grpo, chosen, run.task.weights)

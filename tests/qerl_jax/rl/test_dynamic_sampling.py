@@ -116,6 +116,16 @@ def test_what_was_left_over_comes_first_in_the_next_rollout():
     assert metrics["dynamic_sampling/groups_discarded"] == 1
 
 
+def test_a_surplus_that_is_not_carried_over_is_discarded():
+    first, second = scripted((NO, YES), (YES, YES)), scripted((YES, YES))
+    options = {"max_rounds": 9, "carries_over": False}
+    batch, _, supply, metrics = dynamic_sampling.gather(first, Supply(), **options)
+    assert (places(batch), supply.surplus) == ([1, 2], None)
+    names = ("groups_discarded", "groups_carried_over")
+    assert [metrics[f"dynamic_sampling/{name}"] for name in names] == [2, 0]  # groups 0 and 3
+    assert places(dynamic_sampling.gather(second, supply, **options)[0]) == [4, 5]
+
+
 def shaped(accuracy, punishment):
     """Makes a sample() for one round of groups whose rewards are the sum of two functions."""
     per_function = np.stack([np.ravel(accuracy), np.ravel(punishment)], axis=1).astype(np.float32)
