@@ -17,13 +17,15 @@ from tests.faults import harness
 
 
 def folder_of(folder, run_format):
-    """A run folder with an adapter and a row of metrics, as a version with this format leaves it; None for none."""
+    """A run folder with an adapter and a row of metrics, as a version with this format leaves it."""
     cfg = harness.tiny(folder)
     folder.mkdir()
     config.write_run(folder, cfg)
     path = folder / "config.toml"
-    line = "" if run_format is None else f"run_format = {run_format}\n"
-    path.write_text(path.read_text().replace(f"run_format = {config.RUN_FORMAT}\n", line))
+    text = path.read_text()
+    path.write_text(
+        text.replace(f"run_format = {config.RUN_FORMAT}\n", f"run_format = {run_format}\n")
+    )
     (folder / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
     model, frozen, _ = load_base(cfg.model, cfg.lora)
     params = init_params(model, frozen, jax.random.key(0))
@@ -34,7 +36,7 @@ def folder_of(folder, run_format):
 
 @pytest.fixture(scope="module")
 def old(tmp_path_factory):
-    return folder_of(tmp_path_factory.mktemp("old") / "run", None)
+    return folder_of(tmp_path_factory.mktemp("old") / "run", 1)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +54,10 @@ COMMANDS = (
 @pytest.mark.parametrize("text", COMMANDS)
 def test_a_folder_in_another_format_is_refused_wherever_it_is_opened(text, old, newer, capsys):
     for folder, words in (
-        (old, f"an older version of qerl-jax .* by {re.escape(str(old / 'adapter'))}, and choose"),
+        (
+            old,
+            rf"an older version of qerl-jax .* \(run_format 1; this .* by {re.escape(str(old / 'adapter'))}, and",
+        ),
         (newer, "a newer version of qerl-jax .*: update qerl-jax, or choose another folder"),
     ):
         (folder / "non_finite").mkdir(exist_ok=True)

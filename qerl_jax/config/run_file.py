@@ -10,8 +10,9 @@ from qerl_jax.config.sections import RunConfig
 from qerl_jax.system.checked import ConfigError, from_table, meant, require, to_table
 from qerl_jax.system.files import DEEPEST, is_shallow, write_whole
 
-# The format of run folders: of their config, checkpoints and logs. It rises when an older folder cannot be read.
-RUN_FORMAT = 1
+# The format of run folders: of their config, checkpoints and logs. It rises when an older folder cannot be read, or
+# when its run would not go on as it began: since 2, streams of random numbers are folded into the seed's key.
+RUN_FORMAT = 2
 # The key of config.toml that has it.
 _FORMAT_KEY = "run_format"
 
@@ -43,19 +44,18 @@ def can_load_run(folder: str | pathlib.Path) -> bool:
 
 def _about_format(folder: pathlib.Path, written: Any) -> str:
     """Returns the error for a run folder in another format."""
-    if isinstance(written, int) and written > RUN_FORMAT:
-        return (
-            f"run folder: got {str(folder)!r}, which a newer version of qerl-jax has written (run_format {written}; "
-            f"this version reads {RUN_FORMAT}): update qerl-jax, or choose another folder"
-        )
+    is_newer = isinstance(written, int) and written > RUN_FORMAT
+    message = (
+        f"run folder: got {str(folder)!r}, which {'a newer' if is_newer else 'an older'} version of qerl-jax has written "
+        f"(run_format {written}; this version reads {RUN_FORMAT}): "
+    )
+    if is_newer:
+        return message + "update qerl-jax, or choose another folder"
     trained = [name for name in ("adapter", "model") if (folder / name).is_dir()]
     use = (
         f"start from, ask or export what it has trained by {folder / trained[0]}" if trained else ""
     )
-    return (
-        f"run folder: got {str(folder)!r}, which an older version of qerl-jax has written (this version reads "
-        f"run_format {RUN_FORMAT}): {use or 'use that version'}, and choose another folder for new runs"
-    )
+    return message + f"{use or 'use that version'}, and choose another folder for new runs"
 
 
 # In a checkout the same files as configs/.
