@@ -37,6 +37,7 @@ from qerl_jax.system.checked import (
     NotFinite,
     from_table,
     require,
+    require_seed,
     require_unicode,
 )
 from qerl_jax.tools.conversations import Tools
@@ -481,6 +482,7 @@ def load(
         FileNotFoundError: Where there is no such model or adapter.
     """
     limits = EngineLimits(max_concurrent, kv_cache_tokens, kv_cache_fraction)
+    require_seed(seed)
     source = find(name, adapter, weights=weights, dtype=dtype)
     require(lora is None or isinstance(lora, LoraConfig), "lora", lora, "must be a LoraConfig")
     holds = lora is None or source.adapter is None

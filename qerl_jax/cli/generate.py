@@ -13,7 +13,7 @@ from qerl_jax import config as configs
 from qerl_jax.cli.common import DEVICES, Devices, log
 from qerl_jax.config import Dtype, ToolsConfig, Weights
 from qerl_jax.generation.sampling_params import EngineLimits, SamplingParams
-from qerl_jax.system.checked import is_seed, require, require_unicode
+from qerl_jax.system.checked import require, require_seed, require_unicode
 from qerl_jax.system.files import parse_json
 
 if TYPE_CHECKING:
@@ -213,5 +213,5 @@ def _row(line: str, where: str, *, is_written: bool) -> dict[str, Any]:
     if is_written and (taken := [name for name in WRITTEN if name in row]):
         raise ValueError(f"{where}: has a column {taken[0]!r}, which would be overwritten")
     seed = row.get("seed", 0)
-    require(is_seed(seed), f"{where}: seed", seed, "must be an integer in [0, 2**32)")
+    require_seed(seed, f"{where}: seed")
     return row

@@ -23,7 +23,7 @@ from qerl_jax.system.checked import (
     Open01,
     Positive,
     Rule,
-    is_seed,
+    Seed,
     require,
 )
 
@@ -659,7 +659,7 @@ class RunConfig(Checked):
     mesh: MeshConfig = MeshConfig()
     max_steps: Count | None = core(None)
     num_train_epochs: Positive | None = core(None)
-    seed: Annotated[int, Rule(is_seed, "must be in [0, 2**32)")] = core(42)
+    seed: Seed = core(42)
     save_steps: Count = core(50)
     save_total_limit: Count = core(3)
     log_completions: bool = core(True)

@@ -29,7 +29,7 @@ from qerl_jax.generation.sampler import Sampler
 from qerl_jax.generation.sampling_params import EngineLimits
 from qerl_jax.model import fused_decode
 from qerl_jax.rewards import scoring
-from qerl_jax.system.checked import from_table, is_seed, require, to_table
+from qerl_jax.system.checked import from_table, require, require_seed, to_table
 from qerl_jax.system.files import content_hashes, write_whole
 from qerl_jax.tools.conversations import Tools, observed
 from qerl_jax.tools.environments import Toolboxes
@@ -177,7 +177,7 @@ def run(
         ValueError: If problems or rewards cannot be used, two sets have the same name, the seed is not in [0, 2**32),
             or the folder holds results with other settings.
     """
-    require(is_seed(seed), "seed", seed, "must be in [0, 2**32)")
+    require_seed(seed)
     names = [_set_name(data) for data, _ in sets]
     require(len(set(names)) == len(names), "sets", names, "must differ in name")
     for name, (data, protocol) in zip(names, sets, strict=True):

@@ -4,8 +4,8 @@ import dataclasses
 from typing import Any, Literal, get_args
 
 from qerl_jax.config import Drafts, PromptTemplate, TopP
-from qerl_jax.generation.sampling_params import Seed, Whole
-from qerl_jax.system.checked import Checked, Count, NotNegative
+from qerl_jax.generation.sampling_params import Whole
+from qerl_jax.system.checked import Checked, Count, NotNegative, Seed
 
 _Name = Literal["paper", "verl", "run"]
 

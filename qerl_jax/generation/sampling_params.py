@@ -10,6 +10,7 @@ from typing import Annotated, Any, Self, get_args
 
 from qerl_jax.config import Drafts, EvalConfig, RepetitionPenalty, RolloutConfig, TopK, TopP
 from qerl_jax.system.checked import (
+    SEED_RULE,
     Checked,
     Closed01,
     Count,
@@ -32,15 +33,14 @@ _ids = Rule(
 )
 _seeds = Rule(
     lambda seed: all(map(is_seed, seed)) if _is_list(seed) else is_seed(seed),
-    "must be an integer in [0, 2**32), or one for each prompt",
+    f"{SEED_RULE}, or one for each prompt",
 )
 
 _whole = Rule(
     lambda n: isinstance(n, Integral) and 1 <= n < 2**31, "must be at least 1, and a whole number"
 )
-# A number of rows or tokens, and one seed.
+# A number of rows or tokens.
 Whole = Annotated[int, _whole]
-Seed = Annotated[int, Rule(is_seed, "must be an integer in [0, 2**32)")]
 
 _COUNTS = ("n", "max_tokens", "top_k")
 # The fields for which a decoding program is compiled.

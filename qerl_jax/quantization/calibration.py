@@ -12,7 +12,7 @@ import numpy as np
 from qerl_jax.data import arithmetic, datasets, tokenizer
 from qerl_jax.model.transformer import Transformer, run_layer
 from qerl_jax.quantization import awq
-from qerl_jax.system.checked import Checked, Count, require, require_unicode
+from qerl_jax.system.checked import Checked, Count, Seed, require, require_unicode
 
 # The calibration data of the QeRL paper.
 DATASET = "open-thoughts/OpenThoughts-114k"
@@ -45,7 +45,7 @@ class Calibration(Checked):
     dataset: str = DATASET
     num_samples: Count = 256
     max_length: Count = 2048
-    seed: int = 0
+    seed: Seed = 0
 
 
 def prompts(cfg: Calibration) -> list[tokenizer.Prompt]:

@@ -63,15 +63,19 @@ Open01 = Annotated[float, Rule(lambda x: 0 < x < 1, "must be in (0, 1)")]
 NotEmpty = Annotated[str, Rule(bool, "must not be empty")]
 
 
+def is_seed(value: Any) -> bool:
+    """Whether a value is a valid seed: JAX's keys use only 32 bits, and NumPy's generators take no negative seed."""
+    return isinstance(value, numbers.Integral) and 0 <= value < 2**32
+
+
+SEED_RULE = "must be an integer in [0, 2**32)"
+Seed = Annotated[int, Rule(is_seed, SEED_RULE)]
+
+
 @functools.cache
 def tell(line: str) -> None:
     """Writes a line to the standard error, once in a process."""
     sys.stderr.write(f"{line}\n")
-
-
-def is_seed(value: Any) -> bool:
-    """Whether a value is a valid seed: JAX's keys use only 32 bits, and NumPy's generators take no negative seed."""
-    return isinstance(value, numbers.Integral) and 0 <= value < 2**32
 
 
 def require(
@@ -81,6 +85,11 @@ def require(
     if not holds:
         shown = " ".join(map(str.strip, repr(value).split("\n")))  # tables and arrays have several
         raise error(f"{name}: got {shown}; {rule}")
+
+
+def require_seed(value: Any, name: str = "seed") -> None:
+    """Raises `ConfigError` unless a value is a valid seed."""
+    require(is_seed(value), name, value, SEED_RULE)
 
 
 def require_unicode(value: Any, where: str) -> None:

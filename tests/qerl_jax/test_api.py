@@ -435,6 +435,8 @@ def test_without_the_adapter_log_probabilities_are_those_of_the_base(run, policy
         (lambda p: p.with_params({}), "params: got <class 'dict'>; needs a policy with an adapter"),
         (lambda p: p.save_pretrained("x"), "weights: got 'nvfp4'; is packed, and has no adapter"),
         (lambda p: qerl_jax.load(3), "name: got 3; must be a folder or a hub name"),
+        (lambda p: qerl_jax.load(seed=2**32), "seed: got 4294967296; must be an integer in [0, 2**32"),
+        (lambda p: qerl_jax.quantize("qerl-tiny", "x", seed=-1), "seed: got -1; must be an integer"),
         (lambda p: qerl_jax.load(lora=8), "lora: got 8; must be a LoraConfig"),
         (lambda p: qerl_jax.load(max_concurrent=0), "max_concurrent: got 0; must be at least 1"),
         (lambda p: qerl_jax.load(max_concurrent="4"), "max_concurrent: got '4'; must be at least 1"),

@@ -167,7 +167,7 @@ COUNTS = """
 REFUSED = r"""
 output_dir = '' | must not be empty
 num_train_epochs = 0.0; max_steps = ... | must be positive
-seed = -1 | must be in [0, 2**32)
+seed = -1 | must be an integer in [0, 2**32)
 model.model_name_or_path = '' | must not be empty
 model.weights = 'int4' | 'nvfp4', 'mxfp4', 'nf4', 'bfloat16', 'float32'
 model.dtype = 'float16' | one of 'bfloat16', 'float32'
@@ -300,7 +300,7 @@ rewards.options = {'accuracy_reward': {'of': [{1: 2}]}} | must hold texts, numbe
 BAD = r"""
 max_steps = ... | max_steps, num_train_epochs: got (None, None) ... exactly one of the two
 num_train_epochs = 1.0 | max_steps, num_train_epochs: got (10, 1.0) ... exactly one
-seed = 4294967296 | seed: got 4294967296 ... must be in [0, 2**32)
+seed = 4294967296 | seed: got 4294967296 ... must be an integer in [0, 2**32)
 data.columns = {'prompt': 1} | data.columns.prompt: got 1 ... must be of type str
 rewards.options = {'f': 1} | rewards.options.f: got 1 ... must be a section
 rewards.functions = [] | rewards.functions: got () ... must name at least one function
@@ -391,7 +391,7 @@ def test_a_bad_value_is_an_error_that_names_field_value_and_rule(changes, words)
         (FULL.lora, {"dropout": float("nan")}, "lora.dropout: got nan; must be in [0, 1)"),
         (FULL.noise, {"sigma_end": 1.0}, "noise.sigma_end: got 1.0; must be in (0, sigma"),
         (FULL.rollout, {"kv_cache_fraction": 1.0}, "fraction: got 1.0; must be in (0, 1)"),
-        (FULL, {"seed": -1}, "seed: got -1; must be in [0, 2**32)"),
+        (FULL, {"seed": -1}, "seed: got -1; must be an integer in [0, 2**32)"),
     ],
 )
 def test_a_config_that_is_made_in_python_is_checked_too(section, changes, message):
