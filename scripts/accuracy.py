@@ -99,7 +99,10 @@ def train(args: argparse.Namespace, seed: int) -> dict[str, Any]:
                     process.terminate()
                     process.wait()
         evaluated = evaluations(ends)
-        if process.returncode and not (args.level and seconds_to(args.level, evaluated)):
+        # 3 means that the run learned nothing, which is a result.
+        if process.returncode not in (0, 3) and not (
+            args.level and seconds_to(args.level, evaluated)
+        ):
             raise SystemExit(f"seed {seed}: qerl train ended with {process.returncode}")
     return {"name": args.name, "seed": seed, "set": args.set, "evaluations": evaluated}
 
@@ -128,6 +131,8 @@ def difference(rows: Iterable[Mapping[str, Any]], names: Sequence[str]) -> dict[
 def report(args: argparse.Namespace) -> None:
     """Prints what the rows of a file say, as JSON."""
     rows = [json.loads(line) for line in args.rows.read_text().splitlines()]
+    if not rows:
+        raise SystemExit(f"{args.rows}: no run has ended")
     if args.pair:
         sys.stdout.write(f"{json.dumps(difference(rows, args.pair))}\n")
         return
