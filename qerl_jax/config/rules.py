@@ -182,9 +182,22 @@ def _across_rollouts(cfg):
 _NARROW_CLIP = 1e-2
 
 
+def _about_truncation(rollout: Any) -> list[str]:
+    """Returns a line about what the ratio is where the sampler leaves out unlikely tokens."""
+    off = {"top_k": (0, -1), "top_p": (1,), "min_p": (0,)}
+    values = {name: value for name in off if (value := getattr(rollout, name)) not in off[name]}
+    if not values:
+        return []
+    return [
+        f"warning: {', '.join(f'rollout.{name}' for name in values)}: got {', '.join(map(str, values.values()))}; the "
+        "ratio is that of the probabilities before truncation, so it is too large by a factor of "
+        "1 / (sum of the remaining ones), and no other token is learned from: switch it off for an exact ratio"
+    ]
+
+
 def advice(cfg: Any) -> list[str]:
     """Returns warnings about choices of a `RunConfig` that work but are unusual, with field, value and remedy."""
-    grpo, noise, lines = cfg.grpo, cfg.noise, []
+    grpo, noise, lines = cfg.grpo, cfg.noise, _about_truncation(cfg.rollout)
     got = f"warning: grpo.loss_type: got {grpo.loss_type!r}; "
     if grpo.importance_sampling_level != "sequence":
         if grpo.loss_type == "luspo":

@@ -529,6 +529,20 @@ def test_sequence_ratios_that_are_not_gspo_are_warned_of(changes, named):
         assert value in line and remedy in line.rsplit(": set ")[1]
 
 
+@pytest.mark.parametrize(
+    ("rollout", "start"),
+    [
+        ({}, None),
+        ({"top_k": -1, "top_p": 1.0, "min_p": 0.0}, None),
+        ({"top_p": 0.9}, "rollout.top_p: got 0.9; the ratio is that of the probabilities before"),
+        ({"top_k": 20, "min_p": 0.1}, "rollout.top_k, rollout.min_p: got 20, 0.1; the ratio is"),
+    ],
+)
+def test_truncated_sampling_says_in_one_line_what_the_ratio_is(rollout, start):
+    lines = config_rules.advice(build(**{f"rollout__{name}": x for name, x in rollout.items()}))
+    assert [line.startswith(f"warning: {start}") for line in lines] == [True] * bool(start)
+
+
 RECIPES = """
 loss_type = 'grpo'; importance_sampling_level = 'sequence'; epsilon = 3e-4; epsilon_high = 4e-4; old_logprobs = 'recompute'
     | gspo

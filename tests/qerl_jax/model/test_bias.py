@@ -67,10 +67,15 @@ def truth(tokens):
     return slope_of(lambda theta: probabilities(theta, tokens) @ rewards(tokens))
 
 
-def estimate(tokens, *, behaviour=NOISY, old="behaviour", mode=None, clip_max=np.inf, **options):
-    """Computes the expected ascent direction of one step, over samples of `behaviour`."""
+def estimate(
+    tokens, *, behaviour=NOISY, old="behaviour", mode=None, clip_max=np.inf, sampled=1.0, **options
+):
+    """Computes the expected ascent direction of one step, over samples of `behaviour`.
+
+    `sampled` [9] multiplies the probability of a sample.
+    """
     # The loss is linear in the advantages, so they may carry the probability of their sample.
-    advantages = probabilities(behaviour, tokens) * rewards(tokens)
+    advantages = probabilities(behaviour, tokens) * rewards(tokens) * sampled
     old_logps = logps(behaviour if old == "behaviour" else POLICY)
     weights = None
     if mode is not None:
@@ -111,6 +116,15 @@ def test_a_recomputed_ratio_is_biased_under_noise_and_only_there():
     for tokens in (1, 2):
         assert error(estimate(tokens, old="recompute"), tokens) > 0.1
         assert_unbiased(estimate(tokens, old="recompute", behaviour=POLICY), tokens)
+
+
+@pytest.mark.parametrize("old", ["behaviour", "recompute"])
+def test_truncated_sampling_learns_from_what_remains_times_one_over_its_probability(old):
+    """The second token of three is never sampled; without noise, where both ratios are that of the whole policy."""
+    remains = np.repeat([1.0, 0.0, 1.0], 3)
+    mass = np.exp(POLICY["first"])[[0, 2]].sum() / np.exp(POLICY["first"]).sum()
+    expected = slope_of(lambda theta: probabilities(theta, 1) @ (rewards(1) * remains)) / mass
+    assert_equal(estimate(1, behaviour=POLICY, old=old, sampled=remains / mass), expected)
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask"])
