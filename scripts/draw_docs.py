@@ -21,7 +21,7 @@ from qerl_jax.aqn import schedule as aqn
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 COURSES = DOCS / "measured" / "courses.jsonl"
 METRICS = (
-    *("reward", "sampling/entropy", "completions/mean_length", "completions/clipped_ratio"),
+    *("reward", "entropy", "completions/mean_length", "completions/clipped_ratio"),
     *("frac_reward_zero_std", "aqn/sigma"),
 )
 BLUE, ORANGE, GREY, PALE, INK = "#3f51b5", "#e07b00", "#9aa1ab", "#e8eaf6", "#24292f"
@@ -118,7 +118,7 @@ def sick_runs() -> Figure:
     shown = {
         "reward": ("reward", (-0.03, 1.03)),
         "frac_reward_zero_std": ("frac_reward_\nzero_std", (-0.03, 1.03)),
-        "sampling/entropy": ("sampling/\nentropy", (0, 2.4)),
+        "entropy": ("entropy", (0, 2.4)),
         "completions/clipped_ratio": ("completions/\nclipped_ratio", (-0.03, 1.03)),
     }
     figure = Figure(figsize=(11.5, 6), layout="constrained")

@@ -145,7 +145,7 @@ def result(model: str, cfg: RunConfig, rows: Sequence[Mapping[str, Any]]) -> str
         ["accuracy after, %", _percent(after), str(paper.get(arm, "-"))],
         ["problems", str(cfg.eval.num_problems), "1319"],
         ["noise", "none" if cfg.noise is None else "AQN", "AQN" if arm == "aqn" else "none"],
-        ["entropy of the sampler, first and last step", _ends(steps, "sampling/entropy"), ""],
+        ["entropy of the sampler, first and last step", _ends(steps, "entropy"), ""],
         ["reward, first and last step", _ends(steps, "reward"), ""],
         ["optimizer steps", str(steps[-1]["step"]), ""],
         ["minutes of training", f"{seconds / 60:.1f}", ""],

@@ -53,7 +53,7 @@ _TIMED, _COMPILING = 10, 4
 # Metrics that are kept for each step: our name, and the name in the run's metrics.
 STEPS = {
     "reward": "reward",
-    "entropy": "sampling/entropy",
+    "entropy": "entropy",
     "kl": "kl",
     "sampler_kl": "sampling/kl_k3",
     "mismatch": "sampling/sampling_logp_difference/mean",

@@ -104,7 +104,7 @@ def test_every_choice_learns(choice, tmp_path):
         assert apart == ("both sides" not in choice)
         found = [row[f"sampling/sampling_logp_difference/{x}"] for x in ("mean", "p99", "max")]
         assert found == sorted(found)
-    assert all(0 < row["sampling/entropy"] < 3 for row in rows)
+    assert all(0 < row["entropy"] < 3 for row in rows)
     if "mask" in choice or choice == "IcePop":
         assert all(0 <= row["sampling/masked_mean"] < 1 for row in rows)
     if choice == "entropy bonus":

@@ -40,7 +40,7 @@ def test_the_table_has_the_paper_s_number_of_the_arm_and_none_for_a_trial(change
     none = dict.fromkeys(("quick", "folder", "random_weights", "data"))
     args = types.SimpleNamespace(model="7b", **none)
     cfg = reproduce.configured(args, changes)
-    steps = {"loss": 0, "step_time": 30, "reward": 0.5, "sampling/entropy": 0.25}
+    steps = {"loss": 0, "step_time": 30, "reward": 0.5, "entropy": 0.25}
     text = reproduce.result("7b", cfg, [row(0, 0.5), row(1, **steps), row(2, 0.75, **steps)])
     assert "| accuracy before, % | 50.0 [50.0, 50.0] |" in text
     assert f"| accuracy after, % | 75.0 [75.0, 75.0] | {after} |" in text

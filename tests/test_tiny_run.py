@@ -71,8 +71,8 @@ def test_a_killed_run_goes_on_as_if_it_had_never_stopped(tmp_path):
     assert rows[1]["aqn/sigma"] == 0.0 and rows[-1]["aqn/sigma"] > 0.0
     # Without noise sampler and trainer are one function of one base; float32 leaves rounding only.
     assert rows[1]["sampling/sampling_logp_difference/max"] < 1e-4
-    # The trainer's entropy is of the rows that learn, the sampler's of all.
-    assert 0 < rows[1]["update/rows"] < 32 and rows[1]["entropy"] > 0
+    # `update/entropy` is of the rows that learn, `entropy` of all.
+    assert 0 < rows[1]["update/rows"] < 32 and rows[1]["update/entropy"] > 0
     assert abs(rows[1]["sampling/kl_k3"]) < 1e-9 < 1e-7 < rows[2]["sampling/kl_k3"]
 
     scores = accuracies(whole)

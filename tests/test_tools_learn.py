@@ -62,7 +62,7 @@ def test_a_run_with_tools_scores_what_it_sampled_and_goes_on_after_an_interrupti
         assert row["turns/mean"] > 1.3 and row["turns/max"] == 3
         assert 0 < row["tools/tokens"] < row["completions/max_length"]
         assert row["sampling/sampling_logp_difference/max"] < 1e-3
-        assert 0 < row["sampling/entropy"] < 3
+        assert 0 < row["entropy"] < 3
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from qerl_jax.distributed.mesh import Replicas
 from qerl_jax.model import transformer
 
 # The metric that an adaptive sigma follows.
-_SIGNALS = {"entropy": "sampling/entropy", "kl": "sampling/kl_k3", "reward": "reward"}
+_SIGNALS = {"entropy": "entropy", "kl": "sampling/kl_k3", "reward": "reward"}
 
 
 @dataclasses.dataclass(frozen=True)

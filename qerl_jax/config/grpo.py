@@ -116,8 +116,8 @@ class EntropyConfig(Checked, section="grpo.entropy."):
         coef_min: Lower bound of a coefficient that adapts.
         coef_max: Upper bound of a coefficient that adapts.
         coef_delta: How much an adaptive coefficient changes after a step.
-        target: Entropy in nats per token, below which the bonus acts; best close to the metric `entropy` early
-            in a run. It is compared with the mean over the tokens of `grpo.top_entropy_quantile`.
+        target: Entropy in nats per token, below which the bonus acts; best close to the metric `update/entropy`
+            early in a run. It is compared with the mean over the tokens of `grpo.top_entropy_quantile`.
     """
 
     coef: NotNegative = experimental(0.0)

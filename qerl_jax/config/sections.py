@@ -426,7 +426,7 @@ class AdaptiveNoiseConfig(Checked, section="noise.adaptive."):
 
     Attributes:
         target: The value of `metric` to aim at.
-        metric: What sigma follows: the sampler's "entropy" (`sampling/entropy`), the mean "kl" from sampler to
+        metric: What sigma follows: the "entropy" of the sampled tokens, the mean "kl" from sampler to
             trainer (`sampling/kl_k3`), or the mean "reward". Sigma is raised after a rollout in which this is below
             `target`, and lowered after any other.
         rate: Factor by which sigma is raised or lowered after a rollout.

@@ -263,8 +263,8 @@ class Updater:
         Returns:
             The new state, and metrics: scalars, mostly means over the optimizer steps, under TRL's names.
             `sampling/...` compare the policy before its first step with the sampler, on the rows of that step. These,
-            `entropy`, `kl` and `clip_ratio/...` cover only the computed rows; without a KL term and an entropy bonus
-            these are the rows with an advantage. `update/...` are those of `_packing_metrics`.
+            `update/entropy`, `kl` and `clip_ratio/...` cover only the computed rows; without a KL term and an entropy
+            bonus these are the rows with an advantage. Other `update/...` are those of `_packing_metrics`.
         """
         order_key, step_key = jax.random.split(key)
         schedule_step = int(state.step) if schedule_step is None else schedule_step

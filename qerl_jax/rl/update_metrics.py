@@ -112,7 +112,7 @@ def reduced(records: list[Any]) -> dict[str, Any]:
     """
     steps = [
         metrics
-        | {"entropy": entropies / max(drift["tokens"].sum(), 1)}
+        | {"update/entropy": entropies / max(drift["tokens"].sum(), 1)}
         | jax.device_get(_summarize(counts))
         for metrics, counts, drift, entropies in records
     ]

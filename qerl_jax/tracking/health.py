@@ -135,10 +135,10 @@ class Health:
 
 def _entropy(health: Health) -> str | None:
     # The sampler's entropy covers all completions; the trainer's covers only rows with a signal.
-    first, last = health.course("sampling/entropy")
+    first, last = health.course("entropy")
     if last <= 0.1 * first:
         return (
-            f"sampling/entropy has collapsed, from {first:.3g} to {last:.3g} nats a token: completions of a "
+            f"entropy has collapsed, from {first:.3g} to {last:.3g} nats a token: completions of a "
             "prompt become equal, and nothing more is learned. Likely cause: a rate that is too high, or clipping "
             "that lets no rare token grow. Lower optim.learning_rate, raise grpo.epsilon_high (DAPO: 0.28) or set "
             "grpo.reference.beta > 0, and go on from an earlier checkpoint"
@@ -202,9 +202,9 @@ def cause(health: Health) -> str:
             "or by the masks of sampling ratios. Look at completions/clipped_ratio and sampling/masked_mean"
         )
     same = "In no group of completions did two rewards differ"
-    if math.isnan(latest("sampling/entropy")):
+    if math.isnan(latest("entropy")):
         return (
-            f"{same}. Likely cause: probabilities of the sampler that are not numbers (sampling/entropy is NaN), because "
+            f"{same}. Likely cause: probabilities of the sampler that are not numbers (entropy is NaN), because "
             "weights of base or adapter are none, or noise is too large. A greater length does not help"
         )
     if truncated > 0.9:
@@ -213,9 +213,9 @@ def cause(health: Health) -> str:
             "for shorter answers"
         )
         return f"{same}. Likely cause: {_about_missed_end(health) or length}"
-    if (entropy := health.latest("sampling/entropy")) is not None and entropy < 0.01:
+    if (entropy := health.latest("entropy")) is not None and entropy < 0.01:
         return (
-            f"{same}. Likely cause: the completions of a prompt are almost equal (sampling/entropy is {entropy:.2g}). "
+            f"{same}. Likely cause: the completions of a prompt are almost equal (entropy is {entropy:.2g}). "
             "Raise rollout.temperature"
         )
     if health._are_equal:

@@ -27,7 +27,7 @@ _SECTIONS = {
         ("Groups without signal", "share", False, {"share": "frac_reward_zero_std"}),
     ),
     "The policy": (
-        ("Entropy", "nats per token", False, {"trainer": "entropy", "sampler": "sampling/entropy"}),
+        ("Entropy", "nats per token", False, {"of all tokens": "entropy", "of those that learn": "update/entropy"}),
         ("AQN sigma", "", True, {"sigma": "aqn/sigma"}),
         ("Completion length", "tokens", False, {
             "mean": "completions/mean_length",

@@ -31,7 +31,7 @@ _TABLE = (
     ("reward std", "reward_std", "{:.3f}"),
     ("no signal", "frac_reward_zero_std", "{:.0%}"),
     ("clipped", "clip_ratio/region_mean", "{:.2%}"),
-    ("sampler's entropy", "sampling/entropy", "{:.3f}"),
+    ("update's entropy", "update/entropy", "{:.3f}"),
     ("mismatch", "sampling/sampling_logp_difference/mean", "{:.1e}"),
     ("KL", "kl", "{:.1e}"),
     ("grad norm", "grad_norm", "{:.2e}"),
@@ -43,7 +43,7 @@ _TABLE = (
 _MEANS_OF = {
     "reward": "completions/judged_ratio",
     "reward_std": "completions/judged_ratio",
-    "entropy": "update/rows",
+    "update/entropy": "update/rows",
 }
 _BARS = " ▁▂▃▄▅▆▇█"
 _CURVE = 24  # columns

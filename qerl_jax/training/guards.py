@@ -40,7 +40,7 @@ def check(
     if learned["updates/non_finite"] and int(state.skipped) == int(state.step):
         seen = ", ".join(
             f"{name} {float(learned[name]):.4g}"
-            for name in ("loss", "grad_norm", "entropy")
+            for name in ("loss", "grad_norm", "update/entropy")
             if name in learned
         )
         raise NotFinite(

@@ -49,7 +49,7 @@ def row(
 def of_rollout(scored: rollouts.Scored, functions: Sequence[scoring.Named]) -> dict[str, float]:
     """Computes metrics of rewards and lengths under TRL's names.
 
-    Lengths are in tokens that the policy sampled. `sampling/entropy` is the sampler's, in nats per token.
+    Lengths are in tokens that the policy sampled. `entropy` is that of all sampled tokens, in nats per token.
     """
     lengths, rewards = scored.rollout.sampled_lengths, scored.rewards
     judged = ~np.isnan(rewards)
@@ -71,7 +71,7 @@ def of_rollout(scored: rollouts.Scored, functions: Sequence[scoring.Named]) -> d
         "completions/max_terminated_length": int(terminated.max()),
     }
     if scored.rollout.entropies is not None:
-        metrics["sampling/entropy"] = sum(scored.rollout.entropies) / max(1, int(lengths.sum()))
+        metrics["entropy"] = sum(scored.rollout.entropies) / max(1, int(lengths.sum()))
     for (name, _), column in zip(functions, scored.per_function.T, strict=True):
         values = column[~np.isnan(column)]
         metrics[f"rewards/{name}/mean"] = float(values.mean()) if values.size else 0.0

@@ -68,7 +68,7 @@ def test_a_run_says_once_what_sigma_means_and_where_rounding_drowns_it():
     # Rounding is named only where it drowns noise.
     assert len(told(NoiseConfig(sigma_start=1e-2, sigma_end=5e-3))) == 1
     assert len(told(NoiseConfig(), jnp.float32)) == 1
-    follows = "follows sampling/entropy: up by a factor of 2 after a rollout below 0.5"
+    follows = "follows entropy: up by a factor of 2 after a rollout below 0.5"
     assert follows in told(ADAPTIVE)[1]
 
 
@@ -135,7 +135,7 @@ def test_noise_of_rows_is_of_the_steps_key_and_the_schedules_sigma(per):
 
 @pytest.mark.parametrize(
     ("signal", "metric"),
-    [("entropy", "sampling/entropy"), ("kl", "sampling/kl_k3"), ("reward", "reward")],
+    [("entropy", "entropy"), ("kl", "sampling/kl_k3"), ("reward", "reward")],
 )
 def test_an_adaptive_sigma_is_silent_first_and_then_follows_its_metric(signal, metric):
     adaptive = dataclasses.replace(ADAPTIVE.adaptive, metric=signal)

@@ -397,7 +397,7 @@ def test_metrics_of_computed_rows_and_their_sampler_equal_a_direct_computation(c
     if not changes:  # without clipping no test would notice a wrong clip range
         assert metrics["clip_ratio/low_mean"] > 0 and metrics["clip_ratio/high_mean"] > 0
     expected = {
-        "entropy": np.mean(entropies[mask]),
+        "update/entropy": np.mean(entropies[mask]),
         "sampling/sampling_logp_difference/p99": np.quantile(difference, 0.99),
         "sampling/kl": np.mean(-log_ratio),
         "sampling/kl_k3": np.mean(ratio - 1 - log_ratio),
@@ -542,9 +542,9 @@ def test_a_coefficient_that_adapts_is_part_of_the_state():
         state, metrics = make(grpo=ADAPTS)(state, *arguments())
         losses.append(metrics["policy_loss"] - metrics["loss"])
     assert losses[0] == 0
-    np.testing.assert_allclose(losses[1], 0.15 * metrics["entropy"], rtol=1e-4)
+    np.testing.assert_allclose(losses[1], 0.15 * metrics["update/entropy"], rtol=1e-4)
     np.testing.assert_allclose([state.entropy.coef, metrics["entropy_coef"]], 0.2, rtol=1e-6)
-    np.testing.assert_allclose(state.entropy.last, metrics["entropy"], rtol=1e-5)
+    np.testing.assert_allclose(state.entropy.last, metrics["update/entropy"], rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -807,7 +807,7 @@ def test_where_nothing_learns_some_rows_still_compare_policy_and_sampler():
     experience = changed(**NO_ADVANTAGE)
     state, metrics = run(grpo=SEVERAL_STEPS, experience=experience, optim=geometry(2, 2))
     assert metrics["updates/empty"] == 4 and metrics["update/rows"] >= 1
-    assert metrics["sampling/sampling_logp_difference/mean"] > 0.1 and metrics["entropy"] > 0
+    assert metrics["sampling/sampling_logp_difference/mean"] > 0.1 and metrics["update/entropy"] > 0
     assert_equal(state.params, trained_params())
 
 

@@ -9,7 +9,7 @@ from qerl_jax.tracking.health import Health
 
 WELL = {
     "reward": 0.5,
-    "sampling/entropy": 0.4,
+    "entropy": 0.4,
     "completions/mean_length": 100.0,
     "completions/clipped_ratio": 0.1,
     # As much of the signal as of the tokens.
@@ -39,7 +39,7 @@ MISMATCH = "sampling/sampling_logp_difference/mean"
 SICK = [
     ({"completions/truncated_tokens": 0.4, "completions/truncated_signal": 0.05},
      "completions/truncated_tokens has been ", "Lower it towards completions/max_terminated_length ("),
-    ({"sampling/entropy": 0.03}, "sampling/entropy has collapsed, from 0.4 to 0.", "optim.learning_rate"),
+    ({"entropy": 0.03}, "entropy has collapsed, from 0.4 to 0.", "optim.learning_rate"),
     ({"completions/mean_length": 300.0}, "mean_length has gone from 100 to", "rewards.soft_punish_cache"),
     ({"frac_reward_zero_std": 1.0}, "frac_reward_zero_std has been 1", "qerl filter"),
     ({"completions/clipped_ratio": 0.7}, "clipped_ratio has been ", "rollout.max_completion_length"),
@@ -57,7 +57,7 @@ def test_a_sick_run_is_told_once_with_metric_cause_and_remedy(changes, metric, r
 
 def test_of_a_run_that_is_well_nothing_is_said():
     assert warnings_of({}, {}, {}) == []
-    better = {"reward": 0.9, "completions/mean_length": 300.0, "sampling/entropy": 0.2}
+    better = {"reward": 0.9, "completions/mean_length": 300.0, "entropy": 0.2}
     assert warnings_of({}, better) == []  # longer, and better for it
 
 
@@ -85,7 +85,7 @@ def test_nothing_is_said_of_single_steps():
         row = dict(WELL)
         if rng.random() < 0.2:  # one step in five is far out
             row |= {name: value for changes, *_ in SICK for name, value in changes.items()}
-            row["sampling/entropy"], row["frac_reward_zero_std"] = 0.0, 1.0
+            row["entropy"], row["frac_reward_zero_std"] = 0.0, 1.0
         assert health.see({"step": step} | row) == []
 
 
@@ -112,8 +112,8 @@ def test_a_run_that_never_learned_is_told_after_three_steps_and_at_its_end():
             "90% of the completions that are cut off hold the special token '<|im_end|>', at which they do not end. "
             "Set rollout.stop_token_ids = [421]; a greater length does not help",
         ),
-        (ALL_CUT | {"sampling/entropy": math.nan}, "of the sampler that are not numbers"),
-        ({"sampling/entropy": 0.001}, "almost equal (sampling/entropy is 0.001)"),
+        (ALL_CUT | {"entropy": math.nan}, "of the sampler that are not numbers"),
+        ({"entropy": 0.001}, "almost equal (entropy is 0.001)"),
         ({"rewards/a/std": 0.0, "rewards/b/std": 0.0}, "two rewards differ: all rewards are 0."),
         ({"rewards/a/std": 0.3, "rewards/b/std": 0.0}, "problems that are always or never solved"),
         # 4 of 16 are 1; and from -0.04 to 0.09.
@@ -148,7 +148,7 @@ def test_rows_that_lack_metrics_or_hold_what_is_no_number_are_taken_as_they_come
     for row in ({"step": 0, "eval/accuracy": 0.1}, {"step": 1, "reward": 0.1}):
         assert health.see(row) == []
     for step in range(2, 40):
-        assert health.see({"step": step, "reward": "x", "sampling/entropy": None}) == []
+        assert health.see({"step": step, "reward": "x", "entropy": None}) == []
         assert health.see({"step": step, "reward": float("nan")}) == []
 
 

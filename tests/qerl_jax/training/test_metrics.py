@@ -42,3 +42,14 @@ def test_ends_that_were_missed_are_counted_in_truncated_completions_without_what
     found = metrics.missed_ends(rollout, {1: "<a>", 9: "<b>"})
     assert found == {"completions/missed_end_ratio": 0.5, "completions/missed_end": 9}
     assert metrics.missed_ends(rollout, {7: "<c>"}) == {}
+
+
+def test_entropy_is_the_mean_of_all_sampled_tokens_also_of_groups_from_which_nothing_is_learned():
+    rollout = types.SimpleNamespace(
+        sampled_lengths=np.array([10, 5, 5, 4]), stopped=(True,) * 4, entropies=(3.0, 1.0, 0.5, 1.5)
+    )
+    rewards = np.array([[1.0, 0.0], [1.0, 1.0]])
+    scored = types.SimpleNamespace(
+        rollout=rollout, rewards=rewards, per_function=rewards.reshape(4, 1)
+    )
+    assert metrics.of_rollout(scored, [("right", None)])["entropy"] == 6 / 24
