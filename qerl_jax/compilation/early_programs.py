@@ -21,9 +21,9 @@ from qerl_jax.system.checked import require, tell
 
 # Device memory that a process takes beside its parent's, for CUDA's libraries, in bytes; and the most processes.
 _PROCESS_BYTES, _MOST_PROCESSES = 1e9, 8
-# Programs that compile at the same time. More would wait for each other, so that the program which is needed first would
-# be ready last.
-_AT_ONCE = 2
+# Programs that compile at the same time: before the first step ends, and after it, when they slow down the run. With more of
+# the first ones the program that is needed first would be ready later.
+_AT_ONCE, _LATER = 2, 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +85,9 @@ class EarlyPrograms:
         self._threads: list[threading.Thread] = []
         self._processes: list[ProgramProcess] = []
         self._kernels = KernelModules()
+        # The programs that the first step does not need, and whether they may be compiled.
+        self._others: set[tuple[Hashable, ...]] = set()
+        self._goes_on = threading.Event()
         # One thread at a time uses Python's lock, so that the programs that are needed first are ready first.
         self._lock = threading.Lock()
 
@@ -95,17 +98,25 @@ class EarlyPrograms:
             for process in self._processes:
                 process.start(imports)
 
-    def begin(self, programs: Sequence[Listed]) -> None:
-        """Starts to compile programs, the first ones first."""
+    def begin(self, first: Sequence[Listed], others: Sequence[Listed] = ()) -> None:
+        """Starts to compile programs, in this order.
+
+        Args:
+            first: What a run needs before its first step ends.
+            others: The other programs. They are traced, but compiled after `go_on`, or when one of them is called: XLA
+                times products on the device, and sampling and updates take twice as long meanwhile.
+        """
+        programs = [*first, *others]
         store, futures = ProgramStore.beside_xla(), [concurrent.futures.Future() for _ in programs]
         count = min(workers(), len(programs)) if store else 0
         if not count:
             return
         keys = [program.key for program in programs]
         self._pending |= dict(zip(keys, futures, strict=True))
+        self._others |= {program.key for program in others}
         self._processes += [ProgramProcess() for _ in range(count - len(self._processes))]
-        # The numbers of programs that no thread has begun to trace, and to compile.
-        untraced, uncompiled = (collections.deque(range(len(programs))) for _ in range(2))
+        # The numbers of programs that no thread has begun to trace.
+        untraced = collections.deque(range(len(programs)))
         traced = [concurrent.futures.Future() for _ in programs]
 
         def trace(process: ProgramProcess) -> None:
@@ -117,7 +128,7 @@ class EarlyPrograms:
                     traced[number].set_result(result)
             process.end()
 
-        def compile_all() -> None:
+        def compile_all(uncompiled: collections.deque[int]) -> None:
             with contextlib.suppress(IndexError):
                 while True:
                     # In the order of the list, even if another one is traced: it would take the processors first.
@@ -126,11 +137,23 @@ class EarlyPrograms:
                     if futures[number].set_running_or_notify_cancel():
                         self._compile(programs[number], result, futures[number])
 
-        work = [*((trace, process) for process in self._processes), *[(compile_all,)] * _AT_ONCE]
+        def compile_others(uncompiled: collections.deque[int]) -> None:
+            concurrent.futures.wait(futures[: len(first)])
+            self._goes_on.wait()
+            compile_all(uncompiled)
+
+        count = len(first)
+        now, later = (collections.deque(x) for x in (range(count), range(count, len(programs))))
+        work = [*((trace, process) for process in self._processes)]
+        work += [(compile_all, now)] * _AT_ONCE + [(compile_others, later)] * _LATER
         threads = [threading.Thread(target=do, args=of, daemon=True) for do, *of in work]
         for thread in threads:
             thread.start()
         self._threads += threads
+
+    def go_on(self) -> None:
+        """Begins to compile the programs that the first step did not need."""
+        self._goes_on.set()
 
     @property
     def unready(self) -> set[tuple[Hashable, ...]]:
@@ -163,6 +186,7 @@ class EarlyPrograms:
         """Begins no further programs, and ends the processes."""
         for future in self._pending.values():
             future.cancel()
+        self.go_on()
         for process in self._processes:
             process.end()
         self._kernels.end()
@@ -174,6 +198,8 @@ class EarlyPrograms:
         future = self._pending.get(key)
         if future is None or future.cancelled():
             return None
+        if key in self._others:
+            self.go_on()
         if (error := future.exception()) is None:
             return future.result()
         why = " ".join(f"{type(error).__name__}: {error}".split())[:200]

@@ -88,7 +88,7 @@ def load(
         **shared,
     )
     if not replicas.devices and early_programs.workers():
-        early.begin(program_list.programs(checked, sampler.engine, updater))
+        early.begin(*program_list.programs(checked, sampler.engine, updater))
     try:
         state, frozen, aqn, lines = _policy(checked, quiet or not replicas.hosts.leads)
     except Exception as error:

@@ -15,12 +15,14 @@ from qerl_jax.rl import adapter_check, update
 from qerl_jax.training.check import CheckedRun
 
 
-def programs(checked: CheckedRun, engine: Engine, updater: update.Updater) -> list[Listed]:
-    """Returns the programs of a run on one device, in the order in which it needs them.
+def programs(
+    checked: CheckedRun, engine: Engine, updater: update.Updater
+) -> tuple[list[Listed], list[Listed]]:
+    """Returns the programs of a run on one device, in the order in which it needs them: of its first step, and the others.
 
-    They are those of rollouts and evaluations without tools, of updates, and of the check of the adapter. First come
-    those that nothing can take the place of: the largest batch and the longest prefill, of an evaluation if the run
-    begins with one, and the largest micro-batches. The small ones that compile in a tenth of a second are not among them:
+    They are those of rollouts and evaluations without tools, of updates, and of the check of the adapter. The first step
+    needs those that nothing can take the place of: the largest batch and the longest prefill, of an evaluation if the run
+    begins with one, and the largest micro-batches. The second one needs the check. The small ones that compile in a tenth of a second are not among them:
     of the noise, of page copies, of checks of numbers.
 
     Args:
@@ -64,10 +66,10 @@ def programs(checked: CheckedRun, engine: Engine, updater: update.Updater) -> li
     names = [program.name for program in learning]
     first = 1 + names.index("apply")
     begins = [*sampling[:2], *learning[:first]]
-    goes_on = [*check, *learning[first:], *sampling[2:]]
+    others = [*check, *learning[first:], *sampling[2:]]
     if checked.resumed is None:
-        return [*held_out[:2], *begins, *held_out[2:], *goes_on]
-    return [*begins, *goes_on, *held_out]
+        return [*held_out[:2], *begins], [*others, *held_out[2:]]
+    return begins, [*others, *held_out]
 
 
 def _batch(cfg: RunConfig) -> Batch:

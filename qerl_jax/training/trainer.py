@@ -135,6 +135,7 @@ def _loop(run: PreparedRun, on_step: recorder.Callback | None, quiet: bool) -> u
             learned |= checked | noise.metrics
             row = metrics.row(run, trace, position, groups, state, learned)
             position = position.after(run.aqn, groups, state, row)
+            run.early.go_on()
             position = record(position, row, groups)
         record.end()
     return position.state

@@ -132,6 +132,24 @@ def test_a_program_whose_process_fails_is_compiled_when_it_is_called(requests, m
     early.end()
 
 
+@pytest.mark.parametrize("by", ["go_on", "call", "end"])
+def test_other_programs_wait_for_the_first_step_or_for_a_call(requests, by):
+    early = EarlyPrograms()
+    one, two = (Listed("plus", (*KEY, size), FUNCTION, arrays(size)) for size in (3, 4))
+    early.begin([one], [two])
+    assert is_right(early, 3, compiled=True)
+    early._threads[-1].join(0.2)
+    assert early.counts == (1, 2) and early.unready == {(*KEY, 4)}
+    if by == "go_on":
+        early.go_on()
+        early._threads[-1].join(60)
+        assert early.counts == (2, 2)
+    elif by == "call":
+        assert is_right(early, 4, compiled=True)
+    early.end()
+    assert is_right(early, 4, compiled=by != "end")
+
+
 def test_kernels_are_compiled_before_a_program_that_was_traced_now(requests, monkeypatch):
     order, compiling = [], jax.stages.Lowered.compile
     monkeypatch.setattr(KernelModules, "compile", lambda self, lowered: order.append(lowered))

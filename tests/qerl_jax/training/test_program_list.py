@@ -58,8 +58,10 @@ def listed(name):
             evaluator=None,
             resumed=None,
         )
-        programs = program_list.programs(checked, sampler.engine, updater)
-    return Counter(program.name for program in programs)
+        first, others = program_list.programs(checked, sampler.engine, updater)
+    assert [program.name for program in first] == ["decode", "prefill", "accumulate", "apply"]
+    assert others[0].name == "check"
+    return Counter(program.name for program in [*first, *others])
 
 
 @pytest.mark.parametrize(
@@ -91,9 +93,9 @@ def test_a_run_calls_only_large_programs_that_it_lists_and_a_second_one_traces_n
     monkeypatch.setattr(early_programs, "workers", lambda: 2)
     seen, begin, make = {}, early_programs.EarlyPrograms.begin, ProgramProcess.make
 
-    def watched(self, programs):
-        seen["names"] = Counter(p.name for p in programs)
-        begin(self, programs)
+    def watched(self, first, others):
+        seen["names"] = Counter(p.name for p in [*first, *others])
+        begin(self, first, others)
 
     def counted(self, request):
         seen["made"] += 1
