@@ -26,6 +26,7 @@ CHOICES = {
     "noise per group, on both sides": {"noise": LOUD | {"per": "group", "scope": "both"}},
     "noise per sequence": {"noise": LOUD | {"per": "sequence"}},
     "noise per token": {"noise": LOUD | {"per": "token"}},
+    "the published estimator": {"noise": LOUD | {"estimator": "published"}},
     "sigma follows entropy": {"noise": LOUD | {"adaptive": {"metric": "entropy", "target": 0.1}}},
     "sigma follows the divergence": {
         "noise": LOUD | {"adaptive": {"metric": "kl", "target": 1e-4}}

@@ -208,8 +208,8 @@ class GrpoConfig(Checked, section="grpo.", renamed=RENAMED):
         epsilon_high: Upper clip range; absent means `epsilon` (DAPO: 0.28). For "cispo" it is the bound of the
             ratio itself and must be given; 5 is usual (arXiv 2510.13786).
         delta: Cap of the ratio for negative advantages, where clipping leaves it without an upper bound (TRL's
-            name; verl's dual clip). 0 is none. Absent means 3, or 1 + `epsilon_high` where that is more, with
-            `old_logprobs = "behaviour"`, whose ratios hold the sampler's noise; and none with "recompute".
+            name; verl's dual clip). 0 is none. Absent means none with `old_logprobs = "recompute"`; otherwise, where
+            ratios hold the sampler's noise, 3, or 1 + `epsilon_high` where that is more.
         importance_sampling_level: Ratio per "token", or one per "sequence", the mean over its tokens. GSPO is
             "sequence" with `loss_type = "grpo"`: under the other loss types rows weigh by their length. Its
             clip range is 3e-4 and 4e-4, at which AQN's noise alone clips 39 to 56 % of the rows unless
@@ -225,7 +225,8 @@ class GrpoConfig(Checked, section="grpo.", renamed=RENAMED):
         mask_truncated_completions: Leave completions without a stop token out of the loss.
         num_iterations: Passes over each rollout.
         old_logprobs: Which log-probabilities the ratio is taken against: the sampler's own ("behaviour"), or
-            the clean policy's before the update ("recompute", as in QeRL's code).
+            the clean policy's before the update ("recompute", as in QeRL's code). Absent means what
+            `noise.estimator` chooses, and "behaviour" without it.
         top_entropy_quantile: Share of an optimizer batch's tokens, those of the highest entropy, from which the
             policy learns (arXiv 2506.01939; 0.2 there). 1 is all of them, and 0 the highest alone. It takes one
             more forward pass in each optimizer step.
@@ -245,7 +246,7 @@ class GrpoConfig(Checked, section="grpo.", renamed=RENAMED):
     )
     mask_truncated_completions: bool = core(False)
     num_iterations: Count = experimental(1)
-    old_logprobs: Literal["behaviour", "recompute"] = experimental("behaviour")
+    old_logprobs: Literal["behaviour", "recompute"] | None = experimental(None)
     top_entropy_quantile: Closed01 = experimental(1.0)
     reference: ReferenceConfig | None = None
     dynamic_sampling: DynamicSamplingConfig | None = None
@@ -271,7 +272,7 @@ class GrpoConfig(Checked, section="grpo.", renamed=RENAMED):
             return None
         if self.delta is not None:
             return self.delta or None
-        return max(_DUAL_CLIP, self.highest) if self.old_logprobs == "behaviour" else None
+        return None if self.old_logprobs == "recompute" else max(_DUAL_CLIP, self.highest)
 
     @property
     def highest(self) -> float:

@@ -54,6 +54,9 @@ def across_sections(cfg: Any) -> Iterator[tuple[bool, str, str]]:
     used = {*cfg.rewards.functions, *([cfg.eval.reward] if cfg.eval else [])}
     lora, grpo = cfg.model.trainable == "lora", cfg.grpo
     policy = grpo.reference and grpo.reference.policy
+    rule = "at most one of the two must be set: the first sets the second"
+    holds = cfg.noise is None or None in (cfg.noise.estimator, grpo.old_logprobs)
+    yield holds, "noise.estimator, grpo.old_logprobs", rule
     rule = "exactly one of the two must be set"
     holds = (cfg.max_steps is None) != (cfg.num_train_epochs is None)
     yield holds, "max_steps, num_train_epochs", rule
@@ -66,7 +69,7 @@ def across_sections(cfg: Any) -> Iterator[tuple[bool, str, str]]:
         'wrong: set grpo.old_logprobs = "recompute", which does not correct for the penalty; '
         "or set the penalty to 1 and reward less repetition by get_repetition_penalty_reward"
     )
-    holds = cfg.rollout.repetition_penalty == 1 or grpo.old_logprobs == "recompute"
+    holds = cfg.rollout.repetition_penalty == 1 or _recomputes(cfg)
     yield holds, "rollout.repetition_penalty", rule
     rule = (
         'must be false with noise.per = "sequence" and noise.scope = "both": under noise of its own '
@@ -91,6 +94,10 @@ def across_sections(cfg: Any) -> Iterator[tuple[bool, str, str]]:
         "(grpo.reference.mixup_alpha = 0 keeps it as it was)"
     )
     yield lora or grpo.reference is None or policy == "synced", "grpo.reference.policy", rule
+
+
+def _recomputes(cfg):
+    return cfg.objective.old_logprobs == "recompute"
 
 
 def _across_tables(cfg):
@@ -170,8 +177,11 @@ def _across_rollouts(cfg):
     yield not carry or noise is None or noise.scope != "both", "rollout.carry", rule
     rule = 'must be 0 unless noise.per = "rollout": noise of a row would change between its tokens'
     yield not carry or not cfg.has_row_noise, "rollout.carry", rule
-    rule = 'must be 0 with grpo.old_logprobs = "recompute": only the sampler knows the probabilities of older policies'
-    yield not carry or cfg.grpo.old_logprobs == "behaviour", "rollout.carry", rule
+    rule = (
+        'must be 0 with grpo.old_logprobs = "recompute" or noise.estimator = "published": only the sampler knows '
+        "the probabilities of older policies"
+    )
+    yield not (carry and _recomputes(cfg)), "rollout.carry", rule
     rule = "must be 0 with a [tools] section: the turns of a row are not part of a checkpoint"
     yield not carry or cfg.tools is None, "rollout.carry", rule
     rule = "must be absent with a [tools] section: a row may wait for a reply"
@@ -216,11 +226,11 @@ def advice(cfg: Any) -> list[str]:
             "rows of 2 and 10 tokens one weighs .17, the other .83), which is not GSPO: set "
             'grpo.loss_type = "grpo"'
         )
-    acts_in_ratio = noise is not None and noise.scope == "rollout"
-    if acts_in_ratio and grpo.old_logprobs == "behaviour" and grpo.epsilon < _NARROW_CLIP:
+    acts_in_ratio = noise is not None and noise.scope == "rollout" and not _recomputes(cfg)
+    if acts_in_ratio and grpo.epsilon < _NARROW_CLIP:
         lines.append(
-            'warning: grpo.old_logprobs: got "behaviour"; the noise of [noise] is part of these ratios '
+            'warning: noise.estimator: got "corrected"; the noise of [noise] is part of these ratios '
             f"and alone puts 39 to 56 % of the rows outside a clip range of {grpo.epsilon:g}, before "
-            'anything is learned: set grpo.old_logprobs = "recompute"'
+            'anything is learned: set noise.estimator = "published"'
         )
     return lines

@@ -460,6 +460,11 @@ class NoiseConfig(Checked, section="noise.", renamed=RENAMED):
         unit: What sigma means: a number that is added to the scales ("absolute", as in the paper), or a multiple of
             the root mean square of each norm's scale at the start of the run ("relative"). Models differ in their
             scales, so only a relative sigma has about the same effect in all of them.
+        estimator: What the ratio of the loss is taken against. "corrected": the noisy policy that sampled, so the
+            ratio knows the noise (`grpo.old_logprobs = "behaviour"`). "published", as in QeRL's code: the clean
+            policy, so the ratio is 1 in the first update of a rollout, whatever the noise did (`"recompute"`).
+            Absent means what `grpo.old_logprobs` says, and "corrected" without it. With `scope = "both"` the policy that
+            learns has the noise, too, and the estimator is "corrected" by construction.
     """
 
     sigma_start: Positive = core(1e-2)
@@ -475,6 +480,7 @@ class NoiseConfig(Checked, section="noise.", renamed=RENAMED):
     final_norm: bool = experimental(False)
     per: Literal["rollout", "group", "sequence", "token"] = experimental("rollout")
     unit: Literal["absolute", "relative"] = experimental("absolute")
+    estimator: Literal["corrected", "published"] | None = experimental(None)
     adaptive: AdaptiveNoiseConfig | None = None
 
     def _across(self):
@@ -483,6 +489,8 @@ class NoiseConfig(Checked, section="noise.", renamed=RENAMED):
         yield 0 < self.sigma_end <= self.sigma_start, "sigma_end", rule
         rule = 'needs noise.scope = "rollout": an update cannot hold the noise of every token'
         yield self.per != "token" or self.scope == "rollout", "per", rule
+        rule = 'needs noise.scope = "rollout": with "both" no policy of the update is clean'
+        yield self.estimator != "published" or self.scope == "rollout", "estimator", rule
         rule = 'needs noise.scope = "rollout": where both act under noise they do not differ'
         yield not follows_kl or self.scope == "rollout", "adaptive.metric", rule
 
@@ -669,6 +677,14 @@ class RunConfig(Checked):
 
     def _across(self):
         return across_sections(self)
+
+    @property
+    def objective(self) -> GrpoConfig:
+        """The section `grpo` with the log-probabilities that `noise.estimator` chooses."""
+        if self.noise is None or self.noise.estimator is None:
+            return self.grpo
+        old = "recompute" if self.noise.estimator == "published" else "behaviour"
+        return dataclasses.replace(self.grpo, old_logprobs=old)
 
     @property
     def has_row_noise(self) -> bool:

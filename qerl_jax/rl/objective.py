@@ -131,7 +131,7 @@ def loss(
     )
     rows = grpo.LossInputs(
         by_row,
-        behaviour_logps if cfg.old_logprobs == "behaviour" else old_logps,
+        old_logps if cfg.old_logprobs == "recompute" else behaviour_logps,
         batch.advantages,
         mask,
         fixed.get("ref_logps"),

@@ -392,7 +392,7 @@ def make_updater(
     remat = cfg.model.gradient_checkpointing
     assert remat != "auto", "the plan chooses it"
     return Updater(
-        Objective(model, cfg.grpo, cfg.rollout.temperature, num_tokens, remat),
+        Objective(model, cfg.objective, cfg.rollout.temperature, num_tokens, remat),
         cfg.optim,
         total_steps,
         max_prompt_length=cfg.data.max_prompt_length,

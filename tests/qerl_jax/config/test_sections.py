@@ -102,7 +102,10 @@ def build(**changes):
 
 
 # Rollouts that end before all rows have; neither goes with the tools of the others.
-LEAVES = build(rollout__carry=3), build(rollout__stop_share=0.9)
+LEAVES = (
+    build(rollout__carry=3, noise__estimator="corrected"),
+    build(rollout__stop_share=0.9, noise__estimator="published"),
+)
 
 
 def test_a_minimal_file_gets_the_defaults():
@@ -195,6 +198,7 @@ rollout.carry = 999999999 | must make at most 1048576
 rollout.carry = 8; noise.scope = 'both' | must be 0 with noise.scope = "both"
 rollout.carry = 8; noise.per = 'group' | must be 0 unless noise.per = "rollout"
 rollout.carry = 8; grpo.old_logprobs = 'recompute' | must be 0 with grpo.old_logprobs = "recompute"
+rollout.carry = 8; noise.estimator = 'published' | or noise.estimator = "published"
 rollout.carry = 8; tools.functions = ('calculator',) | must be 0 with a [tools] section
 rollout.stop_share = 1.0 | must be in (0, 1)
 rollout.stop_share = 0.9; rollout.carry = 8 | must be absent with rollout.carry
@@ -232,6 +236,8 @@ grpo.mismatch.mask.ratio_max = 1.0 | must be above 1
 grpo.mismatch.off_policy_threshold = 0.0 | must be positive
 grpo.delta = 1.25; grpo.epsilon_high = 0.25 | must exceed 1 + epsilon_high = 1.25
 noise.per = 'token'; noise.scope = 'both' | needs noise.scope = "rollout"
+noise.estimator = 'published'; noise.scope = 'both' | needs noise.scope = "rollout"
+noise.estimator = 'clean' | 'corrected', 'published'
 noise.adaptive.metric = 'kl'; noise.adaptive.target = 0.01; noise.scope = 'both' | needs noise.scope = "rollout"
 grpo.reference.beta = -0.1 | must not be negative
 grpo.importance_sampling_level = 'row' | 'token', 'sequence'
@@ -300,6 +306,10 @@ rewards.options = {'accuracy_reward': {'of': [{1: 2}]}} | must hold texts, numbe
 BAD = r"""
 max_steps = ... | max_steps, num_train_epochs: got (None, None) ... exactly one of the two
 num_train_epochs = 1.0 | max_steps, num_train_epochs: got (10, 1.0) ... exactly one
+noise.estimator = 'published'; grpo.old_logprobs = 'recompute'
+    | noise.estimator, grpo.old_logprobs: got ('published', 'recompute') ... at most one of the two
+noise.estimator = 'corrected'; grpo.old_logprobs = 'recompute'; grpo.mismatch = {'correction': {}}
+    | noise.estimator, grpo.old_logprobs: got ('corrected', 'recompute') ... at most one of the two
 seed = 4294967296 | seed: got 4294967296 ... must be an integer in [0, 2**32)
 data.columns = {'prompt': 1} | data.columns.prompt: got 1 ... must be of type str
 rewards.options = {'f': 1} | rewards.options.f: got 1 ... must be a section
@@ -514,8 +524,9 @@ GSPO = {"grpo__importance_sampling_level": "sequence", "grpo__epsilon": 3e-4}
         # Noise in ratios of so narrow a range clips before anything is learned.
         (
             GSPO | {"grpo__loss_type": "grpo", "noise": {}},
-            [("grpo.old_logprobs", "behaviour", '"recompute"')],
+            [("noise.estimator", "corrected", '"published"')],
         ),
+        (GSPO | {"grpo__loss_type": "grpo", "noise__estimator": "published"}, []),
         (GSPO | {"grpo__loss_type": "grpo", "noise": {}, "grpo__old_logprobs": "recompute"}, []),
         (GSPO | {"grpo__loss_type": "grpo", "noise__scope": "both"}, []),
         (GSPO | {"grpo__loss_type": "grpo", "noise": {}, "grpo__epsilon": 0.2}, []),
@@ -541,6 +552,26 @@ def test_sequence_ratios_that_are_not_gspo_are_warned_of(changes, named):
 def test_truncated_sampling_says_in_one_line_what_the_ratio_is(rollout, start):
     lines = config_rules.advice(build(**{f"rollout__{name}": x for name, x in rollout.items()}))
     assert [line.startswith(f"warning: {start}") for line in lines] == [True] * bool(start)
+
+
+@pytest.mark.parametrize(
+    ("changes", "old", "cap"),
+    [
+        ({}, None, 3.0),
+        ({"grpo__old_logprobs": "behaviour"}, "behaviour", 3.0),
+        ({"noise": {}}, None, 3.0),
+        ({"noise__estimator": "corrected"}, "behaviour", 3.0),
+        ({"noise__estimator": "corrected", "noise__scope": "both"}, "behaviour", 3.0),
+        ({"noise__estimator": "published"}, "recompute", None),
+        ({"noise": {}, "grpo__old_logprobs": "recompute"}, "recompute", None),
+    ],
+)
+def test_the_estimator_sets_the_log_probabilities_of_the_ratio_and_with_them_its_cap(
+    changes, old, cap
+):
+    objective = build(**changes).objective
+    assert objective == dataclasses.replace(config.GrpoConfig(), old_logprobs=old)
+    assert objective.ratio_cap == cap
 
 
 RECIPES = """

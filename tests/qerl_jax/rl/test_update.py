@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 
+from qerl_jax import config
 from qerl_jax.aqn import schedule as noise
 from qerl_jax.aqn.draw import row_noise
 from qerl_jax.compilation.early_programs import EarlyPrograms
@@ -316,6 +317,29 @@ def test_loss_and_gradient_equal_a_direct_implementation(grpo, optim):
     actual, metrics = loss_and_gradient(grpo=grpo, optim=optim)
     assert_close(actual, expected)
     np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(expected[1]), rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("estimator", [None, "corrected", "published"])
+def test_a_published_ratio_is_1_whatever_the_noise_did_and_a_corrected_one_knows_it(estimator):
+    cfg = config.RunConfig(
+        output_dir="run",
+        model=config.ModelConfig("none", gradient_checkpointing="none"),
+        data=config.DataConfig("arithmetic", max_prompt_length=WIDTH - LONGEST),
+        rewards=config.RewardConfig(("accuracy_reward",)),
+        rollout=config.RolloutConfig(temperature=TEMPERATURE, max_completion_length=LONGEST),
+        noise=config.NoiseConfig(estimator=estimator),
+        optim=PLAIN,
+        max_steps=1,
+    )
+    updater = update.make_updater(cfg, model(), NUM_TOKENS, 10)
+    experience = sample_experience()
+    _, metrics = updater(state_of(trained_params()), base(), experience, None, jax.random.key(0))
+    mask, advantages = masks(experience), experience.advantages[:, None]
+    ratio = np.exp(own_logps() - behaviour_logps(experience))
+    ratio = np.ones_like(ratio) if estimator == "published" else ratio
+    gain = np.minimum(np.minimum(ratio, 3) * advantages, np.clip(ratio, 0.8, 1.2) * advantages)
+    np.testing.assert_allclose(metrics["loss"], -np.sum(gain * mask) / np.sum(mask), rtol=1e-5)
 
 
 @pytest.mark.slow
