@@ -80,6 +80,26 @@ def token_rows(cfg: Calibration, tokens: tokenizer.Tokenizer) -> tuple[np.ndarra
     return np.array(rows, np.int32), np.array([len(ids) for ids in encoded], np.int32)
 
 
+def worked_answers(count: int, tokens: tokenizer.Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """Returns procedural problems with worked answers as right-padded ids, int32 [S, T], and bool [S, T].
+
+    The second array marks the slots that predict a token of an answer. Questions are chats if there is a template.
+    """
+    problems = [arithmetic.problem("test", 0, index) for index in range(count)]
+    texts: list[tokenizer.Prompt] = [f"{problem.question}\n" for problem in problems]
+    if tokens.chat_template:
+        texts = [[{"role": "user", "content": problem.question}] for problem in problems]
+    answers = tokens.ids([*map(arithmetic.worked_answer, problems)], add_special_tokens=False)
+    rows = [*zip(tokens.encode(texts), answers, strict=True)]
+    width = max(len(question) + len(answer) for question, answer in rows)
+    ids, live = np.full((count, width), tokens.pad_token, np.int32), np.zeros((count, width), bool)
+    for number, (question, answer) in enumerate(rows):
+        first, end = len(question), len(question) + len(answer)
+        ids[number, :end] = question + answer
+        live[number, first - 1 : end - 1] = True
+    return ids, live
+
+
 class HiddenStates:
     """The hidden states of all calibration rows before a layer, in host memory; `advance` moves them to the next."""
 

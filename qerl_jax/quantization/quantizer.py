@@ -29,11 +29,19 @@ from qerl_jax.config import BlockScales, PackedFormat
 from qerl_jax.data import tokenizer
 from qerl_jax.model import architecture, transformer
 from qerl_jax.quantization import awq, gptq, sensitivity
-from qerl_jax.quantization.calibration import Calibration, HiddenStates, token_rows
+from qerl_jax.quantization.calibration import (
+    Calibration,
+    HiddenStates,
+    token_rows,
+    worked_answers,
+)
 from qerl_jax.system.checked import require
 from qerl_jax.system.files import Progress, read_json, writing
 
 REPORT = "quantization_report.json"
+
+# Number of problems on whose answers the divergence of the whole model is measured.
+_ANSWERS = 16
 
 _PROGRESS = "progress.jsonl"
 
@@ -164,7 +172,8 @@ def quantize(
 
     Besides the weights the folder holds config.json with `quantization_config`, the source's tokenizer and generation
     config, and quantization_report.json. The report has size, time and peak memory, and for each fused linear of each
-    layer the relative error of its weights. With calibration, it also has the relative error of the outputs, and the
+    layer the relative error of its weights. Its `kl` is KL(16 bit || packed) of the whole model on worked answers to
+    procedural problems, in nats per token; null if there is no tokenizer that encodes them. With calibration, it also has the relative error of the outputs, and the
     KL divergence of the whole model if only this linear is packed (`sensitivity`).
 
     Args:
@@ -209,6 +218,7 @@ def _quantize(
         states = _hidden_states(job.source, arch, recipe.calibration, log)
         if with_sensitivity:
             probe = sensitivity.Sensitivities(states.model, *states.sample(), job.folder)
+    whole = _divergence(job, log)
 
     start = time.monotonic()
     passed = lambda: time.monotonic() - start
@@ -233,9 +243,18 @@ def _quantize(
         if states is not None and number < arch.num_layers:
             written_layer = safetensors.Tensors(job.folder, job.file(number))
             states.advance(_layer(states.model, written_layer, index, job.form))
+        if whole is not None:
+            model, packed = whole.model, safetensors.Tensors(job.folder, job.file(number))
+            dense = _layer(model, _stored(job, index), index)
+            whole.advance(dense, _layer(model, packed, index, job.form))
         move(number / arch.num_layers)
     divergences = probe.divergences(*_ends(job)) if probe is not None else {}
-    report = _finish(job, divergences)
+    kl = None if whole is None else whole.mean(*_ends(job))
+    if kl is not None:
+        log(
+            f"KL(16 bit || {recipe.format}) is {kl:.2g} a token, the mean of {whole.tokens} of worked answers"
+        )
+    report = _finish(job, divergences, kl)
     if probe is not None:
         for text in sensitivity.table(arch, divergences, probe.tokens):
             log(text)
@@ -351,7 +370,9 @@ def _weight_error(form: NumberFormat, weights: list[jax.Array], packed: list[Any
     return jnp.sqrt(off / jnp.where(whole == 0, 1, whole))
 
 
-def _finish(job: _Job, divergences: dict[tuple[int, str], float]) -> dict[str, Any]:
+def _finish(
+    job: _Job, divergences: dict[tuple[int, str], float], kl: float | None
+) -> dict[str, Any]:
     """Writes all files except the weights, moves the folder to its target, and returns the report."""
     hf_folder.copy_companions(job.source, job.folder)
     files, settings = job.progress.values, job.progress.identity
@@ -368,6 +389,7 @@ def _finish(job: _Job, divergences: dict[tuple[int, str], float]) -> dict[str, A
         "bytes": job.nbytes,
         "source_bytes": sum(settings["sizes"].values()),
         "seconds": files[-1]["seconds"],
+        "kl": kl,
         "peak_device_bytes": (runtime.memory_stats() or {}).get("peak_bytes_in_use"),
         "peak_host_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         "layers": of_layers,
@@ -394,10 +416,28 @@ def _hidden_states(
 ) -> HiddenStates:
     ids, lengths = token_rows(cfg, tokenizer.load(folder).fitted(arch.vocab_size, "tokenizer"))
     log(f"calibrating on {len(ids)} rows of {cfg.dataset}, {lengths.sum()} tokens")
+    return HiddenStates(*_dense(folder, arch), ids, lengths)
+
+
+def _divergence(job: _Job, log: Callable[[str], None]) -> sensitivity.Divergence | None:
+    """Begins to measure the divergence of the whole model; None, with a line, if its tokenizer cannot be used."""
+    try:
+        tokens = tokenizer.load(job.source).fitted(job.arch.vocab_size, "tokenizer")
+        ids, live = worked_answers(_ANSWERS, tokens)
+    except (OSError, ValueError) as error:
+        log(f"KL(16 bit || packed) is not measured: {error}")
+        return None
+    model, embedding = _dense(job.source, job.arch)
+    return sensitivity.Divergence(model, jnp.asarray(embedding[ids], model.dtype), live)
+
+
+def _dense(
+    folder: pathlib.Path, arch: architecture.Architecture
+) -> tuple[transformer.Transformer, np.ndarray]:
+    """Returns a dense model that runs layers, and the embedding."""
     dtype = "bfloat16" if runtime.platform() == "gpu" else "float32"
-    model = transformer.Transformer(arch, dtype, None, jnp.dtype(dtype))
     embedding = np.asarray(FolderTensors(folder, arch)["model.embed_tokens.weight"])
-    return HiddenStates(model, embedding, ids, lengths)
+    return transformer.Transformer(arch, dtype, None, jnp.dtype(dtype)), embedding
 
 
 def _layer(

@@ -1,4 +1,4 @@
-"""Measures how much packing each linear changes a model: KL(16 bit || only this linear packed), in a single pass.
+"""Measures how much packing changes a model: KL(16 bit || packed), of all linears and of each one, in a single pass.
 
 A few rows pass through the 16-bit model layer by layer. At each layer they also pass through it once for each of
 its linears, with only that linear packed. These outputs then continue through the 16-bit layers that follow, together
@@ -90,6 +90,34 @@ class Sensitivities:
 
     def _file(self, index: int) -> pathlib.Path:
         return self._folder / f"sensitivity-{index:05d}.safetensors"
+
+
+class Divergence:
+    """KL(16 bit || packed) of the whole model on a few rows, which pass through both models layer by layer."""
+
+    def __init__(self, model: Transformer, x: jax.Array, live: jax.Array):
+        """Starts before the first layer.
+
+        Args:
+            model: A dense model, which runs the layers.
+            x: Embeddings [S, T, D] of right-padded rows.
+            live: bool [S, T], the slots that count.
+        """
+        self.model, self._both, self._live = model, (x, x), live
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens over which the divergence is averaged."""
+        return int(self._live.sum())
+
+    def advance(self, layer: dict[str, Any], packed: dict[str, Any]) -> None:
+        """Runs the next layer of both models: dense trees, the second of the dequantized weights."""
+        pairs = zip((layer, packed), self._both, strict=True)
+        self._both = tuple(advance(self.model, tree, x) for tree, x in pairs)
+
+    def mean(self, norm: jax.Array, head: jax.Array) -> float:
+        """Returns the mean per token in nats after the last layer; arguments as for `Sensitivities.divergences`."""
+        return float(_divergence(self.model.arch, self._both, self._live, norm, head))
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -7,9 +7,10 @@ import pytest
 
 from qerl_jax.checkpoint.policy import load_base
 from qerl_jax.config import ModelConfig
+from qerl_jax.data import arithmetic
 from qerl_jax.model import layers
 from qerl_jax.model.transformer import head
-from qerl_jax.quantization import sensitivity
+from qerl_jax.quantization import quantizer, sensitivity
 
 LINEARS = ("qkv", "down")
 
@@ -84,3 +85,27 @@ def test_the_table_names_what_hurts_most(base):
         ["model.layers.0.self_attn.q_proj/k_proj/v_proj", "1.00e-03"],
     ]
     assert sensitivity.table(arch, {}, 0) == []
+
+
+@pytest.mark.slow
+def test_the_divergence_of_a_quantized_folder_is_that_of_the_two_models(base, tmp_path):
+    model, frozen = base
+    recipe = quantizer.Recipe(block_scales="maximum")
+    lines = []
+    report = quantizer.quantize("qerl-tiny", tmp_path / "out", recipe, lines.append)
+    cfg = ModelConfig(str(tmp_path / "out"), weights="nvfp4", dtype="float32")
+    packed_model, packed, tokens = load_base(cfg, None)
+    rows, where = [], []
+    for index in range(16):
+        problem = arithmetic.problem("test", 0, index)
+        (question,) = tokens.encode([[{"role": "user", "content": problem.question}]])
+        (answer,) = tokens.ids([arithmetic.worked_answer(problem)], add_special_tokens=False)
+        rows.append(question + answer)
+        where.extend((index, len(question) - 1 + slot) for slot in range(len(answer)))
+    ids = np.array([row + [0] * (max(map(len, rows)) - len(row)) for row in rows])
+    both = logps(model, frozen, ids), logps(packed_model, packed, ids)
+    ours, theirs = (np.asarray(x, np.float64)[*np.transpose(where)] for x in both)
+    expected = np.sum(np.exp(ours) * (ours - theirs)) / len(where)
+    assert report["kl"] == pytest.approx(expected, rel=1e-3) and expected > 1e-4
+    line = f"KL(16 bit || nvfp4) is {report['kl']:.2g} a token, the mean of {len(where)} of"
+    assert any(text.startswith(line) for text in lines)
