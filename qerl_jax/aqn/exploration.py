@@ -1,6 +1,8 @@
 """Adaptive Quantization Noise (AQN) over a run: the noise of each step, and its size relative to the norms."""
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
@@ -56,20 +58,38 @@ class Exploration:
         cfg: The noise; None for no noise.
         stage: Maps a position on the schedule to the stage; stage 0 has no noise.
         scheduled: Maps a position on the schedule to sigma; None if sigma is adaptive.
-        draw: Maps step, sigma and `sizes` to the `noise` collection, or to `RowNoise`.
+        draw: Maps step, sigma, `sizes` and `per` to the `noise` collection, or to `RowNoise`.
         sizes: What sigma is multiplied by for each norm, from `sizes_of`; None if sigma is absolute.
+        fraction: The result of `median_fraction`.
     """
 
     cfg: NoiseConfig | None
     stage: Callable[[int], Any] = lambda schedule_step: 0
     scheduled: Callable[[int], jax.Array] | None = None
-    draw: Callable[[int, Any, Any], Any] = lambda step, sigma, sizes: None
+    draw: Callable[[int, Any, Any, str], Any] = lambda step, sigma, sizes, per: None
     sizes: Any = None
+    fraction: float = math.nan
+
+    @property
+    def seeks(self) -> bool:
+        """Whether the first sigma is to be found from samples, since sigma follows a divergence."""
+        adaptive = self.cfg.adaptive if self.cfg is not None else None
+        return adaptive is not None and adaptive.metric == "kl"
 
     @property
     def first(self) -> float | None:
-        """The initial sigma of an adaptive schedule; None for other schedules."""
-        return self.cfg.sigma_start if self.cfg is not None and self.cfg.adaptive else None
+        """The initial sigma of a schedule that follows entropy or reward; None for other schedules."""
+        is_known = self.cfg is not None and self.cfg.adaptive and not self.seeks
+        return self.cfg.sigma_start if is_known else None
+
+    def on_norms(self, scales: Any) -> Self:
+        """Returns the same noise with its size on norms of these scales, from `norm_scales`."""
+        fraction = median_fraction(self.cfg, scales)
+        return dataclasses.replace(self, sizes=sizes_of(self.cfg, scales), fraction=fraction)
+
+    def of_all_rows(self, step: int, sigma: float) -> Any:
+        """Returns noise of a step with another sigma, as one draw for all rows whatever `per` is."""
+        return self.draw(step, jnp.float32(sigma), self.sizes, "rollout")
 
     def __call__(self, step: int, schedule_step: int, sigma: float | None) -> StepNoise:
         """Returns the noise of a step.
@@ -82,9 +102,12 @@ class Exploration:
         if self.cfg is None:
             return StepNoise()
         stage = int(self.stage(schedule_step))
-        now = self.scheduled(schedule_step) if self.scheduled else jnp.float32(stage and sigma)
+        now = (
+            self.scheduled(schedule_step) if self.scheduled else jnp.float32(sigma if stage else 0)
+        )
         metrics = {"aqn/sigma": float(now), "aqn/stage": stage}
-        return StepNoise(self.draw(step, now, self.sizes), metrics, self.cfg.scope == "both")
+        vectors = self.draw(step, now, self.sizes, self.cfg.per)
+        return StepNoise(vectors, metrics, self.cfg.scope == "both")
 
     def adapted(
         self, sigma: float | None, schedule_step: int, metrics: Mapping[str, float]
@@ -111,7 +134,7 @@ def make_exploration(
 ) -> Exploration:
     """Makes the noise of a run of `total_steps` optimizer steps; `key` is used only for the noise.
 
-    A relative sigma needs the norms: `dataclasses.replace(result, sizes=sizes_of(...))`.
+    A relative sigma also needs the norms: `Exploration.on_norms`.
     """
     if cfg is None:
         return Exploration(None)
@@ -121,8 +144,10 @@ def make_exploration(
         sigma = aqn.sigma_schedule(
             cfg.schedule, sigma_start=start, sigma_end=end, exponent=exponent, **stages
         )
+    drawn = functools.partial(_drawn, cfg, model)
     draw = jax.jit(
-        lambda step, sigma, sizes: _drawn(cfg, model, aqn.step_key(key, step), sigma, sizes)
+        lambda step, *sigma_and_per: drawn(aqn.step_key(key, step), *sigma_and_per),
+        static_argnums=3,
     )
     return Exploration(cfg, lambda step: aqn.stage(step, **stages), sigma, draw)
 
@@ -131,16 +156,16 @@ def abstract_noise(cfg: NoiseConfig, model: transformer.Transformer) -> Any:
     """Returns shapes and dtypes of a run's noise."""
     shapes = transformer.noise_shapes(model.arch, cfg.final_norm)
     sizes = sizes_of(cfg, jax.tree.map(lambda leaf: np.ones(leaf.shape, np.float32), shapes))
-    return jax.eval_shape(lambda: _drawn(cfg, model, jax.random.key(0), 0.0, sizes))
+    return jax.eval_shape(lambda: _drawn(cfg, model, jax.random.key(0), 0.0, sizes, cfg.per))
 
 
-def _drawn(cfg, model, key, sigma, sizes):
+def _drawn(cfg, model, key, sigma, sizes, per):
     shapes = transformer.noise_shapes(model.arch, cfg.final_norm)
     if sizes is not None:
         sigma = jax.tree.map(lambda size: sigma * size, sizes)
-    if cfg.per == "rollout":
+    if per == "rollout":
         return aqn.norm_noise(key, sigma, shapes)
-    return row_noise(key, sigma, shapes, cfg.per)
+    return row_noise(key, sigma, shapes, per)
 
 
 def norm_scales(cfg: NoiseConfig, model: transformer.Transformer, params: Any, frozen: Any) -> Any:
@@ -172,15 +197,14 @@ def median_fraction(cfg: NoiseConfig, scales: Any) -> float:
     return float(np.median(np.concatenate(jax.tree.leaves(fractions))))
 
 
-def describe(cfg: NoiseConfig, dtype: Any, scales: Any) -> list[str]:
+def describe(cfg: NoiseConfig, dtype: Any, unit: float) -> list[str]:
     """Returns lines for the start of a run: sigma relative to the norms' scales, and whether rounding exceeds it.
 
     Args:
         cfg: The noise.
         dtype: That of the model.
-        scales: The result of `norm_scales`.
+        unit: The result of `median_fraction`.
     """
-    unit = median_fraction(cfg, scales)
     first, last = cfg.sigma_start * unit, cfg.sigma_end * unit
     times = "" if cfg.unit == "absolute" else " times the root mean square of each norm's scale"
     lines = [
@@ -188,8 +212,13 @@ def describe(cfg: NoiseConfig, dtype: Any, scales: Any) -> list[str]:
         "scale of the norms (median)"
     ]
     if (adaptive := cfg.adaptive) is not None:
+        begin = (
+            "where the first rollout says"
+            if adaptive.metric == "kl"
+            else f"at {cfg.sigma_start:.3g}"
+        )
         lines.append(
-            f"noise: sigma begins at {cfg.sigma_start:.3g} and follows {_SIGNALS[adaptive.metric]}: up by a factor "
+            f"noise: sigma begins {begin} and follows {_SIGNALS[adaptive.metric]}: up by a factor "
             f"of {adaptive.rate:g} after a rollout below {adaptive.target:g}, else down, within those bounds"
         )
     if dtype == jnp.bfloat16 and last < aqn.FLOOR:

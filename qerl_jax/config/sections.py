@@ -420,9 +420,10 @@ class OptimConfig(Checked, section="optim."):
 
 @dataclasses.dataclass(frozen=True)
 class AdaptiveNoiseConfig(Checked, section="noise.adaptive."):
-    """A sigma that follows a metric, in place of a schedule: it begins at noise.sigma_start after the stage without noise.
+    """A sigma that follows a metric, in place of a schedule, after the stage without noise.
 
-    It stays between noise.sigma_start and noise.sigma_end.
+    It stays between noise.sigma_start and noise.sigma_end. It begins at noise.sigma_start; if it follows "kl", where
+    the completions of the first rollout have the divergence `target`.
 
     Attributes:
         target: The value of `metric` to aim at.

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from qerl_jax.system import lazy_names
 
 if TYPE_CHECKING:
+    from qerl_jax.aqn.dose import equal_entropy_temperature
     from qerl_jax.aqn.draw import row_noise
     from qerl_jax.aqn.schedule import adapted_sigma, norm_noise, sigma_schedule, step_key
     from qerl_jax.generation.prompts import admit

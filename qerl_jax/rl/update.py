@@ -421,7 +421,7 @@ def anchors(
     """
     rows, versions = _rows_of(divided), experience.versions
     fixed = {
-        name: _scores(updater, policy, experience, rows, adapter=adapter)
+        name: scores(updater, policy, experience, rows, adapter=adapter)
         for name, (policy, adapter) in _fixed(updater, state, frozen, noise, steps).items()
     }
     if versions is not None:
@@ -444,7 +444,7 @@ def _fixed(
     return policies
 
 
-def _scores(
+def scores(
     updater: Updater,
     policy: Policy,
     experience: Experience,
@@ -464,10 +464,10 @@ def _scores(
         packed = updater.replicas.apart([experience.pack(batch, {}) for batch in members], replica)
         return call(function, *policies[replica], packed)
 
-    scores = _computed(
+    results = _computed(
         updater, batches, scored, program=(objective, adapter, of, policy[2] is None)
     )
-    for batch, of_batch in zip(batches, scores, strict=True):
+    for batch, of_batch in zip(batches, results, strict=True):
         index = experience.tokens_of(batch.rows.numbers)
         values[index] = np.asarray(of_batch)[: len(index)]
     return values
@@ -529,7 +529,7 @@ def _high_entropy(
     if quantile == 1:
         return {}
     rows = _with_tokens(experience, rows.reshape(-1))
-    entropies = _scores(updater, policy, experience, rows, of="entropies")
+    entropies = scores(updater, policy, experience, rows, of="entropies")
     mask = experience.mask & np.isin(experience.row_of_token, rows)
     return {"high_entropy": high_entropy(entropies, mask, quantile)}
 

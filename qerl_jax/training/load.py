@@ -122,8 +122,8 @@ def _policy(
     aqn, lines = checked.aqn, []
     if cfg.noise is not None:
         scales = exploration.norm_scales(cfg.noise, model, params, frozen)
-        aqn = dataclasses.replace(aqn, sizes=exploration.sizes_of(cfg.noise, scales))
-        lines = exploration.describe(cfg.noise, model.dtype, scales)
+        aqn = aqn.on_norms(scales)
+        lines = exploration.describe(cfg.noise, model.dtype, aqn.fraction)
         terminal.say(lines, quiet=quiet)
     first_state = functools.partial(update.first_state, cfg)
     # One program. Of weights that several devices share, it would not divide the moments.

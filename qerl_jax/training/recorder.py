@@ -20,7 +20,7 @@ from qerl_jax.rl import rollouts
 from qerl_jax.system.files import write_whole, writing
 from qerl_jax.tracking import health, terminal
 from qerl_jax.tracking.logger import Logger, Unheard, plain, read_metrics
-from qerl_jax.training import guards, metrics, run_folder
+from qerl_jax.training import dose, guards, metrics, run_folder
 from qerl_jax.training.groups import Groups
 from qerl_jax.training.load import PreparedRun
 from qerl_jax.training.position import Position
@@ -98,7 +98,11 @@ class Recorder:
             groups.sampled, groups.chosen, groups.advantages, self._trace.columns()
         )
         self._logger.write_completions(position.step, rows)
-        return self._record(position, row)
+        position = self._record(position, row)
+        for line in dose.acted(self._run.cfg, self._health):
+            self._run.notes.append(line)
+            self._logger.note(line)
+        return position
 
     def _record(self, position: Position, row: dict[str, Any]) -> Position:
         """Writes metrics, `best` and `best.json` if held-out accuracy is the highest so far, and what is due."""

@@ -19,7 +19,7 @@ from qerl_jax.rl import update
 from qerl_jax.system.checked import NotFinite
 from qerl_jax.tools import environments
 from qerl_jax.tracking import terminal
-from qerl_jax.training import guards, metrics, recorder, stopping
+from qerl_jax.training import dose, guards, metrics, recorder, stopping
 from qerl_jax.training.check import check
 from qerl_jax.training.gather import gather
 from qerl_jax.training.load import PreparedRun, load
@@ -123,6 +123,7 @@ def _loop(run: PreparedRun, on_step: recorder.Callback | None, quiet: bool) -> u
             trace.lap("reward")
 
             logger.phase("update")
+            position = dose.with_first_sigma(run, position, experience, logger.note)
             checked = guards.check_sampler(run, position, groups, noise.vectors)
             key = jax.random.fold_in(stream_key(cfg, UPDATE), step)
             state, learned = run.updater(

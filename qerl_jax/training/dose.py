@@ -1,0 +1,111 @@
+"""The dose of a run's noise: the first sigma of one that follows a divergence, and what the noise did at first."""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from qerl_jax.aqn.dose import bisected
+from qerl_jax.checkpoint import hf_folder
+from qerl_jax.config import RunConfig
+from qerl_jax.quantization.quantizer import REPORT
+from qerl_jax.rl import update
+from qerl_jax.rl.experience import Experience
+from qerl_jax.system.files import read_json
+from qerl_jax.tracking.health import Health
+from qerl_jax.training.load import PreparedRun
+from qerl_jax.training.position import Position
+
+# A first sigma is measured on this many rows, divided among draws of the noise: two draws of the same sigma may move a
+# small policy by very different divergences.
+_ROWS, _DRAWS = 64, 4
+# The lowest KL(16 bit || rounded to this format) that was measured for a pretrained model, in nats per token, and the
+# model: rows of the table in docs/design/noise.md.
+MEASURED = {
+    "nvfp4": (0.0181, "Qwen2.5-Coder-0.5B"),
+    "mxfp4": (0.048, "Qwen2.5-Coder-0.5B"),
+    "nf4": (0.1391, "SmolLM2-135M"),
+}
+
+
+def with_first_sigma(
+    run: PreparedRun, position: Position, experience: Experience, note: Callable[[str], None]
+) -> Position:
+    """Returns the position with the first sigma of noise that follows a divergence; unchanged if it has one or needs none.
+
+    It is the sigma that moves the policy by `noise.adaptive.target` on at most 64 rows of the run's first rollout, which
+    has no noise: the mean of four draws, each for a quarter of the rows. The divergence is estimated as `sampling/kl_k3`
+    is, which sigma follows from then on. Without a token to learn from it is the lowest one.
+
+    Args:
+        run: The run.
+        position: The position of the step that sampled the rows, whose parameters are still there.
+        experience: The rows.
+        note: Called with a line about the result.
+    """
+    if not run.aqn.seeks or position.sigma is not None:
+        return position
+    cfg, rows = run.cfg.noise, np.flatnonzero(experience.num_learned)[:_ROWS]
+    mask = experience.mask & np.isin(experience.row_of_token, rows)
+    params, clean = position.state.params, experience.behaviour_logps[mask]
+
+    def divergence(sigma: float) -> float:
+        logps = 0.0
+        for number, part in enumerate(np.array_split(rows, min(_DRAWS, len(rows)))):
+            noise = run.replicas.hold(run.aqn.of_all_rows(position.step + number, sigma))
+            policy = params, run.frozen, noise
+            logps += update.scores(run.updater, policy, experience, part)  # 0 for other rows
+        difference = np.float64(logps[mask]) - clean
+        return float(np.mean(np.expm1(difference) - difference))
+
+    if not len(rows):
+        return dataclasses.replace(position, sigma=cfg.sigma_end)
+    sigma = bisected(divergence, cfg.adaptive.target, cfg.sigma_end, cfg.sigma_start)
+    run.notes.append(
+        f"noise: sigma begins at {sigma:.3g}, {sigma * run.aqn.fraction:.2%} of a scale of the norms (median): on "
+        f"{mask.sum()} tokens of the first rollout it moves the policy by KL = {divergence(sigma):.2g}"
+    )
+    note(run.notes[-1])
+    return dataclasses.replace(position, sigma=sigma)
+
+
+def acted(cfg: RunConfig, health: Health) -> list[str]:
+    """Returns lines about the first rollout with noise, after it: what the noise did, and if rounding does far more.
+
+    They are from the log-probabilities that sampler and trainer compute anyway, so there are none if both have noise.
+    What sampler and trainer differ by without noise, in the rollout before, is subtracted.
+    """
+    if cfg.noise is None or cfg.noise.scope == "both":
+        return []
+    names = ("aqn/stage", "aqn/sigma", "sampling/kl_k3", "entropy")
+    pairs = [health.last(name, 2) for name in names]
+    if not all(pairs) or pairs[0][0] or not pairs[0][1]:
+        return []
+    _, (_, sigma), divergences, (silent, entropy) = pairs
+    divergence = max(0.0, divergences[1] - divergences[0])
+    line = (
+        f"noise: at sigma = {sigma:.3g} it moved the policy by KL = {divergence:.2g} nats a token; the sampler's "
+        f"entropy is {entropy:.3g}, and was {silent:.3g} in the rollout before"
+    )
+    if (rounding := _rounding(cfg)) is None:
+        return [line]
+    kl, source = rounding
+    lines = [f"{line}. Rounding to {cfg.model.weights} moves it by {kl:.2g} ({source})"]
+    if divergence < kl / 10:
+        lines.append(
+            f"warning: the noise does less than a tenth of what rounding does, so it explores next to nothing. Raise "
+            "noise.sigma_start, whose square the divergence goes with, or let sigma follow it: "
+            f'[noise.adaptive] with metric = "kl" and target = {kl:.2g}'
+        )
+    return lines
+
+
+def _rounding(cfg: RunConfig) -> tuple[float, str] | None:
+    """Returns by which KL rounding moves the policy, and where this is from; None if nothing is rounded."""
+    if cfg.model.weights not in MEASURED:
+        return None
+    path = hf_folder.local_folder(cfg.model.model_name_or_path, weights=False) / REPORT
+    if path.is_file() and (kl := read_json(path).get("kl")) is not None:
+        return kl, "measured by qerl quantize"
+    kl, model = MEASURED[cfg.model.weights]
+    return kl, f"of {model}; not measured for this base"
