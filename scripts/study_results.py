@@ -3,8 +3,8 @@
 It reads docs/measured/study.jsonl, with a line for each run of `scripts/study.py`; `--add FOLDER` adds those of a folder, with what
 the page needs of them. Where runs are missing, the page says that they were not measured. All numbers in its tables come from these files. The sentences that sum them up are in
 `study_page.md`, with their date; their {{names}} are filled with numbers from the files. Intervals are Student's 95 %
-intervals over seeds. Two arms are compared by the differences between runs with the same seed, which had the same
-problems in the same order.
+intervals over seeds. Arms are compared by the model "arm + seed": runs with the same seed had the same problems in the same
+order. Its residuals are pooled over the arms, and Holm's method allows for all comparisons.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from scipy.special import stdtrit
+from scipy.special import stdtr, stdtrit
 
 from qerl_jax.evaluation import intervals
 from scripts import study
@@ -35,6 +35,10 @@ TEMPLATE = pathlib.Path(__file__).with_name("study_page.md")
 MISSING = "not measured yet"
 # Two arms count as equal if the interval of their difference in accuracy is within this.
 MARGIN = 0.03
+# Probability of an error among all comparisons.
+ALPHA = 0.05
+# The reward that `steps_to_level` looks for.
+LEVEL = 0.4
 
 type Results = Mapping[str, Mapping[str, Any]]
 type Measure = Callable[[Mapping[str, Any]], float]
@@ -50,10 +54,12 @@ def mean_reward(run: Mapping[str, Any]) -> float:
     return float(np.mean(run["steps"]["reward"]))
 
 
-def reward_growth(run: Mapping[str, Any]) -> float:
-    """Mean training reward of the last fifth of the steps minus that of the first tenth."""
-    rewards = run["steps"]["reward"]
-    return study.last_reward(run) - float(np.mean(rewards[: max(1, len(rewards) // 10)]))
+def steps_to_level(run: Mapping[str, Any]) -> float:
+    """The first step whose training reward, smoothed as in the figures, is at least `LEVEL`; infinite if none is."""
+    from qerl_jax.tracking.charts import smooth
+
+    rewards = enumerate(smooth(run["steps"]["reward"]), 1)
+    return next((step for step, reward in rewards if reward >= LEVEL), math.inf)
 
 
 def accuracy(run: Mapping[str, Any]) -> float:
@@ -98,15 +104,18 @@ def add(folder: pathlib.Path, path: pathlib.Path = RESULTS) -> None:
     path.write_text("".join(line + "\n" for line in lines))
 
 
+type Side = str | tuple[str, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """A claim of the paper, as a difference between two arms.
+    """A claim of the paper, as a difference between two arms, or between means of arms.
 
     Attributes:
         text: The claim.
         paper: The paper's numbers, if it gives some.
-        ours: The arm that should be higher.
-        theirs: The arm that it is compared with.
+        ours: The arm that should be higher, or several.
+        theirs: The arm that it is compared with, or several.
         measure: The compared quantity of a run.
         equal: Whether the claim is that they do not differ.
         rate: Index of the learning rate of both arms; None means the best rate of each.
@@ -115,17 +124,26 @@ class Claim:
 
     text: str
     paper: str
-    ours: str
-    theirs: str
+    ours: Side
+    theirs: Side
     measure: Measure
     equal: bool = False
     rate: int | None = None
     added: bool = False
 
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weight of each arm in the difference."""
+        sides = ((_arms(self.ours), 1), (_arms(self.theirs), -1))
+        return {arm: sign / len(side) for side, sign in sides for arm in side}
+
+
+def _arms(side: Side) -> tuple[str, ...]:
+    return (side,) if isinstance(side, str) else side
+
 
 _ENTROPY = "entropy is higher at the start"
 _FASTER = "reward grows faster"
-_HIGHER = "mean reward is higher"
 _BETTER = "final accuracy is higher"
 # The paper's numbers are from its GSM8K table for 3B and 7B. Every comparison that the text of the page draws a
 # conclusion from is here, so that it is counted.
@@ -135,10 +153,8 @@ CLAIMS = (
     Claim(_ENTROPY, "a figure, 7B", "nf4", "bf16", entropy_at_start),
     Claim("(ours) rounding to nearest has more entropy than GPTQ", "-", "nvfp4", "nvfp4-gptq", entropy_at_start),
     Claim("(ours) GPTQ has more entropy than 16 bits", "-", "nvfp4-gptq", "bf16", entropy_at_start, added=True),
-    Claim(_FASTER, "figures", "nvfp4", "bf16", reward_growth, added=True),
-    Claim(_FASTER, "figures", "nvfp4-aqn", "bf16", reward_growth, added=True),
-    Claim(_HIGHER, "figures", "nvfp4", "bf16", mean_reward),
-    Claim(_HIGHER, "figures", "nvfp4-aqn", "bf16", mean_reward),
+    Claim(_FASTER, "figures", "nvfp4", "bf16", mean_reward),
+    Claim(_FASTER, "figures", "nvfp4-aqn", "bf16", mean_reward),
     Claim("(ours) GPTQ has more reward", "-", "nvfp4-gptq", "nvfp4", mean_reward),
     Claim("AQN has more reward", "figures", "nvfp4-aqn", "nvfp4", mean_reward, added=True),
     Claim("(the missing control) AQN has more reward in 16 bits", "-", "bf16-aqn", "bf16", mean_reward, added=True),
@@ -151,6 +167,8 @@ CLAIMS = (
     Claim("(ours) 16 bits end above GPTQ", "-", "bf16", "nvfp4-gptq", accuracy, added=True),
     Claim("AQN adds to it", "83.7 - 83.3, 90.8 - 88.5", "nvfp4-aqn", "nvfp4", accuracy),
     Claim("(the missing control) AQN adds to 16 bits", "-", "bf16-aqn", "bf16", accuracy),
+    Claim("AQN adds, on the mean of both bases", "-", ("nvfp4-aqn", "bf16-aqn"), ("nvfp4", "bf16"), accuracy, added=True),
+    Claim("AQN adds more in 4 bits than in 16", "-", ("nvfp4-aqn", "bf16"), ("nvfp4", "bf16-aqn"), accuracy, added=True),
     Claim("(the missing control) 4 bits and AQN beat 16 bits and AQN", "-", "nvfp4-aqn", "bf16-aqn", accuracy),
     Claim("equal to full fine-tuning", "83.7 - 84.4, 90.8 - 91.2", "nvfp4-aqn", "full", accuracy, True),
     Claim("full fine-tuning is better than 16-bit LoRA", "84.4 - 76.1, 91.2 - 88.1", "full", "bf16", accuracy, added=True),
@@ -162,9 +180,10 @@ UNTESTED = (("the exponential schedule is the best of several", "a figure"),)
 
 @dataclasses.dataclass(frozen=True)
 class Interval(intervals.Interval):
-    """A mean over seeds, the ends of its 95 % interval, and the number of seeds."""
+    """A mean over seeds, the ends of its 95 % interval, the number of seeds, and the p-value of "it is 0"."""
 
     count: int
+    p: float = 1.0
 
     def shown(self, sign: str = "") -> str:
         """The interval as text for a table."""
@@ -181,52 +200,96 @@ def interval(values: Sequence[float], level: float = 0.95) -> Interval:
     return Interval(mean, float(mean - reach), float(mean + reach), count)
 
 
+def contrast(values: np.ndarray, weights: np.ndarray) -> Interval:
+    """Returns a weighted sum of the means of arms, by the model "value = arm + seed + residual".
+
+    Its interval and its p-value are Student's, with (arms - 1) * (seeds - 1) degrees of freedom. For two arms this is the
+    paired test.
+
+    Args:
+        values: float [arms, seeds].
+        weights: float [arms], with the sum 0. An arm with weight 0 only helps to estimate the residuals' deviation.
+    """
+    arms, seeds = values.shape
+    mean, freedom = float(weights @ values.mean(axis=1)), (arms - 1) * (seeds - 1)
+    if not freedom:
+        return Interval(mean, -math.inf, math.inf, seeds)
+    residuals = values - values.mean(axis=1, keepdims=True) - values.mean(axis=0) + values.mean()
+    error = math.sqrt(np.sum(residuals**2) / freedom * np.sum(weights**2) / seeds)
+    reach = float(stdtrit(freedom, 0.975)) * error
+    p = float(2 * stdtr(freedom, -abs(mean) / error)) if error else float(mean == 0)
+    return Interval(mean, mean - reach, mean + reach, seeds, p)
+
+
+def holm(values: Sequence[float]) -> list[float]:
+    """Returns p-values that allow for all of them (Holm 1979): the smallest times n, the next times n - 1, ..."""
+    order = np.argsort(values, kind="stable")
+    factors = np.arange(len(values), 0, -1)
+    steps = np.maximum.accumulate(np.asarray(values)[order] * factors)
+    adjusted = np.empty(len(values))
+    adjusted[order] = np.minimum(steps, 1)
+    return adjusted.tolist()
+
+
 def runs_of(results: Results, arm: str, rate: float | None) -> dict[int, Mapping[str, Any]]:
     """The runs of an arm at a rate, by seed; none if the rate is None."""
     names = {seed: Piece(arm, rate or 0, seed).name for seed in (*FIRST_SEEDS, *MORE_SEEDS)}
     return {seed: results[name] for seed, name in names.items() if rate and name in results}
 
 
-def compared(results: Results, claim: Claim, level: float = 0.95) -> Interval | None:
-    """The difference of a claim, over the seeds that both arms have; None if there are none."""
-    sides = []
-    for arm in (claim.ours, claim.theirs):
-        rates = ARMS[arm].rates
-        rate = study.best_rate(results, arm) if claim.rate is None else rates[claim.rate]
-        sides.append(runs_of(results, arm, rate))
-    ours, theirs = sides
-    shared = sorted(ours.keys() & theirs.keys())
-    if not shared:
+def compared(results: Results, claim: Claim) -> Interval | None:
+    """The difference of a claim, over the seeds that all its arms have; None if there are none.
+
+    Other arms with these seeds are part of the model, too. But not for the entropy at the start: there several arms have
+    the same values, and the deviations differ by far.
+    """
+    runs = {}
+    for arm, about in ARMS.items():
+        best = study.best_rate(results, arm)
+        runs[arm] = runs_of(results, arm, best if claim.rate is None else about.rates[claim.rate])
+    weights = claim.weights
+    seeds = sorted(set.intersection(*(set(runs[arm]) for arm in weights)))
+    if not seeds:
         return None
-    measure = claim.measure
-    return interval([measure(ours[seed]) - measure(theirs[seed]) for seed in shared], level)
+    others = () if claim.measure is entropy_at_start else ARMS
+    pooled = [*weights, *(arm for arm in others if arm not in weights and {*seeds} <= {*runs[arm]})]
+    values = np.array([[claim.measure(runs[arm][seed]) for seed in seeds] for arm in pooled])
+    return contrast(values, np.array([weights.get(arm, 0) for arm in pooled]))
 
 
-def verdict(claim: Claim, matches: Interval | None) -> str:
-    """What a difference says about a claim: confirmed, opposite, or not confirmed."""
-    if matches is None:
+def judged(results: Results) -> list[tuple[Claim, Interval | None, float]]:
+    """The claims, with their differences and with p-values that allow for all of them."""
+    differences = [compared(results, claim) for claim in CLAIMS]
+    adjusted = holm([1.0 if each is None else each.p for each in differences])
+    return list(zip(CLAIMS, differences, adjusted, strict=True))
+
+
+def verdict(claim: Claim, difference: Interval | None, p: float) -> str:
+    """What a difference, and its p-value among all comparisons, say about a claim: confirmed, opposite, or not confirmed."""
+    if difference is None:
         return MISSING
-    is_confirmed, is_opposite = matches.low > 0, matches.high < 0
+    is_confirmed = p < ALPHA and difference.mean > 0
     if claim.equal:
-        is_opposite = is_confirmed or is_opposite
-        is_confirmed = -MARGIN < matches.low and matches.high < MARGIN
-    return "confirmed" if is_confirmed else "opposite" if is_opposite else "not confirmed"
+        is_confirmed = -MARGIN < difference.low and difference.high < MARGIN
+    return "confirmed" if is_confirmed else "opposite" if p < ALPHA else "not confirmed"
 
 
 def claims_table(results: Results) -> str:
     """The table of claims and measurements."""
-    head = ("claim", "the paper", "here: difference")
-    rows = [[*head, "measured", "verdict", "among all comparisons"]]
-    for claim in CLAIMS:
-        matches = compared(results, claim)
-        strict = verdict(claim, compared(results, claim, 1 - 0.05 / len(CLAIMS)))
+    rows = [["claim", "the paper", "here: difference", "measured", "p, Holm", "verdict"]]
+    for claim, difference, p in judged(results):
         at = "" if claim.rate is None else f" at {RATES[claim.rate]:g}"
-        arms = f"{ARMS[claim.ours].title} - {ARMS[claim.theirs].title}{at}"
+        sides = [[ARMS[arm].title for arm in _arms(side)] for side in (claim.ours, claim.theirs)]
+        shown = [side[0] if len(side) == 1 else f"mean of ({'; '.join(side)})" for side in sides]
         row = [claim.text + " (added)" * claim.added, claim.paper]
-        row += [f"{claim.measure.__name__.replace('_', ' ')}: {arms}"]
-        row += [MISSING if matches is None else matches.shown(sign="+") + few(matches)]
-        rows.append([*row, verdict(claim, matches), "" if matches is None else strict])
-    rows += [[text, paper, "no runs", MISSING, MISSING, ""] for text, paper in UNTESTED]
+        row += [f"{claim.measure.__name__.replace('_', ' ')}: {' - '.join(shown)}{at}"]
+        if difference is None:
+            row += [MISSING, ""]
+        else:
+            row += [difference.shown(sign="+") + few(difference)]
+            row += ["< 0.0001" if p < 1e-4 else f"{p:.2g}"]
+        rows.append([*row, verdict(claim, difference, p)])
+    rows += [[text, paper, "no runs", MISSING, "", MISSING] for text, paper in UNTESTED]
     return table(rows)
 
 
@@ -240,33 +303,56 @@ def numbers(results: Results) -> dict[str, str]:
     """The numbers that the text of the page names.
 
     `accuracy_nvfp4_bf16` is the size of a claim's difference in hundredths, which are points of an accuracy or a reward,
-    and `accuracy_nvfp4_bf16_shown` the same with sign and interval. `start_nvfp4` and `end_nvfp4` are accuracies.
+    and `accuracy_nvfp4_bf16_shown` the same with its interval, and with its sign. `start_nvfp4` and `end_nvfp4` are
+    accuracies, `level_nvfp4` the steps to a reward. `line`, `line_r`: accuracy at the end by that at the start, over arms.
     """
     texts = {}
     for claim in CLAIMS:
         difference = compared(results, claim)
         at = "" if claim.rate is None else f"_{claim.rate}"
-        name = f"{claim.measure.__name__}_{claim.ours}_{claim.theirs}{at}".replace("-", "_")
-        texts[name] = MISSING if difference is None else f"{abs(100 * difference.mean):.1f}"
-        texts[f"{name}_shown"] = MISSING if difference is None else difference.shown(sign="+")
+        arms = "_".join((*_arms(claim.ours), *_arms(claim.theirs)))
+        name = f"{claim.measure.__name__}_{arms}{at}".replace("-", "_")
+        texts[name] = texts[f"{name}_shown"] = MISSING
+        if difference is not None:
+            texts[name] = f"{abs(100 * difference.mean):.1f}"
+            points = intervals.Interval(*(100 * x for x in dataclasses.astuple(difference)[:3]))
+            texts[f"{name}_shown"] = f"{points:+.1f}"
+    means = []
     for arm in ARMS:
-        runs = runs_of(results, arm, study.best_rate(results, arm)).values()
-        for when in ("start", "end"):
-            mean = np.mean([run[when]["accuracy"] for run in runs]) if runs else None
-            shown = MISSING if mean is None else f"{mean:.3f}".lstrip("0")
-            texts[f"{when}_{arm}".replace("-", "_")] = shown
+        runs, name = (
+            runs_of(results, arm, study.best_rate(results, arm)).values(),
+            arm.replace("-", "_"),
+        )
+        means += (
+            [[np.mean([run[when]["accuracy"] for run in runs]) for when in ("start", "end")]]
+            if runs
+            else []
+        )
+        shown = [f"{mean:.3f}".lstrip("0") for mean in means[-1]] if runs else [MISSING, MISSING]
+        texts |= {f"start_{name}": shown[0], f"end_{name}": shown[1]}
+        texts[f"level_{name}"] = middle([*map(steps_to_level, runs)], "g") if runs else MISSING
+    texts |= {"line": MISSING, "line_r": MISSING}
+    if np.ptp([start for start, _ in means] or [0]):
+        start, end = np.transpose(means)
+        slope, height = np.polyfit(start, end, 1)
+        texts |= {
+            "line": f"{height:.3f} + {slope:.3f}",
+            "line_r": f"{np.corrcoef(start, end)[0, 1]:.2f}",
+        }
     return texts
 
 
 def arms_table(results: Results, timings: Results) -> str:
     """The table of arms, each at its best rate: means over seeds."""
     kl = "KL to the base, last fifth of the steps"
+    level = f"steps until the reward is {LEVEL:g}"
     measures: dict[str, Measure] = {
         "accuracy before": lambda run: run["start"]["accuracy"],
         "accuracy after": accuracy,
         "pass@8 before": lambda run: run["start"]["pass@8"],
         "pass@8 after": lambda run: run["end"]["pass@8"],
         "mean reward": mean_reward,
+        level: steps_to_level,
         "entropy, first step": entropy_at_start,
         "entropy, last step": lambda run: run["steps"]["entropy"][-1],
         kl: late_kl,
@@ -279,7 +365,9 @@ def arms_table(results: Results, timings: Results) -> str:
         cells = []
         for name, measure in measures.items() if matches else ():
             values = [measure(run) for run in matches.values()]
-            cells.append(middle(values) if name == kl else interval(values).shown())
+            forms = {kl: ".3f", level: "g"}
+            middles = middle(values, forms[name]) if name in forms else None
+            cells.append(middles or interval(values).shown())
         cells = cells or [MISSING] + [""] * (len(measures) - 1)
         seconds = timings.get(f"timing_{arm}", {}).get("step", "")
         rate = "" if best is None else f"{best:g}"
@@ -345,8 +433,7 @@ def page(results: Results, timings: Results) -> str:
     filled = numbers(results) | {
         "state": state(results),
         "comparisons": str(len(CLAIMS)),
-        "by_chance": f"{len(CLAIMS) * 0.05:.1f}",
-        "strict": f"{100 * (1 - 0.05 / len(CLAIMS)):.1f}",
+        "alpha": f"{ALPHA:g}",
         "margin": f"{100 * MARGIN:g}",
         "claims": claims_table(results),
         "arms": arms_table(results, timings),

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import scipy.stats
 
 from scripts import study_results
 from scripts.study import ARMS, FIRST_SEEDS, MORE_SEEDS, Piece
@@ -55,33 +56,85 @@ def test_an_interval_is_student_s():
     assert interval([2.0]).low == -np.inf and "one seed" in interval([2.0]).shown()
 
 
-def test_arms_are_compared_by_the_seeds_that_both_have():
-    # Seeds differ by far more than the arms do: only pairing shows the difference.
-    results = whole(nvfp4=lambda seed: 0.11 + 0.1 * seed, bf16=lambda seed: 0.1 + 0.1 * seed)
+def test_two_arms_are_compared_by_the_paired_test():
+    values = np.random.default_rng(0).normal(size=(2, 5))
+    found = study_results.contrast(values, np.array([1, -1]))
+    expected = scipy.stats.ttest_rel(*values)
+    ends = expected.confidence_interval()
+    np.testing.assert_allclose((found.p, found.low, found.high), (expected.pvalue, *ends))
+
+
+def test_several_arms_are_compared_by_least_squares_with_a_column_for_each_arm_and_seed():
+    rng = np.random.default_rng(1)
+    arms, seeds, weights = 4, 5, np.array([0.5, 0.5, -1, 0])
+    values = rng.normal(size=(arms, seeds)) + 3 * rng.normal(size=seeds)
+    of_arm, of_seed = (index.ravel() for index in np.indices(values.shape))
+    columns = np.hstack([np.eye(arms)[of_arm], np.eye(seeds)[of_seed][:, 1:]])
+    inverse = np.linalg.inv(columns.T @ columns)
+    fitted = inverse @ columns.T @ values.ravel()
+    freedom = values.size - columns.shape[1]
+    deviation = np.sum((values.ravel() - columns @ fitted) ** 2) / freedom
+    wide = np.concatenate([weights, np.zeros(seeds - 1)])
+    mean, error = wide @ fitted, np.sqrt(deviation * (wide @ inverse @ wide))
+    found = study_results.contrast(values, weights)
+    expected = scipy.stats.t(freedom, mean, error).interval(0.95)
+    np.testing.assert_allclose((found.mean, found.low, found.high), (mean, *expected))
+    np.testing.assert_allclose(found.p, 2 * scipy.stats.t(freedom).sf(abs(mean) / error))
+
+
+def test_one_seed_decides_nothing_and_arms_without_any_noise_decide():
+    found = study_results.contrast(np.array([[0.3], [0.1]]), np.array([1, -1]))
+    assert (found.low, found.high, found.p) == (-np.inf, np.inf, 1)
+    exact = study_results.contrast(np.array([[2.0, 3.0], [1.0, 2.0]]), np.array([1, -1]))
+    assert (exact.mean, exact.low, exact.p) == (1, 1, 0)
+
+
+def test_holm_s_values_allow_for_all_comparisons():
+    # The smallest counts 4 times, the next 3 times, then 2 and 1; none falls below one before it, or exceeds 1.
+    np.testing.assert_allclose(
+        study_results.holm([0.01, 0.04, 0.03, 0.005]), [0.03, 0.06, 0.06, 0.02]
+    )
+    assert study_results.holm([0.9, 0.8]) == [1, 1]
+
+
+def test_arms_are_compared_by_the_seeds_that_they_have():
+    # Seeds differ by far more than the arms do: only a model of both shows the difference.
+    ends = {arm.replace("-", "_"): lambda seed: 0.1 + 0.1 * seed for arm in ARMS}
+    results = whole(**ends | {"nvfp4": lambda seed: 0.11 + 0.1 * seed})
     claim = Claim("", "", "nvfp4", "bf16", accuracy)
     found = compared(results, claim)
     np.testing.assert_allclose((found.mean, found.low), (0.01, 0.01), atol=1e-9)
-    assert found.count == 5 and verdict(claim, found) == "confirmed"
-    other = Claim("", "", "bf16", "nvfp4", accuracy)
-    assert verdict(other, compared(results, other)) == "opposite"
-    del results["bf16_0.0003_4"]
-    assert compared(results, claim).count == 4
+    assert found.count == 5 and found.p < 1e-9
+    assert compared(results, Claim("", "", "bf16", "nvfp4", accuracy)).mean == -found.mean
+    both = compared(results, Claim("", "", ("nvfp4", "nf4"), ("bf16", "full"), accuracy))
+    np.testing.assert_allclose(both.mean, 0.005)
     lowest = Claim("", "", "nvfp4", "bf16", accuracy, rate=0)
     assert compared(results, lowest).count == 2
+    # An arm without one of the seeds leaves the model, if the claim is not about it.
+    results["mxfp4_0.0003_4"]["end"]["accuracy"] = 0.9
+    assert compared(results, claim).p > 1e-9
+    del results["mxfp4_0.0003_4"]
+    assert compared(results, claim).p < 1e-9
+    del results["bf16_0.0003_4"]
+    assert compared(results, claim).count == 4
 
 
 @pytest.mark.parametrize(
-    ("expected", "ends", "of_equality"),
+    ("expected", "mean", "ends", "p"),
     [
-        ("not confirmed", (-0.01, 0.02), (-0.02, 0.04)),
-        ("confirmed", (0.001, 0.02), (-0.02, 0.02)),
-        ("opposite", (-0.02, -0.001), (0.04, 0.06)),
+        ("not confirmed", 0.01, (-0.02, 0.04), 0.06),
+        ("confirmed", 0.01, (-0.02, 0.02), 0.04),
+        ("opposite", -0.05, (-0.06, -0.04), 0.04),
     ],
 )
-def test_verdicts(expected, ends, of_equality):
-    for equal, between in ((False, ends), (True, of_equality)):
+def test_verdicts(expected, mean, ends, p):
+    for equal in (False, True):
         claim = Claim("", "", "nvfp4", "bf16", accuracy, equal)
-        assert verdict(claim, study_results.Interval(0, *between, 5)) == expected
+        assert verdict(claim, study_results.Interval(mean, *ends, 5), p) == expected
+    # Within the margin, but p is above the limit: equal, and not shown to be higher.
+    near = study_results.Interval(0.01, -0.01, 0.02, 5)
+    assert verdict(Claim("", "", "nvfp4", "bf16", accuracy), near, 0.9) == "not confirmed"
+    assert verdict(Claim("", "", "nvfp4", "bf16", accuracy, True), near, 0.9) == "confirmed"
 
 
 def test_without_runs_the_page_says_so_and_has_no_number_of_ours():
@@ -89,16 +142,14 @@ def test_without_runs_the_page_says_so_and_has_no_number_of_ours():
     assert "**Not measured yet.**" in text and "{{" not in text
     rows = study_results.claims_table({}).splitlines()[2:]
     assert len(rows) == len(CLAIMS) + len(UNTESTED)
-    assert all(row.endswith("| not measured yet | not measured yet |  |") for row in rows)
+    assert all(row.endswith("| not measured yet |  | not measured yet |") for row in rows)
 
 
-def test_growth_is_not_level():
-    # One reward rises from 0.1 to 0.5, the other stays at 0.6.
-    rewards = [[x] * 80 + [y] * 20 for x, y in ((0.1, 0.5), (0.6, 0.6))]
-    rising, level = ({"steps": {"reward": values}} for values in rewards)
-    assert study_results.reward_growth(rising) == pytest.approx(0.4)
-    assert study_results.reward_growth(level) == pytest.approx(0)
-    assert study_results.mean_reward(rising) < study_results.mean_reward(level)
+def test_the_steps_to_a_level_are_of_the_smoothed_reward():
+    # A window of 11 steps around step 46 has six of the later ones: 6 / 11 * 0.8 is above 0.4, and 5 / 11 * 0.8 is not.
+    rising, alone = [0.0] * 45 + [0.8] * 55, [0.0] * 50 + [1.0] + [0.0] * 49
+    assert study_results.steps_to_level({"steps": {"reward": rising}}) == 46
+    assert study_results.steps_to_level({"steps": {"reward": alone}}) == np.inf
 
 
 def test_one_batch_does_not_decide_the_divergence():
@@ -111,7 +162,15 @@ def test_the_text_names_numbers_of_the_runs():
     results = whole(nvfp4=lambda seed: 0.5, bf16=lambda seed: 0.6)
     found = study_results.numbers(results)
     assert found["accuracy_nvfp4_bf16"] == "10.0" and found["end_nvfp4"] == ".500"
-    assert found["accuracy_nvfp4_bf16_shown"].startswith("-0.100 [")
+    assert found["accuracy_nvfp4_bf16_shown"].startswith("-10.0 [")
+    assert found["level_nvfp4"] == "1 (1 to 1)" and found["line"] == MISSING
+    ends = zip(ARMS, np.linspace(0.1, 0.8, len(ARMS)), strict=True)
+    for arm, start in ends:
+        for seed in FIRST_SEEDS + MORE_SEEDS:
+            about = results[Piece(arm, ARMS[arm].rates[1], seed).name]
+            about["start"]["accuracy"], about["end"]["accuracy"] = start, 0.3 + start / 2
+    found = study_results.numbers(results)
+    assert (found["line"], found["line_r"]) == ("0.300 + 0.500", "1.00")
     assert set(study_results.numbers({})) == set(found)
     assert set(study_results.numbers({}).values()) == {MISSING}
 
