@@ -29,7 +29,7 @@ CHOICES = {
     "the published estimator": {"noise": LOUD | {"estimator": "published"}},
     "sigma follows entropy": {"noise": LOUD | {"adaptive": {"metric": "entropy", "target": 0.1}}},
     "sigma follows the divergence": {
-        "noise": LOUD | {"adaptive": {"metric": "kl", "target": 1e-4}}
+        "noise": LOUD | {"sigma_end": 1e-3, "adaptive": {"metric": "kl", "target": 1e-4}}
     },
     "sigma follows the reward": {"noise": LOUD | {"adaptive": {"metric": "reward", "target": 0.6}}},
     "GSPO": {
@@ -117,6 +117,7 @@ def test_every_choice_learns(choice, tmp_path):
 
 
 ADAPTIVE = {"adaptive": {"target": 0.01}, "num_stages": 4}
+KL = {"sigma_start": 0.5, "adaptive": {"target": 1e-3, "metric": "kl"}}
 
 
 @pytest.mark.slow
@@ -125,9 +126,9 @@ ADAPTIVE = {"adaptive": {"target": 0.01}, "num_stages": 4}
     [
         (ADAPTIVE, {}),
         ({"per": "group", "scope": "both", "sigma_start": 5e-2, "num_stages": 4}, {}),
-        (ADAPTIVE, {"entropy": {"adaptive": True, "coef": 0.01, "target": 1.0}}),
+        (ADAPTIVE | KL, {"entropy": {"adaptive": True, "coef": 0.01, "target": 1.0}}),
     ],
-    ids=["adaptive", "per group", "entropy bonus"],
+    ids=["adaptive", "per group", "divergence, entropy bonus"],
 )
 def test_noise_goes_on_after_an_interruption_as_if_there_had_been_none(noise, grpo, tmp_path):
     options = {"max_steps": 5, "save_steps": 1, "noise": noise}

@@ -79,11 +79,13 @@ class Exploration:
     @property
     def first(self) -> float | None:
         """The initial sigma of a schedule that follows entropy or reward; None for other schedules."""
-        is_known = self.cfg is not None and self.cfg.adaptive and not self.seeks
-        return self.cfg.sigma_start if is_known else None
+        if self.cfg is None or self.cfg.adaptive is None or self.seeks:
+            return None
+        return self.cfg.sigma_start
 
     def on_norms(self, scales: Any) -> Self:
         """Returns the same noise with its size on norms of these scales, from `norm_scales`."""
+        assert self.cfg is not None
         fraction = median_fraction(self.cfg, scales)
         return dataclasses.replace(self, sizes=sizes_of(self.cfg, scales), fraction=fraction)
 
@@ -213,7 +215,7 @@ def describe(cfg: NoiseConfig, dtype: Any, unit: float) -> list[str]:
     ]
     if (adaptive := cfg.adaptive) is not None:
         begin = (
-            "where the first rollout says"
+            "where the stage without noise says"
             if adaptive.metric == "kl"
             else f"at {cfg.sigma_start:.3g}"
         )

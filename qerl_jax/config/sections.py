@@ -423,7 +423,7 @@ class AdaptiveNoiseConfig(Checked, section="noise.adaptive."):
     """A sigma that follows a metric, in place of a schedule, after the stage without noise.
 
     It stays between noise.sigma_start and noise.sigma_end. It begins at noise.sigma_start; if it follows "kl", where
-    the completions of the first rollout have the divergence `target`.
+    completions of the stage without noise have the divergence `target`.
 
     Attributes:
         target: The value of `metric` to aim at.

@@ -31,10 +31,10 @@ MEASURED = {
 def with_first_sigma(
     run: PreparedRun, position: Position, experience: Experience, note: Callable[[str], None]
 ) -> Position:
-    """Returns the position with the first sigma of noise that follows a divergence; unchanged if it has one or needs none.
+    """Returns the position with the first sigma of noise that follows a divergence, or as it is if none is needed.
 
-    It is the sigma that moves the policy by `noise.adaptive.target` on at most 64 rows of the run's first rollout, which
-    has no noise: the mean of four draws, each for a quarter of the rows. The divergence is estimated as `sampling/kl_k3`
+    It is sought in the first rollout and, because the policy learns meanwhile, in the last one without noise. It moves the
+    policy by `noise.adaptive.target` on at most 64 rows of that rollout: the mean of four draws, each for a quarter of the rows. The divergence is estimated as `sampling/kl_k3`
     is, which sigma follows from then on. Without a token to learn from it is the lowest one.
 
     Args:
@@ -43,7 +43,9 @@ def with_first_sigma(
         experience: The rows.
         note: Called with a line about the result.
     """
-    if not run.aqn.seeks or position.sigma is not None:
+    now, stride = position.schedule_step, run.cfg.updates_per_rollout
+    is_last = not run.aqn.stage(now) and run.aqn.stage(now + stride)
+    if not run.aqn.seeks or not (position.sigma is None or is_last):
         return position
     cfg, rows = run.cfg.noise, np.flatnonzero(experience.num_learned)[:_ROWS]
     mask = experience.mask & np.isin(experience.row_of_token, rows)
@@ -63,7 +65,7 @@ def with_first_sigma(
     sigma = bisected(divergence, cfg.adaptive.target, cfg.sigma_end, cfg.sigma_start)
     run.notes.append(
         f"noise: sigma begins at {sigma:.3g}, {sigma * run.aqn.fraction:.2%} of a scale of the norms (median): on "
-        f"{mask.sum()} tokens of the first rollout it moves the policy by KL = {divergence(sigma):.2g}"
+        f"{mask.sum()} tokens of this rollout it moves the policy by KL = {divergence(sigma):.2g}"
     )
     note(run.notes[-1])
     return dataclasses.replace(position, sigma=sigma)
@@ -93,7 +95,7 @@ def acted(cfg: RunConfig, health: Health) -> list[str]:
     lines = [f"{line}. Rounding to {cfg.model.weights} moves it by {kl:.2g} ({source})"]
     if divergence < kl / 10:
         lines.append(
-            f"warning: the noise does less than a tenth of what rounding does, so it explores next to nothing. Raise "
+            f"warning: the noise does less than a tenth of what rounding does, so it changes next to nothing. Raise "
             "noise.sigma_start, whose square the divergence goes with, or let sigma follow it: "
             f'[noise.adaptive] with metric = "kl" and target = {kl:.2g}'
         )

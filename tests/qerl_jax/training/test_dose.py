@@ -24,7 +24,7 @@ FOLLOWS = NoiseConfig(
 ROWS = 70
 
 
-def made(monkeypatch, cfg, spread=3.0, mask=None):
+def made(monkeypatch, cfg, spread=3.0, mask=None, sigma=None, step=0):
     """Makes a run whose noise number d moves token i by (d + 1) sigma slopes[i]; returns its position, slopes, lines."""
     rng = np.random.default_rng(0)
     logps, slopes = rng.normal(size=(2, ROWS * 5))
@@ -37,10 +37,16 @@ def made(monkeypatch, cfg, spread=3.0, mask=None):
     )
     seeks = cfg.adaptive is not None and cfg.adaptive.metric == "kl"
     aqn = types.SimpleNamespace(
-        seeks=seeks, fraction=2.0, of_all_rows=lambda step, sigma: (step + 1) * sigma
+        seeks=seeks,
+        fraction=2.0,
+        stage=lambda step: step // 8,
+        of_all_rows=lambda draw, sigma: (draw - step + 1) * sigma,
     )
     run = types.SimpleNamespace(
-        aqn=aqn, cfg=types.SimpleNamespace(noise=cfg), updater=None, frozen=None
+        aqn=aqn,
+        cfg=types.SimpleNamespace(noise=cfg, updates_per_rollout=2),
+        updater=None,
+        frozen=None,
     )
     run.notes = []
     run.replicas = types.SimpleNamespace(hold=lambda noise: noise)
@@ -52,7 +58,9 @@ def made(monkeypatch, cfg, spread=3.0, mask=None):
         return values
 
     monkeypatch.setattr(update, "scores", scores)
-    position = Position(None, types.SimpleNamespace(params=None), None, None, None, 0)
+    plan = types.SimpleNamespace(num_train_epochs=None)
+    state, supply = types.SimpleNamespace(params=None), types.SimpleNamespace(scored=0)
+    position = Position(plan, state, supply, sigma, None, step)
     lines = []
     return dose.with_first_sigma(run, position, experience, lines.append), slopes, lines
 
@@ -71,8 +79,18 @@ def test_the_first_sigma_has_the_divergence_that_it_then_follows(monkeypatch):
     assert 1e-3 < expected < 0.09 and position.sigma == pytest.approx(expected, rel=0.01)
     assert lines == [
         f"noise: sigma begins at {position.sigma:.3g}, {2 * position.sigma:.2%} of a scale of the norms (median): "
-        f"on {len(counted)} tokens of the first rollout it moves the policy by KL = 0.01"
+        f"on {len(counted)} tokens of this rollout it moves the policy by KL = 0.01"
     ]
+
+
+def test_a_first_sigma_is_sought_again_where_the_next_rollout_has_noise(monkeypatch):
+    position, _, lines = made(monkeypatch, FOLLOWS)
+    assert len(lines) == 1
+    # Two steps a rollout, eight silent ones: the rollout of steps 6 and 7 is the last one without noise.
+    for step, is_sought in ((2, False), (4, False), (6, True), (8, False)):
+        later, _, lines = made(monkeypatch, FOLLOWS, sigma=0.05, step=step)
+        assert later.sigma == (position.sigma if is_sought else 0.05)
+        assert len(lines) == is_sought
 
 
 def test_a_first_sigma_stays_within_its_bounds_and_needs_tokens(monkeypatch):
