@@ -134,7 +134,7 @@ class Health:
 
 
 def _entropy(health: Health) -> str | None:
-    # The sampler's entropy covers all completions; the trainer's covers only rows with a signal.
+    # Not update/entropy, which covers only rows with a signal.
     first, last = health.course("entropy")
     if last <= 0.1 * first:
         return (
