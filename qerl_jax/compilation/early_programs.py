@@ -103,8 +103,9 @@ class EarlyPrograms:
 
         Args:
             first: What a run needs before its first step ends.
-            others: The other programs. They are traced, but compiled after `go_on`, or when one of them is called: XLA
-                times products on the device, and sampling and updates take twice as long meanwhile.
+            others: The other programs. They are traced and compiled after `go_on`, or when one of them is called. Before,
+                they would take processors from the first ones. And XLA times products on the device: sampling and
+                updates take twice as long meanwhile.
         """
         programs = [*first, *others]
         store, futures = ProgramStore.beside_xla(), [concurrent.futures.Future() for _ in programs]
@@ -115,37 +116,46 @@ class EarlyPrograms:
         self._pending |= dict(zip(keys, futures, strict=True))
         self._others |= {program.key for program in others}
         self._processes += [ProgramProcess() for _ in range(count - len(self._processes))]
-        # The numbers of programs that no thread has begun to trace.
-        untraced = collections.deque(range(len(programs)))
         traced = [concurrent.futures.Future() for _ in programs]
+        # The numbers of the first programs and of the others that no thread has begun to trace, and to compile.
+        parts = range(len(first)), range(len(first), len(programs))
+        untraced, uncompiled = ([collections.deque(part) for part in parts] for _ in range(2))
 
-        def trace(process: ProgramProcess) -> None:
+        def wait() -> None:
+            """Until the others may use processors and device."""
+            concurrent.futures.wait(futures[: len(first)])
+            self._goes_on.wait()
+
+        def trace_all(process: ProgramProcess, numbers: collections.deque[int]) -> None:
             with contextlib.suppress(IndexError):  # another thread took the last one
                 while True:
-                    number, result = untraced.popleft(), None
+                    number, result = numbers.popleft(), None
                     if not futures[number].cancelled():
                         result = self._traced(programs[number], store, process)
                     traced[number].set_result(result)
+
+        def trace(process: ProgramProcess) -> None:
+            trace_all(process, untraced[0])
+            if untraced[1]:
+                wait()
+            trace_all(process, untraced[1])
             process.end()
 
-        def compile_all(uncompiled: collections.deque[int]) -> None:
+        def compile_all(numbers: collections.deque[int]) -> None:
             with contextlib.suppress(IndexError):
                 while True:
                     # In the order of the list, even if another one is traced: it would take the processors first.
-                    number = uncompiled.popleft()
+                    number = numbers.popleft()
                     result = traced[number].result()
                     if futures[number].set_running_or_notify_cancel():
                         self._compile(programs[number], result, futures[number])
 
-        def compile_others(uncompiled: collections.deque[int]) -> None:
-            concurrent.futures.wait(futures[: len(first)])
-            self._goes_on.wait()
-            compile_all(uncompiled)
+        def compile_others() -> None:
+            wait()
+            compile_all(uncompiled[1])
 
-        count = len(first)
-        now, later = (collections.deque(x) for x in (range(count), range(count, len(programs))))
         work = [*((trace, process) for process in self._processes)]
-        work += [(compile_all, now)] * _AT_ONCE + [(compile_others, later)] * _LATER
+        work += [(compile_all, uncompiled[0])] * _AT_ONCE + [(compile_others,)] * _LATER
         threads = [threading.Thread(target=do, args=of, daemon=True) for do, *of in work]
         for thread in threads:
             thread.start()

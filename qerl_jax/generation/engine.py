@@ -351,7 +351,8 @@ class Engine:
     def programs(self, variables: dict[str, Any], batch: Batch, place: Any) -> list[Listed]:
         """Lists the programs that sample a batch without turns on one device, in the order in which they are needed.
 
-        Nothing is traced. The order: a chunk of all slots; prefills, of the longest prompts first; then smaller batches.
+        Nothing is traced. The order: a chunk of all slots; prefills, of the longest prompts and of the longest rows that go
+        on first; then smaller batches.
 
         Args:
             variables: See `stream`; shapes (`jax.ShapeDtypeStruct`) are enough.

@@ -205,9 +205,10 @@ class Shapes:
         return [prompts[:2], rows[:3:2]]
 
     def prefills(self, own_noise: bool) -> list[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
-        """Returns what `Schedule.next_prefill` can return, without prompts: one for each length that it pads to."""
+        """Returns what `Schedule.next_prefill` can return, without prompts: one for each length that it pads to, the longest first."""
         prefills = []
-        for bucket in dict.fromkeys(itertools.chain.from_iterable(self.buckets())):
+        longest_first = itertools.chain.from_iterable(itertools.zip_longest(*self.buckets()))
+        for bucket in dict.fromkeys(n for n in longest_first if n is not None):
             rows = prefilled_together(self.most_prompts, bucket)
             tables = np.zeros((rows, -(-bucket // self.page_size)), np.int32)
             numbers = np.zeros(rows, np.int32) if own_noise else None

@@ -18,11 +18,11 @@ from qerl_jax.training.check import CheckedRun
 def programs(
     checked: CheckedRun, engine: Engine, updater: update.Updater
 ) -> tuple[list[Listed], list[Listed]]:
-    """Returns the programs of a run on one device, in the order in which it needs them: of its first step, and the others.
+    """Returns the programs of a run on one device, in the order in which it needs them: the first ones, and the others.
 
-    They are those of rollouts and evaluations without tools, of updates, and of the check of the adapter. The first step
-    needs those that nothing can take the place of: the largest batch and the longest prefill, of an evaluation if the run
-    begins with one, and the largest micro-batches. The second one needs the check. The small ones that compile in a tenth of a second are not among them:
+    They are those of rollouts and evaluations without tools, of updates, and of the check of the adapter. First come
+    those that nothing can take the place of: the largest batch and the longest prefill, of an evaluation if the run
+    begins with one, the largest micro-batches, and what the second step needs. The small ones that compile in a tenth of a second are not among them:
     of the noise, of page copies, of checks of numbers.
 
     Args:
@@ -65,8 +65,10 @@ def programs(
         held_out = evaluator.sampler.engine.programs(variables, batch, place)
     names = [program.name for program in learning]
     first = 1 + names.index("apply")
-    begins = [*sampling[:2], *learning[:first]]
-    others = [*check, *learning[first:], *sampling[2:]]
+    # The second rollout begins with the longest prefill of rows that go on, and ends with the check.
+    goes_on = 2 + bool(cfg.rollout.carry)
+    begins = [*sampling[:2], *learning[:first], *sampling[2:goes_on], *check]
+    others = [*learning[first:], *sampling[goes_on:]]
     if checked.resumed is None:
         return [*held_out[:2], *begins], [*others, *held_out[2:]]
     return begins, [*others, *held_out]
