@@ -684,8 +684,9 @@ class RunConfig(Checked):
         """The section `grpo` with the log-probabilities that `noise.estimator` chooses."""
         if self.noise is None or self.noise.estimator is None:
             return self.grpo
-        old = "recompute" if self.noise.estimator == "published" else "behaviour"
-        return dataclasses.replace(self.grpo, old_logprobs=old)
+        if self.noise.estimator == "published":
+            return dataclasses.replace(self.grpo, old_logprobs="recompute")
+        return dataclasses.replace(self.grpo, old_logprobs="behaviour")
 
     @property
     def has_row_noise(self) -> bool:
