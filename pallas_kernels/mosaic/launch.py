@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import module_names
+from pallas_kernels.mosaic import module_names, ptx_version
 
 # The shared memory layout that `wgmma` reads: 64 columns of 16 bits in a row of 128 bytes, with a 128-byte swizzle.
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -46,6 +46,7 @@ def launch(
       The results that are not None, by name.
     """
     module_names.use()
+    ptx_version.keep()
     parts = operands, results, scratch
     absent = {key: None for part in parts for key, value in part.items() if value is None}
     operands, results, scratch = (
