@@ -464,6 +464,7 @@ def run_config(case: Case, base: str, output_dir: str, *, reports_memory: bool) 
         scope, _, last = case["noise"].partition("+")
         table["noise"] = {"sigma_start": 0.2, "sigma_end": 0.1, "num_stages": 3}
         table["noise"] |= {"scope": scope, "final_norm": bool(last), "per": case["per"]}
+        table["noise"]["unit"] = "relative" if last else "absolute"
     if case["dynamic"]:
         objective["dynamic_sampling"] = {"max_rounds": 3}
     if case["reference"] != "none":
@@ -475,7 +476,9 @@ def run_config(case: Case, base: str, output_dir: str, *, reports_memory: bool) 
         objective["epsilon_high"] = 5.0
     if case["rewards"] == "each":
         objective["multi_objective_aggregation"] = "normalize_then_sum"
-    if case["old"] != "behaviour":
+    if case["old"] == "recompute" and case["noise"].startswith("rollout"):
+        table["noise"]["estimator"] = "published"
+    elif case["old"] != "behaviour":
         objective["old_logprobs"] = "recompute"
     objective |= _BOUNDS[case["bounds"]]
     if case["old"] == "corrected":

@@ -31,6 +31,7 @@ PLACES = {
     "pallas_kernels/formats/registry.py",
     "qerl_jax/checkpoint/packed_formats.py",
     "qerl_jax/config/sections.py",
+    "qerl_jax/training/dose.py",
 }
 
 
