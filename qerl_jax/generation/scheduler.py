@@ -205,7 +205,7 @@ class Shapes:
         return [prompts[:2], rows[:3:2]]
 
     def prefills(self, own_noise: bool) -> list[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
-        """Returns what `Schedule.next_prefill` can return, without prompts: one for each length that it pads to, the longest first."""
+        """Returns what `Schedule.next_prefill` can return, without prompts: one for each length, the longest first."""
         prefills = []
         longest_first = itertools.chain.from_iterable(itertools.zip_longest(*self.buckets()))
         for bucket in dict.fromkeys(n for n in longest_first if n is not None):

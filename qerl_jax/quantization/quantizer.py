@@ -173,8 +173,9 @@ def quantize(
     Besides the weights the folder holds config.json with `quantization_config`, the source's tokenizer and generation
     config, and quantization_report.json. The report has size, time and peak memory, and for each fused linear of each
     layer the relative error of its weights. Its `kl` is KL(16 bit || packed) of the whole model on worked answers to
-    procedural problems, in nats per token; null if there is no tokenizer that encodes them. With calibration, it also has the relative error of the outputs, and the
-    KL divergence of the whole model if only this linear is packed (`sensitivity`).
+    procedural problems, in nats per token; null if there is no tokenizer that encodes them. With calibration, the report
+    also has for each fused linear the relative error of its outputs, and the KL divergence of the whole model if only
+    this linear is packed (`sensitivity`).
 
     Args:
         source: A 16-bit folder, or a hub name.

@@ -33,9 +33,10 @@ def with_first_sigma(
 ) -> Position:
     """Returns the position with the first sigma of noise that follows a divergence, or as it is if none is needed.
 
-    It is sought in the first rollout and, because the policy learns meanwhile, in the last one without noise. It moves the
-    policy by `noise.adaptive.target` on at most 64 rows of that rollout: the mean of four draws, each for a quarter of the rows. The divergence is estimated as `sampling/kl_k3`
-    is, which sigma follows from then on. Without a token to learn from it is the lowest one.
+    It is sought in the first rollout and, because the policy learns meanwhile, in the last one without noise. It moves
+    the policy by `noise.adaptive.target` on at most 64 rows of that rollout: the mean of four draws, each for a quarter
+    of the rows. The divergence is estimated as `sampling/kl_k3` is, which sigma follows from then on. A rollout without
+    a token to learn from does not change it; if that is the first one, it is the lowest.
 
     Args:
         run: The run.
@@ -61,11 +62,13 @@ def with_first_sigma(
         return float(np.mean(np.expm1(difference) - difference))
 
     if not len(rows):
-        return dataclasses.replace(position, sigma=cfg.sigma_end)
+        return dataclasses.replace(position, sigma=position.sigma or cfg.sigma_end)
     sigma = bisected(divergence, cfg.adaptive.target, cfg.sigma_end, cfg.sigma_start)
+    remedies = {cfg.sigma_start: "raise noise.sigma_start", cfg.sigma_end: "lower noise.sigma_end"}
+    remedy = f"; {remedies[sigma]} to reach {cfg.adaptive.target:g}" if sigma in remedies else ""
     run.notes.append(
         f"noise: sigma begins at {sigma:.3g}, {sigma * run.aqn.fraction:.2%} of a scale of the norms (median): on "
-        f"{mask.sum()} tokens of this rollout it moves the policy by KL = {divergence(sigma):.2g}"
+        f"{mask.sum()} tokens of this rollout it moves the policy by KL = {divergence(sigma):.2g}{remedy}"
     )
     note(run.notes[-1])
     return dataclasses.replace(position, sigma=sigma)
@@ -75,16 +78,17 @@ def acted(cfg: RunConfig, health: Health) -> list[str]:
     """Returns lines about the first rollout with noise, after it: what the noise did, and if rounding does far more.
 
     They are from the log-probabilities that sampler and trainer compute anyway, so there are none if both have noise.
-    What sampler and trainer differ by without noise, in the rollout before, is subtracted.
+    What sampler and trainer differ by without noise, in the rollout before, is subtracted. Nor are there lines if one of
+    the two rollouts had no token to learn from, because the divergence is measured on these.
     """
     if cfg.noise is None or cfg.noise.scope == "both":
         return []
-    names = ("aqn/stage", "aqn/sigma", "sampling/kl_k3", "entropy")
+    names = ("update/rows", "aqn/stage", "aqn/sigma", "sampling/kl_k3", "entropy")
     pairs = [health.last(name, 2) for name in names]
-    if not all(pairs) or pairs[0][0] or not pairs[0][1]:
+    if not (all(pairs) and all(pairs[0])) or pairs[1][0] or not pairs[1][1]:
         return []
-    _, (_, sigma), divergences, (silent, entropy) = pairs
-    divergence = max(0.0, divergences[1] - divergences[0])
+    _, _, (_, sigma), divergences, (silent, entropy) = pairs
+    divergence = max(divergences[1] - divergences[0], 0.0)
     line = (
         f"noise: at sigma = {sigma:.3g} it moved the policy by KL = {divergence:.2g} nats a token; the sampler's "
         f"entropy is {entropy:.3g}, and was {silent:.3g} in the rollout before"
@@ -96,8 +100,8 @@ def acted(cfg: RunConfig, health: Health) -> list[str]:
     if divergence < kl / 10:
         lines.append(
             f"warning: the noise does less than a tenth of what rounding does, so it changes next to nothing. Raise "
-            "noise.sigma_start, whose square the divergence goes with, or let sigma follow it: "
-            f'[noise.adaptive] with metric = "kl" and target = {kl:.2g}'
+            "noise.sigma_start, whose square the divergence goes with. Below it as a bound, "
+            f'[noise.adaptive] with metric = "kl" and target = {kl:.2g} finds the sigma that does as much as rounding'
         )
     return lines
 

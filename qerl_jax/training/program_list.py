@@ -22,8 +22,8 @@ def programs(
 
     They are those of rollouts and evaluations without tools, of updates, and of the check of the adapter. First come
     those that nothing can take the place of: the largest batch and the longest prefill, of an evaluation if the run
-    begins with one, the largest micro-batches, and what the second step needs. The small ones that compile in a tenth of a second are not among them:
-    of the noise, of page copies, of checks of numbers.
+    begins with one, the largest micro-batches, and what the second step needs. The small ones that compile in a tenth
+    of a second are not among them: of the noise, of page copies, of checks of numbers.
 
     Args:
         checked: The run; it has one device.

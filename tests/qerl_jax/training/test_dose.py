@@ -94,23 +94,29 @@ def test_a_first_sigma_is_sought_again_where_the_next_rollout_has_noise(monkeypa
 
 
 def test_a_first_sigma_stays_within_its_bounds_and_needs_tokens(monkeypatch):
-    assert made(monkeypatch, FOLLOWS, spread=1e-3)[0].sigma == 0.1
-    assert made(monkeypatch, FOLLOWS, spread=1e4)[0].sigma == 1e-4
+    for spread, bound, remedy in (
+        (1e-3, 0.1, "raise noise.sigma_start"),
+        (1e4, 1e-4, "lower noise.sigma_end"),
+    ):
+        position, _, (line,) = made(monkeypatch, FOLLOWS, spread=spread)
+        assert position.sigma == bound and line.endswith(f"; {remedy} to reach 0.01")
     nothing = np.zeros(ROWS * 5, bool)
     assert made(monkeypatch, FOLLOWS, mask=nothing)[0].sigma == 1e-4
+    # The last silent rollout does not replace what the first one gave, if it has no token.
+    assert made(monkeypatch, FOLLOWS, mask=nothing, sigma=0.05, step=6)[0].sigma == 0.05
     for adaptive in (None, AdaptiveNoiseConfig(0.01, "reward")):
         cfg = dataclasses.replace(FOLLOWS, adaptive=adaptive)
         position, _, lines = made(monkeypatch, cfg)
         assert position.sigma is None and lines == []
 
 
-def lines_of(cfg, *rows):
-    """Returns the lines after each row (stage, sigma, KL, entropy)."""
+def lines_of(cfg, *rows, learned=8):
+    """Returns the lines after each row (stage, sigma, KL, entropy), from updates of this number of rows."""
     health = Health()
     names = ("aqn/stage", "aqn/sigma", "sampling/kl_k3", "entropy")
     lines = []
     for row in rows:
-        health.see(dict(zip(names, row, strict=True)) | {"reward": 0.5})
+        health.see(dict(zip(names, row, strict=True)) | {"reward": 0.5, "update/rows": learned})
         lines.append(dose.acted(cfg, health))
     return lines
 
@@ -131,6 +137,8 @@ def test_the_first_noisy_rollout_says_what_the_noise_did(tmp_path):
     assert len(lines_of(cfg, *loud)[2]) == 1
     wide = harness.tiny(tmp_path, model={"weights": "bfloat16"})
     assert "Rounding" not in lines_of(wide, *rows)[2][0] and len(lines_of(wide, *rows)[2]) == 1
+    # Without a token to learn from nothing is measured, and 0 says nothing of the noise.
+    assert lines_of(cfg, *rows, learned=0) == [[]] * 4
     # Where both have the noise, nothing shows it.
     both = harness.tiny(tmp_path, noise={"scope": "both"})
     assert lines_of(both, *rows) == [[]] * 4
