@@ -66,8 +66,8 @@ def across_sections(cfg: Any) -> Iterator[tuple[bool, str, str]]:
     yield set(cfg.rewards.options or ()) <= used, "rewards.options", rule
     rule = (
         "is not in the log-probabilities that the sampler reports, so a ratio to them would be "
-        'wrong: set grpo.old_logprobs = "recompute", which does not correct for the penalty; '
-        "or set the penalty to 1 and reward less repetition by get_repetition_penalty_reward"
+        'wrong: set grpo.old_logprobs = "recompute", or noise.estimator = "published" with noise, which do not '
+        "correct for the penalty; or set it to 1 and reward less repetition by get_repetition_penalty_reward"
     )
     holds = cfg.rollout.repetition_penalty == 1 or _recomputes(cfg)
     yield holds, "rollout.repetition_penalty", rule
@@ -201,7 +201,7 @@ def _about_truncation(rollout: Any) -> list[str]:
     return [
         f"warning: {', '.join(f'rollout.{name}' for name in values)}: got {', '.join(map(str, values.values()))}; the "
         "ratio is that of the probabilities before truncation, so it is too large by a factor of "
-        "1 / (sum of the remaining ones), and no other token is learned from: switch it off for an exact ratio"
+        "1 / (sum of the remaining ones), and tokens that are left out teach nothing: switch it off for an exact ratio"
     ]
 
 

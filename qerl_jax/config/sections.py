@@ -313,7 +313,7 @@ class RolloutConfig(Checked, section="rollout."):
         top_p: Keep the likeliest tokens whose probabilities add up to this; 1 is off.
         min_p: Drop tokens below this fraction of the likeliest one's probability; 0 is off.
         repetition_penalty: Divides positive scores of tokens that were there before, and multiplies negative
-            ones; 1 is off. Other values need grpo.old_logprobs = "recompute".
+            ones; 1 is off. Other values need grpo.old_logprobs = "recompute" or noise.estimator = "published".
         stop: Stop strings: a completion ends with the token that completes one of them. A text that is a special
             token is a stop token; no other may hold one.
         stop_token_ids: Ids of tokens that end a completion, besides those that tokenizer, configs and chat template
