@@ -1,7 +1,7 @@
 """The dose of a run's noise: the first sigma of one that follows a divergence, and what the noise did at first."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from qerl_jax.quantization.quantizer import REPORT
 from qerl_jax.rl import update
 from qerl_jax.rl.experience import Experience
 from qerl_jax.system.files import read_json
-from qerl_jax.tracking.health import Health
+from qerl_jax.tracking.health import Health, Row
 from qerl_jax.training.load import PreparedRun
 from qerl_jax.training.position import Position
 
@@ -103,6 +103,15 @@ def acted(cfg: RunConfig, health: Health) -> list[str]:
             "noise.sigma_start, whose square the divergence goes with. Below it as a bound, "
             f'[noise.adaptive] with metric = "kl" and target = {kl:.2g} finds the sigma that does as much as rounding'
         )
+    return lines
+
+
+def acted_before(cfg: RunConfig, rows: Iterable[Row]) -> list[str]:
+    """Returns the lines of `acted` of a run's earlier rows of metrics: a resumed run reports them, too."""
+    health, lines = Health(), []
+    for row in rows:
+        health.see(row)
+        lines += acted(cfg, health)
     return lines
 
 

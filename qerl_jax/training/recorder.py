@@ -69,6 +69,7 @@ class Recorder:
         if run.hosts.told(lambda: any(row["step"] == self._saved for row in rows)):
             self._position = self._position.with_progress(pending=None)
         self._health = health.Health.of(run.cfg, rows, run.task.tokenizer.unused_ends)
+        run.notes.extend(dose.acted_before(run.cfg, rows))
 
     def begin(self) -> Position:
         """Evaluates the untrained policy, or repeats an evaluation that was stopped; returns the run's position."""

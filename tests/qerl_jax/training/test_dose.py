@@ -1,6 +1,7 @@
 """Tests what a run finds out about the size of its noise."""
 
 import dataclasses
+import itertools
 import json
 import re
 import types
@@ -112,12 +113,15 @@ def test_a_first_sigma_stays_within_its_bounds_and_needs_tokens(monkeypatch):
 
 def lines_of(cfg, *rows, learned=8):
     """Returns the lines after each row (stage, sigma, KL, entropy), from updates of this number of rows."""
-    health = Health()
+    health, lines = Health(), []
     names = ("aqn/stage", "aqn/sigma", "sampling/kl_k3", "entropy")
-    lines = []
+    others = {"reward": 0.5, "update/rows": learned}
+    rows = [dict(zip(names, row, strict=True)) | others for row in rows]
     for row in rows:
-        health.see(dict(zip(names, row, strict=True)) | {"reward": 0.5, "update/rows": learned})
+        health.see(row)
         lines.append(dose.acted(cfg, health))
+    # A run that is resumed after these rows reports the same.
+    assert dose.acted_before(cfg, rows) == [*itertools.chain(*lines)]
     return lines
 
 
