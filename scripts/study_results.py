@@ -1,10 +1,11 @@
 """Writes the results of the study to docs/results.md, with figures: `python -m scripts.study_results`.
 
-It reads docs/measured/study.jsonl, with a line for each run of `scripts/study.py`; `--add FOLDER` adds those of a folder, with what
-the page needs of them. Where runs are missing, the page says that they were not measured. All numbers in its tables come from these files. The sentences that sum them up are in
-`study_page.md`, with their date; their {{names}} are filled with numbers from the files. Intervals are Student's 95 %
-intervals over seeds. Arms are compared by the model "arm + seed": runs with the same seed had the same problems in the same
-order. Its residuals are pooled over the arms, and Holm's method allows for all comparisons.
+It reads docs/measured/study.jsonl, with a line for each run of `scripts/study.py`; `--add FOLDER` adds those of a
+folder, with what the page needs of them. Where runs are missing, the page says that they were not measured. All numbers
+in its tables come from these files. The sentences that sum them up are in `study_page.md`, with their date; their
+{{names}} are filled with numbers from the files. Intervals are Student's 95 % intervals over seeds. Arms are compared by
+the model "arm + seed": runs with the same seed had the same problems in the same order. Its residuals are pooled over the
+arms, and Holm's method allows for all comparisons.
 """
 
 from __future__ import annotations

@@ -481,9 +481,10 @@ def _computed[Result](
 ) -> list[Result]:
     """Computes a result for each micro-batch, in their order; replicas compute in parallel.
 
-    `compute` is called with a function that calls the program, with one micro-batch per device of a replica of this host,
-    all of one shape, with their indices in `batches`, and with the replica's number. If a replica has several devices, arrays of the result have a leading
-    axis for them. `program` identifies the program. With several hosts or devices per replica, results are on the host.
+    `compute` is called with a function that calls the program, with one micro-batch per device of a replica of this
+    host, all of one shape, with their indices in `batches`, and with the replica's number. If a replica has several
+    devices, arrays of the result have a leading axis for them. `program` identifies the program. With several hosts or
+    devices per replica, results are on the host.
     """
     replicas = updater.replicas
     sets = microbatches.sets_of_one_shape(batches, replicas.group)
