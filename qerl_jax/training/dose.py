@@ -119,8 +119,14 @@ def _rounding(cfg: RunConfig) -> tuple[float, str] | None:
     """Returns by which KL rounding moves the policy, and where this is from; None if nothing is rounded."""
     if cfg.model.weights not in MEASURED:
         return None
-    path = hf_folder.local_folder(cfg.model.model_name_or_path, weights=False) / REPORT
-    if path.is_file() and (kl := read_json(path).get("kl")) is not None:
+    try:
+        path = hf_folder.local_folder(cfg.model.model_name_or_path, weights=False) / REPORT
+        kl = read_json(path).get("kl")
+    except (
+        FileNotFoundError
+    ):  # there is none, or the hub does not answer any more, which must not end a run
+        kl = None
+    if kl is not None:
         return kl, "measured by qerl quantize"
     kl, model = MEASURED[cfg.model.weights]
     return kl, f"of {model}; not measured for this base"

@@ -156,6 +156,10 @@ def test_what_qerl_quantize_measured_is_compared_with(tmp_path):
     cfg = dataclasses.replace(cfg, model=model)
     line, warning = lines_of(cfg, (0, 0.0, 0.0, 0.3), (1, 0.01, 0.02, 0.3))[1]
     assert "moves it by 0.3 (measured by qerl quantize)" in line and "target = 0.3" in warning
+    # A folder or hub that is gone meanwhile does not end a run.
+    (tmp_path / "quantization_report.json").unlink()
+    tmp_path.rename(tmp_path.with_name("elsewhere"))
+    assert "not measured" in lines_of(cfg, (0, 0.0, 0.0, 0.3), (1, 0.01, 0.02, 0.3))[1][0]
 
 
 def test_the_lowest_divergences_of_the_docs_are_those_that_bases_are_compared_with():
