@@ -41,7 +41,8 @@ def test_a_run_stops_between_two_rollouts_and_goes_on_as_if_it_never_had(tmp_pat
     assert rows[0]["carry/age_max"] == 0 < rows[-1]["carry/age"] <= rows[-1]["carry/age_max"]
     # P = 2 whole groups are learned from in each step.
     assert [row["epoch"] for row in rows] == pytest.approx([0.05, 0.1, 0.15, 0.2])
-    assert "sampling/importance_sampling_ratio/age_1" in rows[-1]
+    # Only tokens of groups that learn have a ratio.
+    assert any("sampling/importance_sampling_ratio/age_1" in row for row in rows)
     stopped = cfg_of(tmp_path / "stopped", carry=4)
     train(stopped, quiet=True, on_step=lambda step, _: step < last)
     resumed = train(stopped, quiet=True)
