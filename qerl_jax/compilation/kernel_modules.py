@@ -7,6 +7,7 @@ long as one after the other. JAX keeps each compiled kernel in its process, by t
 """
 
 import concurrent.futures
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -52,7 +53,9 @@ class KernelModules:
             kernels = modules(lowered)
             for name in kernels.keys() - self._compiled.keys():
                 self._compiled[name] = self._pool.submit(_compile, kernels[name])
-        concurrent.futures.wait([self._compiled[name] for name in kernels])
+        for name in kernels:
+            with contextlib.suppress(concurrent.futures.CancelledError):
+                self._compiled[name].exception()
 
     def end(self) -> None:
         """Begins no further kernels."""

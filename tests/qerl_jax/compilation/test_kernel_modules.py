@@ -50,6 +50,23 @@ def test_a_compiled_kernel_is_called_as_the_program_calls_it():
     assert modules(program.lower(lowering_platforms=("cuda",))) == {kernel["kernel_hash"]: kernel}
 
 
+def test_a_program_does_not_wait_for_kernels_that_the_end_of_a_run_cancels(monkeypatch):
+    is_busy, may_end = threading.Event(), threading.Event()
+    monkeypatch.setattr(kernel_modules, "_THREADS", 1)
+    monkeypatch.setattr(kernel_modules, "_compile", lambda _: (is_busy.set(), may_end.wait(30)))
+    subject = KernelModules()
+    waiting = threading.Thread(target=subject.compile, args=(lowered(64, 128),), daemon=True)
+    waiting.start()
+    assert is_busy.wait(30)
+    ending = threading.Thread(target=subject.end, daemon=True)
+    ending.start()
+    while not any(future.cancelled() for future in subject._compiled.values()):
+        ending.join(0.01)
+    may_end.set()
+    waiting.join(30)
+    assert not waiting.is_alive()
+
+
 @pytest.mark.parametrize("error", [None, RuntimeError("not on this card")])
 def test_a_kernel_is_compiled_once_and_beside_the_others(monkeypatch, error):
     both, compiled = threading.Barrier(2), []
