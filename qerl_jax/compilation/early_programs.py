@@ -21,9 +21,9 @@ from qerl_jax.system.checked import require, tell
 
 # Device memory that a process takes beside its parent's, for CUDA's libraries, in bytes; and the most processes.
 _PROCESS_BYTES, _MOST_PROCESSES = 1e9, 8
-# Programs that compile at the same time: before the first step ends, and after it, when they slow down the run. With more of
-# the first ones the program that is needed first would be ready later.
-_AT_ONCE, _LATER = 2, 1
+# Programs that compile at the same time before the first step ends; then one by one. With more of them the program that is
+# needed first would be ready later (docs/tried-and-rejected.md, row 83).
+_AT_ONCE = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,9 +103,9 @@ class EarlyPrograms:
 
         Args:
             first: What a run needs before its first step ends.
-            others: The other programs. They are traced and compiled after `go_on`, or when one of them is called. Before,
-                they would take processors from the first ones. And XLA times products on the device: sampling and
-                updates take twice as long meanwhile.
+            others: The other programs. In the first run they are traced and compiled after `go_on`, or when one of them is
+                called: before, they would take processors from the first ones, and the device, on which XLA times
+                products. In later runs, which find most of them, they follow at once.
         """
         programs = [*first, *others]
         store, futures = ProgramStore.beside_xla(), [concurrent.futures.Future() for _ in programs]
@@ -115,6 +115,8 @@ class EarlyPrograms:
         keys = [program.key for program in programs]
         self._pending |= dict(zip(keys, futures, strict=True))
         self._others |= {program.key for program in others}
+        if not store.is_new:
+            self.go_on()
         self._processes += [ProgramProcess() for _ in range(count - len(self._processes))]
         traced = [concurrent.futures.Future() for _ in programs]
         # The numbers of the first programs and of the others that no thread has begun to trace, and to compile.
@@ -155,7 +157,7 @@ class EarlyPrograms:
             compile_all(uncompiled[1])
 
         work = [*((trace, process) for process in self._processes)]
-        work += [(compile_all, uncompiled[0])] * _AT_ONCE + [(compile_others,)] * _LATER
+        work += [*[(compile_all, uncompiled[0])] * _AT_ONCE, (compile_others,)]
         threads = [threading.Thread(target=do, args=of, daemon=True) for do, *of in work]
         for thread in threads:
             thread.start()

@@ -150,6 +150,17 @@ def test_other_programs_wait_for_the_first_step_or_for_a_call(requests, by):
     assert is_right(early, 4, compiled=by != "end")
 
 
+def test_in_a_later_run_other_programs_follow_at_once(requests):
+    one, two = (Listed("plus", (*KEY, size), FUNCTION, arrays(size)) for size in (3, 4))
+    for others in ([], [two]):
+        early = EarlyPrograms()
+        early.begin([one], others)
+        assert is_right(early, 3, compiled=True)
+        early._threads[-1].join(60 if others else 0)
+        assert early.counts == (1 + len(others),) * 2
+        early.end()
+
+
 def test_kernels_are_compiled_before_a_program_that_was_traced_now(requests, monkeypatch):
     order, compiling = [], jax.stages.Lowered.compile
     monkeypatch.setattr(KernelModules, "compile", lambda self, lowered: order.append(lowered))
