@@ -3,9 +3,11 @@
     python -m scripts.accuracy split train.jsonl runs/gsm8k     # the rows that train, and 400 that are asked
     python -m scripts.accuracy train runs/gsm8k --base FOLDER --out seconds.jsonl --seeds 1 2 3 --level 0.68
     python -m scripts.accuracy train runs/gsm8k --base FOLDER --out carry.jsonl --seeds 1 2 3 4 5 6 --name carry-0 \\
-        --set max_steps=64 rollout.carry=0 eval.eval_steps=0 eval.num_generations=4 eval.temperature=0.6 eval.top_p=0.95
+        --set max_steps=48 save_steps=48 rollout.carry=0 eval.eval_steps=0 eval.num_generations=4 eval.temperature=0.6
     python -m scripts.accuracy report seconds.jsonl --level 0.68
     python -m scripts.accuracy report carry.jsonl --pair carry-0 carry-64
+
+train.jsonl has GSM8K's train split in its order: on each line `prompt`, the question, and `answer`, the number.
 
 A run is `qerl train` on configs/accuracy_1.5b.toml with `--set`; it becomes one row of --out when it ends, and is not
 repeated for a name and a seed that are there. With --level it ends after two successive evaluations at or above the level.

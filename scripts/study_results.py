@@ -320,18 +320,15 @@ def numbers(results: Results) -> dict[str, str]:
             texts[f"{name}_shown"] = f"{points:+.1f}"
     means = []
     for arm in ARMS:
-        runs, name = (
-            runs_of(results, arm, study.best_rate(results, arm)).values(),
-            arm.replace("-", "_"),
-        )
-        means += (
-            [[np.mean([run[when]["accuracy"] for run in runs]) for when in ("start", "end")]]
-            if runs
-            else []
-        )
-        shown = [f"{mean:.3f}".lstrip("0") for mean in means[-1]] if runs else [MISSING, MISSING]
-        texts |= {f"start_{name}": shown[0], f"end_{name}": shown[1]}
-        texts[f"level_{name}"] = middle([*map(steps_to_level, runs)], "g") if runs else MISSING
+        names = [f"{kind}_{arm}".replace("-", "_") for kind in ("start", "end", "level")]
+        runs = runs_of(results, arm, study.best_rate(results, arm)).values()
+        shown = [MISSING] * 3
+        if runs:
+            ends = [np.mean([run[when]["accuracy"] for run in runs]) for when in ("start", "end")]
+            means.append(ends)
+            shown = [f"{mean:.3f}".lstrip("0") for mean in ends]
+            shown.append(middle([*map(steps_to_level, runs)], "g"))
+        texts |= dict(zip(names, shown, strict=True))
     texts |= {"line": MISSING, "line_r": MISSING}
     if np.ptp([start for start, _ in means] or [0]):
         start, end = np.transpose(means)

@@ -122,9 +122,7 @@ def _rounding(cfg: RunConfig) -> tuple[float, str] | None:
     try:
         path = hf_folder.local_folder(cfg.model.model_name_or_path, weights=False) / REPORT
         kl = read_json(path).get("kl")
-    except (
-        FileNotFoundError
-    ):  # there is none, or the hub does not answer any more, which must not end a run
+    except FileNotFoundError:  # none, or the hub does not answer any more, which must not end a run
         kl = None
     if kl is not None:
         return kl, "measured by qerl quantize"

@@ -86,10 +86,9 @@ class MemoryCheck:
         compiled, listed = self._early.counts
         if compiled == listed:
             self._was_checked = True
-            counts = is_first and peak > self._earlier_peak
-            self._plan.require_one_base(
-                runtime.memory_stats()["bytes_in_use"], peak if counts else 0
-            )
+            in_use = runtime.memory_stats()["bytes_in_use"]
+            is_known = is_first and peak > self._earlier_peak
+            self._plan.require_one_base(in_use, peak if is_known else 0)
 
 
 def is_due(step: int, updates_per_rollout: int) -> bool:
