@@ -255,6 +255,15 @@ def pairs_gates() -> bool:
     return os.environ.get("PALLAS_PAIRED_GATES", "1") not in ("", "0")
 
 
+def decodes_in_tiles() -> bool:
+    """Returns whether the fused kernels decode more than 128 packed rows: if PALLAS_DECODE_TILES=1 is set.
+
+    Then configurations of products of more than 64 rows are also estimated where no table has them. The variable is
+    read while a program is traced. It is off because no card has timed it.
+    """
+    return os.environ.get("PALLAS_DECODE_TILES", "0") not in ("", "0")
+
+
 def memory_stats() -> dict[str, int] | None:
     """Returns memory statistics of the local devices in bytes (`bytes_limit`, `bytes_in_use`, ...), or None.
 

@@ -27,7 +27,12 @@ MAX_M = decode_config.MAX_M
 
 
 def padded(m: int) -> int:
-    """Rounds M up to a number of rows that the kernels support: 8, 16, 24, 32, 64, 96 or 128."""
+    """Rounds M up to a number of rows that the kernels support.
+
+    These are 8, 16, 24, 32, 64, 96 or 128, or two to four times 96 or 128.
+    """
+    if (tiles := decode_config.x_tiles(m)) > 1:
+        return m + -m % (decode_config.GRAIN * tiles)
     return m + -m % (8 if m <= 32 else 32)
 
 
@@ -52,8 +57,9 @@ def supports(
     """
     if reason := runtime.unless_hopper():
         return reason
-    if not 1 <= m <= MAX_M:
-        return f"needs 1 <= M <= {MAX_M}; got M = {m}"
+    most = MAX_M * (decode_config.MOST_TILES if is_packed and runtime.decodes_in_tiles() else 1)
+    if not 1 <= m <= most:
+        return f"needs 1 <= M <= {most}; got M = {m}"
     m, n = padded(m), sum(sizes)
     ranks = lora.filled_rank(rank) if rank else 0
     if is_packed and is_swiglu and runtime.pairs_gates() and layout.can_pair(n, rank):
@@ -63,7 +69,8 @@ def supports(
         return reason
     if not is_packed:
         return None
-    return decode_config.supports(m, n, k, _config(m, n, k, rank > 0), with_adapter=rank > 0)
+    config = _config(m, n, k, len(sizes) * ranks)
+    return decode_config.supports(m, n, k, config, with_adapter=rank > 0)
 
 
 def linear(
@@ -121,7 +128,7 @@ def linear(
         return gated.linear(x, w, **options)
     if isinstance(w, HopperNVFP4):
         a = None if branch is None else branch.a
-        config = config or _config(len(values), *w.shape, branch is not None)
+        config = config or _config(len(values), *w.shape, _ranks(branch))
         sums = decode.product(values, w, config, a, next_product, interpret=interpret)
         divisor = w.global_scale if divisor is None else divisor
     else:
@@ -194,13 +201,18 @@ def _next_product(
     if w.is_paired:
         config = gated_config.pick_config(m, *w.shape, rank=0 if branch is None else branch.rank)
         return None if config is None else gated_config.next_product(w.words, config)
-    config = _config(m, *w.shape, branch is not None)
-    return decode.next_product(m, w, config, None if branch is None else branch.a)
+    a = None if branch is None else branch.a
+    return decode.next_product(m, w, _config(m, *w.shape, _ranks(branch)), a)
 
 
-def _config(m: int, n: int, k: int, with_branch: bool) -> Config:
-    config = decode_config.pick_config(m, n, k)
-    if not with_branch:
+def _ranks(branch: PackedLora | None) -> int:
+    """Returns the ranks of all parts of a branch together."""
+    return 0 if branch is None else branch.rank * len(branch.sizes)
+
+
+def _config(m: int, n: int, k: int, ranks: int) -> Config:
+    config = decode_config.pick_config(m, n, k, ranks=ranks)
+    if not ranks or config.shares:
         return config
     fits = lambda c: decode_config.supports(m, n, k, c, with_adapter=True) is None
     # If one warpgroup's slot is too small for tiles of A, put two warpgroups in a block.

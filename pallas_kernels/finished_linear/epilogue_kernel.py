@@ -280,7 +280,7 @@ class _Block:
         """Returns one half of y, float32 [64, columns]: with LoRA, norm and bias, without SwiGLU or residual."""
         sums = self.problem.sums
         row = (half * self.problem.tiles + self.tile) * TILE
-        filled = sums.plan.parts(lax.div(row, sums.rows))
+        filled = sums.plan.parts(self._tile_of_sums(row))
         y, *others = read.parts[half]
         for part, more in enumerate(others, 1):
             y += jnp.where(part < filled, more, jnp.zeros_like(more))
@@ -292,6 +292,14 @@ class _Block:
         if read.biases:
             y += read.biases[half]
         return y
+
+    def _tile_of_sums(self, row: jax.Array) -> jax.Array:
+        """Returns the tile of the plan to which this block's sums of a row of W belong."""
+        sums, tile = self.problem.sums, lax.div(row, self.problem.sums.rows)
+        if sums.plan.x_tiles == 1:
+            return tile
+        of_tile = sums.size[2] // sums.plan.x_tiles // self.problem.columns
+        return tile * sums.plan.x_tiles + lax.div(lax.axis_index("columns"), of_tile)
 
     def _branch(self, half: int) -> jax.Array:
         """Returns the product of B and x A, float32 [64, columns]."""

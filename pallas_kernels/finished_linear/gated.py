@@ -16,12 +16,11 @@ from pallas_kernels.finished_linear import gated_config
 from pallas_kernels.finished_linear.gated_config import Config
 from pallas_kernels.finished_linear.lora import PackedLora
 from pallas_kernels.finished_linear.residual_stream import Stream
-from pallas_kernels.nvfp4_matmul import decode_plan, layout
+from pallas_kernels.nvfp4_matmul import decode_config, decode_plan, layout
 from pallas_kernels.nvfp4_matmul.layout import HopperNVFP4
 
-# Counters in device memory, one word each: finished shares of each tile of A (four) for each part of the rows of x
-# (four), then finished parts of U, and blocks that have seen all parts. The rest is unused.
-COUNTERS = 32
+# Counters in device memory, one word each.
+COUNTERS = decode_config.MOST_TILES * gated_config.COUNTERS_OF_TILE
 
 
 def linear(

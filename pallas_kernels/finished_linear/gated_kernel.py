@@ -94,6 +94,7 @@ def _launch(
     name: str,
 ) -> dict[str, jax.Array]:
     config, m, tiles = problem.config, len(operands["x"]), problem.tiling.tiles
+    rows = m // problem.tiling.x_tiles
     warpgroups, stages, interpret = config.warpgroups, config.stages, problem.interpret
     adds_up = bool(blocks_of_a) and not interpret
     counters = operands["counters"] if adds_up else None
@@ -103,8 +104,8 @@ def _launch(
     def tiles_of_x(*shape: int) -> plgpu.SMEM:
         return plgpu.SMEM(shape, jnp.bfloat16, transforms=mosaic.SWIZZLED)
 
-    x_slots = tiles_of_x(stages, m, config.step)
-    u_slots = tiles_of_x(stages * problem.chunks, m, TILE)
+    x_slots = tiles_of_x(stages, rows, config.step)
+    u_slots = tiles_of_x(stages * problem.chunks, rows, TILE)
     return mosaic.launch(
         functools.partial(_kernel, problem=problem, blocks_of_a=blocks_of_a),
         {
@@ -127,7 +128,7 @@ def _launch(
             "w_slots": plgpu.SMEM(
                 (stages, config.high * gated_config.depth(config), *layout.TILE_SHAPE), jnp.int32
             ),
-            "unit": plgpu.SMEM((m,), jnp.float32) if problem.norm else None,
+            "unit": plgpu.SMEM((rows,), jnp.float32) if problem.norm else None,
             "flags": plgpu.SMEM((warpgroups,), jnp.int32) if adds_up else None,
             "full": plgpu.Barrier(num_arrivals=config.high + 1, num_barriers=stages),
             "empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
@@ -140,7 +141,7 @@ def _launch(
         },
         name=name,
         interpret=interpret,
-        grid=(blocks_of_a + blocks_of_w,),
+        grid=(problem.tiling.x_tiles * (blocks_of_a + blocks_of_w),),
         grid_names=("block",),
         num_threads=warpgroups,
         thread_name="warpgroup",
@@ -149,15 +150,24 @@ def _launch(
 
 def _kernel(refs: types.SimpleNamespace, *, problem: Problem, blocks_of_a: int) -> None:
     number, group = lax.axis_index("block"), lax.axis_index("warpgroup")
-    of_a = _BlockOfA(problem, refs, number, group)
-    of_w = _Block(problem, refs, number - blocks_of_a, group)
+    x_tiles = problem.tiling.x_tiles
+
+    def worker(kind: type, number: jax.Array, blocks: int) -> "_Worker":
+        if x_tiles == 1:
+            return kind(problem, refs, jnp.int32(0), number, group)
+        return kind(problem, refs, lax.div(number, blocks), lax.rem(number, blocks), group)
+
+    # The blocks of A come first, those of all tiles of x: a block that waits for them can only start after them.
+    all_of_a = x_tiles * blocks_of_a
     if refs.out is None:
-        of_a.run()
-    elif not blocks_of_a:
+        worker(_BlockOfA, number, blocks_of_a).run()
+        return
+    of_w = worker(_Block, number - all_of_a, problem.config.blocks)
+    if not blocks_of_a:
         of_w.run()
     else:
-        pl.when(number < blocks_of_a)(of_a.run)
-        pl.when(number >= blocks_of_a)(of_w.run)
+        pl.when(number < all_of_a)(worker(_BlockOfA, number, blocks_of_a).run)
+        pl.when(number >= all_of_a)(of_w.run)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,19 +177,33 @@ class _Worker:
     Attributes:
       problem: the static parameters, the same for all blocks.
       refs: operands, results and scratch of `launch`.
-      number: index of the block among the blocks of its kind.
+      x_tile: index of the block's tile of x.
+      number: index of the block among the blocks of its kind for the same tile of x.
       group: index of the warpgroup in the block.
     """
 
     problem: Problem
     refs: types.SimpleNamespace
+    x_tile: jax.Array
     number: jax.Array
     group: jax.Array
 
     @property
     def rows(self) -> int:
-        """Rows of x: M."""
-        return self.refs.x.shape[0]
+        """Rows of a tile of x."""
+        return self.refs.x.shape[0] // self.problem.tiling.x_tiles
+
+    def _of_tile(self, first: jax.Array | int, count: int, *, unit: int = 1) -> pl.Slice:
+        """Returns the slice of an array of all rows of x, or of `unit` rows each, with `count` of this tile's items."""
+        if self.problem.tiling.x_tiles == 1:
+            return pl.ds(first, count)
+        return pl.ds(self.x_tile * (self.rows // unit) + first, count)
+
+    def _counter(self, at: jax.Array | int) -> jax.Ref:
+        """Returns a counter of this tile of x."""
+        if self.problem.tiling.x_tiles == 1:
+            return self.refs.counters.at[at]
+        return self.refs.counters.at[self.x_tile * gated_config.COUNTERS_OF_TILE + at]
 
     @property
     def _x_slots(self) -> jax.Ref:
@@ -193,7 +217,9 @@ class _Worker:
     def _copy_x(self, at: jax.Array, slot: jax.Array, barriers: jax.Ref) -> None:
         columns = pl.ds(at * self.problem.config.step, self.problem.config.step)
         plgpu.copy_gmem_to_smem(
-            self.refs.x.at[:, columns], self._x_slots.at[slot], barriers.at[slot]
+            self.refs.x.at[self._of_tile(0, self.rows), columns],
+            self._x_slots.at[slot],
+            barriers.at[slot],
         )
 
     def _summed(self, rows: int, add_products: Callable) -> jax.Array:
@@ -275,7 +301,8 @@ class _BlockOfA(_Worker):
 
         add_up = lambda acc: pl.loop(ring.first, ring.end)(lambda unit: one_unit(unit, acc))
         total = self._summed(size, add_up)
-        pieces = pl.ds(self.group * (size // fragments.COLUMNS), size // fragments.COLUMNS)
+        count = size // fragments.COLUMNS
+        pieces = self._of_tile(self.group * count, count, unit=fragments.COLUMNS)
         share_ref = refs.shares.at[self._share, self._tile, pieces]
         fragments.store(total, share_ref, interpret=self.problem.interpret)
         if self.problem.interpret:
@@ -283,13 +310,14 @@ class _BlockOfA(_Worker):
         last = jnp.int32(self.problem.tiling.shares - 1)
         flag = refs.flags.at[pl.ds(self.group, 1)]
         counter = self._tile * _WINDOWS + self.group
-        collectives.count(refs.counters.at[counter], last, flag)
+        collectives.count(self._counter(counter), last, flag)
 
         @pl.when(refs.flags[self.group] != 0)
         def _add_up():
             u = self._added_up(pieces).astype(jnp.bfloat16)
-            transposed.store(u, refs.new_u.at[window, pl.ds(self._tile * TILE, TILE)])
-            collectives.publish(refs.counters.at[_READY])
+            rows = self._of_tile(self.group * size, size)
+            transposed.store(u, refs.new_u.at[rows, pl.ds(self._tile * TILE, TILE)])
+            collectives.publish(self._counter(_READY))
 
     def _added_up(self, pieces: pl.Slice) -> jax.Array:
         """Adds up all shares of this window, in order."""
@@ -409,13 +437,14 @@ class _Block(_Worker):
 
             @pl.when(unit == tiling.steps)
             def _wait():
-                counters = refs.counters.at[_READY], refs.counters.at[_READERS]
+                counters = self._counter(_READY), self._counter(_READERS)
                 parts = tiling.tiles_of_a * tiling.windows
                 collectives.await_published(*counters, parts, self.problem.config.blocks)
 
         u = refs.u if refs.new_u is None else refs.new_u
         ranks = pl.ds((at - tiling.steps) * TILE, TILE)
-        plgpu.copy_gmem_to_smem(u.at[:, ranks], self._u_slot(slot), refs.full.at[slot])
+        source = u.at[self._of_tile(0, self.rows), ranks]
+        plgpu.copy_gmem_to_smem(source, self._u_slot(slot), refs.full.at[slot])
 
     def _renew(self, unit: jax.Array) -> None:
         """Leaves the slot of the unit before this one, and refills this warpgroup's own part of it."""
@@ -480,7 +509,9 @@ class _Block(_Worker):
             ask = functools.partial(
                 ask_for, self.problem.following, self.refs.following, self.number, config.blocks
             )
-            pl.when((self.group == 0) & (turn == self.turns - 1))(ask)
+            is_last = (self.group == 0) & (turn == self.turns - 1)
+            several = self.problem.tiling.x_tiles > 1
+            pl.when(is_last & (self.x_tile == 0) if several else is_last)(ask)
         units_of_branch = [last + tile for tile in range(self.problem.tiling.tiles_of_a)]
         # If a turn takes a multiple of `stages` units, these slots are the same in all turns. Then the compiler would
         # compute all addresses in them before the first turn, and keep them in registers that the sums need.
@@ -556,7 +587,8 @@ class _Block(_Worker):
         """Writes the norm's unit, 1 / RMS of all rows of x, to shared memory for all warpgroups."""
         (width, eps), refs = self.problem.norm, self.refs
         how = {"interpret": self.problem.interpret}
-        collectives.put_units(refs.squares, layout.tiles(width), width, eps, refs.unit, **how)
+        squares = refs.squares.at[:, self._of_tile(0, self.rows)]
+        collectives.put_units(squares, layout.tiles(width), width, eps, refs.unit, **how)
         plgpu.barrier_arrive(refs.has_unit)
 
     def _finish(
@@ -591,8 +623,9 @@ class _Block(_Worker):
             result = paired.gate(rounded(y), interpret=interpret)
 
             @pl.when(tile < self._end)
-            def _store(result=result, window=window):
-                to = refs.out.at[window, pl.ds(tile * (TILE // 2), TILE // 2)]
+            def _store(result=result, part=part):
+                rows = self._of_tile(row + part.start, part.size)
+                to = refs.out.at[rows, pl.ds(tile * (TILE // 2), TILE // 2)]
                 paired.store(result, to, interpret=interpret)
 
     def _load_b(self, tile_of_a: int, slot: jax.Array, tile_index: jax.Array | int) -> jax.Array:

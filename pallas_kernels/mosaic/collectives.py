@@ -256,7 +256,7 @@ def put_units(
     `sum` is over the first `count` rows of `squares`. Each thread of this warpgroup computes one column.
 
     Args:
-      squares: float32 [R, M] in device memory, M at most 128.
+      squares: float32 [R, M] in device memory, M at most 128; it may be some columns of a wider array.
       count: number of rows to add up.
       width: number of values that were squared for each column.
       eps: epsilon of the norm.
@@ -268,12 +268,13 @@ def put_units(
         return
 
     def emit(_: mgpu.LaunchContext, squares: ir.Value, out: ir.Value) -> None:
-        columns, f32 = ir.MemRefType(squares.type).shape[1], ir.F32Type.get()
+        kind, f32 = ir.MemRefType(squares.type), ir.F32Type.get()
+        columns, ((stride, _), _) = kind.shape[1], kind.get_strides_and_offset()
         base, number = utils.memref_ptr(squares), registers.thread()
         at = lambda begin, offset: utils.getelementptr(begin, [offset], f32)
         with utils.when(arith.cmpi(arith.CmpIPredicate.ult, number, i32(columns))):
             rows = [
-                llvm.load(f32, at(base, arith.addi(number, i32(row * columns))))
+                llvm.load(f32, at(base, arith.addi(number, i32(row * stride))))
                 for row in range(count)
             ]
             mean = arith.divf(functools.reduce(arith.addf, rows), utils.c(width, f32))

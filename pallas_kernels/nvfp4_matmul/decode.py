@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import runtime
-from pallas_kernels.nvfp4_matmul import dense_tile, layout
+from pallas_kernels.nvfp4_matmul import decode_config, dense_tile, layout
 from pallas_kernels.nvfp4_matmul.decode_config import Config, supports
 from pallas_kernels.nvfp4_matmul.decode_plan import AdapterPlan, NextProduct, Plan
 from pallas_kernels.nvfp4_matmul.layout import TILE, HopperNVFP4
@@ -21,9 +21,12 @@ from pallas_kernels.nvfp4_matmul.layout import TILE, HopperNVFP4
 
 def _cut(m: int, w: HopperNVFP4, config: Config, a_words: jax.Array | None) -> tuple[Plan, int]:
     """Returns the plan for W, and the number of blocks that share each tile of A (0 without A)."""
-    (n, k), blocks, shares = w.shape, config.blocks, 0
+    (n, k), blocks = w.shape, config.blocks
     tiles, steps = layout.tiles(n) // config.warpgroups, layout.tiles(k) * TILE // config.step
-    if a_words is not None:
+    x_tiles = decode_config.x_tiles(m)
+    if a_words is None:
+        return Plan(tiles * x_tiles, steps, blocks, x_tiles), 0
+    if (shares := config.shares) == 0:
         a_units = dense_tile.in_units(a_words, config.warpgroups, config.step)
         shares = dense_tile.shares(
             a_units,
@@ -32,10 +35,10 @@ def _cut(m: int, w: HopperNVFP4, config: Config, a_words: jax.Array | None) -> t
             base_bytes=w.words.nbytes,
             most=blocks // 2,
             processors=runtime.device().processors,
-            longest=2 * -(-tiles * steps // blocks),
+            longest=2 * -(-x_tiles * tiles * steps // blocks),
         )
-        blocks = max(1, blocks - len(a_units) * shares)
-    return Plan(tiles, steps, blocks), shares
+        blocks = max(1, blocks - x_tiles * len(a_units) * shares)
+    return Plan(tiles * x_tiles, steps, blocks, x_tiles), shares
 
 
 def next_product(m: int, w: HopperNVFP4, config: Config, a_words: jax.Array | None) -> NextProduct:
@@ -47,7 +50,7 @@ def next_product(m: int, w: HopperNVFP4, config: Config, a_words: jax.Array | No
 
     def first(block: jax.Array) -> tuple[jax.Array, jax.Array]:
         tile, step = plan.tile_and_step(plan.start(block))
-        return tile * high, step * wide
+        return plan.split_tile(tile)[0] * high, step * wide
 
     return NextProduct(w.words, plan.blocks, (high, wide), first)
 
@@ -91,8 +94,9 @@ class Sums:
         if not self.in_fragments:
             return self
         with jax.named_scope("reduce"):
-            filled = np.repeat(self.plan.parts(np.arange(self.plan.tiles)), self.rows // TILE)
-            filled, total = filled[:, None, None], self.partials[0]
+            filled = self.plan.parts(np.arange(self.plan.tiles)).reshape(-1, self.plan.x_tiles)
+            filled, total = np.repeat(filled, self.rows // TILE, axis=0), self.partials[0]
+            filled = np.repeat(filled, total.shape[1] // self.plan.x_tiles, axis=1)[..., None]
             for part in range(1, len(self.partials)):
                 total += jnp.where(part < filled, self.partials[part], 0)
             rows = fragments.to_rows(total)[None]
@@ -117,8 +121,7 @@ def product(
     """Computes the partial sums of x W^T, and of x A if LoRA's A is given.
 
     Args:
-      x: bfloat16 [M, K], M <= 128; K may be padded with zeros to whole tiles. The sums have M rounded up to a
-        multiple of 8.
+      x: bfloat16 [M, K]; K may be padded with zeros to whole tiles. The sums have M rounded up to a multiple of 8.
       w: one [N, K] weight.
       config: the configuration, for example from `decode_config.pick_config`.
       a_words: LoRA's A from `dense_tile.pack`; or None.

@@ -5,6 +5,7 @@ A configuration comes from a table measured on the device, or from a rule (`heur
 
 import dataclasses
 import functools
+import itertools
 import json
 import pathlib
 
@@ -12,13 +13,18 @@ from pallas_kernels import runtime
 from pallas_kernels.nvfp4_matmul import dense_tile, layout
 from pallas_kernels.nvfp4_matmul.layout import TILE
 
-# The most rows of x.
-MAX_M = 128
+# The most rows of x in a tile, and the most tiles. All tiles of an x have the same number of rows.
+MAX_M, MOST_TILES = 128, 4
+# What a tile's rows are a multiple of if there are several: the epilogue takes so many at a time.
+GRAIN = 32
 
 TABLES = pathlib.Path(__file__).parent / "tuned"
 # Values of M in the tables. A problem uses the next larger one. None is below 16, because `wgmma` takes as long for 8
 # columns as for 16 (13 cycles of a multiprocessor, measured on an H200).
 TUNED_M = (16, 32, 64, 128)
+# For `cost`: ns of 64 columns per row of x and warpgroup, and at least; ns of a unit of LoRA's A; bytes of partial sums
+# that are written or read in a ns. The first is from an H200's 59 us for gate_up of 7B and 128 rows, the others are guesses.
+_ROW_NS, _LEAST_NS, _A_NS, _SUM_RATE = 1.27, 250, 350, 5000
 _TILE_BYTES = 4 * (layout.CODE_WORDS + layout.SCALE_WORDS)
 
 
@@ -31,12 +37,15 @@ class Config:
       step: columns of x and W per pipeline stage; 64, 128 or 256.
       stages: pipeline stages, that is, slots in shared memory; 2 or more.
       blocks: number of blocks that share the work.
+      shares: number of blocks, beside these, that share each tile of LoRA's A for one tile of x. With 0, some of
+        `blocks` do: as many as `dense_tile.shares` says.
     """
 
     warpgroups: int
     step: int
     stages: int
     blocks: int
+    shares: int = 0
 
     def __post_init__(self):
         if not 1 <= self.warpgroups <= 4:
@@ -59,14 +68,14 @@ def supports(m: int, n: int, k: int, config: Config, *, with_adapter: bool = Fal
       config: the configuration.
       with_adapter: whether the kernel also multiplies x by LoRA's A.
     """
-    if not 1 <= m <= MAX_M:
-        return f"needs 1 <= M <= {MAX_M}; got M = {m}"
+    if reason := unless_rows(m):
+        return reason
     row_tiles, columns = layout.tiles(n), layout.tiles(k) * TILE
     if row_tiles % config.warpgroups:
         return f"needs N of whole {TILE * config.warpgroups}-row tiles; got N = {n}"
     if columns % config.step:
         return f"needs K of whole steps of {config.step}; got K = {k}"
-    units = row_tiles // config.warpgroups * (columns // config.step)
+    units = _units(m, n, k, config)
     if config.blocks > units:
         return f"has {units} units of work for {config.blocks} blocks"
     if with_adapter and (reason := dense_tile.supports(k, config.warpgroups, config.step)):
@@ -75,6 +84,25 @@ def supports(m: int, n: int, k: int, config: Config, *, with_adapter: bool = Fal
     if used > (most := most_shared_bytes()):
         return f"needs {used} bytes of shared memory of {most}"
     return None
+
+
+def unless_rows(m: int) -> str | None:
+    """Returns why kernels cannot take M rows, or None if they can."""
+    if not 1 <= m <= MOST_TILES * MAX_M:
+        return f"needs 1 <= M <= {MOST_TILES * MAX_M}; got M = {m}"
+    if x_tiles(m) > 1 and m % (GRAIN * x_tiles(m)):
+        return f"needs {x_tiles(m)} tiles of whole {GRAIN}s of M; got M = {m}"
+    return None
+
+
+def x_tiles(m: int) -> int:
+    """Returns the number of tiles of x."""
+    return -(-m // MAX_M)
+
+
+def rows_of_tile(m: int) -> int:
+    """Returns the rows of x in a tile: M, rounded up to a multiple of 8, if there is one."""
+    return (m + -m % 8) // x_tiles(m)
 
 
 def most_shared_bytes() -> int:
@@ -87,23 +115,27 @@ def shared_bytes(m: int, config: Config, *, adapter_k: int | None = None) -> int
 
     `adapter_k` is K if LoRA's A uses the slots too, otherwise None.
     """
-    rows, columns, depth = m + -m % 8, config.step, config.step // TILE
+    rows, columns, depth = rows_of_tile(m), config.step, config.step // TILE
     if adapter_k is not None:
         of_a = adapter_k, config.warpgroups, config.step
         columns, depth = max(columns, dense_tile.width(*of_a)), max(depth, dense_tile.pieces(*of_a))
     return config.stages * (columns * rows * 2 + config.warpgroups * depth * _TILE_BYTES)
 
 
-def pick_config(m: int, n: int, k: int) -> Config:
+def pick_config(m: int, n: int, k: int, *, ranks: int = 0) -> Config:
     """Picks the configuration for a problem: from the device's table, otherwise by `heuristic`.
 
     If the device's table has no row for the problem, but the device has as many multiprocessors as an H200, then the
-    H200's row is used, because its number of blocks fits. The arguments are as for `supports`.
+    H200's row is used, because its number of blocks fits. If x has several tiles, it is the one `estimated`.
+
+    The arguments are as for `supports`; `ranks` are those of LoRA's A, of all parts together.
     """
     card, problem = runtime.device(), (_bucket(m), n, k)
     config = table_of(card.name).get(problem)
     if config is None and card.processors == runtime.H200.processors:
         config = table_of(runtime.H200.name).get(problem)
+    if config is None and (m > MAX_M or (m > TUNED_M[-2] and runtime.decodes_in_tiles())):
+        return estimated(m, n, k, ranks=ranks)
     return config or heuristic(m, n, k)
 
 
@@ -128,6 +160,55 @@ def heuristic(m: int, n: int, k: int) -> Config:
         warpgroups, blocks, depth = 1, row_tiles * split, min(4, -(-steps // split))
     depth = max(2, min(depth, _deepest(m, warpgroups, step, blocks)))
     return Config(warpgroups, step, depth, blocks)
+
+
+def cost(m: int, n: int, k: int, config: Config, *, ranks: int = 0) -> float:
+    """Estimates the ns in which blocks multiply x, of at least 65 rows, and sums are written and read.
+
+    The arguments are as for `pick_config`; with `ranks` the configuration must have `shares`.
+    """
+    units, tiles, rows = _units(m, n, k, config), _units(m, n, config.step, config), rows_of_tile(m)
+    columns = -(-units // config.blocks) * config.step // TILE
+    longest = columns * max(_LEAST_NS, _ROW_NS * config.warpgroups * rows)
+    # A run that begins or ends within a tile leaves one part more.
+    parts = config.blocks + (tiles if config.blocks % tiles else 0)
+    moved = 2 * parts * config.warpgroups * TILE * rows * 4
+    if ranks:
+        width = dense_tile.width(k, config.warpgroups, config.step, dense_tile.height(k, ranks))
+        units_of_a = layout.whole(k) // width
+        longest = max(longest, -(-units_of_a // config.shares) * _A_NS)
+        # A block of the epilogue has as many values of x A in each part as of the product.
+        moved += config.shares * (width // TILE) * layout.whole(n) * m * 4
+    return longest + moved / _SUM_RATE
+
+
+def estimated(m: int, n: int, k: int, *, ranks: int = 0) -> Config:
+    """Picks the configuration with the least `cost`: one block per multiprocessor, some of them for LoRA's A.
+
+    The arguments are as for `pick_config`.
+    """
+    row_tiles, processors, choices = layout.tiles(n), runtime.device().processors, []
+    tiles_of_a = dense_tile.tiles(k, ranks) if ranks else 0
+    for warpgroups, step in itertools.product((4, 3, 2, 1), (128, 256, 64)):
+        is_refused = ranks and dense_tile.supports(k, warpgroups, step)
+        if row_tiles % warpgroups or layout.whole(k) % step or is_refused:
+            continue
+        one = Config(warpgroups, step, 2, 1)
+        slot = shared_bytes(m, one, adapter_k=k if ranks else None) // 2
+        if (stages := min(4, most_shared_bytes() // slot)) < 2:
+            continue
+        units, tiles = _units(m, n, k, one), _units(m, n, step, one)
+        is_odd = bool(ranks) and not dense_tile.is_as_wide(warpgroups, step)
+        for shares in range(1, 9) if ranks else (0,):
+            free = max(1, min(units, processors - x_tiles(m) * tiles_of_a * shares))
+            for blocks in (free, *range(tiles, free, tiles)):
+                config = Config(warpgroups, step, stages, blocks, shares)
+                choices.append(((is_odd, cost(m, n, k, config, ranks=ranks)), config))
+    return min(choices, key=lambda choice: choice[0])[1]
+
+
+def _units(m: int, n: int, k: int, config: Config) -> int:
+    return x_tiles(m) * (layout.tiles(n) // config.warpgroups) * (layout.whole(k) // config.step)
 
 
 def candidates(m: int, n: int, k: int) -> list[Config]:

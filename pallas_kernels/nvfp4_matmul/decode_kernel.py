@@ -40,7 +40,8 @@ class Problem:
     @property
     def blocks(self) -> int:
         """Number of blocks in the grid."""
-        return self.plan.blocks + (self.a.tiles * self.a.shares if self.a else 0)
+        of_a = self.a.tiles * self.a.shares if self.a else 0
+        return self.plan.blocks + self.plan.x_tiles * of_a
 
     @property
     def chunks(self) -> int:
@@ -69,13 +70,14 @@ def launch(
       `partials` and `adapter` of `decode.Sums`.
     """
     config, a, m = problem.config, problem.a, len(x)
+    rows = m // problem.plan.x_tiles
     warpgroups, stages = config.warpgroups, config.stages
 
     def sums(parts: int, n: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((parts, *fragments.shape(n, m)), jnp.float32)
 
     def slots_of_x(columns: int) -> plgpu.SMEM:
-        return plgpu.SMEM((stages, m, columns), jnp.bfloat16, transforms=mosaic.SWIZZLED)
+        return plgpu.SMEM((stages, rows, columns), jnp.bfloat16, transforms=mosaic.SWIZZLED)
 
     x_slots = slots_of_x(config.step)
     decoded = plgpu.SMEM((warpgroups, TILE, TILE), jnp.bfloat16, transforms=mosaic.SWIZZLED)
@@ -137,8 +139,14 @@ class _Block:
 
     @property
     def rows(self) -> int:
-        """Rows of x: M."""
-        return self.refs.x.shape[0]
+        """Rows of a tile of x."""
+        return self.refs.x.shape[0] // self.problem.plan.x_tiles
+
+    def _rows(self, x_tile: jax.Array) -> pl.Slice | slice:
+        """Returns the rows of a tile of x."""
+        if self.problem.plan.x_tiles == 1:
+            return slice(None)
+        return pl.ds(x_tile * self.rows, self.rows)
 
     def multiply_w(self) -> None:
         """Multiplies a block's run of units of W, tile by tile."""
@@ -165,9 +173,9 @@ class _Block:
                 )
                 pl.when((self.group == 0) & (tile == last_tile))(ask)
             with jax.named_scope("store"):
-                part = self.number - plan.first_block(tile)
-                row_tile = tile * self.problem.config.warpgroups + self.group
-                self._store(total, self.refs.sums.at[part, row_tile])
+                part, (w_tile, x_tile) = self.number - plan.first_block(tile), plan.split_tile(tile)
+                row_tile = w_tile * self.problem.config.warpgroups + self.group
+                self._store(total, self.refs.sums.at[part, row_tile], x_tile)
 
     def _copy_unit(self, unit: jax.Array, slot: jax.Array) -> None:
         """Starts the bulk copies of a unit of W and x into a slot."""
@@ -176,14 +184,17 @@ class _Block:
 
     def _copy_w(self, unit: jax.Array, slot: jax.Array) -> None:
         tile, at = self.problem.plan.tile_and_step(unit)
+        tile, _ = self.problem.plan.split_tile(tile)
         chunks, warpgroups = self.problem.chunks, self.problem.config.warpgroups
         columns, w = pl.ds(at * chunks, chunks), self.refs.w
         self._copy_words(lambda i: w.at[tile * warpgroups + i, columns], slot, chunks)
 
     def _copy_x(self, unit: jax.Array, slot: jax.Array) -> None:
-        _, at = self.problem.plan.tile_and_step(unit)
+        tile, at = self.problem.plan.tile_and_step(unit)
+        rows = self._rows(self.problem.plan.split_tile(tile)[1])
         refs, columns = self.refs, pl.ds(at * self.problem.config.step, self.problem.config.step)
-        plgpu.copy_gmem_to_smem(refs.x.at[:, columns], self._x_slots.at[slot], refs.full.at[slot])
+        source = refs.x.at[rows, columns]
+        plgpu.copy_gmem_to_smem(source, self._x_slots.at[slot], refs.full.at[slot])
 
     def _multiply_unit(self, ring: Ring, unit: jax.Array, acc: jax.Ref) -> None:
         """Adds the product of a unit to the accumulator, and refills the slot of the unit before it."""
@@ -226,13 +237,16 @@ class _Block:
         a = self.problem.a
         number = self.number - self.problem.plan.blocks
         tile, share = lax.div(number, a.shares), lax.rem(number, a.shares)
+        x_tile = jnp.int32(0)
+        if self.problem.plan.x_tiles > 1:
+            x_tile, tile = lax.div(tile, a.tiles), lax.rem(tile, a.tiles)
         start, stop = (lax.div((share + i) * a.units, a.shares) for i in range(2))
         # If a unit has fewer tiles of A than there are warpgroups, some warpgroups compute the same tile. Only the
         # first ones store it.
         mine = lax.rem(self.group, a.width // TILE)
         of_tile = a.pieces * self.problem.config.warpgroups * TILE // a.width
         places = [of_tile * mine + i for i in range(of_tile)]
-        copy = functools.partial(self._copy_unit_of_a, tile)
+        copy = functools.partial(self._copy_unit_of_a, tile, x_tile)
         empty = self.refs.empty
         ring = Ring(self.problem.config.stages, copy, self.refs.full, empty, start, stop)
 
@@ -249,16 +263,17 @@ class _Block:
         @pl.when(self.group < a.width // TILE)
         def _():
             part = share * (a.width // TILE) + self.group
-            self._store(total, self.refs.xa.at[part, tile])
+            self._store(total, self.refs.xa.at[part, tile], x_tile)
 
-    def _copy_unit_of_a(self, tile: jax.Array, unit: jax.Array, slot: jax.Array) -> None:
+    def _copy_unit_of_a(
+        self, tile: jax.Array, x_tile: jax.Array, unit: jax.Array, slot: jax.Array
+    ) -> None:
         """Starts the copies of a unit of A and x."""
         a, refs = self.problem.a, self.refs
         self._copy_words(lambda i: refs.a.at[tile, unit, i], slot, a.pieces)
         columns = pl.ds(unit * a.width, a.width)
-        plgpu.copy_gmem_to_smem(
-            refs.x.at[:, columns], self._x_slots_of_a.at[slot], refs.full.at[slot]
-        )
+        source = refs.x.at[self._rows(x_tile), columns]
+        plgpu.copy_gmem_to_smem(source, self._x_slots_of_a.at[slot], refs.full.at[slot])
 
     def _multiply_unit_of_a(
         self, ring: Ring, unit: jax.Array, tile: jax.Array, places: list[jax.Array], acc: jax.Ref
@@ -305,10 +320,13 @@ class _Block:
             )
 
     def _summed(self, add_products) -> jax.Array:
-        """Runs `add_products` on a new accumulator and returns its sums, float32 [64, M]."""
+        """Runs `add_products` on a new accumulator and returns its sums, float32 [64, rows]."""
         return pl.run_scoped(add_products, plgpu.ACC((TILE, self.rows), jnp.float32))
 
-    def _store(self, total: jax.Array, ref: jax.Ref) -> None:
+    def _store(self, total: jax.Array, ref: jax.Ref, x_tile: jax.Array) -> None:
+        if self.problem.plan.x_tiles > 1:
+            pieces = self.rows // fragments.COLUMNS
+            ref = ref.at[pl.ds(x_tile * pieces, pieces)]
         fragments.store(total, ref, interpret=self.problem.interpret)
 
     def _in_memory(self, tile: jax.Array) -> jax.Ref:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -16,14 +17,17 @@ class Plan:
     part b - first_block(t).
 
     Attributes:
-      tiles: tiles of rows of W.
+      tiles: tiles of rows of W, for all tiles of x.
       steps: steps along K in each tile.
       blocks: blocks that share the units.
+      x_tiles: tiles of x. With several, `tiles` counts each tile of rows of W once for each of them, one after the
+        other.
     """
 
     tiles: int
     steps: int
     blocks: int
+    x_tiles: int = 1
 
     @property
     def units(self) -> int:
@@ -36,6 +40,12 @@ class Plan:
     def tile_and_step(self, unit):
         """Returns the tile and the step of a unit; `unit` is a traced integer."""
         return lax.div(unit, self.steps), lax.rem(unit, self.steps)
+
+    def split_tile(self, tile):
+        """Returns the tile of rows of W, and the tile of x, of a tile; `tile` is a traced integer."""
+        if self.x_tiles == 1:
+            return tile, jnp.int32(0)
+        return lax.div(tile, self.x_tiles), lax.rem(tile, self.x_tiles)
 
     def first_block(self, tile):
         """Returns the block that has the first unit of a tile."""
@@ -62,7 +72,7 @@ class AdapterPlan:
     """Describes how the last blocks of the grid multiply x by LoRA's A.
 
     Attributes:
-      tiles: number of tiles of 64 ranks.
+      tiles: number of tiles of 64 ranks; each is multiplied by every tile of x.
       units: number of units along K in each tile; a unit fills a slot.
       shares: number of blocks that share a tile.
       width: columns of a unit.

@@ -66,6 +66,11 @@ def height(k: int, ranks: int) -> int:
     return LOW if 0 < ranks % TILE <= LOW and _may_be_low(k) else TILE
 
 
+def tiles(k: int, ranks: int) -> int:
+    """Returns how many tiles `pack` makes of an A with K columns and so many ranks."""
+    return -(-ranks // height(k, ranks))
+
+
 def height_of(words: jax.Array) -> int:
     """Returns how many rows the tiles of `pack`'s result store."""
     return words.shape[-3] * (TILE // 4)

@@ -1,9 +1,10 @@
 """One decoding step through fused kernels: for each linear the product and its epilogue, and attention.
 
 `Transformer` defines the arithmetic. This module runs it on the same parameter trees, for at most 128 rows of one token
-each, if kernels support the model (`supports`). Norms, LoRA, biases, SwiGLU and residual additions are computed in the
-epilogues; with tensor parallelism, XLA sums the terms of o and down and computes the residual addition and the norm. Of
-the two sets of kernels, for Hopper and portable ones, `fit` chooses one, and `Ops` has the functions in which they differ.
+each (`runtime.decodes_in_tiles`: 512), if kernels support the model (`supports`). Norms, LoRA, biases, SwiGLU and
+residual additions are computed in the epilogues; with tensor parallelism, XLA sums the terms of o and down and computes
+the residual addition and the norm. Of the two sets of kernels, for Hopper and portable ones, `fit` chooses one, and
+`Ops` has the functions in which they differ.
 """
 
 import dataclasses
@@ -76,7 +77,7 @@ def fit(
 def most_rows(
     model: transformer.Transformer, *, adapter: bool = True, own_noise: bool = False
 ) -> int:
-    """Returns the most rows that fused layers decode at a time on this device: 128, or 0 without them; see `fit`."""
+    """Returns the most rows that fused layers decode at a time on this device, or 0 without them; see `fit`."""
     return MAX_ROWS if fit(model, MAX_ROWS, adapter=adapter, own_noise=own_noise) else 0
 
 
@@ -141,6 +142,8 @@ def slow_because(
     if model.full:
         plain = 'a base that trains (model.trainable = "full") is decoded by the plain layers'
         return f"{what} {plain}" if is_hopper else None
+    if fit(model, requested, own_noise=own_noise) is not None:
+        return None
     if fit(model, rows, own_noise=own_noise) is not None:
         if not MAX_ROWS < requested <= 2 * MAX_ROWS:
             return None

@@ -122,8 +122,8 @@ def test_a_plan_gives_every_unit_to_one_block_and_every_part_a_slot(tiles, steps
 @pytest.mark.parametrize(
     ("problem", "config", "reason"),
     [
-        ((129, 128, 256), Config(1, 64, 2, 1), "needs 1 <= M <= 128; got M = 129"),
-        ((0, 128, 256), Config(1, 64, 2, 1), "needs 1 <= M <= 128; got M = 0"),
+        ((513, 128, 256), Config(1, 64, 2, 1), "needs 1 <= M <= 512; got M = 513"),
+        ((0, 128, 256), Config(1, 64, 2, 1), "needs 1 <= M <= 512; got M = 0"),
         ((8, 192, 256), Config(2, 64, 2, 1), "needs N of whole 128-row tiles; got N = 192"),
         ((8, 128, 320), Config(1, 128, 2, 1), "needs K of whole steps of 128; got K = 320"),
         ((8, 128, 256), Config(2, 128, 2, 3), "has 2 units of work for 3 blocks"),

@@ -11,7 +11,7 @@ import pytest
 from pallas_kernels import runtime
 from pallas_kernels.finished_linear import decode as fused
 from pallas_kernels.finished_linear import gated_config
-from pallas_kernels.nvfp4_matmul import layout
+from pallas_kernels.nvfp4_matmul import decode_config, layout
 from pallas_kernels.nvfp4_matmul.decode_config import Config
 from pallas_kernels.portable import layout as portable_layout
 from qerl_jax.config import LoraConfig
@@ -127,6 +127,26 @@ def test_the_fused_step_rounds_where_the_plain_model_does(monkeypatch, arch, wei
     assert_extended(step(policy, tokens, cache), expected, cache)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(runtime.is_hopper(), reason="interprets the kernels, on a CPU")
+def test_rows_in_several_tiles_round_where_the_plain_model_does(monkeypatch):
+    monkeypatch.setattr(decode_config, "MAX_M", 16)
+    monkeypatch.setattr(decode_config, "GRAIN", 8)
+    plain, variables, cache = policy_of("nvfp4", rows=20)
+    tokens = jnp.arange(20) % 64
+    expected = jax.jit(plain.apply)(variables, tokens[:, None], cache=cache)
+    monkeypatch.setattr(fused, "_config", lambda m, n, *_: Config(1, 256, 2, n // 64 + 1, 1))
+    monkeypatch.setattr(fused_decode, "step", functools.partial(fused_decode.step, interpret=True))
+    variables = prepared(variables)
+    gate_up = variables["frozen"]["layers"]["gate_up"]
+    gate_up["weight"] = layout.prepare(layout.unprepare(gate_up["weight"]), is_paired=True)
+    config = gated_config.Config(1, 128, 2, 3)
+    monkeypatch.setattr(gated_config, "pick_config", lambda *_, **__: config)
+    policy = jax.jit(functools.partial(fused_decode.policy, plain))(variables)
+    step = jax.jit(functools.partial(fused_decode.extend, plain))
+    assert_extended(step(policy, tokens, cache), expected, cache)
+
+
 @pytest.mark.parametrize(
     ("arch", "weights"),
     [(ODD, "nvfp4"), (ARCH, "nvfp4"), (ARCH, "mxfp4"), (ARCH, "nf4"), (SMALL, "nvfp4")],
@@ -169,12 +189,33 @@ def test_on_its_device_the_fused_step_meets_the_plain_model(monkeypatch, arch, w
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("arch", [ARCH, SMALL])
+@pytest.mark.parametrize("rows", [129, 300, 512])
+def test_on_its_device_rows_in_several_tiles_meet_the_plain_model(monkeypatch, arch, rows):
+    monkeypatch.setenv("PALLAS_DECODE_TILES", "1")
+    assert_meets_the_plain_model(arch, "nvfp4", rows, "hopper")
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("arch", "weights"), spread([ARCH, SMALL], ["bfloat16", "nvfp4", "nf4"], every=2)
 )
 def test_on_its_device_more_rows_are_decoded_as_the_plain_model_does(arch, weights):
     """LoRA's matrices are prepared as a loop of steps prepares them."""
     assert_meets_the_plain_model(arch, weights, 160, None)
+
+
+@pytest.mark.parametrize("rows", [129, 200, 512])
+@pytest.mark.parametrize("arch", [ARCH, ODD, SMALL], ids=["whole", "odd", "small"])
+def test_more_rows_are_decoded_in_tiles_on_request(h200, monkeypatch, arch, rows):  # noqa: F811
+    model = transformer_of(arch=arch, lora=LoraConfig(32, 32.0))
+    assert fused_decode.supports(model, rows) is not None
+    monkeypatch.setenv("PALLAS_DECODE_TILES", "1")
+    assert fused_decode.supports(model, rows) is None
+    assert fused_decode.slow_because(model, rows) is None
+    assert "needs 1 <= M <= 512; got M = 513" in fused_decode.supports(model, 513)
+    dense = transformer_of(arch=arch, weights="bfloat16")
+    assert "needs 1 <= M <= 128" in fused_decode.supports(dense, rows)
 
 
 @pytest.mark.parametrize("rows", [1, 24, 64, 128])
