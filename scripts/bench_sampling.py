@@ -253,14 +253,18 @@ def print_kernels(kernels: Mapping[str, tuple[float, int]], parts: int) -> float
 def decode_layer(case: SimpleNamespace) -> Callable[[Tell], None]:
     """A decoding layer with attention: all layers of a model in a loop, without embedding and head.
 
-    `layer_us` is the wall time, `kernels_us` that of the kernels of a layer, which are printed.
+    `layer_us` is the wall time, `kernels_us` that of the kernels of a layer, which are printed. The cache is random.
+    `probe` has a projection of each row's hidden state after a first step. If it differs between two environments by
+    more than `MOST_APART` of its size, that is an error.
     """
     layers_ = case.layers or shape_of(case.model).num_layers
     arch = dataclasses.replace(shape_of(case.model), vocab_size=512, num_layers=layers_)
     policy = Policy(case, arch)
     page = kv_cache.PAGE_SIZE
-    width = -(-2 * case.length // page)
-    pools = kv_cache.pool(arch, case.rows * width + 1, jnp.bfloat16, page)
+    width = case.length // page + 1
+    empty = kv_cache.pool(arch, case.rows * width + 1, jnp.bfloat16, page)
+    draw = jax.jit(lambda key: jax.random.normal(key, empty[0].shape[1:], jnp.bfloat16))
+    pools = [jnp.broadcast_to(draw(jax.random.key(i)), x.shape) for i, x in enumerate(empty)]
     tables = 1 + jnp.arange(case.rows * width, dtype=jnp.int32).reshape(case.rows, width)
     ends = jnp.full(case.rows, case.length, jnp.int32)
 
@@ -269,18 +273,19 @@ def decode_layer(case: SimpleNamespace) -> Callable[[Tell], None]:
         extend = fused_decode.extender(policy.model, variables, case.rows)
 
         def following(state):
-            step, tokens, pools = state
+            step, tokens, pools, _ = state
             cache = kv_cache.KVCache(*pools, tables, ends)
             hidden, cache = extend(tokens, cache)
             tokens = (jnp.abs(hidden[:, 0]) * 64).astype(jnp.int32) % 512
-            return step + 1, tokens, (cache.keys, cache.values)
+            return step + 1, tokens, (cache.keys, cache.values), hidden
 
         # As in generation the end depends on data, although it never comes early.
         unfinished = lambda state: (state[0] < count) & (state[1][0] >= 0)
-        return jax.lax.while_loop(unfinished, following, (jnp.int32(0), tokens, pools))[1]
+        start = jnp.int32(0), tokens, pools, jnp.zeros((case.rows, arch.width), jnp.bfloat16)
+        return jax.lax.while_loop(unfinished, following, start)[3]
 
     tokens = jnp.arange(case.rows, dtype=jnp.int32) % 512
-    arguments = policy.variables, pools, tokens
+    arguments = policy.variables, tuple(pools), tokens
 
     def seconds(count: int) -> float:
         started = time.perf_counter()
@@ -288,16 +293,41 @@ def decode_layer(case: SimpleNamespace) -> Callable[[Tell], None]:
         return time.perf_counter() - started
 
     few, many = 4, 4 + case.steps
+    hidden = np.asarray(steps(*arguments, jnp.int32(1)), np.float32)
+    probe = hidden @ np.random.default_rng(0).standard_normal(arch.width) / arch.width**0.5
     seconds(few)
 
     def measure(tell: Tell) -> None:
         layer = (seconds(many) - seconds(few)) / case.steps / layers_
+        row = {"layer_us": 1e6 * layer, "probe": [round(float(x), 4) for x in probe]}
+        row["fused"] = fused_decode.fit(policy.model, case.rows) or "no"
+        tell(row)
         kernels = by_kernel(steps, *arguments, jnp.int32(few))
         total = print_kernels(kernels, few * layers_)
-        fused = fused_decode.fit(policy.model, case.rows) or "no"
-        tell({"layer_us": 1e6 * layer, "kernels_us": 1e3 * total, "fused": fused})
+        tell(row | {"kernels_us": 1e3 * total, "by_kernel": kernels})
 
     return measure
+
+
+# By what share of their size the probes of two environments may differ.
+MOST_APART = 0.03
+
+
+def apart(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What is wrong with the probes of `decode_layer`: cases that differ from the first one of the same problem."""
+    first, wrong = {}, []
+    for row in rows:
+        problem = tuple(row[name] for name in ("model", "base", "rank", "rows", "layers", "length"))
+        actual, expected = np.array(row["probe"]), first.setdefault(problem, np.array(row["probe"]))
+        size = np.sqrt(np.mean(expected**2))
+        error = np.sqrt(np.mean((actual - expected) ** 2)) / size
+        worst = np.abs(actual - expected).max() / size
+        if not error <= MOST_APART or not worst <= 10 * MOST_APART:
+            row_of = int(np.abs(actual - expected).argmax())
+            wrong.append(
+                f"{problem}, env {row['env']!r}: probes differ by {error:.3f}, row {row_of} by {worst:.3f}"
+            )
+    return wrong
 
 
 def drafts(case: SimpleNamespace) -> Callable[[Tell], None]:
@@ -437,6 +467,7 @@ BENCHMARKS = {
         tiny=_TINY | {"length": 20, "steps": 2},
         shows=("layer_us", "kernels_us", "fused"),
         metric="layer_us",
+        disagreements=apart,
     ),
     "drafts": Benchmark(
         drafts,
