@@ -34,7 +34,7 @@ from typing import Any
 from scripts.check_device import QUICK_XLA, ROOT, card
 
 # Tests of every kernel of a decoding step and of an update.
-_NAMES = "nvfp4_decode finished_linear_decode gated decode_attention nvfp4_prefill finished_linear_prefill"
+_NAMES = "nvfp4_decode finished_linear_decode decode_tiles gated decode_attention nvfp4_prefill finished_linear_prefill"
 FILES = tuple(f"tests/pallas_kernels/test_{name}.py" for name in _NAMES.split())
 TOOLS = ("memcheck", "racecheck")
 # Further options of a tool. The names of our kernels end so; "kns" is a part of a kernel's name.
