@@ -60,10 +60,11 @@ def equal_entropy_temperature(
     """
     targets = jnp.zeros(len(hidden), jnp.int32)
 
+    # The arrays are arguments: as constants of the program, XLA would try to compute products of them while it compiles.
     @jax.jit
-    def mean_entropy(temperature):
+    def mean_entropy(hidden, head, temperature):
         options = {"temperature": temperature, "num_tokens": num_tokens}
         return jnp.mean(logprobs.of_targets(hidden, head, targets, **options)[1])
 
-    value_of = lambda temperature: float(mean_entropy(temperature))
+    value_of = lambda temperature: float(mean_entropy(hidden, head, temperature))
     return bisected(value_of, entropy, _COLDEST, _HOTTEST, tolerance=1e-4)
