@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from qerl_jax.tracking.logger import read_metrics
-from scripts.study_results import interval
+from scripts.two_way import interval
 
 CONFIG = pathlib.Path(__file__).parents[1] / "configs/accuracy_1.5b.toml"
 HELD_OUT, SPLIT_SEED, MARGIN = 400, 20261127, 2.0
@@ -43,12 +43,19 @@ HELD_OUT, SPLIT_SEED, MARGIN = 400, 20261127, 2.0
 
 def split(train: pathlib.Path, folder: pathlib.Path) -> None:
     """Writes the rows of GSM8K's train split that are asked, `asked.jsonl`, and the others, `rows.jsonl`."""
-    lines = train.read_text().splitlines(keepends=True)
-    out = {*np.random.default_rng(SPLIT_SEED).permutation(len(lines))[:HELD_OUT].tolist()}
+    rows, asked = divided(train.read_text().splitlines(keepends=True))
     folder.mkdir(parents=True, exist_ok=True)
-    for name, wanted in (("asked", True), ("rows", False)):
-        chosen = (line for at, line in enumerate(lines) if (at in out) == wanted)
-        (folder / f"{name}.jsonl").write_text("".join(chosen))
+    (folder / "asked.jsonl").write_text("".join(asked))
+    (folder / "rows.jsonl").write_text("".join(rows))
+
+
+def divided(lines: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Divides GSM8K's train split into the lines that train and those that are held out."""
+    out = {*np.random.default_rng(SPLIT_SEED).permutation(len(lines))[:HELD_OUT].tolist()}
+    rows, asked = (
+        [line for at, line in enumerate(lines) if (at in out) == is_out] for is_out in (False, True)
+    )
+    return rows, asked
 
 
 def evaluations(ends: Sequence[tuple[float, Mapping[str, Any]]]) -> list[dict[str, float]]:
@@ -117,7 +124,6 @@ def difference(rows: Iterable[Mapping[str, Any]], names: Sequence[str]) -> dict[
         raise SystemExit(f"--pair {' '.join(names)}: {len(seeds)} seeds have both, 2 are needed")
     first, second = ([100 * last[name, seed] for seed in seeds] for name in names)
     between = interval(np.subtract(second, first).tolist(), 0.9)
-    equal = -MARGIN <= between.low and between.high <= MARGIN
     return {
         "seeds": seeds,
         **{
@@ -126,7 +132,7 @@ def difference(rows: Iterable[Mapping[str, Any]], names: Sequence[str]) -> dict[
         },
         "difference": round(between.mean, 2),
         "interval_90": [round(between.low, 2), round(between.high, 2)],
-        "verdict": "equal" if equal else "not shown to be equal",
+        "verdict": "equal" if between.is_within(MARGIN) else "not shown to be equal",
     }
 
 

@@ -21,11 +21,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from scipy.special import stdtr, stdtrit
 
 from qerl_jax.evaluation import intervals
 from scripts import study
 from scripts.study import ARMS, FIRST_SEEDS, MORE_SEEDS, RATES, RUNS, Piece
+from scripts.two_way import Interval, contrast, holm, interval
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS, PAGE, FIGURES = (
@@ -177,59 +177,6 @@ CLAIMS = (
 )  # fmt: skip
 # Claims of the paper that no run tests: not among the comparisons.
 UNTESTED = (("the exponential schedule is the best of several", "a figure"),)
-
-
-@dataclasses.dataclass(frozen=True)
-class Interval(intervals.Interval):
-    """A mean over seeds, the ends of its 95 % interval, the number of seeds, and the p-value of "it is 0"."""
-
-    count: int
-    p: float = 1.0
-
-    def shown(self, sign: str = "") -> str:
-        """The interval as text for a table."""
-        form = f"{sign}.3f"
-        return f"{self.mean:{form}} (one seed)" if self.count < 2 else f"{self:{form}}"
-
-
-def interval(values: Sequence[float], level: float = 0.95) -> Interval:
-    """Student's interval of a mean. For a single value it is infinite."""
-    mean, count = float(np.mean(values)), len(values)
-    if count < 2:
-        return Interval(mean, -math.inf, math.inf, count)
-    reach = stdtrit(count - 1, (1 + level) / 2) * np.std(values, ddof=1) / math.sqrt(count)
-    return Interval(mean, float(mean - reach), float(mean + reach), count)
-
-
-def contrast(values: np.ndarray, weights: np.ndarray) -> Interval:
-    """Returns a weighted sum of the means of arms, by the model "value = arm + seed + residual".
-
-    Its interval and its p-value are Student's, with (arms - 1) * (seeds - 1) degrees of freedom. For two arms this is the
-    paired test.
-
-    Args:
-        values: float [arms, seeds].
-        weights: float [arms], with the sum 0. An arm with weight 0 only helps to estimate the residuals' deviation.
-    """
-    arms, seeds = values.shape
-    mean, freedom = float(weights @ values.mean(axis=1)), (arms - 1) * (seeds - 1)
-    if not freedom:
-        return Interval(mean, -math.inf, math.inf, seeds)
-    residuals = values - values.mean(axis=1, keepdims=True) - values.mean(axis=0) + values.mean()
-    error = math.sqrt(np.sum(residuals**2) / freedom * np.sum(weights**2) / seeds)
-    reach = float(stdtrit(freedom, 0.975)) * error
-    p = float(2 * stdtr(freedom, -abs(mean) / error)) if error else float(mean == 0)
-    return Interval(mean, mean - reach, mean + reach, seeds, p)
-
-
-def holm(values: Sequence[float]) -> list[float]:
-    """Returns p-values that allow for all of them (Holm 1979): the smallest times n, the next times n - 1, ..."""
-    order = np.argsort(values, kind="stable")
-    factors = np.arange(len(values), 0, -1)
-    steps = np.maximum.accumulate(np.asarray(values)[order] * factors)
-    adjusted = np.empty(len(values))
-    adjusted[order] = np.minimum(steps, 1)
-    return adjusted.tolist()
 
 
 def runs_of(results: Results, arm: str, rate: float | None) -> dict[int, Mapping[str, Any]]:

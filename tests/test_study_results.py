@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from scripts import study_results
+from scripts import study_results, two_way
 from scripts.study import ARMS, FIRST_SEEDS, MORE_SEEDS, Piece
 from scripts.study_results import CLAIMS, MISSING, UNTESTED, Claim, accuracy, compared, verdict
 
@@ -49,7 +49,7 @@ def test_runs_of_a_folder_are_added_with_what_the_page_needs(tmp_path):
 
 
 def test_an_interval_is_student_s():
-    interval = study_results.interval
+    interval = two_way.interval
     found = interval([1.0, 2.0, 3.0, 4.0])
     # t of 3 degrees of freedom is 3.182 at 97.5 %; the standard error is 1.291 / 2.
     np.testing.assert_allclose((found.low, found.high), (0.4457, 4.5543), atol=1e-3)
@@ -58,7 +58,7 @@ def test_an_interval_is_student_s():
 
 def test_two_arms_are_compared_by_the_paired_test():
     values = np.random.default_rng(0).normal(size=(2, 5))
-    found = study_results.contrast(values, np.array([1, -1]))
+    found = two_way.contrast(values, np.array([1, -1]))
     expected = scipy.stats.ttest_rel(*values)
     ends = expected.confidence_interval()
     np.testing.assert_allclose((found.p, found.low, found.high), (expected.pvalue, *ends))
@@ -76,25 +76,60 @@ def test_several_arms_are_compared_by_least_squares_with_a_column_for_each_arm_a
     deviation = np.sum((values.ravel() - columns @ fitted) ** 2) / freedom
     wide = np.concatenate([weights, np.zeros(seeds - 1)])
     mean, error = wide @ fitted, np.sqrt(deviation * (wide @ inverse @ wide))
-    found = study_results.contrast(values, weights)
+    found = two_way.contrast(values, weights)
     expected = scipy.stats.t(freedom, mean, error).interval(0.95)
     np.testing.assert_allclose((found.mean, found.low, found.high), (mean, *expected))
     np.testing.assert_allclose(found.p, 2 * scipy.stats.t(freedom).sf(abs(mean) / error))
 
 
+def test_an_arm_without_some_seeds_is_compared_by_the_whole_model():
+    rng = np.random.default_rng(2)
+    values = rng.normal(size=(4, 6)) + 3 * rng.normal(size=6)
+    values[1, 4:] = np.nan
+    found = two_way.contrast(values, np.array([1, -1, 0, 0]))
+    # Weighted normal equations of the same model, with the first seed's effect set to 0, and Cholesky's factor.
+    arm, seed = np.nonzero(~np.isnan(values))
+    columns = np.hstack([np.eye(4)[arm], np.eye(6)[seed][:, 1:]])
+    factor = np.linalg.cholesky(columns.T @ columns)
+    fitted = np.linalg.solve(factor.T, np.linalg.solve(factor, columns.T @ values[arm, seed]))
+    half = np.linalg.solve(factor, np.array([1, -1, 0, 0, 0, 0, 0, 0, 0]))
+    freedom = 22 - 9
+    deviation = np.sum((values[arm, seed] - columns @ fitted) ** 2) / freedom
+    mean, error = fitted[0] - fitted[1], np.sqrt(deviation * (half @ half))
+    expected = scipy.stats.t(freedom, mean, error).interval(0.95)
+    np.testing.assert_allclose((found.mean, found.low, found.high), (mean, *expected))
+    assert (found.freedom, found.count) == (freedom, 4)
+
+
+def test_arms_are_equal_if_both_one_sided_tests_reject_a_difference_of_the_margin():
+    first, second = np.random.default_rng(3).normal(size=(2, 8))
+    found = two_way.contrast(np.array([first, second]), np.array([1, -1]))
+    sides = [
+        scipy.stats.ttest_rel(first, second + shift, alternative=side).pvalue
+        for shift, side in ((-1.0, "greater"), (1.0, "less"))
+    ]
+    smallest = next(m for m in np.arange(0.01, 9, 0.01) if found.is_within(m))
+    below, above = (
+        max(
+            scipy.stats.ttest_rel(first, second - m, alternative="greater").pvalue,
+            scipy.stats.ttest_rel(first, second + m, alternative="less").pvalue,
+        )
+        for m in (smallest - 0.01, smallest)
+    )
+    assert above < 0.05 < below and found.is_within(1.0) == (max(sides) < 0.05)
+
+
 def test_one_seed_decides_nothing_and_arms_without_any_noise_decide():
-    found = study_results.contrast(np.array([[0.3], [0.1]]), np.array([1, -1]))
+    found = two_way.contrast(np.array([[0.3], [0.1]]), np.array([1, -1]))
     assert (found.low, found.high, found.p) == (-np.inf, np.inf, 1)
-    exact = study_results.contrast(np.array([[2.0, 3.0], [1.0, 2.0]]), np.array([1, -1]))
-    assert (exact.mean, exact.low, exact.p) == (1, 1, 0)
+    exact = two_way.contrast(np.array([[2.0, 3.0], [1.0, 2.0]]), np.array([1, -1]))
+    np.testing.assert_allclose((exact.mean, exact.low, exact.p), (1, 1, 0), atol=1e-12)
 
 
 def test_holm_s_values_allow_for_all_comparisons():
     # The smallest counts 4 times, the next 3 times, then 2 and 1; none falls below one before it, or exceeds 1.
-    np.testing.assert_allclose(
-        study_results.holm([0.01, 0.04, 0.03, 0.005]), [0.03, 0.06, 0.06, 0.02]
-    )
-    assert study_results.holm([0.9, 0.8]) == [1, 1]
+    np.testing.assert_allclose(two_way.holm([0.01, 0.04, 0.03, 0.005]), [0.03, 0.06, 0.06, 0.02])
+    assert two_way.holm([0.9, 0.8]) == [1, 1]
 
 
 def test_arms_are_compared_by_the_seeds_that_they_have():
@@ -105,7 +140,8 @@ def test_arms_are_compared_by_the_seeds_that_they_have():
     found = compared(results, claim)
     np.testing.assert_allclose((found.mean, found.low), (0.01, 0.01), atol=1e-9)
     assert found.count == 5 and found.p < 1e-9
-    assert compared(results, Claim("", "", "bf16", "nvfp4", accuracy)).mean == -found.mean
+    turned = compared(results, Claim("", "", "bf16", "nvfp4", accuracy))
+    np.testing.assert_allclose(turned.mean, -found.mean)
     both = compared(results, Claim("", "", ("nvfp4", "nf4"), ("bf16", "full"), accuracy))
     np.testing.assert_allclose(both.mean, 0.005)
     lowest = Claim("", "", "nvfp4", "bf16", accuracy, rate=0)
