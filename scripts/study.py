@@ -26,18 +26,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import pathlib
 import re
 import shutil
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from scripts import check_device
+from scripts import cards
 
 ROOT = pathlib.Path(__file__).parents[1]
 CONFIG = ROOT / "configs/study.toml"
@@ -225,44 +223,20 @@ def work_off(args: argparse.Namespace) -> bool:
 
     A failed run is reported and left for the next call. When the time is over, runs still in progress are ended.
     """
-    began, failed, took = time.monotonic(), set(), []
-    # By name: the process, when it began, and its card.
-    running: dict[str, tuple[subprocess.Popen, float, int]] = {}
-    left = lambda: args.seconds - (time.monotonic() - began)
-    quantizing = quantize(args, {piece.arm for piece in waiting(args, set())})
-    try:
-        while True:
-            if quantizing and quantizing.poll() is not None:
-                text = f"FAILED: {last_line(args, 'gptq')}" if quantizing.returncode else "done"
-                print(f"GPTQ {text}, {left():.0f} s left", flush=True)
-                quantizing = None
-            is_quantized = gptq_folder(args).is_dir()
-            todo = waiting(args, {*running, *failed})
-            todo = [piece for piece in todo if is_quantized or not ARMS[piece.arm].quantized]
-            while todo and len(running) < args.jobs and left() > max(took, default=_FIRST_GUESS):
-                name, used = todo.pop(0).name, [card for *_, card in running.values()]
-                card = min(range(args.cards), key=used.count)
-                running[name] = (begin(args, name, card), time.monotonic(), card)
-            if not running and not quantizing:
-                return not waiting(args, set())
-            if left() <= 0:
-                print(f"the time is over; still running: {', '.join(running)}", flush=True)
-                return False
-            time.sleep(0.2)
-            for name, (process, start, _) in list(running.items()):
-                if process.poll() is None:
-                    continue
-                del running[name]
-                if process.returncode:
-                    failed.add(name)
-                    print(f"{name} FAILED: {last_line(args, name)}", flush=True)
-                else:
-                    took.append(time.monotonic() - start)
-                    print(f"{name} {took[-1]:.0f} s, {left():.0f} s left", flush=True)
-    finally:
-        for process in [*(process for process, *_ in running.values()), quantizing]:
-            if process:
-                end(process)
+
+    def choose(queue: cards.Queue) -> cards.Job | None:
+        todo = waiting(args, {*queue.running, *queue.failed})
+        needs = [piece for piece in todo if ARMS[piece.arm].quantized]
+        if needs and not gptq_folder(args).is_dir():
+            if not {"gptq"} & {*queue.running, *queue.failed}:
+                return quantization(args)
+            todo = [piece for piece in todo if piece not in needs]
+        took = [seconds for name, seconds in queue.took.items() if name != "gptq"]
+        has_time = queue.left() > max(took, default=_FIRST_GUESS)
+        return job_of(args, todo[0].name) if todo and has_time else None
+
+    queue = cards.Queue(args.work, args.cards, args.jobs, args.seconds)
+    return queue.run(choose) and not waiting(args, set())
 
 
 def waiting(args: argparse.Namespace, others: set[str]) -> list[Piece]:
@@ -272,69 +246,25 @@ def waiting(args: argparse.Namespace, others: set[str]) -> list[Piece]:
     return [piece for name, piece in named.items() if name not in done and name not in others]
 
 
-def quantize(args: argparse.Namespace, arms: Collection[str]) -> subprocess.Popen | None:
-    """Starts to quantize the base on the first card, if one of the arms needs that and it is not done."""
-    if gptq_folder(args).is_dir() or not any(ARMS[arm].quantized for arm in arms):
-        return None
+def quantization(args: argparse.Namespace) -> cards.Job:
+    """The job that quantizes the base for the arms that need it."""
     how = "--method gptq --block-scales search --dataset arithmetic-mixed --max-length 128".split()
     command = ["qerl_jax", "quantize", args.base, gptq_folder(args), *how]
-    return launch(args, "gptq", command, 0, _OF_GPTQ)
+    return cards.Job("gptq", command, _OF_GPTQ)
 
 
 def gptq_folder(args: argparse.Namespace) -> pathlib.Path:
-    """The base that `quantize` writes."""
+    """The base that `quantization` writes."""
     return args.work / "gptq"
 
 
-def begin(args: argparse.Namespace, name: str, card: int = 0) -> subprocess.Popen:
-    """Starts a run with its share of a card."""
+def job_of(args: argparse.Namespace, name: str) -> cards.Job:
+    """A run as a job with its share of a card's memory."""
     together = -(-args.jobs // args.cards)
     options = ["--out", args.out, "--work", args.work, "--config", args.config, "--jobs", together]
     timing = ["--timing"] if args.timing else []
     command = ["scripts.study", args.base, *options, "--piece", name, *timing]
-    return launch(args, name, command, card, _OF_RUNS / together)
-
-
-def launch(
-    args: argparse.Namespace, name: str, command: Sequence[Any], card: int, share: float
-) -> subprocess.Popen:
-    """Starts a module as a process, whose output goes to a file of that name.
-
-    It sees only its card, if there are several, and gets a share of that card's memory, unless the environment says another.
-    """
-    memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{share:.3f}"}
-    local = {"CUDA_VISIBLE_DEVICES": check_device.card(card, args.cards)} if args.cards > 1 else {}
-    args.work.mkdir(parents=True, exist_ok=True)
-    with (args.work / f"{name}.log").open("w") as log:
-        how = {"stdout": log, "stderr": subprocess.STDOUT, "env": memory | dict(os.environ) | local}
-        return subprocess.Popen([sys.executable, "-m", *map(str, command)], **how)
-
-
-def end(process: subprocess.Popen) -> None:
-    """Ends a process that this script has started."""
-    process.terminate()
-    try:
-        process.wait(10)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def waited(process: subprocess.Popen, seconds: float) -> int | None:
-    """The status of a process that ends within some seconds; None for one that does not, which is ended."""
-    try:
-        return process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        end(process)
-
-
-def last_line(args: argparse.Namespace, name: str) -> str:
-    """The last line of a run's output that names an error, or else its last line."""
-    lines = (args.work / f"{name}.log").read_text(errors="replace").strip().splitlines()
-    errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
-    return (errors or lines or ["it printed nothing"])[-1]
+    return cards.Job(name, command, _OF_RUNS / together)
 
 
 def run_piece(args: argparse.Namespace) -> None:
@@ -415,19 +345,21 @@ def short(value: float) -> float:
 
 def time_arms(args: argparse.Namespace) -> bool:
     """Times the arms without timings, each alone on the card. Returns whether all are timed."""
-    began, args.jobs, args.cards = time.monotonic(), 1, 1
-    left = lambda: args.seconds - (time.monotonic() - began)
-    if (quantizing := quantize(args, args.arms)) and waited(quantizing, left()) != 0:
-        print(f"GPTQ did not end well: {last_line(args, 'gptq')}", flush=True)
-        return False
-    for arm in args.arms:
-        if (args.out / f"timing_{arm}.json").is_file():
-            continue
-        name = Piece(arm, ARMS[arm].rates[1], 0).name
-        status = waited(begin(args, name), left()) if left() > 0 else None
-        if status is None:
-            return False
-        print(f"timing of {arm}: {'done' if not status else last_line(args, name)}", flush=True)
+    args.jobs = args.cards = 1
+    queue = cards.Queue(args.work, 1, 1, args.seconds)
+
+    def choose(queue: cards.Queue) -> cards.Job | None:
+        for arm in args.arms:
+            name = Piece(arm, ARMS[arm].rates[1], 0).name
+            if name in queue.failed or (args.out / f"timing_{arm}.json").is_file():
+                continue
+            if not ARMS[arm].quantized or gptq_folder(args).is_dir():
+                return job_of(args, name)
+            if "gptq" not in queue.failed:
+                return quantization(args)
+        return None
+
+    queue.run(choose)
     return all((args.out / f"timing_{arm}.json").is_file() for arm in args.arms)
 
 

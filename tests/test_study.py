@@ -147,15 +147,15 @@ def test_runs_are_divided_among_cards(two_steps, monkeypatch):
     args, cards = two_steps, []
     args.jobs, args.cards = 3, 2
 
-    def begin(args, name, card):
-        write(args, name)
+    def launch(queue, job, card):
+        write(args, job.name)
         cards.append(card)
         # The first run outlasts the next five, which therefore are not all on its card.
         is_first = len(cards) == 1
         poll = lambda: None if is_first and len(cards) < 6 else 0
         return types.SimpleNamespace(poll=poll, returncode=0)
 
-    monkeypatch.setattr(study, "begin", begin)
+    monkeypatch.setattr(study.cards.Queue, "launch", launch)
     assert study.work_off(args)
     assert len(cards) == 12 and cards[:3] == [0, 1, 0] and set(cards[3:]) == {0, 1}
 
@@ -173,18 +173,19 @@ def test_other_runs_begin_while_gptq_quantizes(two_steps, monkeypatch, capsys, s
             study.gptq_folder(args).mkdir(exist_ok=True)
         return quantizing.returncode
 
-    def begin(args, name, card):
-        began.append(name)
-        write(args, name)
+    def launch(queue, job, card):
+        if job.name == "gptq":
+            return quantizing
+        began.append(job.name)
+        write(args, job.name)
         return types.SimpleNamespace(poll=lambda: 0, returncode=0)
 
     quantizing = types.SimpleNamespace(poll=poll, returncode=None)
-    monkeypatch.setattr(study, "quantize", lambda args, arms: quantizing)
-    monkeypatch.setattr(study, "begin", begin)
+    monkeypatch.setattr(study.cards.Queue, "launch", launch)
     assert study.work_off(args) == (status == 0)
     assert {Piece.named(name).arm for name in began[:6]} == {"bf16"}
     assert len(began) == (12 if status == 0 else 6)
-    assert ("GPTQ FAILED: ValueError: too few rows" in capsys.readouterr().out) == bool(status)
+    assert ("gptq FAILED: ValueError: too few rows" in capsys.readouterr().out) == bool(status)
 
 
 @pytest.mark.slow
