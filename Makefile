@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(shell for name in python3.12 python3.13 python3.14 python3 python; do \
 	$$name -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$name && break; done)
 
-.PHONY: help env quickstart test-fast test test-all wheel docs notebooks lint lines format clean reproduce study-smoke
+.PHONY: help env quickstart test-fast test test-all wheel docs notebooks lint lines format clean reproduce study study-smoke
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -55,6 +55,12 @@ test: env  ## run the tests, without those marked slow
 
 test-all: env  ## run the slow tests too
 	$(PYTEST) --runslow
+
+# BASE is a GGUF file or folder of that model; options of scripts/gsm8k_study.py in ARGS, such as ARGS="--stage 0 1 --cards 2".
+study: env  ## the study on a real Qwen2.5 (docs/results.md), as far as it is not done: MODEL=1.5b BASE=file.gguf
+	@test -n "$(BASE)" || { echo "Name the weights: make study MODEL=1.5b BASE=file.gguf" >&2; exit 1; }
+	@if command -v nvidia-smi > /dev/null; then $(MAKE) --no-print-directory $(VENV)/.cuda; fi
+	$(BIN)/python -m scripts.gsm8k_study $(BASE) --out runs/study-$(MODEL) --work runs/study-$(MODEL)-work $(ARGS)
 
 study-smoke: env  ## two steps of an arm of the study (docs/results.md), on the tiny base
 	$(BIN)/python -m pytest -n 0 --runslow tests/test_study.py -k its_metrics

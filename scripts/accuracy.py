@@ -43,19 +43,19 @@ HELD_OUT, SPLIT_SEED, MARGIN = 400, 20261127, 2.0
 
 def split(train: pathlib.Path, folder: pathlib.Path) -> None:
     """Writes the rows of GSM8K's train split that are asked, `asked.jsonl`, and the others, `rows.jsonl`."""
-    rows, asked = divided(train.read_text().splitlines(keepends=True))
+    rows, held_out = divided(train.read_text().splitlines(keepends=True))
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "asked.jsonl").write_text("".join(asked))
+    (folder / "asked.jsonl").write_text("".join(held_out))
     (folder / "rows.jsonl").write_text("".join(rows))
 
 
 def divided(lines: Sequence[str]) -> tuple[list[str], list[str]]:
     """Divides GSM8K's train split into the lines that train and those that are held out."""
     out = {*np.random.default_rng(SPLIT_SEED).permutation(len(lines))[:HELD_OUT].tolist()}
-    rows, asked = (
+    rows, held_out = (
         [line for at, line in enumerate(lines) if (at in out) == is_out] for is_out in (False, True)
     )
-    return rows, asked
+    return rows, held_out
 
 
 def evaluations(ends: Sequence[tuple[float, Mapping[str, Any]]]) -> list[dict[str, float]]:

@@ -86,7 +86,7 @@ def test_an_arm_without_some_seeds_is_compared_by_the_whole_model():
     rng = np.random.default_rng(2)
     values = rng.normal(size=(4, 6)) + 3 * rng.normal(size=6)
     values[1, 4:] = np.nan
-    found = two_way.contrast(values, np.array([1, -1, 0, 0]))
+    difference = two_way.contrast(values, np.array([1, -1, 0, 0]))
     # Weighted normal equations of the same model, with the first seed's effect set to 0, and Cholesky's factor.
     arm, seed = np.nonzero(~np.isnan(values))
     columns = np.hstack([np.eye(4)[arm], np.eye(6)[seed][:, 1:]])
@@ -97,18 +97,20 @@ def test_an_arm_without_some_seeds_is_compared_by_the_whole_model():
     deviation = np.sum((values[arm, seed] - columns @ fitted) ** 2) / freedom
     mean, error = fitted[0] - fitted[1], np.sqrt(deviation * (half @ half))
     expected = scipy.stats.t(freedom, mean, error).interval(0.95)
-    np.testing.assert_allclose((found.mean, found.low, found.high), (mean, *expected))
-    assert (found.freedom, found.count) == (freedom, 4)
+    np.testing.assert_allclose(
+        (difference.mean, difference.low, difference.high), (mean, *expected)
+    )
+    assert (difference.freedom, difference.count) == (freedom, 4)
 
 
 def test_arms_are_equal_if_both_one_sided_tests_reject_a_difference_of_the_margin():
     first, second = np.random.default_rng(3).normal(size=(2, 8))
-    found = two_way.contrast(np.array([first, second]), np.array([1, -1]))
+    difference = two_way.contrast(np.array([first, second]), np.array([1, -1]))
     sides = [
         scipy.stats.ttest_rel(first, second + shift, alternative=side).pvalue
         for shift, side in ((-1.0, "greater"), (1.0, "less"))
     ]
-    smallest = next(m for m in np.arange(0.01, 9, 0.01) if found.is_within(m))
+    smallest = next(m for m in np.arange(0.01, 9, 0.01) if difference.is_within(m))
     below, above = (
         max(
             scipy.stats.ttest_rel(first, second - m, alternative="greater").pvalue,
@@ -116,7 +118,7 @@ def test_arms_are_equal_if_both_one_sided_tests_reject_a_difference_of_the_margi
         )
         for m in (smallest - 0.01, smallest)
     )
-    assert above < 0.05 < below and found.is_within(1.0) == (max(sides) < 0.05)
+    assert above < 0.05 < below and difference.is_within(1.0) == (max(sides) < 0.05)
 
 
 def test_one_seed_decides_nothing_and_arms_without_any_noise_decide():
