@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from qerl_jax.evaluation import intervals
-from scripts import study
+from scripts import gsm8k_results, study
 from scripts.study import ARMS, FIRST_SEEDS, MORE_SEEDS, RATES, RUNS, Piece
 from scripts.two_way import Interval, contrast, holm, interval
 
@@ -375,16 +375,20 @@ def page(results: Results, timings: Results) -> str:
             f"![{alt}](figures/{name}.svg)\n\n*{caption.format(window=window(length))}*"
             for name, (alt, caption) in shown.items()
         )
-    filled = numbers(results) | {
-        "state": state(results),
-        "comparisons": str(len(CLAIMS)),
-        "alpha": f"{ALPHA:g}",
-        "margin": f"{100 * MARGIN:g}",
-        "claims": claims_table(results),
-        "arms": arms_table(results, timings),
-        "rates": rates_table(results),
-        "figures": figures,
-    }
+    filled = (
+        numbers(results)
+        | gsm8k_results.filled(gsm8k_results.read())
+        | {
+            "state": state(results),
+            "comparisons": str(len(CLAIMS)),
+            "alpha": f"{ALPHA:g}",
+            "margin": f"{100 * MARGIN:g}",
+            "claims": claims_table(results),
+            "arms": arms_table(results, timings),
+            "rates": rates_table(results),
+            "figures": figures,
+        }
+    )
     return re.sub(r"\{\{(\w+)\}\}", lambda match: filled[match[1]], TEMPLATE.read_text())
 
 

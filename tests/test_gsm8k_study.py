@@ -31,7 +31,7 @@ def swept(arm, best, others=()):
     while missing := [piece for piece in arms.sweep(records, arm) if piece.name not in records]:
         for piece in missing:
             accuracy = 0.7 if piece.rate == best else 0.6 - piece.rate
-            record = {"accuracies": [0.5, accuracy], "wall": 200.0}
+            record = {"accuracies": [0.5, accuracy], "wall": 200.0, "rollouts": {"reward": [0.5]}}
             records[piece.name] = record
     return records
 
