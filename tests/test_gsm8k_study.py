@@ -188,7 +188,7 @@ def leave(args, piece, *parts, record=None):
 
 def test_a_run_begins_if_it_will_end_and_be_tested_while_the_machine_is_there(args):
     first = next(arms.pieces(2, study.read(args.out)))
-    needed = 90 + 1.7 * 240 + 100 + 50
+    needed = 90 + 1.9 * 240 + 100 + 60
     args.machine = needed + 1
     assert study.choose(args, queue_of(args)).name == first.name == "A_0.0001_2_240"
     args.machine = needed - 5
@@ -201,7 +201,7 @@ def test_a_run_begins_if_it_will_end_and_be_tested_while_the_machine_is_there(ar
     assert study.choose(args, queue_of(args)).name == second.name
     third = Piece("C", 3e-4, 2, 240)
     leave(args, third, "checkpoints/200")
-    args.machine = 90 + 210 / 6 + 150 + 5
+    args.machine = 90 + 210 / 6 + 160 + 5
     assert study.choose(args, queue_of(args)).name == third.name
     assert study.choose(args, queue_of(args, running=[third.name])) is None
 
@@ -217,7 +217,7 @@ def test_tests_are_made_together_and_before_the_machine_is_gone(args):
     assert study.choose(args, queue_of(args, running=[job.name])) is None
     # With both cards free each takes a half.
     assert len(study.choose(args, queue_of(args)).name.split("+")) == 3
-    args.machine = 100 + 2 * 50 + 1
+    args.machine = 100 + 2 * 60 + 1
     assert len(study.choose(args, queue_of(args, running=["x"])).name.split("+")) == 3
     args.machine = None
     for piece in pieces[4:]:
