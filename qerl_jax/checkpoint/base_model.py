@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import PackedTensor, PackedWeight, prepare, runtime
-from qerl_jax.checkpoint import hf_folder, packed_formats
+from qerl_jax.checkpoint import checksum, hf_folder, packed_formats
 from qerl_jax.checkpoint.folder_tensors import FolderTensors
 from qerl_jax.config import DENSE, BlockScales, LoraConfig, MeshConfig, ModelConfig
 from qerl_jax.data import tokenizer
@@ -130,7 +130,10 @@ def load_weights(
         at = None if places is None else places(abstract_base(model))
         return random_base(model, jax.random.key(seed), at)
     folder = hf_folder.local_folder(cfg.model_name_or_path)
-    return read_base(folder, model, cfg.block_scales, progress, places)
+    frozen = read_base(folder, model, cfg.block_scales, progress, places)
+    form = cfg.weights, cfg.block_scales, cfg.dtype, model.division.count
+    checksum.compare_with_first_load(frozen, folder, form)
+    return frozen
 
 
 def _tokenizer(
@@ -220,7 +223,7 @@ def read_base(
         elif source is None:
             parts = form.numbers.pack(tensors.weights(names), scales)
         else:
-            parts = [tensors.packed(name) for name in names]
+            parts = [checksum.tree_to_device(tensors.packed(name), name) for name in names]
         return arrange(parts, linear)
 
     read = read_linear

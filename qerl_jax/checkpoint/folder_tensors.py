@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.checkpoint import hf_folder, packed_formats, safetensors
+from qerl_jax.checkpoint.checksum import to_device
 from qerl_jax.checkpoint.packed_formats import FLOATS, FolderFormat, refuse_first
 from qerl_jax.model import architecture
 from qerl_jax.model.transformer import DenseLinears
@@ -115,8 +116,8 @@ class FolderTensors(Mapping[str, jax.Array]):
             rule = f"must be a finite number of at most {_LARGEST:g}"
             refuse_first(self.files, name, ~(values <= _LARGEST), rule)
             raise RuntimeError(
-                f"{name}: all numbers are finite in {self.files.path(name)}, but not on the device: it computes wrongly, "
-                "or its memory was overwritten. Start the same command again"
+                f"{name}: all numbers are finite in {self.files.path(name)}, but not on the device, though its bytes came "
+                "there as they are: it computes wrongly, or its memory was overwritten. Start the same command again"
             )
         return array
 
@@ -301,7 +302,7 @@ class FolderTensors(Mapping[str, jax.Array]):
         scale = np.asarray(self.files[scale_name], np.float32)
         refuse_first(self.files, scale_name, ~((scale >= 0) & np.isfinite(scale)), rule)
         zero = self.files.get(f"{module}.{_ZERO}")
-        codes = jax.device_put(self.files[name])
+        codes = to_device(self.files[name], name)
         weight, is_usable, is_lost = _decoded(codes, scale, zero, self._steps(module))
         if not is_usable:
             bad = ~np.isfinite(self.files[name].astype(np.float32))

@@ -27,6 +27,7 @@ import ml_dtypes
 import numpy as np
 
 from qerl_jax.checkpoint import gguf_blocks
+from qerl_jax.checkpoint.checksum import to_device
 from qerl_jax.system.checked import require
 from qerl_jax.system.files import cache_folder, whole_folder
 
@@ -268,7 +269,7 @@ class Tensors(Mapping[str, np.ndarray]):
     def on_device(self, name: str) -> jax.Array:
         """Returns the same tensor on the device, to which its bytes are copied as they are in the file."""
         data, *form = self._stored(name)
-        return _compiled(jax.device_put(data), *form)
+        return _compiled(to_device(data, name), *form)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)

@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from qerl_jax.checkpoint.checksum import to_device
 from qerl_jax.system.files import read_json
 
 # By the names that the files have for them.
@@ -96,8 +97,7 @@ class Tensors(dict[str, np.ndarray]):
 
     def on_device(self, name: str) -> jax.Array:
         """Returns a tensor on the device; on a CPU it may be the mapped file itself."""
-        # `jnp.asarray` would compile a program for each shape, here and wherever a file's numbers are sent to the device.
-        return jax.device_put(self[name])
+        return to_device(self[name], name)
 
     def _open_shards(self, index: pathlib.Path) -> None:
         """Opens the files of an index, and checks that each holds the tensors that the index lists for it."""

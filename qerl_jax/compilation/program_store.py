@@ -106,7 +106,7 @@ class ProgramStore:
     @property
     def is_new(self) -> bool:
         """Whether it has no program of these sources, versions and devices."""
-        return not any(self._folder.glob(self._path(f"{_surroundings()[:16]}-*").name))
+        return not any(self._folder.glob(self._path(f"{surroundings()[:16]}-*").name))
 
     def read(self, key: str) -> Traced | None:
         """Returns the program with a key; None if there is none. A damaged file is removed, with a line."""
@@ -181,11 +181,11 @@ def key_of(function: functools.partial, arrays: tuple[Any, ...]) -> str:
         repr(sorted(named.compiler_options.items())),
         runtime.chosen_kernels(),
     )
-    return f"{_surroundings()[:16]}-{hashlib.sha256('\0'.join(parts).encode()).hexdigest()}"
+    return f"{surroundings()[:16]}-{hashlib.sha256('\0'.join(parts).encode()).hexdigest()}"
 
 
 @functools.cache
-def _surroundings() -> str:
+def surroundings() -> str:
     """Returns a hash of sources, versions, environment and devices."""
     digest = hashlib.sha256()
     for root in (pathlib.Path(__file__).parents[1], pathlib.Path(pallas_kernels.__path__[0])):

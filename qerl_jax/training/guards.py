@@ -10,6 +10,7 @@ import numpy as np
 
 from pallas_kernels import runtime
 from qerl_jax.aqn.draw import RowNoise
+from qerl_jax.checkpoint import checksum
 from qerl_jax.compilation.early_programs import EarlyPrograms
 from qerl_jax.distributed.hosts import Hosts
 from qerl_jax.planning import memory
@@ -160,25 +161,32 @@ def require_finite_base(frozen: Any) -> None:
         )
 
 
+def require_unchanged_base(frozen: Any, first: jax.Array) -> None:
+    """Checks before something is saved that the base is what it was when the run began, with the checksum `first`.
+
+    Raises:
+        RuntimeError: If it is not.
+    """
+    if (now := int(checksum.of_tree(frozen))) != int(first):
+        raise RuntimeError(
+            f"base: its checksum is {now:08x}, and was {int(first):08x} when the run began: its memory was overwritten, or "
+            "the device computes wrongly. Nothing was saved since; start the same command again, and it goes on from the "
+            "last checkpoint"
+        )
+
+
 def require_same(hosts: Hosts, params: Any, step: int) -> None:
     """Checks that all processes of a run have the same parameters: each computes the optimizer's step itself.
 
     Raises:
         RuntimeError: If the parameters differ; all processes raise it.
     """
-    if hosts.count > 1 and len(set(hosts.gathered(int(_fingerprint(params))))) > 1:
+    if hosts.count > 1 and len(set(hosts.gathered(int(checksum.of_tree(params))))) > 1:
         raise RuntimeError(
             f"the {hosts.count} processes of this run have different weights after step {step}: are their devices and "
             "drivers alike? Nothing of that step was saved; start all of them again, and they go on from the last "
             "checkpoint"
         )
-
-
-@jax.jit
-def _fingerprint(tree: Any) -> jax.Array:
-    """Returns the sum of the bits of all numbers, uint32."""
-    of_bits = lambda x: jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    return sum(jnp.sum(of_bits(leaf), dtype=jnp.uint32) for leaf in jax.tree.leaves(tree))
 
 
 def _not_finite(tree: Any) -> str | None:

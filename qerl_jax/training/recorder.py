@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from qerl_jax import config
-from qerl_jax.checkpoint import hf_folder, peft
+from qerl_jax.checkpoint import checksum, hf_folder, peft
 from qerl_jax.planning import memory
 from qerl_jax.rewards.scoring import RewardError
 from qerl_jax.rl import rollouts
@@ -63,6 +63,7 @@ class Recorder:
         """Continues from the position at which the run starts."""
         self._run, self._logger, self._on_step = run, logger, on_step
         self._position, self._saved = run.start, run.start.step
+        self._checksum = checksum.of_tree(run.frozen)
         self._trace: Trace | None = None
         self._has_warned, self.goes_on = False, True
         rows = read_metrics(run.cfg.output_dir) if run.leads else []
@@ -225,6 +226,7 @@ class Recorder:
         if pending is not None:
             position = position.with_progress(pending={k: plain(v) for k, v in pending.items()})
         guards.require_finite(position.state)
+        guards.require_unchanged_base(self._run.frozen, self._checksum)
         if self._run.leads:
             self._run.files.save(position.state, position.to_table(ends=ends))
         self._saved = position.step

@@ -87,9 +87,9 @@ def test_a_key_covers_static_arguments_shapes_kernels_and_flags(monkeypatch):
     monkeypatch.setenv("PALLAS_KERNELS", "reference")
     others.append(key(2, (state, factor, random)))
     monkeypatch.setenv("XLA_FLAGS", "--xla_other")
-    program_store._surroundings.cache_clear()
+    program_store.surroundings.cache_clear()
     others.append(key(2, (state, factor, random)))
-    program_store._surroundings.cache_clear()
+    program_store.surroundings.cache_clear()
     assert len({of, *others}) == 1 + len(others)
 
 
@@ -109,9 +109,9 @@ def test_a_changed_constant_of_a_kernel_changes_all_keys(tmp_path, monkeypatch):
         text = path.read_text()
         assert change[0] in text
         path.write_text(text.replace(*change))
-        program_store._surroundings.cache_clear()
+        program_store.surroundings.cache_clear()
         keys.append(key_of(functools.partial(scaled, power=2), arrays()))
-    program_store._surroundings.cache_clear()
+    program_store.surroundings.cache_clear()
     assert keys[0] == keys[1] != keys[2]
 
 
