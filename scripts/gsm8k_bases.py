@@ -137,6 +137,7 @@ def _calibrated(
     quantizer.quantize(source, folder, recipe, log, with_sensitivity=False)
 
 
+@functools.cache
 def describe(source: str) -> dict[str, str]:
     """What the 16-bit weights are: the first 16 digits of the SHA-256 of the file, or of all weight files, and a name."""
     path = pathlib.Path(source)

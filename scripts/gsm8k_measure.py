@@ -82,17 +82,28 @@ def tested(
     }
 
 
+def own_answers(
+    policy: Policy, prompts: Sequence[Sequence[Message]], max_tokens: int, seed: int
+) -> list[dict[str, Any]]:
+    """Samples an answer to each prompt at temperature 1: the tokens of both, and whether it was cut off."""
+    outputs = policy.generate(list(prompts), temperature=1.0, max_tokens=max_tokens, seed=seed)
+    return [
+        {
+            "prompt": output.prompt_token_ids.tolist(),
+            "answer": output.outputs[0].token_ids.tolist(),
+            "truncated": output.outputs[0].finish_reason == "length",
+        }
+        for output in outputs
+    ]
+
+
 class Start:
     """What rounding, noise and temperature do to the 16-bit policy, on its own answers: all see the same tokens."""
 
-    def __init__(
-        self, policy: Policy, prompts: Sequence[Sequence[Message]], max_tokens: int, seed: int
-    ):
-        """Samples an answer to each prompt at temperature 1, and takes the policy as the reference."""
-        outputs = policy.generate(list(prompts), temperature=1.0, max_tokens=max_tokens, seed=seed)
-        pairs = [(output.prompt_token_ids, output.outputs[0].token_ids) for output in outputs]
+    def __init__(self, policy: Policy, answers: Sequence[Mapping[str, Any]]):
+        """Takes a policy and its answers (`own_answers`) as the reference."""
+        pairs = [(row["prompt"], row["answer"]) for row in answers]
         self.lengths = [len(answer) for _, answer in pairs]
-        self.truncated = [output.outputs[0].finish_reason == "length" for output in outputs]
         width = -(-max(len(a) + len(b) for a, b in pairs) // 64) * 64
         count = -(-len(pairs) // _ROWS) * _ROWS
         self._ids = np.zeros((count, width), np.int32)

@@ -433,9 +433,10 @@ def start_table(records: Records) -> str:
     for base in arms.MEASURED:
         test = records.get(f"base_{base}.test")
         names = ("strict", "flexible", "greedy_strict")
-        if test or start:
+        policy = start and start["policies"].get(base)
+        if test or policy:
             cells = [f"{100 * test[name]:.1f}" if test else "" for name in names]
-            rows.append([base, *cells, *(_triples(start["policies"][base]) if start else [""] * 3)])
+            rows.append([base, *cells, *(_triples(policy) if policy else [""] * 3)])
     if start is None:
         return _table(rows)
     for temperature, one in start["temperatures"].items():

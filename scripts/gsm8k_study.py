@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     prepare_data(args)
     args.commit = args.commit or commit()
     if not args.plan:
-        queue = cards.Queue(args.work, args.cards, args.cards, args.seconds, patience=120)
+        queue = cards.Queue(args.work, args.cards, args.cards, args.seconds, patience=60)
         queue.run(functools.partial(choose, args))
     print(progress(args), flush=True)
     sys.exit(int(not is_done(args)))
@@ -142,6 +142,12 @@ def untested(args: argparse.Namespace, records: arms.Records) -> list[str]:
     return [name for name in [*bases, *runs] if f"{name}.test" not in records]
 
 
+def unmeasured(args: argparse.Namespace, records: arms.Records) -> bool:
+    """Whether stage 0 has yet to measure what a base is before learning."""
+    policies = records.get("start", {}).get("policies", {})
+    return 0 in args.stage and not policies.keys() >= {*arms.MEASURED}
+
+
 def trained(args: argparse.Namespace, name: str) -> pathlib.Path | None:
     """The adapter or the model that a run has left in the work folder; None if it is not there."""
     folders = (args.work / name / kind for kind in ("adapter", "model"))
@@ -152,7 +158,7 @@ def is_done(args: argparse.Namespace) -> bool:
     """Whether nothing is left of the stages, also no run that cannot be known yet."""
     records = read(args.out)
     rates_known = all(arms.best_rate(records, arm) for arm in ARMS if arm in args.arms)
-    is_open = 0 in args.stage and "start" not in records
+    is_open = unmeasured(args, records)
     is_open |= any(args.stage) and not rates_known
     return not (is_open or untested(args, records) or any(wanted(args, records)))
 
@@ -176,7 +182,7 @@ def choose(args: argparse.Namespace, queue: cards.Queue) -> cards.Job | None:
     """The next job: what stage 0 measures, tests where many wait or no run fits into the time, else a run."""
     records, busy = read(args.out), {*queue.running, *queue.failed}
     machine = 1e9 if args.machine is None else args.machine - queue.elapsed()
-    if 0 in args.stage and "start" not in records and "start" not in busy:
+    if unmeasured(args, records) and "start" not in busy:
         return _job(args, "start", "start")
     testing = {name for job in busy if job.startswith("test+") for name in job.split("+")[1:]}
     pending: dict[str, list[str]] = {}
@@ -319,35 +325,50 @@ def test(args: argparse.Namespace, *names: str) -> None:
 
 
 def start(args: argparse.Namespace) -> None:
-    """Measures what rounding, noise and temperature do before learning, and chooses the dose and the temperature."""
+    """Measures what rounding, noise and temperature do before learning, and chooses the dose and the temperature.
+
+    The record is written when these are chosen, and again with each further base: a stopped process goes on after it.
+    """
     from qerl_jax.config import LoraConfig
     from scripts import gsm8k_measure as measure
 
     section, longest = _asked(args)
-    prompts = measure.chats(_rows(args, "val")[:_COMPARED], section["data"]["system_prompt"])
     lora = LoraConfig(**section["lora"])
     exact = measure.loaded(_path_of(args, "16"), "bfloat16", lora)
-    begun = measure.Start(exact, prompts, longest, seed=0)
-    doses = {sigma: measure.dose(begun, exact, sigma) for sigma in measure.SIGMAS}
-    policies = {"16": begun.measured(exact)}
-    for base in arms.MEASURED[1:]:
-        other = measure.loaded(_path_of(args, base), arms.weights(base), lora)
-        policies[base] = begun.measured(other)
-    rounded = policies["nvfp4"]
-    temperature = begun.matched_temperature(rounded["entropy"][0])
-    sigma = arms.chosen_sigma({x: one["kl"] for x, one in doses.items()}, rounded["kl"][0])
-    decided = {
-        "policies": policies,
-        "doses": {f"{x:g}": one for x, one in doses.items()},
-        "temperatures": {f"{t:.4g}": begun.at_temperature(t) for t in (temperature, 1.1, 1.2)},
-        "temperature": float(f"{temperature:.4g}"),
-        "sigma": sigma,
-        "tokens": begun.tokens,
-        "mean_length": round(sum(begun.lengths) / len(begun.lengths), 1),
-        "longest": sorted(begun.lengths)[-len(begun.lengths) // 20 :][0],
-        "truncated": round(sum(begun.truncated) / len(begun.truncated), 4),
-    }
-    write(args, "start", decided)
+    path = args.out / "answers.jsonl"
+    if not path.is_file():
+        prompts = measure.chats(_rows(args, "val")[:_COMPARED], section["data"]["system_prompt"])
+        answers = measure.own_answers(exact, prompts, longest, seed=0)
+        path.write_text("".join(json.dumps(answer) + "\n" for answer in answers))
+    answers = [json.loads(line) for line in path.read_text().splitlines()]
+    begun, decided = measure.Start(exact, answers), read(args.out).get("start")
+
+    def measured(base: str) -> dict[str, Any]:
+        return begun.measured(measure.loaded(_path_of(args, base), arms.weights(base), lora))
+
+    if decided is None:
+        rounded = measured("nvfp4")
+        doses = {sigma: measure.dose(begun, exact, sigma) for sigma in measure.SIGMAS}
+        temperature = begun.matched_temperature(rounded["entropy"][0])
+        lengths = sorted(begun.lengths)
+        decided = {
+            "policies": {"16": begun.measured(exact), "nvfp4": rounded},
+            "doses": {f"{x:g}": one for x, one in doses.items()},
+            "temperatures": {f"{t:.4g}": begun.at_temperature(t) for t in (temperature, 1.1, 1.2)},
+            "temperature": float(f"{temperature:.4g}"),
+            "sigma": arms.chosen_sigma(
+                {x: one["kl"] for x, one in doses.items()}, rounded["kl"][0]
+            ),
+            "tokens": begun.tokens,
+            "mean_length": round(sum(lengths) / len(lengths), 1),
+            "longest": lengths[int(0.95 * (len(lengths) - 1))],
+            "truncated": round(sum(row["truncated"] for row in answers) / len(answers), 4),
+        }
+        write(args, "start", decided)
+    for base in arms.MEASURED:
+        if base not in decided["policies"]:
+            decided["policies"][base] = measured(base)
+            write(args, "start", decided)
 
 
 def _asked(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
@@ -419,7 +440,7 @@ def progress(args: argparse.Namespace) -> str:
     seconds = sum(seconds_of(args, piece, records) for piece in left)
     lines.append(
         f"known to be left: {len(left)} runs of {seconds / 60:.0f} card-minutes, {len(tests)} tests"
-        + ("" if 0 not in args.stage or "start" in records else ", and the start")
+        + (", and the start" if unmeasured(args, records) else "")
     )
     return "\n".join(lines)
 

@@ -22,7 +22,7 @@ from scripts import gsm8k_study as study
 from scripts.gsm8k_arms import ARMS, Piece
 from tests import gguf_files
 
-START = {"sigma": 0.05, "temperature": 1.03}
+START = {"sigma": 0.05, "temperature": 1.03, "policies": dict.fromkeys(arms.MEASURED, {})}
 
 
 def swept(arm, best, others=()):
@@ -139,8 +139,9 @@ def test_a_gguf_file_is_called_what_it_is(tmp_path):
     path = gguf_files.write(tmp_path / "base.gguf", {"general.file_type": 15}, {})
     about = gsm8k_bases.describe(str(path))
     assert about["what"] == "dequantized Q4_K_M" and len(about["base"]) == 16
-    path.write_bytes(path.read_bytes() + b"x")
-    assert gsm8k_bases.describe(str(path))["base"] != about["base"]
+    other = gguf_files.write(tmp_path / "other.gguf", {"general.file_type": 7}, {})
+    other = gsm8k_bases.describe(str(other))
+    assert other["what"] == "dequantized Q8_0" and other["base"] != about["base"]
 
 
 def test_a_record_has_a_value_for_each_rollout_and_the_validations():
@@ -235,7 +236,8 @@ def test_a_run_whose_adapter_was_lost_before_its_test_is_repeated(args):
 
 def test_stage_0_measures_the_start_beside_the_bases(args):
     args.stage = [0]
-    (args.out / "start.json").unlink()
+    partly = START | {"policies": {"16": {}, "nvfp4": {}}}
+    (args.out / "start.json").write_text(json.dumps(partly))
     assert study.choose(args, queue_of(args)).name == "start"
     job = study.choose(args, queue_of(args, running=["start"]))
     assert job.name == "test+base_16+base_noise-0+base_noise-1+base_nf4+base_mxfp4"
