@@ -144,6 +144,7 @@ def report(args: argparse.Namespace) -> None:
     if args.pair:
         sys.stdout.write(f"{json.dumps(difference(rows, args.pair))}\n")
         return
+    rows = [row for row in rows if row["name"] == args.name]
     times = {row["seed"]: seconds_to(args.level, row["evaluations"]) for row in rows}
     median = statistics.median(float("inf") if t is None else t for t in times.values())
     sys.stdout.write(f"{json.dumps({'seconds': times, 'median': median})}\n")
@@ -168,6 +169,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     command.add_argument("--level", type=float, help="stop after two evaluations at this accuracy")
     command = commands.add_parser("report", help="print times to a level, or a paired difference")
     command.add_argument("rows", type=pathlib.Path)
+    command.add_argument(
+        "--name", default="recipe", help="with --level: of the runs with this name"
+    )
     what = command.add_mutually_exclusive_group(required=True)
     what.add_argument("--level", type=float)
     what.add_argument("--pair", nargs=2, metavar="NAME")

@@ -62,7 +62,8 @@ def test_a_median_counts_a_run_that_never_gets_there_as_the_slowest(tmp_path, ca
     evaluated = accuracy.evaluations(ROWS)
     rows = [{"name": "x", "seed": seed, "evaluations": evaluated[: 5 - seed]} for seed in (0, 1)]
     rows.append({"name": "x", "seed": 2, "evaluations": accuracy.evaluations(ROWS[3:])})
+    rows.append({"name": "another", "seed": 3, "evaluations": evaluated})
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    accuracy.main(["report", str(tmp_path / "rows.jsonl"), "--level", "0.68"])
+    accuracy.main(["report", str(tmp_path / "rows.jsonl"), "--level", "0.68", "--name", "x"])
     result = json.loads(capsys.readouterr().out)
     assert result["seconds"] == {"0": 60.0, "1": None, "2": 70.0} and result["median"] == 70.0
