@@ -21,6 +21,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels.formats.number_format import NumberFormat, PackedTensor, Tiling
+from pallas_kernels.formats.rounding import float8_values
 
 BLOCK = 16
 CODE_VALUES = np.array(
@@ -166,6 +167,8 @@ def search_scales(
     global_scale: jax.Array,
     moments: jax.Array | None = None,
     tried_scales: jax.Array | None = None,
+    *,
+    as_float8: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Finds for each block the scale that rounds it with the smallest squared error.
 
@@ -180,6 +183,7 @@ def search_scales(
       moments: float32 [K / 16, 16, 16], second moments of the 16 inputs that a block multiplies. By default all
         entries have equal weight. Only for w [N, K].
       tried_scales: float8_e4m3fn [..., N, K / 16], scales that are tried too, or None.
+      as_float8: whether rounded w is e4m3(code * scale / 8) * 8, as in `float8`, instead of code * scale.
 
     Returns:
       The scales, float8_e4m3fn [..., N, K / 16], and the sum of all blocks' errors, float32 [...].
@@ -189,7 +193,8 @@ def search_scales(
     _block_max(w)  # checks w
     *stack, n, k = w.shape
     rows = n if stack else _rows_at_a_time(n, k)
-    one = functools.partial(_search_rows, divisor=global_scale[..., None], moments=moments)
+    options = {"moments": moments, "as_float8": as_float8}
+    one = functools.partial(_search_rows, divisor=global_scale[..., None], **options)
     if rows == n:
         scales, errors = one((w, tried_scales))
         return scales, jnp.sum(errors, axis=(-2, -1))
@@ -208,7 +213,11 @@ def _rows_at_a_time(n: int, k: int) -> int:
 
 
 def _search_rows(
-    rows: tuple[jax.Array, jax.Array | None], *, divisor: jax.Array, moments: jax.Array | None
+    rows: tuple[jax.Array, jax.Array | None],
+    *,
+    divisor: jax.Array,
+    moments: jax.Array | None,
+    as_float8: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Searches the scales of rows: w [..., N, K], and scales to try [..., N, K / 16] or None.
 
@@ -225,7 +234,8 @@ def _search_rows(
         scales = jax.lax.bitcast_convert_type(bits.astype(jnp.uint8), jnp.float8_e4m3fn)
         scales = scales.astype(jnp.float32)
         # A rounded magnitude and its product with a scale are exact, so equal errors of candidates compare as equal.
-        off = nearest_magnitudes(sizes * (1 / scales)) * scales - sizes
+        products = nearest_magnitudes(sizes * (1 / scales)) * scales
+        off = (float8_values(products / 8) * 8 if as_float8 else products) - sizes
         return block_errors(off if moments is None else off * signs, moments)
 
     as_bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.uint8).astype(jnp.int32)
@@ -257,6 +267,8 @@ def search(
     parts: Sequence[jax.Array],
     moments: jax.Array | None = None,
     like: Sequence[NVFP4Tensor] | None = None,
+    *,
+    as_float8: bool = False,
 ) -> list[NVFP4Tensor]:
     """Rounds weights with one common input to NVFP4, with one global scale and searched block scales.
 
@@ -270,6 +282,7 @@ def search(
       moments: float32 [K / 16, 16, 16], as in `search_scales`.
       like: packed weights of these shapes with one global scale, which may be close to the new ones. Their scales are
         tried too, so weights that did not change keep their bytes.
+      as_float8: as in `search_scales`.
 
     Returns:
       A packed weight for each part.
@@ -280,7 +293,8 @@ def search(
     whole = jnp.concatenate(parts)
 
     def searched(divisor, tried_scales=None):
-        return divisor, *search_scales(whole, divisor, moments, tried_scales)
+        scales = search_scales(whole, divisor, moments, tried_scales, as_float8=as_float8)
+        return divisor, *scales
 
     def better(old, new, is_first=False):
         is_better = is_first | (new[2] < old[2])
