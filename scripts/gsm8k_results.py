@@ -21,7 +21,7 @@ import numpy as np
 from qerl_jax.evaluation import intervals
 from scripts import gsm8k_arms as arms
 from scripts.gsm8k_arms import ARMS, SEEDS, Piece
-from scripts.two_way import Interval, contrast, holm
+from scripts.two_way import Interval, contrast, holm, interval
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "docs/measured/gsm8k_study.jsonl"
@@ -350,6 +350,7 @@ def filled(records: Records) -> dict[str, str]:
         "qwen_secondary": secondary_table(records),
         "qwen_arms": arms_table(records),
         "qwen_rates": rates_table(records),
+        "qwen_figures": figures(records),
     }
 
 
@@ -473,6 +474,66 @@ def rates_table(records: Records) -> str:
         fall = "" if half is None else "no rate of the sweep" if half == math.inf else f"{half:.2g}"
         rows.append([arm, shown, "" if rate is None else f"{rate:g}", fall])
     return _table(rows)
+
+
+# File names of figures, what they show in short, and the line below them.
+_CURVES, _ENDS = "qwen-validation", "qwen-accuracy"
+_FIGURES = {
+    _CURVES: "Accuracy on the validation problems over steps, without noise. A line is the mean over the seeds of an arm; the shade goes "
+    "from the lowest to the highest.",
+    _ENDS: "Accuracy on the test set after training. A point is a seed; the tick is their mean, the bar its 95 % interval by Student's t.",
+}
+
+
+def figures(records: Records) -> str:
+    """The figures and their captions; a sentence if there is nothing to draw."""
+    if not any(run.test for run in runs_of(records, "A").values()):
+        return "Figures follow with the first runs."
+    return "\n\n".join(
+        f"![{text.partition('.')[0]}](figures/{name}.svg)\n\n*{text}*"
+        for name, text in _FIGURES.items()
+    )
+
+
+def draw(records: Records, folder: pathlib.Path) -> None:
+    """Draws the figures, narrow enough for a phone."""
+    from scripts.study_results import save_figure
+
+    colours = {"A": "#0072b2", "B": "#56b4e9", "C": "#d55e00", "D": "#e69f00"}
+
+    def curves(figure: Any) -> None:
+        axes = figure.add_subplot(xlabel="step", ylabel="validation accuracy, points")
+        for arm, colour in colours.items():
+            rows = [run.record for run in runs_of(records, arm).values()]
+            if rows:
+                lines = 100 * np.array([row["accuracies"] for row in rows])
+                steps, dashes = rows[0]["eval_steps"], "--" if ARMS[arm].noise else "-"
+                axes.plot(steps, lines.mean(axis=0), dashes, color=colour, label=ARMS[arm].title)
+                axes.fill_between(
+                    steps, lines.min(axis=0), lines.max(axis=0), color=colour, alpha=0.1
+                )
+        axes.legend(fontsize=8, loc="lower right")
+
+    def ends(figure: Any) -> None:
+        axes = figure.add_subplot(xlabel="test accuracy, points")
+        values = {
+            arm: [end(run) for run in runs_of(records, arm).values() if run.test] for arm in ARMS
+        }
+        shown = [arm for arm, of in values.items() if of]
+        for position, arm in enumerate(shown):
+            colour, mean = colours.get(arm, "#555555"), interval(values[arm])
+            axes.plot(values[arm], [position] * mean.count, "o", color=colour, alpha=0.5)
+            axes.plot([mean.mean], [position], "|", color="black", markersize=14)
+            if mean.count > 1:
+                axes.plot([mean.low, mean.high], [position] * 2, color="black", linewidth=1)
+        axes.set_yticks(
+            range(len(shown)), [f"{ARMS[arm].title} ({arm})" for arm in shown], fontsize=7
+        )
+        axes.invert_yaxis()
+
+    if any(run.test for run in runs_of(records, "A").values()):
+        save_figure(folder, _CURVES, curves, 5.5)
+        save_figure(folder, _ENDS, ends, 5.5)
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

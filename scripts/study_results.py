@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
 import pathlib
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -40,6 +41,9 @@ MARGIN = 0.03
 ALPHA = 0.05
 # The reward that `steps_to_level` looks for.
 LEVEL = 0.4
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 type Results = Mapping[str, Mapping[str, Any]]
 type Measure = Callable[[Mapping[str, Any]], float]
@@ -438,22 +442,27 @@ def window(length: int) -> int:
     return 2 * max(2, length // 20) + 1
 
 
+def save_figure(
+    folder: pathlib.Path, name: str, fill: Callable[[Figure], None], width: float
+) -> None:
+    """Writes a figure that a function fills, as an SVG file of the same bytes each time."""
+    import matplotlib
+    from matplotlib import figure
+
+    folder.mkdir(parents=True, exist_ok=True)
+    style = {"svg.hashsalt": "qerl", "svg.fonttype": "none", "grid.alpha": 0.4, "axes.grid": True}
+    with matplotlib.rc_context(style):
+        drawn = figure.Figure(figsize=(width, 4), layout="constrained")
+        fill(drawn)
+        drawn.savefig(folder / f"{name}.svg", metadata={"Date": None})
+
+
 def draw(results: Results, timings: Results, folder: pathlib.Path) -> None:
     """Draws the figures. Lines are smoothed over a tenth of the steps."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
     from qerl_jax.tracking.charts import smooth
 
     best = {arm: runs_of(results, arm, study.best_rate(results, arm)) for arm in ARMS}
-    folder.mkdir(parents=True, exist_ok=True)
-
-    def save(name: str, fill: Callable[[Figure], None], width: float) -> None:
-        style = {"svg.hashsalt": "qerl", "svg.fonttype": "none", "grid.alpha": 0.4}
-        with matplotlib.rc_context(style | {"axes.grid": True}):
-            figure = Figure(figsize=(width, 4), layout="constrained")
-            fill(figure)
-            figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+    save = functools.partial(save_figure, folder)
 
     def curves(name: str, label: str, seconds: bool = False) -> Callable[[Figure], None]:
         def fill(figure: Figure) -> None:
@@ -519,6 +528,8 @@ def main() -> None:
             sys.exit(f"{args.page} is out of date: run python -m scripts.study_results")
         return
     args.page.write_text(text)
+    if records := gsm8k_results.read():
+        gsm8k_results.draw(records, args.figures)
     if results:
         draw(results, timings, args.figures)
 

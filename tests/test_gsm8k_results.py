@@ -200,6 +200,17 @@ def test_the_page_has_a_row_for_what_was_measured_and_says_what_was_not():
     assert "several bases" in results.filled(records)["qwen_state"]
 
 
+def test_figures_show_the_arms_that_were_run(tmp_path):
+    results.draw({}, tmp_path)
+    assert not [*tmp_path.iterdir()] and "follow" in results.figures({})
+    records = study_of(FOUR)
+    results.draw(records, tmp_path)
+    drawn = {path.stem: path.read_text() for path in tmp_path.iterdir()}
+    assert {*drawn} == {name for name in results._FIGURES if name in results.figures(records)}
+    for text in drawn.values():
+        assert "NVFP4 + AQN (QeRL)" in text and "GPTQ" not in text
+
+
 def test_the_registered_predictions_are_about_comparisons_that_are_made():
     texts = {"C - A", *(one.text for one in results.SECONDARY)}
     assert {*results.PREDICTED} <= texts
