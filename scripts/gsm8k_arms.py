@@ -24,7 +24,7 @@ BASES = {
 }
 # Rates that are swept, the seeds of the sweep, and those of the arms: no run of the sweep is part of a comparison.
 RATES, SWEEP_SEEDS, SEEDS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3), (0, 1), (2, 3, 4, 5, 6, 7)
-SWEEP_STEPS, STEPS, MORE_STEPS = 80, 240, 468
+SWEEP_STEPS, STEPS, MORE_STEPS = 48, 160, 320
 # First sigmas of AQN, in rising order: the first one that moves the policy by `DOSE` of what rounding does is taken.
 SIGMAS, DOSE = (5e-2, 1e-1, 2e-1), 0.1
 

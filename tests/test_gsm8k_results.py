@@ -27,7 +27,7 @@ def study_of(ends, curves=None, problems=200):
             rate = arms.best_rate(records, arm)
             name = Piece(arm, rate, seed, ARMS[arm].steps).name
             half = (curves or {}).get(arm, (50 + goal) / 2)
-            curve = {"eval_steps": [0, 120, 240], "accuracies": [0.5, half / 100, value / 100]}
+            curve = {"eval_steps": [0, 80, 160], "accuracies": [0.5, half / 100, value / 100]}
             records[name] = curve | ABOUT | {"wall": 400.0}
             right = np.full(problems, 2)
             right[: round(problems * (4 * value / 100 - 2))] = 3
@@ -58,7 +58,7 @@ def test_a_level_is_met_on_the_line_between_two_evaluations():
     assert results._first_at(0.9, [0, 40], [0.5, 0.6]) == math.inf
     records = study_of(FOUR, curves={"A": 55, "C": 65})
     ours, control = results.half_way(records, "C"), results.half_way(records, "A")
-    assert len(ours) == 6 and all(ours[seed] < 120 < control[seed] for seed in ours)
+    assert len(ours) == 6 and all(ours[seed] < 80 < control[seed] for seed in ours)
 
 
 def test_what_was_not_measured_gets_no_verdict_and_the_others_allow_for_it():
@@ -88,7 +88,7 @@ def test_faster_also_needs_the_level_in_five_of_six_seeds():
     faster = study_of(FOUR, curves={"A": 62, "C": 70})
     assert verdicts(faster)["C2"] == "confirmed"
     for seed in SEEDS[:2]:  # above A in the mean, but late
-        name = Piece("C", 3e-4, seed, 240).name
+        name = Piece("C", 3e-4, seed, 160).name
         faster[name] = faster[name] | {"accuracies": [0.5, 0.59, 0.9]}
     assert results.compared(faster, results.PRIMARY[1]).low > 0
     assert verdicts(faster)["C2"] != "confirmed"
