@@ -42,8 +42,10 @@ class Queue:
         jobs: Number of jobs at a time.
         seconds: Time until `run` ends.
         patience: Seconds that a job may take to end once it is told to.
+        tries: How often a job is begun that ends with an error.
         running: By name: the process, when it began, and its card.
-        failed: Names of jobs that ended with an error.
+        failed: Names of jobs that ended with an error each time.
+        errors: How often each job ended with an error, by name.
         took: Seconds of each job that ended well, by name.
     """
 
@@ -52,10 +54,12 @@ class Queue:
     jobs: int
     seconds: float
     patience: float = 10
+    tries: int = 1
     running: dict[str, tuple[subprocess.Popen, float, int]] = dataclasses.field(
         default_factory=dict
     )
     failed: set[str] = dataclasses.field(default_factory=set)
+    errors: dict[str, int] = dataclasses.field(default_factory=dict)
     took: dict[str, float] = dataclasses.field(default_factory=dict)
     began: float = dataclasses.field(default_factory=time.monotonic)
 
@@ -103,7 +107,8 @@ class Queue:
                 continue
             del self.running[name]
             if process.returncode:
-                self.failed.add(name)
+                self.errors[name] = self.errors.get(name, 0) + 1
+                self.failed |= {name} if self.errors[name] >= self.tries else set()
                 print(f"{name} FAILED: {last_line(self.work, name)}", flush=True)
             else:
                 self.took[name] = time.monotonic() - start

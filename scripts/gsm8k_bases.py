@@ -24,12 +24,15 @@ from qerl_jax.config import ModelConfig
 from qerl_jax.data.tokenizer import Message
 from qerl_jax.quantization import quantizer
 from qerl_jax.quantization.calibration import Calibration
+from qerl_jax.system.checked import require
 from qerl_jax.system.files import lock
 
 # The format whose rounding a folder holds.
 _ROUNDED = {"nvfp4-16": "nvfp4", "nf4": "nf4", "mxfp4": "mxfp4"}
 # GPTQ is calibrated on the policy's own answers to this many questions that are not of the task.
 _CALIBRATED, _MAX_LENGTH = 128, 768
+# Between these lies the relative error of any sensible rounding to 4 bits.
+_LEAST, _MOST = 0.03, 0.3
 # llama.cpp's numbers of the types of whole files.
 _FILE_TYPES = {0: "float32", 1: "float16", 7: "Q8_0", 8: "Q5_0", 15: "Q4_K_M", 17: "Q5_K_M", 32: "bfloat16"}  # fmt: skip
 
@@ -112,6 +115,9 @@ def changed(
             size = jnp.sqrt(jnp.mean(jnp.square(blocks), axis=-1, keepdims=True))
             draw = jax.random.normal(jax.random.fold_in(key, number), blocks.shape)
             rounded = exact + (size * draw).reshape(exact.shape)
+        error = float(jnp.linalg.norm(rounded - weight) / jnp.linalg.norm(weight))
+        rule = "must be near .1: the weights on the device are wrong; start again"
+        require(_LEAST < error < _MOST, f"relative error of layer {number}", error, rule)
         layers.append(rounded.astype(weight.dtype))
     return jnp.stack(layers)
 

@@ -14,7 +14,7 @@ from qerl_jax import config
 from qerl_jax.checkpoint.hf_folder import TINY
 from qerl_jax.config import DataConfig
 from qerl_jax.data import datasets
-from qerl_jax.system.checked import from_table
+from qerl_jax.system.checked import ConfigError, from_table
 from qerl_jax.tracking import logger
 from scripts import cards, gsm8k_bases
 from scripts import gsm8k_arms as arms
@@ -50,7 +50,8 @@ def test_a_sweep_goes_on_with_the_best_two_rates_and_qerl_s_with_the_best_three_
     assert [(piece.rate, piece.seed) for piece in more[5:]] == [(3e-4, 1), (1e-3, 1)]
     assert arms.best_rate(first, "A") is None and arms.best_rate(first, "B") is None
     first |= {
-        Piece("A", rate, 1, 80).name: {"accuracies": [x]} for rate, x in ((3e-4, 9), (1e-3, 0))
+        Piece("A", rate, 1, arms.SWEEP_STEPS).name: {"accuracies": [x]}
+        for rate, x in ((3e-4, 9), (1e-3, 0))
     }
     assert arms.best_rate(first, "A") == arms.best_rate(first, "B") == 3e-4
     records = swept("C", 1e-4, {})
@@ -93,7 +94,7 @@ def test_every_arm_is_a_config_that_differs_in_what_it_says(arm):
 
 
 def test_a_base_that_is_drawn_has_the_seed_of_the_run():
-    assert (Piece("E", 1e-4, 3, 240).base, Piece("K", 1e-5, 3, 240).base) == ("noise-3", "nvfp4-16")
+    assert (Piece("E", 1e-4, 3, 160).base, Piece("K", 1e-5, 3, 160).base) == ("noise-3", "nvfp4-16")
     stored = [arms.weights(base) for base in ("16", "noise-3", "nvfp4-16", "nvfp4", "gptq")]
     assert stored == ["bfloat16"] * 3 + ["nvfp4"] * 2
 
@@ -133,6 +134,8 @@ def test_static_noise_has_in_each_block_the_size_of_the_rounding_error():
         np.testing.assert_allclose(blocks(draw), blocks(rounded), rtol=0.12)
         assert np.corrcoef(np.ravel(draw - weights), np.ravel(rounded - weights))[0, 1] < 0.05
     assert float(jnp.abs(draws[0] - draws[1]).max()) > 0
+    with pytest.raises(ConfigError, match="relative error of layer 1: got nan"):
+        gsm8k_bases.changed(form, (64, 32), weights.at[1, 0, 0].set(jnp.nan))
 
 
 def test_a_gguf_file_is_called_what_it_is(tmp_path):
@@ -189,20 +192,20 @@ def leave(args, piece, *parts, record=None):
 
 def test_a_run_begins_if_it_will_end_and_be_tested_while_the_machine_is_there(args):
     first = next(arms.pieces(2, study.read(args.out)))
-    needed = 90 + 1.9 * 240 + 100 + 60
+    needed = 60 + 2.2 * 160 + 90 + 60
     args.machine = needed + 1
-    assert study.choose(args, queue_of(args)).name == first.name == "A_0.0001_2_240"
+    assert study.choose(args, queue_of(args)).name == first.name == "A_0.0001_2_160"
     args.machine = needed - 5
     assert study.choose(args, queue_of(args)) is None
     assert study.choose(args, queue_of(args, seconds=100)) is None
     # A run that took less says how long others take, and one that goes on has less to do.
     leave(args, first, "adapter", record={"accuracies": [1], "wall": 300.0})
     (args.out / f"{first.name}.test.json").write_text("{}")
-    second = Piece("B", 1e-4, 2, 240)
+    second = Piece("B", 1e-4, 2, 160)
     assert study.choose(args, queue_of(args)).name == second.name
-    third = Piece("C", 3e-4, 2, 240)
-    leave(args, third, "checkpoints/200")
-    args.machine = 90 + 210 / 6 + 160 + 5
+    third = Piece("C", 3e-4, 2, 160)
+    leave(args, third, "checkpoints/128")
+    args.machine = 60 + 240 / 5 + 150 + 5
     assert study.choose(args, queue_of(args)).name == third.name
     assert study.choose(args, queue_of(args, running=[third.name])) is None
 
@@ -218,7 +221,7 @@ def test_tests_are_made_together_and_before_the_machine_is_gone(args):
     assert study.choose(args, queue_of(args, running=[job.name])) is None
     # With both cards free each takes a half.
     assert len(study.choose(args, queue_of(args)).name.split("+")) == 3
-    args.machine = 100 + 2 * 60 + 1
+    args.machine = 90 + 2 * 60 + 1
     assert len(study.choose(args, queue_of(args, running=["x"])).name.split("+")) == 3
     args.machine = None
     for piece in pieces[4:]:
@@ -231,7 +234,7 @@ def test_a_run_whose_adapter_was_lost_before_its_test_is_repeated(args):
     leave(args, first, record={"accuracies": [1], "wall": 300.0})
     assert study.choose(args, queue_of(args)).name == first.name
     (args.out / f"{first.name}.test.json").write_text("{}")
-    assert study.choose(args, queue_of(args)).name == Piece("B", 1e-4, 2, 240).name
+    assert study.choose(args, queue_of(args)).name == Piece("B", 1e-4, 2, 160).name
 
 
 def test_stage_0_measures_the_start_beside_the_bases(args):

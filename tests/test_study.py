@@ -143,6 +143,20 @@ def test_a_study_of_two_steps_is_done_in_pieces_by_several_processes(two_steps, 
     assert json.loads((args.out / "timing_bf16.json").read_text())["step"] > 0
 
 
+def test_a_job_that_fails_is_tried_as_often_as_is_said(tmp_path, monkeypatch, capsys):
+    def launch(queue, job, card):
+        (tmp_path / f"{job.name}.log").write_text("OSError: chance\n")
+        return types.SimpleNamespace(poll=lambda: 1, returncode=1)
+
+    monkeypatch.setattr(study.cards.Queue, "launch", launch)
+    monkeypatch.setattr(study.cards.time, "sleep", lambda seconds: None)
+    job = study.cards.Job("job", [])
+    for tries in (1, 3):
+        queue = study.cards.Queue(tmp_path, 1, 1, 1e9, tries=tries)
+        assert queue.run(lambda queue: None if job.name in queue.failed else job)
+        assert capsys.readouterr().out.count("job FAILED: OSError: chance") == tries
+
+
 def test_runs_are_divided_among_cards(two_steps, monkeypatch):
     args, cards = two_steps, []
     args.jobs, args.cards = 3, 2
