@@ -130,10 +130,9 @@ def load_weights(
         at = None if places is None else places(abstract_base(model))
         return random_base(model, jax.random.key(seed), at)
     folder = hf_folder.local_folder(cfg.model_name_or_path)
-    frozen = read_base(folder, model, cfg.block_scales, progress, places)
+    load = lambda: read_base(folder, model, cfg.block_scales, progress, places)
     form = cfg.weights, cfg.block_scales, cfg.dtype, model.division.count
-    checksum.compare_with_first_load(frozen, folder, form)
-    return frozen
+    return checksum.load_checked(load, folder, form)
 
 
 def _tokenizer(

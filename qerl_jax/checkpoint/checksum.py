@@ -7,6 +7,7 @@ answered nonsense.
 
 import hashlib
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -61,32 +62,48 @@ def is_compared() -> bool:
     return jax.default_backend() != "cpu"
 
 
-def compare_with_first_load(base: Any, folder: pathlib.Path, form: tuple[Any, ...]) -> None:
-    """Compares a base that was loaded with its first load by the same program on the same kind of device.
+def load_checked(load: Callable[[], Any], folder: pathlib.Path, form: tuple[Any, ...]) -> Any:
+    """Loads a base, and again if it is not what it was in its first load by the same version on the same kind of device.
 
-    The checksum of the first load is kept in ~/.cache/qerl_jax (or XDG_CACHE_HOME). Nothing is compared on a CPU.
+    The checksum of the first load is kept in ~/.cache/qerl_jax (or XDG_CACHE_HOME). If two loads agree with each other but
+    not with the first one, another compilation may round in another way: theirs is kept from then on. Nothing is compared
+    on a CPU.
 
     Args:
-        base: The `frozen` tree.
-        folder: The folder that it was read from.
+        load: Returns the `frozen` tree.
+        folder: The folder that it is read from.
         form: All else that the tree depends on.
 
     Raises:
-        RuntimeError: If they differ.
+        RuntimeError: If two loads differ from each other and from the first one.
     """
+    base = load()
     if not is_compared():
-        return
+        return base
     parts = repr((fingerprint(folder), form, surroundings()))
     path = cache_folder("bases") / f"{hashlib.sha256(parts.encode()).hexdigest()[:32]}.txt"
-    value = f"{int(of_tree(base)):08x}"
-    if not path.exists():
+    value, first = _text(base), path.read_text() if path.exists() else None
+    if first not in (None, value):
+        tell(
+            f"warning: {folder}: the base on the device has the checksum {value}, and had {first} in its first load: it is "
+            "loaded again. Please report this line"
+        )
+        jax.tree.map(lambda array: array.delete(), base)
+        base = load()
+        if (again := _text(base)) not in (value, first):
+            raise RuntimeError(
+                f"{folder}: three loads have the checksums {first}, {value} and {again}: the device or this machine's memory "
+                "is broken, or a library computes wrongly"
+            )
+        value = again
+    if value != first:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, value)
-    elif (first := path.read_text()) != value:
-        raise RuntimeError(
-            f"{folder}: the base on the device has the checksum {value}, and had {first} when this version first loaded it: "
-            f"one of the two loads was wrong. Start the same command again. If it ends so again, remove {path}"
-        )
+    return base
+
+
+def _text(base: Any) -> str:
+    return f"{int(of_tree(base)):08x}"
 
 
 def _difference(copy: jax.Array, array: np.ndarray) -> str | None:
