@@ -193,14 +193,15 @@ def choose(args: argparse.Namespace, queue: cards.Queue) -> cards.Job | None:
             pending.setdefault(_kind(name), []).append(name)
     waiting = sum(map(len, pending.values()))
     reserve = _LOAD * bool(waiting) + _TEST * waiting / args.cards
-    runs = [
-        piece
-        for piece in wanted(args, records)
-        if piece.name not in busy
-        and seconds_of(args, piece, records) + (0 if piece.is_swept else _LOAD + _TEST) + reserve
-        < machine
-        and queue.left() > _LEAST
-    ]
+
+    def fits(piece: Piece) -> bool:
+        seconds = seconds_of(args, piece, records)
+        # The checkpoint of all weights may take longer than a stopped run is given.
+        least = seconds if ARMS[piece.arm].trains_all else _LEAST
+        after = reserve + (0 if piece.is_swept else _LOAD + _TEST)
+        return queue.left() > least and seconds + after < machine
+
+    runs = [piece for piece in wanted(args, records) if piece.name not in busy and fits(piece)]
     # A run that was stopped comes first: its checkpoint is on this machine only.
     runs.sort(key=lambda piece: not _began(args, piece))
     for names in sorted(pending.values(), key=len, reverse=True):

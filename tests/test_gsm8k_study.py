@@ -210,6 +210,15 @@ def test_a_run_begins_if_it_will_end_and_be_tested_while_the_machine_is_there(ar
     assert study.choose(args, queue_of(args, running=[third.name])) is None
 
 
+def test_a_run_of_all_weights_begins_only_if_it_will_end_in_the_call(args):
+    args.stage, args.arms = [3], ["J"]
+    needed = 60 + 2.2 * 160
+    assert study.choose(args, queue_of(args, seconds=needed - 5)) is None
+    assert study.choose(args, queue_of(args, seconds=needed + 5)).name == "J_3e-05_2_160"
+    args.arms = ["E"]
+    assert study.choose(args, queue_of(args, seconds=needed - 5)).name == "E_0.0001_2_160"
+
+
 def test_tests_are_made_together_and_before_the_machine_is_gone(args):
     pieces = [piece for piece in arms.pieces(2, study.read(args.out)) if piece.arm in "AB"][:6]
     for piece in pieces[:4]:
