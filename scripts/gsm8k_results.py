@@ -345,7 +345,7 @@ def filled(records: Records) -> dict[str, str]:
     return {
         "qwen_state": state(records),
         "qwen_start": start_table(records),
-        "qwen_primary": primary_table(records),
+        "qwen_primary": primary_table(records) + deviation(records),
         "qwen_exploration": "\n".join(f"- {line}" for line in exploration(records)),
         "qwen_secondary": secondary_table(records),
         "qwen_arms": arms_table(records),
@@ -380,6 +380,16 @@ def primary_table(records: Records) -> str:
         beside = f"{problems:+.1f}" if problems else ""
         rows.append([one.comparison.name, one.comparison.text, shown, p, beside, one.verdict])
     return _table(rows)
+
+
+def deviation(records: Records) -> str:
+    """A sentence about the standard deviation of the model's residuals; nothing while C1 is not measured."""
+    first = compared(records, PRIMARY[0])
+    if first is None or not first.freedom:
+        return ""
+    # Both arms of C1 have all seeds, so the variance of their difference is twice that of a run, over the seeds.
+    points = first.error * math.sqrt(first.count / 2)
+    return f"\n\nThe residual's standard deviation is {points:.2f} points ({first.freedom} degrees of freedom)."
 
 
 def secondary_table(records: Records) -> str:

@@ -209,7 +209,7 @@ def choose(args: argparse.Namespace, queue: cards.Queue) -> cards.Job | None:
         is_time = not runs or len(names) >= _TOGETHER or names[0].startswith("base_")
         fit = int((min(queue.left(), machine) - _LOAD) // _TEST)
         if is_time and fit > 0:
-            some = names[: min(fit, -(-len(names) // max(free, 1)))]
+            some = names[: min(fit, 2 * _TOGETHER, -(-len(names) // max(free, 1)))]
             return _job(args, "+".join(["test", *some]), "test", *some)
     return _job(args, runs[0].name, "run", runs[0].name) if runs else None
 

@@ -109,6 +109,7 @@ def test_the_factorial_is_the_mean_of_both_effects_by_least_squares():
     residual = values - values.mean(1, keepdims=True) - values.mean(0) + values.mean()
     error = np.sqrt((residual**2).sum() / 15 / 6)
     np.testing.assert_allclose(difference.error, error)
+    assert f"is {error * 6**0.5:.2f} points (15 degrees" in results.deviation(records)
     np.testing.assert_allclose(difference.p, 2 * scipy.stats.t(15).sf(abs(difference.mean) / error))
 
 
