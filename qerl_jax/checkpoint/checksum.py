@@ -28,7 +28,7 @@ _COPIES = 3  # of an array, before the device counts as broken
 def to_device(array: np.ndarray, name: str) -> jax.Array:
     """Returns a copy of a file's array on the device; on a CPU it may be the mapped file itself.
 
-    A copy whose bytes are others than the file's is made again, with a warning.
+    A copy whose bytes are others than the file's is made again, in parts, with a warning.
 
     Args:
         array: An array of a mapped file, or in memory.
@@ -38,8 +38,7 @@ def to_device(array: np.ndarray, name: str) -> jax.Array:
         RuntimeError: If three copies differ.
     """
     for count in range(1, _COPIES + 1):
-        # `jnp.asarray` would compile a program for each shape, here and wherever a file's numbers are sent to the device.
-        copy = jax.device_put(array)
+        copy = _in_parts(array, count)
         # A type of 64 bits becomes one of 32.
         is_alike = is_compared() and copy.dtype == array.dtype
         if not is_alike or (difference := _difference(copy, array)) is None:
@@ -50,6 +49,15 @@ def to_device(array: np.ndarray, name: str) -> jax.Array:
     raise RuntimeError(
         f"{text}. The device or this machine's memory is broken, or a library copies wrongly"
     )
+
+
+def _in_parts(array: np.ndarray, count: int) -> jax.Array:
+    """Copies an array in parts, whose other sizes take other pages of the host's memory on the way."""
+    if count == 1:
+        # `jnp.asarray` would compile a program for each shape, here and wherever a file's numbers are sent to the device.
+        return jax.device_put(array)
+    parts = np.array_split(array.reshape(-1), count)
+    return jnp.concatenate([jax.device_put(part) for part in parts]).reshape(array.shape)
 
 
 def tree_to_device(tree: Any, name: str) -> Any:

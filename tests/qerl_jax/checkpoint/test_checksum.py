@@ -62,8 +62,10 @@ def test_a_wrong_copy_of_any_type_is_made_again(monkeypatch, capsys, compared, d
 
 
 def test_a_small_copy_is_compared_too_and_three_wrong_ones_end_the_run(monkeypatch, compared):
-    wrong_copies(monkeypatch, 3, lambda data: data.__setitem__(7, 255))
-    with pytest.raises(RuntimeError, match="weight: copy 3 .*1 of 40 bytes from byte 7 to 7, 0 of"):
+    wrong_copies(monkeypatch, 6, lambda data: data.__setitem__(7, 255))
+    with pytest.raises(
+        RuntimeError, match="weight: copy 3 .*3 of 40 bytes from byte 7 to 35, 0 of"
+    ):
         checksum.to_device(np.zeros(10, np.float32), "weight")
 
 
