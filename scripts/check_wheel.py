@@ -20,7 +20,7 @@ import time
 from itertools import pairwise
 
 ROOT = pathlib.Path(__file__).parents[1]
-# The quickstart has 50 steps of 256 completions. Most of the time is compiling.
+# The quickstart has 30 steps of 256 completions. Most of the time is compiling.
 STEPS = (
     *("--max-steps", "2", "--eval", "None"),
     *("--optim.per-device-train-batch-size", "32", "--optim.gradient-accumulation-steps", "1"),

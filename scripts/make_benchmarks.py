@@ -53,7 +53,7 @@ HIGHLIGHTS = (
      "step --model 32b --rank 16 --prompts 1 --pool-gib 78"),
     ("training", "72B step, 1 x 4 x 1024, LoRA 16", "GRPO step of 72B, 4 completions of 1024 tokens",
      "step --model 72b --rank 16 --prompts 1 --group 4 --completion 1024 --steps 2"),
-    ("tiny", "quickstart: held-out accuracy after 50 steps", "the quickstart: accuracy on unseen problems", ""),
+    ("tiny", "quickstart: held-out accuracy after 30 steps", "the quickstart: accuracy on unseen problems", ""),
 )  # fmt: skip
 DEVICES = {"32B step, 1 x 8 x 512, LoRA 16": "NVIDIA H100", HIGHLIGHTS[-1][1]: "CPU, two cores"}
 
