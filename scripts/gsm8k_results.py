@@ -30,6 +30,8 @@ MISSING = "not measured yet"
 MARGIN, ALPHA = 2.0, 0.05
 # Seeds in which an arm has to be earlier for C2, of all.
 EARLIER = 5
+# Points that C may lose by rounding, before training.
+LOSS = 5.0
 # The arms whose residuals are pooled, beside those that a comparison is about.
 POOLED = tuple(name for name, arm in ARMS.items() if arm.stage < 4)
 _FIELDS = {"arm", "rate", "seed", "steps", "eval_steps", "accuracies", "time", "wall", "sigma", "temperature"}  # fmt: skip
@@ -80,12 +82,14 @@ class Comparison:
         text: What is compared.
         weights: The weight of each arm.
         measure: The quantity of a run that is compared.
+        of_equality: Whether the claim is that there is no difference, instead of one above 0.
     """
 
     name: str
     text: str
     weights: Mapping[str, float]
     measure: Measure = end
+    of_equality: bool = False
 
 
 def _of(name: str, text: str, ours: str, theirs: str, measure: Measure = end) -> Comparison:
@@ -97,8 +101,15 @@ PRIMARY = (
     _of("C2", "NVFP4 learns faster: area of C - A", "C", "A", area),
     Comparison("C3", "AQN adds: (B + D - A - C) / 2", {"B": 0.5, "D": 0.5, "A": -0.5, "C": -0.5}),
     _of("C4a", "noise without a grid explores: E - A", "E", "A"),
-    _of("C4b", "less rounding learns less: G - C", "G", "C"),
-    _of("C6", "QeRL equals full training: D - J", "D", "J"),
+    _of("C4b", "with less rounding, less is learned: C - G", "C", "G"),
+    Comparison(
+        "C6", "QeRL equals training all weights: D - J", {"D": 1, "J": -1}, of_equality=True
+    ),
+)
+# Those two where G takes C's place: NVFP4 that loses less.
+WITH_GPTQ = (
+    _of("C1", "NVFP4 by GPTQ ends higher than 16 bits: G - A", "G", "A"),
+    _of("C2", "NVFP4 by GPTQ learns faster: area of G - A", "G", "A", area),
 )
 SECONDARY = (
     _of("AQN on NVFP4", "D - C", "D", "C"),
@@ -260,15 +271,22 @@ class Judged:
     verdict: str
 
 
+def primary(records: Records) -> tuple[Comparison, ...]:
+    """The primary comparisons: C1 and C2 are about G if stage 0 has found that C loses more than `LOSS`."""
+    loss = start_accuracy(records, "16") - start_accuracy(records, "nvfp4")
+    return (*WITH_GPTQ, *PRIMARY[2:]) if loss > LOSS else PRIMARY
+
+
 def judged(records: Records) -> list[Judged]:
     """The primary comparisons, by the registered rules. One that was not measured counts as one with p = 1."""
-    differences = [compared(records, comparison) for comparison in PRIMARY]
+    comparisons = primary(records)
+    differences = [compared(records, comparison) for comparison in comparisons]
     values = [1.0 if one is None else one.p for one in differences]
     adjusted, ranks = holm(values), np.argsort(np.argsort(values, kind="stable"))
     results = []
-    for comparison, one, p, rank in zip(PRIMARY, differences, adjusted, ranks, strict=True):
+    for comparison, one, p, rank in zip(comparisons, differences, adjusted, ranks, strict=True):
         # The smallest p-value counts as many times as there are comparisons, and so does its interval's error.
-        shown = one and one.at(1 - ALPHA / (len(PRIMARY) - int(rank)))
+        shown = one and one.at(1 - ALPHA / (len(comparisons) - int(rank)))
         results.append(Judged(comparison, shown, p, _verdict(records, comparison, one, p)))
     return results
 
@@ -276,20 +294,26 @@ def judged(records: Records) -> list[Judged]:
 def _verdict(records: Records, comparison: Comparison, one: Interval | None, p: float) -> str:
     if one is None:
         return MISSING
+    is_equal = one.is_within(MARGIN)
+    if comparison.of_equality:
+        return "confirmed" if is_equal else "opposite" if p < ALPHA else "undecided"
     if p < ALPHA and one.mean < 0:
         return "opposite"
     is_higher = p < ALPHA
     if comparison.name == "C2" and is_higher:
-        ours, control = (half_way(records, arm) for arm in ("C", "A"))
+        ours, control = (half_way(records, arm) for arm in comparison.weights)
         is_higher = sum(ours[seed] < control[seed] for seed in ours) >= EARLIER
     if is_higher:
         return "confirmed"
-    return "equal" if one.is_within(MARGIN) else "undecided"
+    return "equal" if is_equal else "undecided"
 
 
 def exploration(records: Records) -> list[str]:
     """What the rules for C4 say, a sentence for each that applies."""
     verdicts = {one.comparison.name: one.verdict for one in judged(records)}
+    if primary(records) is not PRIMARY:  # then C - A is none of the six
+        first = compared(records, PRIMARY[0])
+        verdicts["C1"] = _verdict(records, PRIMARY[0], first, first.p if first else 1.0)
     others = {
         text: compared(records, _of("", "", *text.split(" - "))) for text in ("F - A", "E - C")
     }
@@ -299,13 +323,13 @@ def exploration(records: Records) -> list[str]:
         return [f"Whether noise explores (C4): {MISSING}."]
     is_at_least = matched.is_within(MARGIN) or matched.low > 0
     lines = []
-    if not_lower("C1") and verdicts["C4b"] == "opposite" and (is_at_least or not_lower("C4a")):
+    if not_lower("C1") and verdicts["C4b"] == "confirmed" and (is_at_least or not_lower("C4a")):
         lines.append("All three conditions of C4 hold: the noise of rounding explores.")
     else:
         lines.append(
             "Not all conditions of C4 hold: that the noise of rounding explores is not confirmed."
         )
-    if not_lower("C4b"):
+    if verdicts["C4b"] in ("opposite", "equal"):
         lines.append(
             "GPTQ, with less rounding, learns no less: for this model, rounding is damage."
         )
@@ -372,13 +396,15 @@ def state(records: Records) -> str:
 
 def primary_table(records: Records) -> str:
     """The primary comparisons with their verdicts."""
-    rows = [["claim", "comparison", "points", "p, Holm", "by problems", "verdict"]]
+    rows = [["claim", "comparison", "seeds", "points", "p, Holm", "by problems", "verdict"]]
     for one in judged(records):
         problems = over_problems(records, one.comparison)
         shown = "" if one.difference is None else f"{one.difference:+.1f}"
         p = "" if one.difference is None else "< 0.0001" if one.p < 1e-4 else f"{one.p:.2g}"
         beside = f"{problems:+.1f}" if problems else ""
-        rows.append([one.comparison.name, one.comparison.text, shown, p, beside, one.verdict])
+        seeds = "" if one.difference is None else str(one.difference.count)
+        about = one.comparison.name, one.comparison.text, seeds
+        rows.append([*about, shown, p, beside, one.verdict])
     return _table(rows)
 
 

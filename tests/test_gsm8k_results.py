@@ -75,8 +75,11 @@ def test_verdicts_follow_the_rules():
     equal = verdicts(study_of(FOUR | MORE))
     assert equal["C1"] == equal["C3"] == equal["C4a"] == equal["C4b"] == "equal"
     assert equal["C6"] == "undecided" or equal["C6"] == "opposite"
-    higher = verdicts(study_of(FOUR | MORE | {"B": 74, "D": 74, "G": 75}))
-    assert higher["C3"] == higher["C4b"] == "confirmed"
+    higher = verdicts(study_of(FOUR | MORE | {"B": 74, "D": 74, "G": 65}))
+    assert higher["C3"] == higher["C4b"] == "confirmed" and higher["C6"] != "confirmed"
+    # 74.1 and 74: nearer than 2 points, which is what C6 claims.
+    assert verdicts(study_of(FOUR | MORE | {"D": 74.1, "J": 74}))["C6"] == "confirmed"
+    assert verdicts(study_of(FOUR | MORE | {"D": 78}))["C6"] == "opposite"
     few = study_of({"A": 70, "C": 72})
     for name in [name for name in few if name.startswith(("A_", "C_"))]:
         if not Piece.named(name.removesuffix(".test")).is_swept and name.split("_")[2] not in "23":
@@ -92,6 +95,21 @@ def test_faster_also_needs_the_level_in_five_of_six_seeds():
         faster[name] = faster[name] | {"accuracies": [0.5, 0.59, 0.9]}
     assert results.compared(faster, results.PRIMARY[1]).low > 0
     assert verdicts(faster)["C2"] != "confirmed"
+
+
+def test_gptq_takes_the_place_of_rounding_that_costs_more_than_5_points():
+    before = lambda rounded: {
+        f"base_{base}.test": {"strict": value} for base, value in (("16", 0.6), ("nvfp4", rounded))
+    }
+    records = study_of(FOUR | MORE | {"C": 60, "G": 74}, curves={"A": 62, "C": 50, "G": 70})
+    usual, replaced = records | before(0.551), records | before(0.549)
+    assert verdicts(records)["C1"] == verdicts(usual)["C1"] == "opposite"
+    by_gptq = verdicts(replaced)
+    assert by_gptq["C1"] == by_gptq["C2"] == "confirmed" and "G - A" in results.primary_table(
+        replaced
+    )
+    # Whether noise explores is still about C, which is below A.
+    assert results.exploration(replaced)[0].startswith("Not all")
 
 
 def test_the_factorial_is_the_mean_of_both_effects_by_least_squares():
