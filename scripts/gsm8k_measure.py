@@ -52,11 +52,12 @@ def tested(
     """Asks a policy all problems: samples of each, and a greedy completion; returns the accuracies.
 
     `right` has a digit for each problem, the number of its samples that are right by the strict parser, which wants the
-    answer in a box. `flexible` takes the last number of the text. Both are shares of all samples.
+    answer in a box. `flexible` takes the last number of the text. Both are shares of all samples. No base has drafts,
+    which only packed ones could have.
     """
     began, prompts = time.monotonic(), chats(rows, system_prompt)
     gold = [row["answer"] for row in rows]
-    options = {"max_tokens": max_tokens, "seed": seed}
+    options = {"max_tokens": max_tokens, "seed": seed, "drafts": "off"}
     outputs = policy.generate(prompts, n=SAMPLES, **SAMPLING, **options)
     greedy = [output.text for output in policy.generate(prompts, temperature=0.0, **options)]
     samples = [one for output in outputs for one in output.outputs]
@@ -86,7 +87,8 @@ def own_answers(
     policy: Policy, prompts: Sequence[Sequence[Message]], max_tokens: int, seed: int
 ) -> list[dict[str, Any]]:
     """Samples an answer to each prompt at temperature 1: the tokens of both, and whether it was cut off."""
-    outputs = policy.generate(list(prompts), temperature=1.0, max_tokens=max_tokens, seed=seed)
+    options = {"max_tokens": max_tokens, "seed": seed, "drafts": "off"}
+    outputs = policy.generate(list(prompts), temperature=1.0, **options)
     return [
         {
             "prompt": output.prompt_token_ids.tolist(),
