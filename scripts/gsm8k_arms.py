@@ -22,8 +22,8 @@ BASES = {
     "mxfp4": "bfloat16",
     "nvfp4-16": "bfloat16",
 }
-# Rates that are swept, the seeds of the sweep, and those of the arms: no run of the sweep is part of a comparison.
-RATES, SWEEP_SEEDS, SEEDS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3), (0, 1), (2, 3, 4, 5, 6, 7)
+# Rates that are swept, the seeds of the sweep, and those that arms may have: no run of the sweep is part of a comparison.
+RATES, SWEEP_SEEDS, SEEDS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3), (0, 1), (2, 3, 4, 5, 6, 7, 8, 9)
 SWEEP_STEPS, STEPS, MORE_STEPS = 48, 160, 320
 # First sigmas of AQN, in rising order: the first one that moves the policy by `DOSE` of what rounding does is taken.
 SIGMAS, DOSE = (5e-2, 1e-1, 2e-1), 0.1
@@ -46,7 +46,7 @@ class Arm:
         temperature: Temperature of its rollouts; 0 for the one that stage 0 matched.
         rate_of: The arm whose sweep of rates decides its rate; "" for its own.
         rates: The rates of its own sweep.
-        seeds: Number of its seeds.
+        seeds: Number of its seeds; 8 for A to D if the rules add two.
         steps: Number of its optimizer steps.
     """
 
@@ -59,7 +59,7 @@ class Arm:
     temperature: float = 1.0
     rate_of: str = ""
     rates: Sequence[float] = RATES
-    seeds: int = len(SEEDS)
+    seeds: int = 6
     steps: int = STEPS
 
     @property
@@ -155,13 +155,14 @@ def weights(base: str) -> str:
 
 def pieces(stage: int, records: Records) -> Iterator[Piece]:
     """The runs of a stage that are known, in the order in which they are made: all arms of a seed before the next."""
+    is_known = lambda arm: not arm.needs_start or "start" in records
     if stage == 1:
-        yield from (piece for arm in SWEPT for piece in sweep(records, arm))
+        yield from (x for arm in SWEPT if is_known(ARMS[arm]) for x in sweep(records, arm))
         return
     for number, seed in enumerate(SEEDS):
         for name, arm in ARMS.items():
             rate = best_rate(records, name) if arm.stage == stage and number < arm.seeds else None
-            if rate and (not arm.needs_start or "start" in records):
+            if rate and is_known(arm):
                 yield Piece(name, rate, seed, arm.steps)
 
 
