@@ -244,9 +244,12 @@ def _job(args: argparse.Namespace, name: str, *what: str) -> cards.Job:
 
 
 def run(args: argparse.Namespace, name: str) -> None:
-    """Trains a run, or goes on with it, and writes its record."""
+    """Trains a run, or goes on with it, and writes its record.
+
+    A run of a sweep whose numbers are no longer finite, twice, has an accuracy of 0 at its end: its rate is too high.
+    """
     from qerl_jax.config import RunConfig, read_table
-    from qerl_jax.system.checked import from_table
+    from qerl_jax.system.checked import NotFinite, from_table
     from qerl_jax.tracking import logger
     from qerl_jax.training.trainer import train
 
@@ -260,21 +263,35 @@ def run(args: argparse.Namespace, name: str) -> None:
         "eval": {"dataset": str(args.data / "val.jsonl")},
         "output_dir": str(folder),
     }
-    table = arms.configured(piece, read_table(args.config), decided, local) | saving
-    clock = folder / "wall"
+    cfg = from_table(
+        RunConfig, arms.configured(piece, read_table(args.config), decided, local) | saving
+    )
+    clock, broke, is_over = folder / "wall", folder / "broke", False
     earlier = float(clock.read_text()) if clock.is_file() else 0.0
     try:
-        train(from_table(RunConfig, table), quiet=True)
+        train(cfg, quiet=True)
+    except NotFinite:
+        # The first time it may be the device, and the queue begins the run again.
+        is_over = piece.is_swept and broke.is_file()
+        if not is_over:
+            broke.touch()
+            raise
     finally:
         wall = round(earlier + time.monotonic() - began, 1)
         if folder.is_dir():
             clock.write_text(str(wall))
     record = summed(logger.read_metrics(folder)) | {"wall": wall}
+    if is_over:
+        record["eval_steps"].append(piece.steps)
+        record["accuracies"].append(0.0)
+        rewards = record["rollouts"]["reward"]
+        rewards += [0.0] * (piece.steps // cfg.updates_per_rollout - len(rewards))
     record |= {"arm": piece.arm, "rate": piece.rate, "seed": piece.seed, "steps": piece.steps}
-    if ARMS[piece.arm].needs_start:
-        record |= {key: decided[key] for key in ("sigma", "temperature")}
+    record |= {"temperature": cfg.rollout.temperature}
+    record |= {} if cfg.noise is None else {"sigma": cfg.noise.sigma_start}
     write(args, name, record)
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    for kind in ("checkpoints", "best"):
+        shutil.rmtree(folder / kind, ignore_errors=True)
     if piece.is_swept:
         shutil.rmtree(folder)
 

@@ -14,8 +14,9 @@ from qerl_jax import config
 from qerl_jax.checkpoint.hf_folder import TINY
 from qerl_jax.config import DataConfig
 from qerl_jax.data import datasets
-from qerl_jax.system.checked import ConfigError, from_table
+from qerl_jax.system.checked import ConfigError, NotFinite, from_table
 from qerl_jax.tracking import logger
+from qerl_jax.training import trainer
 from scripts import cards, gsm8k_bases
 from scripts import gsm8k_arms as arms
 from scripts import gsm8k_study as study
@@ -160,6 +161,33 @@ def test_a_record_has_a_value_for_each_rollout_and_the_validations():
     assert record["rollouts"]["reward"] == [0.0, 0.1] and record["skipped"] == 1
     assert (record["eval_steps"], record["accuracies"]) == ([0, 8], [0.5, 0.6123])
     assert record["time"] == {"rollout": 6.0, "update": 0, "evaluation": 4.5}
+
+
+def test_a_rate_that_breaks_the_policy_counts_as_nothing_right(args, monkeypatch):
+    def broken(cfg, quiet):
+        raise NotFinite("sampling")
+
+    row = {"step": 4, "loss": 0.0, "reward": 0.5, "updates/skipped": 0}
+    monkeypatch.setattr(trainer, "train", broken)
+    monkeypatch.setattr(
+        logger, "read_metrics", lambda folder: [{"step": 0, "eval/accuracy": 0.5}, row]
+    )
+    monkeypatch.setattr(study, "_path_of", lambda args, base: args.base)
+    args.config = study.CONFIG
+    for steps in (arms.SWEEP_STEPS, arms.STEPS):
+        piece = Piece("A", 1e-3, 9, steps)
+        (args.work / piece.name).mkdir(parents=True)
+        with pytest.raises(NotFinite):  # the first time it is begun again
+            study.run(args, piece.name)
+        if piece.is_swept:
+            study.run(args, piece.name)
+            record = study.read(args.out)[piece.name]
+            assert (record["eval_steps"], record["accuracies"]) == ([0, 48], [0.5, 0.0])
+            assert record["rollouts"]["reward"] == [0.5] + [0.0] * 11
+            assert record["temperature"] == 1.0 and "sigma" not in record
+        else:  # and a run that is compared is never taken for 0
+            with pytest.raises(NotFinite):
+                study.run(args, piece.name)
 
 
 # What is begun in which time -----------------------------------------------------------------------
