@@ -25,7 +25,7 @@ from qerl_jax.data.tokenizer import Message
 from qerl_jax.quantization import quantizer
 from qerl_jax.quantization.calibration import Calibration
 from qerl_jax.system.checked import require
-from qerl_jax.system.files import lock
+from qerl_jax.system.files import lock, write_whole
 
 # The format whose rounding a folder holds.
 _ROUNDED = {"nvfp4-16": "nvfp4", "nf4": "nf4", "mxfp4": "mxfp4"}
@@ -42,6 +42,7 @@ def path_of(
     source: str,
     work: pathlib.Path,
     questions: Sequence[Sequence[Message]],
+    answers: pathlib.Path,
     max_tokens: int = _MAX_LENGTH,
 ) -> str:
     """Returns where a base is, and makes its folder first if it is missing; several processes may ask at once.
@@ -51,6 +52,8 @@ def path_of(
         source: Folder or GGUF file of the 16-bit weights.
         work: Folder of what is made.
         questions: Chats that GPTQ is calibrated on, with the policy's own answers.
+        answers: File of these answers. It is written if it is missing, and outlives `work`: so each machine quantizes
+            by the same texts.
         max_tokens: Longest of these answers.
     """
     if base in ("16", "nvfp4"):
@@ -62,7 +65,9 @@ def path_of(
         if folder.is_dir():
             pass
         elif base == "gptq":
-            _calibrated(source, folder, questions[:_CALIBRATED], max_tokens)
+            if not answers.is_file():
+                _answer(source, questions[:_CALIBRATED], answers, max_tokens)
+            _calibrated(source, folder, answers)
         else:
             _changed(base, source, folder)
     return str(folder)
@@ -122,10 +127,10 @@ def changed(
     return jnp.stack(layers)
 
 
-def _calibrated(
-    source: str, folder: pathlib.Path, questions: Sequence[Sequence[Message]], max_tokens: int
+def _answer(
+    source: str, questions: Sequence[Sequence[Message]], path: pathlib.Path, max_tokens: int
 ) -> None:
-    """Writes an NVFP4 folder with GPTQ and searched scales."""
+    """Writes questions with the policy's answers, a chat on each line."""
     policy = qerl_jax.load(source, weights="bfloat16", quiet=True)
     outputs = policy.generate(
         list(questions), temperature=0.6, top_p=0.95, max_tokens=max_tokens, seed=0
@@ -134,10 +139,12 @@ def _calibrated(
         {"messages": [*output.prompt, {"role": "assistant", "content": output.text}]}
         for output in outputs
     ]
-    del policy
-    answers = folder.with_suffix(".jsonl")
-    answers.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    rows = Calibration(str(answers), len(rows), _MAX_LENGTH, 0)
+    write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _calibrated(source: str, folder: pathlib.Path, answers: pathlib.Path) -> None:
+    """Writes an NVFP4 folder with GPTQ and searched scales."""
+    rows = Calibration(str(answers), _CALIBRATED, _MAX_LENGTH, 0)
     recipe = quantizer.Recipe("nvfp4", "gptq", "search", "nearest", True, rows, ())
     log = lambda text: print(text, flush=True)
     quantizer.quantize(source, folder, recipe, log, with_sensitivity=False)

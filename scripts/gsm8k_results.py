@@ -35,8 +35,8 @@ EARLIER = fractions.Fraction(5, 6)
 LOSS = 5.0
 # The arms whose residuals are pooled, beside those that a comparison is about.
 POOLED = tuple(name for name, arm in ARMS.items() if arm.stage < 4)
-_FIELDS = {"arm", "rate", "seed", "steps", "eval_steps", "accuracies", "time", "wall", "sigma", "temperature"}  # fmt: skip
-_TESTS = {"right", "samples", "strict", "flexible", "greedy_strict", "greedy_flexible", "mean_length", "truncated"}  # fmt: skip
+_FIELDS = {"arm", "rate", "seed", "steps", "eval_steps", "accuracies", "time", "wall", "sigma", "temperature", "made"}  # fmt: skip
+_TESTS = {"right", "samples", "strict", "flexible", "greedy_strict", "greedy_flexible", "mean_length", "truncated", "made"}  # fmt: skip
 _ABOUT = {"base", "what", "commit", "device", "jax", "date"}
 
 type Records = arms.Records
@@ -393,6 +393,9 @@ def state(records: Records) -> str:
     )
     if len(about["base"]) > 1:
         text += " **These are several bases: do not compare their runs.**"
+    made = [name.split()[0] for name in {one["made"] for one in records.values() if "made" in one}]
+    if differ := sorted({name for name in made if made.count(name) > 1}):
+        text += f" **Made more than once, with different weights: {', '.join(differ)}.**"
     return text
 
 

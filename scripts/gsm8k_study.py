@@ -176,8 +176,11 @@ def _base_of(name: str) -> str:
 
 def _kind(name: str) -> str:
     """What is compiled for the test of a run or base: those of a kind share a process."""
-    is_full = _is_run(name) and ARMS[Piece.named(name).arm].trains_all
-    return f"full-{name}" if is_full else arms.weights(_base_of(name))
+    return f"full-{name}" if _trains_all(name) else arms.weights(_base_of(name))
+
+
+def _trains_all(name: str) -> bool:
+    return _is_run(name) and ARMS[Piece.named(name).arm].trains_all
 
 
 def choose(args: argparse.Namespace, queue: cards.Queue) -> cards.Job | None:
@@ -206,7 +209,9 @@ def choose(args: argparse.Namespace, queue: cards.Queue) -> cards.Job | None:
     runs.sort(key=lambda piece: not _began(args, piece))
     for names in sorted(pending.values(), key=len, reverse=True):
         free = args.cards - len(queue.running)
-        is_time = not runs or len(names) >= _TOGETHER or names[0].startswith("base_")
+        # Nothing is gained if a base or a model with all weights waits.
+        is_alone = names[0].startswith("base_") or _trains_all(names[0])
+        is_time = not runs or len(names) >= _TOGETHER or is_alone
         fit = int((min(queue.left(), machine) - _LOAD) // _TEST)
         if is_time and fit > 0:
             some = names[: min(fit, 2 * _TOGETHER, -(-len(names) // max(free, 1)))]
@@ -289,6 +294,7 @@ def run(args: argparse.Namespace, name: str) -> None:
     record |= {"arm": piece.arm, "rate": piece.rate, "seed": piece.seed, "steps": piece.steps}
     record |= {"temperature": cfg.rollout.temperature}
     record |= {} if cfg.noise is None else {"sigma": cfg.noise.sigma_start}
+    record |= _made(piece.base, cfg.model.model_name_or_path)
     write(args, name, record)
     for kind in ("checkpoints", "best"):
         shutil.rmtree(folder / kind, ignore_errors=True)
@@ -328,7 +334,7 @@ def test(args: argparse.Namespace, *names: str) -> None:
     order = sorted(names, key=_base_of)
     policy = path = None
     for name in order:
-        base, is_full = _base_of(name), _kind(name).startswith("full")
+        base, is_full = _base_of(name), _trains_all(name)
         wanted_path = str(trained(args, name)) if is_full else _path_of(args, base)
         if wanted_path != path:
             policy, path = None, wanted_path  # frees the memory first
@@ -341,7 +347,8 @@ def test(args: argparse.Namespace, *names: str) -> None:
                 adapter = trained(args, name)
                 now = policy.with_params(peft.import_adapter(adapter, policy.model))
         prompt = section["data"]["system_prompt"]
-        write(args, f"{name}.test", measure.tested(now, rows, prompt, longest, seed))
+        record = measure.tested(now, rows, prompt, longest, seed)
+        write(args, f"{name}.test", record | ({} if is_full else _made(base, path)))
 
 
 def start(args: argparse.Namespace) -> None:
@@ -406,7 +413,16 @@ def _path_of(args: argparse.Namespace, base: str) -> str:
 
     table, longest = _asked(args)
     questions = chats(_rows(args, "math"), table["data"]["system_prompt"])
-    return gsm8k_bases.path_of(base, args.base, args.work, questions, longest)
+    answers = args.out / "calibration.jsonl"
+    return gsm8k_bases.path_of(base, args.base, args.work, questions, answers, longest)
+
+
+def _made(base: str, path: str) -> dict[str, str]:
+    """The name and the hash of a base that was made, for a record: it is made again on each machine."""
+    from scripts import gsm8k_bases
+
+    is_made = base not in ("16", "nvfp4")
+    return {"made": f"{base} {gsm8k_bases.describe(path)['base']}"} if is_made else {}
 
 
 def _rows(args: argparse.Namespace, name: str) -> list[dict[str, Any]]:

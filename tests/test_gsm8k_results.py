@@ -215,6 +215,11 @@ def test_the_page_has_a_row_for_what_was_measured_and_says_what_was_not():
     assert (
         "0.0200 [0.0100, 0.0300]" in page["qwen_start"] and "3 % of a scale" in page["qwen_start"]
     )
+    first, second = [name for name in records if name.startswith("A_")][:2]
+    records[first] = records[first] | {"made": "gptq 1"}
+    assert "more than once" not in results.state(records)
+    records[second] = records[second] | {"made": "gptq 2"}
+    assert "with different weights: gptq." in results.state(records)
     records["start"] = records["start"] | {"base": "another"}
     assert "several bases" in results.filled(records)["qwen_state"]
 

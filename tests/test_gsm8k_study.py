@@ -142,6 +142,20 @@ def test_static_noise_has_in_each_block_the_size_of_the_rounding_error():
         gsm8k_bases.changed(form, (64, 32), weights.at[1, 0, 0].set(jnp.nan))
 
 
+def test_gptq_reads_the_same_answers_on_each_machine(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        gsm8k_bases, "_answer", lambda source, asked, path, most: path.write_text("x")
+    )
+    monkeypatch.setattr(gsm8k_bases, "_calibrated", lambda *what: seen.append(what[2].read_text()))
+    answers = tmp_path / "calibration.jsonl"
+    ask = lambda work: gsm8k_bases.path_of("gptq", "base", tmp_path / work, [], answers)
+    ask("one")
+    answers.write_text("of the first machine")
+    ask("two")
+    assert seen == ["x", "of the first machine"]
+
+
 def test_a_gguf_file_is_called_what_it_is(tmp_path):
     path = gguf_files.write(tmp_path / "base.gguf", {"general.file_type": 15}, {})
     about = gsm8k_bases.describe(str(path))
@@ -269,6 +283,13 @@ def test_tests_are_made_together_and_before_the_machine_is_gone(args):
     assert study.choose(args, queue_of(args)).name.startswith("test+A")
 
 
+def test_a_model_with_all_weights_is_tested_at_once(args):
+    args.stage = [3]
+    first = Piece("J", 3e-5, 2, 160)
+    leave(args, first, "model", record={"accuracies": [1], "wall": 300.0})
+    assert study.choose(args, queue_of(args)).name == f"test+{first.name}"
+
+
 def test_a_run_whose_adapter_was_lost_before_its_test_is_repeated(args):
     first = next(arms.pieces(2, study.read(args.out)))
     leave(args, first, record={"accuracies": [1], "wall": 300.0})
@@ -346,6 +367,8 @@ def test_two_arms_that_were_stopped_go_on_and_are_tested_on_one_base(args, tiny_
         record, tested = records[piece.name], records[f"{piece.name}.test"]
         assert record["eval_steps"] == [0, 4, 8] and len(record["rollouts"]["entropy"]) == 2
         assert (record["what"], record["commit"]) == ("16-bit folder", "abc")
+        assert record.get("made") == tested.get("made")
+        assert record.get("made", "none").startswith({"A": "none", "E": "noise-2 "}[piece.arm])
         assert len(tested["right"]) == 8 and tested["samples"] == 4
         assert (
             0 <= tested["flexible"] <= 1 and not (args.work / piece.name / "checkpoints").exists()
