@@ -120,7 +120,7 @@ def test_a_data_set_that_is_no_such_is_named(content, said, tmp_path):
 def test_an_error_that_quotes_a_whole_file_is_a_line_that_can_be_read(tmp_path, capsys):
     path = tmp_path / "run.toml"
     text = (harness.ROOT / "configs" / "quickstart.toml").read_text()
-    path.write_text(text.replace("max_steps = 50", f"max_steps = '{'x' * 100_000}'"))
+    path.write_text(text.replace("max_steps = 30", f"max_steps = '{'x' * 100_000}'"))
     assert " [...] " in harness.refused(capsys, "train", path)
 
 

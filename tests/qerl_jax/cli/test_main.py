@@ -80,7 +80,7 @@ def of_epochs(tmp_path):
     path = tmp_path / "epochs.toml"
     text = QUICKSTART.read_text()
     assert text.count("max_steps = ") == 1
-    path.write_text(text.replace("max_steps = 50", "num_train_epochs = 2.0"))
+    path.write_text(text.replace("max_steps = 30", "num_train_epochs = 2.0"))
     return path
 
 
