@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import qerl_jax
 from pallas_kernels import FORMATS
 from qerl_jax.checkpoint import gguf, hf_folder
+from qerl_jax.checkpoint.policy import load_base
 from qerl_jax.config import ModelConfig
 from qerl_jax.data.tokenizer import Message
 from qerl_jax.quantization import quantizer
@@ -75,7 +76,7 @@ def path_of(
 
 def _changed(base: str, source: str, folder: pathlib.Path) -> None:
     """Writes a folder in bfloat16 with rounded linears, or with static noise ("noise-SEED")."""
-    model, frozen, _ = base_model_of(source)
+    model, frozen, _ = load_base(ModelConfig(source, weights="bfloat16"), None)
     form = FORMATS[_ROUNDED.get(base, "nvfp4")]
     name, _, seed = base.rpartition("-")
     key = jax.random.key(int(seed)) if name == "noise" else None
@@ -88,13 +89,6 @@ def _changed(base: str, source: str, folder: pathlib.Path) -> None:
     hf_folder.export_model(
         folder, model, frozen | {"layers": layers}, hf_folder.local_folder(source)
     )
-
-
-def base_model_of(source: str) -> tuple[Any, Any, Any]:
-    """Loads a base in bfloat16: the model, its `frozen` tree and the tokenizer."""
-    from qerl_jax.checkpoint.policy import load_base
-
-    return load_base(ModelConfig(source, weights="bfloat16"), None)
 
 
 def changed(

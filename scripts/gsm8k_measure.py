@@ -120,11 +120,6 @@ class Start:
         self._hidden = self._states(policy, policy.variables)
         self.reference = self._of(self._hidden)
 
-    @property
-    def tokens(self) -> int:
-        """Number of the tokens that are compared."""
-        return len(self._rows)
-
     def _states(self, policy: Policy, variables: Any) -> jax.Array:
         """The hidden states of a policy that predict the answers' tokens, [N, D]."""
         apply = _applied(policy.model)

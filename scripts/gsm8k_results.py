@@ -195,18 +195,13 @@ def compared(records: Records, comparison: Comparison) -> Interval | None:
             for of in runs
         ]
     )
-    has_runs = ~np.isnan(values).all(axis=1)
-    if not has_runs[: len(comparison.weights)].all():
+    if np.isnan(values[: len(comparison.weights)]).all(axis=1).any():
         return None
-    values, names = (
-        values[has_runs],
-        [name for name, has in zip(names, has_runs, strict=True) if has],
-    )
     return contrast(values, np.array([comparison.weights.get(name, 0.0) for name in names]))
 
 
-def over_problems(records: Records, comparison: Comparison) -> intervals.Interval | None:
-    """The same difference with an interval over resampled problems, at the seeds that all its arms have.
+def over_problems(records: Records, comparison: Comparison) -> Interval | None:
+    """The same difference with Student's interval over problems, at the seeds that all its arms have.
 
     A check: it knows how problems differ, and nothing of how runs do.
     """
@@ -218,10 +213,7 @@ def over_problems(records: Records, comparison: Comparison) -> intervals.Interva
         weight * np.mean([_rights(runs[arm][seed]) for seed in sorted(seeds)], axis=0)
         for arm, weight in comparison.weights.items()
     )
-    count = len(of_problem)
-    chosen = np.random.default_rng(0).integers(count, size=(2000, count))
-    ends = np.quantile(of_problem[chosen].mean(axis=1), [0.025, 0.975])
-    return intervals.Interval(float(of_problem.mean()), *map(float, ends))
+    return interval(of_problem)
 
 
 def _rights(run: Run) -> np.ndarray:
@@ -393,8 +385,8 @@ def state(records: Records) -> str:
     )
     if len(about["base"]) > 1:
         text += " **These are several bases: do not compare their runs.**"
-    made = [name.split()[0] for name in {one["made"] for one in records.values() if "made" in one}]
-    if differ := sorted({name for name in made if made.count(name) > 1}):
+    names = [name.split()[0] for name in {one["made"] for one in records.values() if "made" in one}]
+    if differ := sorted({name for name in names if names.count(name) > 1}):
         text += f" **Made more than once, with different weights: {', '.join(differ)}.**"
     return text
 

@@ -294,7 +294,7 @@ def run(args: argparse.Namespace, name: str) -> None:
     record |= {"arm": piece.arm, "rate": piece.rate, "seed": piece.seed, "steps": piece.steps}
     record |= {"temperature": cfg.rollout.temperature}
     record |= {} if cfg.noise is None else {"sigma": cfg.noise.sigma_start}
-    record |= _made(piece.base, cfg.model.model_name_or_path)
+    record |= _folder_hash(piece.base, cfg.model.model_name_or_path)
     write(args, name, record)
     for kind in ("checkpoints", "best"):
         shutil.rmtree(folder / kind, ignore_errors=True)
@@ -348,7 +348,7 @@ def test(args: argparse.Namespace, *names: str) -> None:
                 now = policy.with_params(peft.import_adapter(adapter, policy.model))
         prompt = section["data"]["system_prompt"]
         record = measure.tested(now, rows, prompt, longest, seed)
-        write(args, f"{name}.test", record | ({} if is_full else _made(base, path)))
+        write(args, f"{name}.test", record | ({} if is_full else _folder_hash(base, path)))
 
 
 def start(args: argparse.Namespace) -> None:
@@ -386,7 +386,7 @@ def start(args: argparse.Namespace) -> None:
             "sigma": arms.chosen_sigma(
                 {x: one["kl"] for x, one in doses.items()}, rounded["kl"][0]
             ),
-            "tokens": begun.tokens,
+            "tokens": sum(lengths),
             "mean_length": round(sum(lengths) / len(lengths), 1),
             "longest": lengths[int(0.95 * (len(lengths) - 1))],
             "truncated": round(sum(row["truncated"] for row in answers) / len(answers), 4),
@@ -417,12 +417,12 @@ def _path_of(args: argparse.Namespace, base: str) -> str:
     return gsm8k_bases.path_of(base, args.base, args.work, questions, answers, longest)
 
 
-def _made(base: str, path: str) -> dict[str, str]:
+def _folder_hash(base: str, path: str) -> dict[str, str]:
     """The name and the hash of a base that was made, for a record: it is made again on each machine."""
     from scripts import gsm8k_bases
 
-    is_made = base not in ("16", "nvfp4")
-    return {"made": f"{base} {gsm8k_bases.describe(path)['base']}"} if is_made else {}
+    is_folder = base not in ("16", "nvfp4")
+    return {"made": f"{base} {gsm8k_bases.describe(path)['base']}"} if is_folder else {}
 
 
 def _rows(args: argparse.Namespace, name: str) -> list[dict[str, Any]]:
@@ -461,17 +461,14 @@ def commit() -> str:
 
 def progress(args: argparse.Namespace) -> str:
     """What is done and what is left, and the seconds that are expected for it on one card."""
-    records = read(args.out)
-    lines = []
-    for name in ARMS:
-        rate = arms.best_rate(records, name)
-        runs = [Piece.named(key) for key in records if _is_run(key)]
-        done = [piece for piece in runs if piece.arm == name and not piece.is_swept]
-        shown = "" if rate is None else f", rate {rate:g}"
-        if name in args.arms and ARMS[name].stage in args.stage:
-            lines.append(
-                f"{name:4} {ARMS[name].title:28} {len(done)} of {ARMS[name].seeds} runs{shown}"
-            )
+    records, lines = read(args.out), []
+    runs = [Piece.named(name) for name in records if _is_run(name)]
+    done = [piece.arm for piece in runs if not piece.is_swept]
+    for name, arm in ARMS.items():
+        if name in args.arms and arm.stage in args.stage:
+            rate = arms.best_rate(records, name)
+            shown = "" if rate is None else f", rate {rate:g}"
+            lines.append(f"{name:4} {arm.title:28} {done.count(name)} of {arm.seeds} runs{shown}")
     left, tests = list(wanted(args, records)), untested(args, records)
     seconds = sum(seconds_of(args, piece, records) for piece in left)
     lines.append(
