@@ -81,9 +81,8 @@ _BY_BOX, _BY_CHANCE = (
 _FEW = {"stage": 4, "seeds": 2}
 ARMS = {
     "A": Arm("16 bit", 2),
-    "B": Arm("16 bit + AQN", 2, noise="published", rate_of="A"),
+    "B": Arm("16 bit + AQN", 2, noise="published"),
     "C": Arm("NVFP4", 2, "nvfp4"),
-    # Its own sweep has the three best rates of C, which `sweep` knows once C's are done.
     "D": Arm("NVFP4 + AQN (QeRL)", 2, "nvfp4", noise="published"),
     "E": Arm("16 bit + static noise", 3, "noise-", rate_of="A"),
     "F": Arm("16 bit, matched temperature", 3, temperature=0, rate_of="A"),
@@ -92,11 +91,11 @@ ARMS = {
     "I": Arm("MXFP4", 3, "mxfp4", rate_of="A", seeds=4),
     "J": Arm("16 bit, all weights", 3, changes=_FULL, rates=_FULL_RATES, seeds=4),
     "K": Arm("NVFP4, all weights", 3, "nvfp4-16", changes=_FULL, rate_of="J", seeds=4),
-    "L": Arm("16 bit + AQN, corrected", noise="corrected", rate_of="A", **_FEW),
+    "L": Arm("16 bit + AQN, corrected", noise="corrected", rate_of="B", **_FEW),
     "L4": Arm("NVFP4 + AQN, corrected", base="nvfp4", noise="corrected", rate_of="D", **_FEW),
     "M": Arm("16 bit, reward for a box", changes=_BY_BOX, rate_of="A", **_FEW),
     "N": Arm("16 bit, random reward", changes=_BY_CHANCE, rate_of="A", **_FEW),
-    "B1": Arm("16 bit + AQN of 1e-2", noise="published", sigma=1e-2, rate_of="A", **_FEW),
+    "B1": Arm("16 bit + AQN of 1e-2", noise="published", sigma=1e-2, rate_of="B", **_FEW),
     "D1": Arm("NVFP4 + AQN of 1e-2", base="nvfp4", noise="published", sigma=1e-2, rate_of="D", **_FEW),
     "C16": Arm("NVFP4 in 16 bits", base="nvfp4-16", rate_of="C", **_FEW),
     "F2": Arm("16 bit, temperature 1.2", temperature=1.2, rate_of="A", **_FEW),
@@ -105,6 +104,8 @@ ARMS = {
     "D+": Arm("NVFP4 + AQN, longer", base="nvfp4", noise="published", rate_of="D", steps=MORE_STEPS, **_FEW),
 }  # fmt: skip
 SWEPT = tuple(name for name, arm in ARMS.items() if not arm.rate_of)
+# Arms whose sweep has the three best rates of the same base without noise, which `sweep` knows once that one's are done.
+_NOISELESS = {"B": "A", "D": "C"}
 # The bases that stage 0 measures.
 MEASURED = ("16", "nvfp4", "noise-0", "noise-1", "gptq", "nf4", "mxfp4")
 
@@ -169,8 +170,8 @@ def pieces(stage: int, records: Records) -> Iterator[Piece]:
 def sweep(records: Records, arm: str) -> list[Piece]:
     """The runs of an arm's sweep that are known: one seed of each rate, then a second one of the best two rates."""
     rates: Sequence[float] = ARMS[arm].rates
-    if arm == "D":
-        rates = sorted(_ranked(records, "C")[:3])
+    if arm in _NOISELESS:
+        rates = sorted(_ranked(records, _NOISELESS[arm])[:3])
     first = [Piece(arm, rate, SWEEP_SEEDS[0], SWEEP_STEPS) for rate in rates]
     best = _ranked(records, arm, rates)[:2]
     return first + [Piece(arm, rate, SWEEP_SEEDS[1], SWEEP_STEPS) for rate in sorted(best)]

@@ -53,8 +53,7 @@ def path_of(
         source: Folder or GGUF file of the 16-bit weights.
         work: Folder of what is made.
         questions: Chats that GPTQ is calibrated on, with the policy's own answers.
-        answers: File of these answers. It is written if it is missing, and outlives `work`: so each machine quantizes
-            by the same texts.
+        answers: File of these answers, written if it is missing; outside of `work`, so that all machines have the same.
         max_tokens: Longest of these answers.
     """
     if base in ("16", "nvfp4"):

@@ -156,10 +156,9 @@ def add(folder: pathlib.Path, path: pathlib.Path = RESULTS) -> None:
         fields = _ABOUT | (_TESTS if name.endswith(".test") else _FIELDS)
         selected = {k: v for k, v in record.items() if name == "start" or k in fields}
         if "rollouts" in record:
-            series = {key: record["rollouts"][key] for key in ("reward", "entropy")}
-            selected["rollouts"] = {
-                key: [float(f"{x:.3g}") for x in values] for key, values in series.items()
-            }
+            short = lambda values: [float(f"{x:.3g}") for x in values]
+            series = {key: short(record["rollouts"][key]) for key in ("reward", "entropy")}
+            selected["rollouts"] = series
         records[name] = selected
     lines = (
         json.dumps({"name": name, **records[name]}, separators=(",", ":"))

@@ -421,8 +421,9 @@ def _folder_hash(base: str, path: str) -> dict[str, str]:
     """The name and the hash of a base that was made, for a record: it is made again on each machine."""
     from scripts import gsm8k_bases
 
-    is_folder = base not in ("16", "nvfp4")
-    return {"made": f"{base} {gsm8k_bases.describe(path)['base']}"} if is_folder else {}
+    if base in ("16", "nvfp4"):
+        return {}
+    return {"made": f"{base} {gsm8k_bases.describe(path)['base']}"}
 
 
 def _rows(args: argparse.Namespace, name: str) -> list[dict[str, Any]]:
