@@ -394,13 +394,13 @@ def primary_table(records: Records) -> str:
     """The primary comparisons with their verdicts."""
     rows = [["claim", "comparison", "seeds", "points", "p, Holm", "by problems", "verdict"]]
     for one in judged(records):
-        problems = over_problems(records, one.comparison)
+        about, problems = one.comparison, over_problems(records, one.comparison)
         shown = "" if one.difference is None else f"{one.difference:+.1f}"
         p = "" if one.difference is None else "< 0.0001" if one.p < 1e-4 else f"{one.p:.2g}"
         beside = f"{problems:+.1f}" if problems else ""
-        seeds = "" if one.difference is None else str(one.difference.count)
-        about = one.comparison.name, one.comparison.text, seeds
-        rows.append([*about, shown, p, beside, one.verdict])
+        planned = min(ARMS[arm].seeds for arm in about.weights)
+        seeds = f"{one.difference.count if one.difference else 0} of {planned}"
+        rows.append([about.name, about.text, seeds, shown, p, beside, one.verdict])
     return _table(rows)
 
 
