@@ -189,7 +189,7 @@ def choose(args: argparse.Namespace, queue: cards.Queue) -> cards.Job | None:
     machine = 1e9 if args.machine is None else args.machine - queue.elapsed()
     if unmeasured(args, records) and "start" not in busy:
         return _job(args, "start", "start")
-    testing = {name for job in busy if job.startswith("test+") for name in job.split("+")[1:]}
+    testing = {name for job in busy if job.startswith("test,") for name in job.split(",")[1:]}
     pending: dict[str, list[str]] = {}
     for name in untested(args, records):
         if name not in testing:
@@ -215,7 +215,7 @@ def choose(args: argparse.Namespace, queue: cards.Queue) -> cards.Job | None:
         fit = int((min(queue.left(), machine) - _LOAD) // _TEST)
         if is_time and fit > 0:
             some = names[: min(fit, 2 * _TOGETHER, -(-len(names) // max(free, 1)))]
-            return _job(args, "+".join(["test", *some]), "test", *some)
+            return _job(args, ",".join(["test", *some]), "test", *some)
     return _job(args, runs[0].name, "run", runs[0].name) if runs else None
 
 

@@ -275,23 +275,31 @@ def test_tests_are_made_together_and_before_the_machine_is_gone(args):
     assert study.choose(args, queue_of(args)).name.startswith("C_")  # four are not many
     args.machine = 400.0  # no further run fits
     job = study.choose(args, queue_of(args, running=["x"]))
-    assert job.name.split("+") == ["test", *sorted(piece.name for piece in pieces[:4])]
+    assert job.name.split(",") == ["test", *sorted(piece.name for piece in pieces[:4])]
     assert study.choose(args, queue_of(args, running=[job.name])) is None
     # With both cards free each takes a half.
-    assert len(study.choose(args, queue_of(args)).name.split("+")) == 3
+    assert len(study.choose(args, queue_of(args)).name.split(",")) == 3
     args.machine = 90 + 2 * 60 + 1
-    assert len(study.choose(args, queue_of(args, running=["x"])).name.split("+")) == 3
+    assert len(study.choose(args, queue_of(args, running=["x"])).name.split(",")) == 3
     args.machine = None
     for piece in pieces[4:]:
         leave(args, piece, "adapter", record={"accuracies": [1], "wall": 300.0})
-    assert study.choose(args, queue_of(args)).name.startswith("test+A")
+    assert study.choose(args, queue_of(args)).name.startswith("test,A")
+
+
+def test_no_job_has_the_name_of_one_that_runs(args):
+    args.stage, args.arms, args.machine = [4], ["A+"], 400.0
+    leave(args, Piece("A+", 1e-4, 2, 320), "adapter", record={"accuracies": [1], "wall": 900.0})
+    job = study.choose(args, queue_of(args))
+    assert job.name == "test,A+_0.0001_2_320"
+    assert study.choose(args, queue_of(args, running=[job.name])) is None
 
 
 def test_a_model_with_all_weights_is_tested_at_once(args):
     args.stage = [3]
     first = Piece("J", 3e-5, 2, 160)
     leave(args, first, "model", record={"accuracies": [1], "wall": 300.0})
-    assert study.choose(args, queue_of(args)).name == f"test+{first.name}"
+    assert study.choose(args, queue_of(args)).name == f"test,{first.name}"
 
 
 def test_a_run_whose_adapter_was_lost_before_its_test_is_repeated(args):
@@ -308,9 +316,9 @@ def test_stage_0_measures_the_start_beside_the_bases(args):
     (args.out / "start.json").write_text(json.dumps(partly))
     assert study.choose(args, queue_of(args)).name == "start"
     job = study.choose(args, queue_of(args, running=["start"]))
-    assert job.name == "test+base_16+base_noise-0+base_noise-1+base_nf4+base_mxfp4"
+    assert job.name == "test,base_16,base_noise-0,base_noise-1,base_nf4,base_mxfp4"
     job = study.choose(args, queue_of(args, running=["start", job.name]))
-    assert job.name == "test+base_nvfp4+base_gptq" and not study.is_done(args)
+    assert job.name == "test,base_nvfp4,base_gptq" and not study.is_done(args)
     assert "the start" in study.progress(args)
 
 
