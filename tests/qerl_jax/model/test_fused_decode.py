@@ -66,6 +66,14 @@ def error(actual, expected):
     return np.mean(difference != 0), np.sqrt(np.mean(difference**2) / np.mean(expected**2))
 
 
+def pair_gates(monkeypatch, variables):
+    """Lets gate_up be finished inside its product."""
+    gate_up = variables["frozen"]["layers"]["gate_up"]
+    gate_up["weight"] = layout.prepare(layout.unprepare(gate_up["weight"]), is_paired=True)
+    config = gated_config.Config(1, 128, 2, 3)
+    monkeypatch.setattr(gated_config, "pick_config", lambda *_, **__: config)
+
+
 def assert_extended(actual, expected, cache, most=(0.02, 0.001)):
     """Compares hidden states and the new keys and values of two steps from a cache, in shares and sizes of `error`.
 
@@ -118,13 +126,10 @@ def test_the_fused_step_rounds_where_the_plain_model_does(monkeypatch, arch, wei
     monkeypatch.setattr(fused_decode, "step", functools.partial(fused_decode.step, interpret=True))
     variables = prepared(variables) if weights == "nvfp4" else variables
     if paired:
-        gate_up = variables["frozen"]["layers"]["gate_up"]
-        gate_up["weight"] = layout.prepare(layout.unprepare(gate_up["weight"]), is_paired=True)
-        config = gated_config.Config(1, 128, 2, 3)
-        monkeypatch.setattr(gated_config, "pick_config", lambda *_, **__: config)
+        pair_gates(monkeypatch, variables)
     policy = jax.jit(functools.partial(fused_decode.policy, plain))(variables)
-    step = jax.jit(functools.partial(fused_decode.extend, plain))
-    assert_extended(step(policy, tokens, cache), expected, cache)
+    extend = jax.jit(functools.partial(fused_decode.extend, plain))
+    assert_extended(extend(policy, tokens, cache), expected, cache)
 
 
 @pytest.mark.slow
@@ -138,13 +143,10 @@ def test_rows_in_several_tiles_round_where_the_plain_model_does(monkeypatch):
     monkeypatch.setattr(fused, "_config", lambda m, n, *_: Config(1, 256, 2, n // 64 + 1, 1))
     monkeypatch.setattr(fused_decode, "step", functools.partial(fused_decode.step, interpret=True))
     variables = prepared(variables)
-    gate_up = variables["frozen"]["layers"]["gate_up"]
-    gate_up["weight"] = layout.prepare(layout.unprepare(gate_up["weight"]), is_paired=True)
-    config = gated_config.Config(1, 128, 2, 3)
-    monkeypatch.setattr(gated_config, "pick_config", lambda *_, **__: config)
+    pair_gates(monkeypatch, variables)
     policy = jax.jit(functools.partial(fused_decode.policy, plain))(variables)
-    step = jax.jit(functools.partial(fused_decode.extend, plain))
-    assert_extended(step(policy, tokens, cache), expected, cache)
+    extend = jax.jit(functools.partial(fused_decode.extend, plain))
+    assert_extended(extend(policy, tokens, cache), expected, cache)
 
 
 @pytest.mark.parametrize(
