@@ -54,7 +54,7 @@ HIGHLIGHTS = (
     ("training", "72B step, 1 x 4 x 1024, LoRA 16", "GRPO step of 72B, 4 completions of 1024 tokens",
      "step --model 72b --rank 16 --prompts 1 --group 4 --completion 1024 --steps 2"),
     ("start", "1.5B, from the command to 68 % of 400 held-out GSM8K problems, greedy",
-     "a real 1.5B learns GSM8K from 61 to 68 % of held-out problems, all counted", ""),
+     "a real 1.5B learns GSM8K from 61 to 68 % of held-out problems, from the command", ""),
     ("tiny", "quickstart: held-out accuracy after 30 steps", "the quickstart: accuracy on unseen problems", ""),
 )  # fmt: skip
 DEVICES = {"32B step, 1 x 8 x 512, LoRA 16": "NVIDIA H100", HIGHLIGHTS[-1][1]: "CPU, two cores"}
